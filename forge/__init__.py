@@ -1,0 +1,1 @@
+"""Build side: pins, fetch, patch, environments; later toolchain, compile, audit, image."""

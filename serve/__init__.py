@@ -1,0 +1,1 @@
+"""Run side: device choice, models on disk, launch and stop, client."""

@@ -1,0 +1,1 @@
+"""MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone."""

@@ -1,0 +1,153 @@
+"""Every way in which Sparkforge refuses, one class and one exit code each.
+
+A message has three parts: what failed, why, and the next command to run. `docs/errors.md` is generated from this
+module and a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SparkforgeError(Exception):
+    """Something failed that a user can act on; never shown as a traceback."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, why: str, fix: str) -> None:
+        super().__init__(what, why, fix)
+        self.what, self.why, self.fix = what, why, fix
+
+    def __str__(self) -> str:
+        return f"{self.what} · {self.why} · {self.fix}"
+
+
+class UsageError(SparkforgeError):
+    """An argument has no meaning here."""
+
+    exit_code = 2
+
+
+class PinError(SparkforgeError):
+    """`pins.toml` or a lock is malformed: no hash, an unknown key, a duplicate, a missing entry."""
+
+    exit_code = 10
+
+
+class FetchError(SparkforgeError):
+    """A pinned file could not be brought: no network, not on the index, a broken transfer."""
+
+    exit_code = 11
+
+
+class HashMismatchError(SparkforgeError):
+    """A file is not the one that was pinned; nothing of it was kept."""
+
+    exit_code = 12
+
+
+class PatchFormatError(SparkforgeError):
+    """A patch or its series is malformed or would write outside its tree."""
+
+    exit_code = 13
+
+
+class PatchConflictError(SparkforgeError):
+    """A patch does not apply with fuzz 0; the tree is as it was."""
+
+    exit_code = 14
+
+
+class TreeModifiedError(SparkforgeError):
+    """A tree was edited by hand since the patch queue last touched it."""
+
+    exit_code = 15
+
+
+class RuntimeSetupError(SparkforgeError):
+    """A Python environment could not be made from its lock."""
+
+    exit_code = 16
+
+
+class ModelError(SparkforgeError):
+    """A model directory is missing, incomplete, or not a gpt-oss checkpoint."""
+
+    exit_code = 20
+
+
+class PortTakenError(SparkforgeError):
+    """Another program listens on the port."""
+
+    exit_code = 21
+
+
+class AlreadyRunningError(SparkforgeError):
+    """A server of this checkout runs already."""
+
+    exit_code = 22
+
+
+class NotRunningError(SparkforgeError):
+    """No server of this checkout runs."""
+
+    exit_code = 23
+
+
+class StartFailedError(SparkforgeError):
+    """The server ended, or gave no token in time; nothing is left running."""
+
+    exit_code = 24
+
+
+class DiskFullError(SparkforgeError):
+    """A file system has too little room for the next step."""
+
+    exit_code = 25
+
+
+class ServerReplyError(SparkforgeError):
+    """The server answered with an error or with something that is no answer."""
+
+    exit_code = 26
+
+
+class DeviceError(SparkforgeError):
+    """The device asked for is not there, or its path is not built yet."""
+
+    exit_code = 27
+
+
+class ValidationFailedError(SparkforgeError):
+    """At least one check failed: no green report, no server."""
+
+    exit_code = 30
+
+
+class FactsError(SparkforgeError):
+    """A recorded fact sheet cannot be read."""
+
+    exit_code = 31
+
+
+class BusyError(SparkforgeError):
+    """Another Sparkforge command is changing the same files."""
+
+    exit_code = 40
+
+
+class CommandError(SparkforgeError):
+    """A program that we ran failed; its last lines are in the message."""
+
+    exit_code = 41
+
+
+def all_errors() -> list[type[SparkforgeError]]:
+    """Return every error class, in exit-code order."""
+    return sorted({SparkforgeError, *SparkforgeError.__subclasses__()}, key=lambda c: c.exit_code)
+
+
+def table() -> str:
+    """The Markdown table that `docs/errors.md` holds."""
+    rows = [f"| {c.exit_code} | `{c.__name__}` | {(c.__doc__ or '').strip()} |" for c in all_errors()]
+    return "\n".join(["| exit code | error | meaning |", "| ---: | --- | --- |", *rows]) + "\n"

@@ -1,0 +1,108 @@
+"""The one way in which Sparkforge runs other programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from sparkforge.errors import CommandError
+
+TAIL_LINES = 15
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+    fix: str = "",
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end and return it with stdout and stderr as text.
+
+    `env` is added to this process's environment. Raises CommandError, with the last lines that the program printed
+    and `fix` as the next step, if it cannot be started or (with `check`) ends with another code than 0.
+    """
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words, cwd=cwd, env={**os.environ, **(env or {})}, input=stdin, text=True, errors="replace",
+            capture_output=True, check=False,
+        )
+    except OSError as error:
+        raise CommandError(f"cannot run {words[0]}", str(error), fix or f"install {words[0]}") from error
+    if check and done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-TAIL_LINES:])
+        raise CommandError(
+            f"{Path(words[0]).name} ended with code {done.returncode}", tail or "it printed nothing",
+            fix or f"run it by hand: {' '.join(words)}",
+        )
+    return done
+
+
+def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
+    """Start `command` in a session of its own with stdout and stderr appended to `log`; return its process id.
+
+    `env` is the whole environment. The child outlives this process.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            [str(word) for word in command], cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )
+    return child.pid
+
+
+def started_at(pid: int) -> float | None:
+    """Start time of a live process in seconds since the epoch; None if there is none or only its zombie.
+
+    Process ids are used again, so a record of a process is the pair (pid, start time).
+    """
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def terminate_session(pid: int, *, grace: float = 15.0) -> None:
+    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL. Waits for their end."""
+    members = session_members(pid)
+    _signal_all(members, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and any(started_at(p) is not None for p in members):
+        _reap(pid)
+        time.sleep(0.1)
+    _signal_all([*members, *session_members(pid)], signal.SIGKILL)
+    _reap(pid)
+
+
+def session_members(leader: int) -> list[int]:
+    """Process ids of the session that `leader` leads, the leader first if it still lives."""
+    members = []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.getsid(pid) == leader:
+                members.append(pid)
+    return sorted(members, key=lambda p: (p != leader, p))
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _reap(pid: int) -> None:
+    """Collect `pid` if it is our own child, so that it leaves no zombie."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)

@@ -1,0 +1,1 @@
+"""Startup gate: facts → checks → report → exit code."""
