@@ -6,10 +6,12 @@ Deleting a half-made one is safe: it holds nothing but what its lock names.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +58,17 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
     return {
         "lock": sha256_file(locks.lock_path(env.lock)),
         "torch": torch_cpu.pinned_file(pins.component("embedded", "torch"))[1],
-        "project": sha256_file(paths.ROOT / "pyproject.toml"),
+        "project": _project(),
         "python": sys.version,
         "root": str(paths.ROOT),
     }
+
+
+def _project() -> str:
+    """Hash what of pyproject.toml reaches an environment: packages and entry points, not the linter's settings."""
+    table = tomllib.loads((paths.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    installed = {"project": table["project"], "setuptools": table["tool"]["setuptools"]}
+    return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()
 
 
 def is_complete(env: Environment, pins: Pins) -> bool:
@@ -90,7 +99,9 @@ def make(env: Environment, pins: Pins) -> None:
     run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, env.path])
     torch = pins.component("embedded", "torch")
     locks.install(
-        env.python, env.lock, find_links=tuple(wheel.parent for wheel in wheels),
+        env.python,
+        env.lock,
+        find_links=tuple(wheel.parent for wheel in wheels),
         extra=(f"torch=={torch.version} --hash=sha256:{torch_cpu.pinned_file(torch)[1]}",),
     )
     name_vllm(env, pins.component("embedded", "vllm").version)
@@ -105,7 +116,8 @@ def fetch_vllm(pins: Pins) -> Path:
     found = fetch.fetch_all(component, only=f"{machine}.whl")
     if not found:
         raise RuntimeSetupError(
-            "vLLM's CPU build does not exist for this machine", f"pins.toml has no wheel for {machine}",
+            "vLLM's CPU build does not exist for this machine",
+            f"pins.toml has no wheel for {machine}",
             "use an x86_64 or aarch64 Linux machine",
         )
     return found[0]
@@ -124,6 +136,19 @@ def name_vllm(env: Environment, version: str) -> None:
 
 def install_project(env: Environment) -> None:
     """Install this checkout editable, so that vLLM finds the plugin's entry point."""
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", env.python, "--offline", "--no-deps",
-               "--no-build-isolation", "--editable", paths.ROOT]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        env.python,
+        "--offline",
+        "--no-deps",
+        "--no-build-isolation",
+        "--editable",
+        paths.ROOT,
+    ]
     run(command, env=locks.uv_environment(), fix="rm -rf .sparkforge/envs, then run the same command again")

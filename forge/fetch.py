@@ -61,7 +61,8 @@ def download(url: str, target: Path, sha256: str, http: httpx.Client) -> None:
                 _check(target.name, sha256, digest.hexdigest())
     except httpx.HTTPError as error:
         raise FetchError(
-            f"cannot bring {target.name}", f"the transfer failed: {error}",
+            f"cannot bring {target.name}",
+            f"the transfer failed: {error}",
             "check the network, then run the same command again",
         ) from error
 
@@ -74,6 +75,7 @@ def _chunks(reply: httpx.Response) -> Iterator[bytes]:
 def _check(name: str, wanted: str, got: str) -> None:
     if wanted != got:
         raise HashMismatchError(
-            f"{name} is not the file that was pinned", f"wanted sha256 {wanted}, got {got}; nothing was kept",
+            f"{name} is not the file that was pinned",
+            f"wanted sha256 {wanted}, got {got}; nothing was kept",
             "do not trust this source; check the mirror, then run the same command again",
         )

@@ -7,6 +7,7 @@ certificate set up once serves here too.
 from __future__ import annotations
 
 import os
+import ssl
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -46,8 +47,9 @@ def pip_config() -> PipConfig:
 
 def client() -> httpx.Client:
     """Return an HTTP client that trusts what pip trusts and follows redirects."""
-    verify = pip_config().cert or True
-    return httpx.Client(verify=verify, timeout=TIMEOUT, follow_redirects=True, transport=None)
+    cert = pip_config().cert
+    verify = ssl.create_default_context(cafile=cert) if cert else True
+    return httpx.Client(verify=verify, timeout=TIMEOUT, follow_redirects=True)
 
 
 def project_page(package: str, http: httpx.Client) -> ProjectPage:
@@ -58,7 +60,8 @@ def project_page(package: str, http: httpx.Client) -> ProjectPage:
         reply.raise_for_status()
     except httpx.HTTPError as error:
         raise FetchError(
-            f"cannot find {package}", f"the package index did not answer: {error}",
+            f"cannot find {package}",
+            f"the package index did not answer: {error}",
             "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again",
         ) from error
     if "json" in reply.headers.get("content-type", ""):
@@ -72,6 +75,7 @@ def locate(package: str, filename: str, http: httpx.Client) -> str:
         if entry.filename == filename:
             return entry.url.partition("#")[0]
     raise FetchError(
-        f"cannot find {filename}", f"the package index lists no such file for {package}",
+        f"cannot find {filename}",
+        f"the package index lists no such file for {package}",
         "check that your mirror is complete, or unset PIP_INDEX_URL",
     )

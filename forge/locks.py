@@ -1,4 +1,4 @@
-"""Hash-locked requirement sets: `locks/NAME.in` → `locks/NAME.txt`, resolved by uv for every Python and machine we serve.
+"""Hash-locked requirement sets: `locks/NAME.in` → `locks/NAME.txt`, resolved by uv for each Python and machine served.
 
 One index a set, hashes for every file. `test` is resolved first and constrains the others, so that what is tested is
 what is installed.
@@ -48,9 +48,26 @@ def lock_path(name: str) -> Path:
 def compile_set(lock: LockSet, directory: Path = LOCKS) -> Path:
     """Resolve one set into `directory`; keeps the versions that stand there unless they must move."""
     output = directory / f"{lock.name}.txt"
-    command = [sys.executable, "-m", "uv", "pip", "compile", f"{lock.name}.in", "--universal", "--python-version", "3.11",
-               "--generate-hashes", "--quiet", "--no-header", "--no-emit-index-url", "--no-emit-find-links",
-               "--annotation-style", "line", "--output-file", str(output)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        f"{lock.name}.in",
+        "--universal",
+        "--python-version",
+        "3.11",
+        "--generate-hashes",
+        "--quiet",
+        "--no-header",
+        "--no-emit-index-url",
+        "--no-emit-find-links",
+        "--annotation-style",
+        "line",
+        "--output-file",
+        str(output),
+    ]
     command += ["--override", lock.override] if lock.override else []
     command += ["--constraint", lock.constraint] if lock.constraint else []
     for package in lock.omit:
@@ -69,8 +86,12 @@ def compile_all() -> list[Path]:
 def uv_environment() -> Mapping[str, str]:
     """Return what uv must be told: pip's index (uv reads no pip configuration), no other, and pip's CA."""
     config = pip_config()
-    env = {"UV_DEFAULT_INDEX": os.environ.get("UV_DEFAULT_INDEX", config.index_url), "UV_PYTHON_DOWNLOADS": "never",
-           "UV_NO_PROGRESS": "1", "UV_NO_CONFIG": "1"}  # fmt: skip
+    env = {
+        "UV_DEFAULT_INDEX": os.environ.get("UV_DEFAULT_INDEX", config.index_url),
+        "UV_PYTHON_DOWNLOADS": "never",
+        "UV_NO_PROGRESS": "1",
+        "UV_NO_CONFIG": "1",
+    }
     if config.cert:
         env["SSL_CERT_FILE"] = config.cert
     return env
@@ -81,8 +102,21 @@ def install(python: Path, name: str, *, find_links: tuple[Path, ...] = (), extra
 
     Files of `find_links` are used where their hash is in the lock. Raises FetchError with uv's last lines.
     """
-    command = [sys.executable, "-m", "uv", "pip", "install", "--python", str(python), "--require-hashes", "--no-deps",
-               "--quiet", "--compile-bytecode", "-r", str(lock_path(name))]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--python",
+        str(python),
+        "--require-hashes",
+        "--no-deps",
+        "--quiet",
+        "--compile-bytecode",
+        "-r",
+        str(lock_path(name)),
+    ]
     for folder in find_links:
         command += ["--find-links", str(folder)]
     try:

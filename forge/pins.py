@@ -81,7 +81,9 @@ class Pins(_Strict):
             return self.stacks[stack].components[name]
         except KeyError:
             known = ", ".join(self.stacks[stack].components if stack in self.stacks else self.stacks)
-            raise PinError(f"nothing is pinned as {stack}/{name}", f"pins.toml has {known}", "add it to pins.toml") from None
+            raise PinError(
+                f"nothing is pinned as {stack}/{name}", f"pins.toml has {known}", "add it to pins.toml"
+            ) from None
 
 
 def load(path: Path = ROOT / "pins.toml") -> Pins:

@@ -27,7 +27,8 @@ def pinned_file(torch: Component, python: tuple[int, int] = sys.version_info[:2]
         if tag in name and name.endswith(f"{platform.machine()}.whl"):
             return name, sha256
     raise RuntimeSetupError(
-        "no torch is pinned for this machine", f"Python {python[0]}.{python[1]} on {platform.machine()} is not in pins.toml",
+        "no torch is pinned for this machine",
+        f"Python {python[0]}.{python[1]} on {platform.machine()} is not in pins.toml",
         "use Python 3.11, 3.12 or 3.13 on x86_64 or aarch64: rm -rf .venv && PYTHON=python3.12 ./inv up",
     )
 
@@ -47,8 +48,21 @@ def fetch_torch(torch: Component) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> None:
-    base = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:",
-            "--dest", str(folder), "-r", "/dev/stdin"]  # fmt: skip
+    base = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        "-r",
+        "/dev/stdin",
+    ]
     reasons = []
     for source in ([], ["--index-url", PYTORCH_CPU_INDEX]):
         try:
@@ -56,13 +70,15 @@ def _download(requirement: str, folder: Path) -> None:
         except CommandError as error:
             if "HASHES" in error.why or "do not match" in error.why:
                 raise HashMismatchError(
-                    "torch is not the file that was pinned", f"{error.why}; nothing was kept",
+                    "torch is not the file that was pinned",
+                    f"{error.why}; nothing was kept",
                     "check the folder or mirror that pip is configured with: pip config list",
                 ) from error
             reasons.append(error.why.splitlines()[-1])
         else:
             return
     raise FetchError(
-        f"cannot bring {requirement.split()[0]}", " / ".join(reasons),
+        f"cannot bring {requirement.split(maxsplit=1)[0]}",
+        " / ".join(reasons),
         "check the network, or point pip at a folder that holds the wheel: PIP_FIND_LINKS=/folder ./inv up",
     )

@@ -54,9 +54,16 @@ def wait_until_serving(url: str, model: str, deadline: float, still_alive: Calla
 
 def chat(url: str, model: str, message: str, max_tokens: int) -> Iterator[str]:
     """Stream the answer to `message` as pieces of text, reasoning included. Raises ServerReplyError."""
-    body = {"model": model, "messages": [{"role": "user", "content": message}], "max_tokens": max_tokens, "stream": True}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": message}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
     try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=CHAT_TIMEOUT, trust_env=False) as reply:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, timeout=CHAT_TIMEOUT, trust_env=False
+        ) as reply:
             if reply.is_error:
                 reply.read()
                 raise _refused(reply)

@@ -21,16 +21,19 @@ class Choice:
 
 
 def choose(asked: str) -> Choice:
-    """Turn `auto`, `embedded` or `docker` into a device. Raises UsageError for another word, DeviceError for `docker`."""
+    """Turn a word into a device. Raises UsageError for an unknown word, DeviceError while `docker` has no path."""
     if asked == EMBEDDED:
         return Choice(EMBEDDED, "you asked for it")
     if asked == DOCKER:
         raise DeviceError(
-            "the docker device cannot serve yet", "it comes with the container path, which is not built yet",
+            "the docker device cannot serve yet",
+            "it comes with the container path, which is not built yet",
             "./inv up --device embedded",
         )
     if asked != AUTO:
-        raise UsageError(f"unknown device {asked!r}", "the devices are auto, embedded and docker", "./inv up --device auto")
+        raise UsageError(
+            f"unknown device {asked!r}", "the devices are auto, embedded and docker", "./inv up --device auto"
+        )
     return Choice(EMBEDDED, f"{_machine()}; the container path is not built yet, so vLLM's CPU build serves")
 
 

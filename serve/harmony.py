@@ -44,12 +44,12 @@ def base_vocabulary() -> tuple[bytes, ...]:
 
     Raises ModelError if the installed openai_harmony is missing or holds another vocabulary.
     """
-    encoding = _encoding()
-    tokens = tuple(bytes(encoding._inner.decode_bytes([i])) for i in range(BASE_TOKENS))  # noqa: SLF001 (its Python door decodes to text)
+    tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
     digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
     if digest != VOCABULARY_SHA256:
         raise ModelError(
-            "the o200k vocabulary is not the known one", f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}",
+            "the o200k vocabulary is not the known one",
+            f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}",
             "install the pinned oss-harmony again",
         )
     return tokens
@@ -57,10 +57,8 @@ def base_vocabulary() -> tuple[bytes, ...]:
 
 def special_tokens() -> dict[str, int]:
     """Return Harmony's special and reserved tokens with their ids, 199,998 to 201,087, in the order of ids."""
-    encoding = _encoding()
-    ids = {token: int(encoding.encode(token, allowed_special="all")[0]) for token in encoding.special_tokens_set}
-    # oss-harmony names one reserved id more than the model has rows.
-    return {token: ids[token] for token in sorted(ids, key=ids.__getitem__) if ids[token] < VOCAB_SIZE}
+    # oss-harmony knows one id more than the model has rows; asking by id leaves it out.
+    return {_token_bytes(i).decode(): i for i in range(BASE_TOKENS, VOCAB_SIZE)}
 
 
 def write_vocabulary(directory: Path) -> Path:
@@ -74,8 +72,11 @@ def tokenizer_files() -> dict[str, bytes]:
     """Return the tokenizer's files (name → bytes): tokenizer.json, its configuration, special tokens, chat template."""
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
     config = {
-        **names, "clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": 1_000_000_000, "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 1_000_000_000,
+        "tokenizer_class": "PreTrainedTokenizerFast",
     }
     return {
         "tokenizer.json": _json(_tokenizer(), indent=None),
@@ -91,10 +92,16 @@ def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony
         from openai_harmony import load_harmony_encoding  # noqa: PLC0415
     except ImportError as error:
         raise ModelError(
-            "cannot make the tokenizer", f"this Python has no openai_harmony ({error})",
+            "cannot make the tokenizer",
+            f"this Python has no openai_harmony ({error})",
             "run it with the embedded runtime's Python, which ./inv up makes",
         ) from error
     return load_harmony_encoding("HarmonyGptOss")
+
+
+def _token_bytes(token: int) -> bytes:
+    # The public door, `decode`, gives text, and most tokens are no whole UTF-8 text.
+    return bytes(_encoding()._inner.decode_bytes([token]))  # noqa: SLF001
 
 
 def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
@@ -108,7 +115,8 @@ def _tokenizer() -> dict[str, object]:
     into two tokens is a merge, in the order of the joined token's rank.
     """
     tokens = base_vocabulary()
-    text = [token.decode("latin-1").translate(_byte_letters()) for token in tokens]
+    letters = _byte_letters()
+    text = [token.decode("latin-1").translate(letters) for token in tokens]
     rank = {token: i for i, token in enumerate(tokens)}
     merges = [
         [text[rank[token[:cut]]], text[rank[token[cut:]]]]
@@ -126,7 +134,7 @@ def _tokenizer() -> dict[str, object]:
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
             # tiktoken takes a piece that is a token whole, without merging.
             "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {letters: i for i, letters in enumerate(text)}, "merges": merges,
+            "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,
         },
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from serve import client, logs, record
 from serve.record import Server
 from sparkforge import paths
-from sparkforge.errors import AlreadyRunningError, PortTakenError, StartFailedError, UsageError
+from sparkforge.errors import AlreadyRunningError, PortTakenError, ServerReplyError, StartFailedError, UsageError
 from sparkforge.files import locked
 from sparkforge.process import spawn, started_at, terminate_session
 
@@ -38,7 +38,9 @@ def check_free(host: str, port: int) -> None:
     server = record.read()
     if server and server.alive:
         raise AlreadyRunningError(
-            "a server of this checkout runs already", f"{server.model_id} at {server.url}", "./inv down, then ./inv up",
+            "a server of this checkout runs already",
+            f"{server.model_id} at {server.url}",
+            "./inv down, then ./inv up",
         )
     if not 0 < port < 65536:
         raise UsageError(f"{port} is no port", "ports are 1 to 65535", "./inv up --port 8000")
@@ -51,7 +53,9 @@ def check_free(host: str, port: int) -> None:
             raise PortTakenError(f"cannot use port {port}", str(error), "./inv up --port 8000") from error
         except OSError as error:
             raise PortTakenError(
-                f"port {port} is taken", f"another program listens on {host}:{port}", f"./inv up --port {port + 1}",
+                f"port {port} is taken",
+                f"another program listens on {host}:{port}",
+                f"./inv up --port {port + 1}",
             ) from error
 
 
@@ -86,8 +90,14 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     pid = spawn(launch.command, log=log, env={**os.environ, **launch.environment}, cwd=paths.state())
     server = Server(
-        pid=pid, started=started_at(pid) or 0.0, host=launch.host, port=launch.port, model=str(launch.model),
-        model_id=launch.model_id, device=launch.device, log=str(log),
+        pid=pid,
+        started=started_at(pid) or 0.0,
+        host=launch.host,
+        port=launch.port,
+        model=str(launch.model),
+        model_id=launch.model_id,
+        device=launch.device,
+        log=str(log),
     )
     record.write(server)
     return server
@@ -98,7 +108,11 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> No
         progress(logs.milestone(Path(server.log)) or "starting")
         return server.alive
 
-    if not client.wait_until_serving(server.url, server.model_id, time.monotonic() + launch.timeout, alive):
+    try:
+        served = client.wait_until_serving(server.url, server.model_id, time.monotonic() + launch.timeout, alive)
         how = "did not answer in time" if server.alive else "ended before it served"
+    except ServerReplyError as error:
+        served, how = False, f"is healthy but cannot generate ({error.why})"
+    if not served:
         lines = "\n        ".join(logs.relevant(Path(server.log)) or ["its log is empty"])
-        raise StartFailedError(f"the server {how}", lines, f"read the whole log: {server.log}")
+        raise StartFailedError(f"the server {how}", lines, f"less {server.log}")

@@ -60,7 +60,9 @@ def config() -> dict[str, Any]:
             "rope_type": "yarn", "truncate": False,
         },
         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB_SIZE,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        # Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
+        "transformers_version": "4.55.0", "use_cache": True, "vocab_size": VOCAB_SIZE,
     }  # fmt: skip
 
 
@@ -120,7 +122,9 @@ def main(arguments: list[str]) -> int:
     """Write the checkpoint into the one directory named; returns the exit code."""
     try:
         if len(arguments) != 1:
-            raise UsageError("serve.tiny takes one directory", f"it got {len(arguments)} arguments", "python -m serve.tiny OUT")  # noqa: TRY301
+            raise UsageError(
+                "serve.tiny takes one directory", f"it got {len(arguments)} arguments", "python -m serve.tiny OUT"
+            )
         say(f"tiny gpt-oss checkpoint: {write_tiny(Path(arguments[0]))}")
     except SparkforgeError as error:
         show_error(error)
@@ -148,8 +152,8 @@ def _experts(seed: str, name: str, rows: int, columns: int, *, scale: int) -> It
     """Yield one expert projection: packed E2M1 pairs, E8M0 scales `scale` or `scale` + 1, bias."""
     blocks, scales = (EXPERTS, rows, columns // BLOCK, 16), (EXPERTS, rows, columns // BLOCK)
     raw = _bytes(f"{seed}{name} scales", int(np.prod(scales)))
-    yield f"mlp.experts.{name}_blocks", Tensor(blocks, "uint8", _bytes(f"{seed}{name}", int(np.prod(blocks))).tobytes())
-    yield f"mlp.experts.{name}_scales", Tensor(scales, "uint8", ((raw & 1) + np.uint8(scale)).tobytes())
+    yield f"mlp.experts.{name}_blocks", Tensor(blocks, "U8", _bytes(f"{seed}{name}", int(np.prod(blocks))).tobytes())
+    yield f"mlp.experts.{name}_scales", Tensor(scales, "U8", ((raw & 1) + np.uint8(scale)).tobytes())
     yield f"mlp.experts.{name}_bias", _uniform(f"{seed}{name} bias", (EXPERTS, rows), 0.5)
 
 
@@ -170,7 +174,7 @@ def _norm(name: str) -> Tensor:
 
 def _bfloat16(values: np.ndarray[Any, np.dtype[np.float32]], shape: tuple[int, ...]) -> Tensor:
     """Cut float32 values, whose low half is zero, to bfloat16."""
-    return Tensor(shape, "bfloat16", (values.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2").tobytes())
+    return Tensor(shape, "BF16", (values.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2").tobytes())
 
 
 def _fill(directory: Path) -> None:
@@ -186,22 +190,31 @@ def _fill(directory: Path) -> None:
 
 def _weight_files() -> dict[str, bytes]:
     """Return two safetensors shards, cut where the first holds half of the bytes, and their index."""
-    from safetensors import serialize  # noqa: PLC0415 (the launcher's environment has no safetensors)
-
     every = dict(tensors())
     total, seen, shard_of = sum(len(t.data) for t in every.values()), 0, dict[str, str]()
     for name, tensor in every.items():
         shard_of[name] = f"model-0000{1 if seen < total // 2 else 2}-of-00002.safetensors"
         seen += len(tensor.data)
     shards = {
-        shard: serialize(
-            {n: {"dtype": t.dtype, "shape": t.shape, "data": t.data} for n, t in every.items() if shard_of[n] == shard},
-            {"format": "pt"},
-        )
+        shard: _safetensors({name: tensor for name, tensor in every.items() if shard_of[name] == shard})
         for shard in sorted(set(shard_of.values()))
     }
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
     return {**shards, "model.safetensors.index.json": _json(index)}
+
+
+def _safetensors(named: dict[str, Tensor]) -> bytes:
+    """Lay tensors out as a safetensors file: header length, JSON header padded to 8 bytes, data (safetensors' README)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # Two-byte types first, so that every tensor begins at a multiple of its element's size.
+    ordered = sorted(named.items(), key=lambda item: (item[1].dtype != "BF16", item[0]))
+    for name, tensor in ordered:
+        begin, end = end, end + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(tensor.data for _, tensor in ordered)])
 
 
 def _generation_config() -> dict[str, Any]:
@@ -233,9 +246,12 @@ def _is_whole(directory: Path) -> bool:
 
 def _refuse_foreign(directory: Path) -> None:
     """Raise UsageError if `directory` is neither absent, empty, nor one that this module wrote."""
-    if directory.exists() and not (directory.is_dir() and (not any(directory.iterdir()) or (directory / MANIFEST).exists())):
+    if directory.exists() and not (
+        directory.is_dir() and (not any(directory.iterdir()) or (directory / MANIFEST).exists())
+    ):
         raise UsageError(
-            f"will not overwrite {directory}", f"it exists and has no {MANIFEST}, so it is no tiny model of ours",
+            f"will not overwrite {directory}",
+            f"it exists and has no {MANIFEST}, so it is no tiny model of ours",
             "name another directory",
         )
 

@@ -30,8 +30,11 @@ def main(root: Path) -> None:
     venv, lock = root / ".venv", root / "locks" / "tools.txt"
     if find_spec("ensurepip") is None or find_spec("venv") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        fail(f"Python {version} cannot make a virtual environment", "its venv and pip modules are not installed",
-             f"sudo apt install python{version}-venv, then run the same command again")  # fmt: skip
+        fail(
+            f"Python {version} cannot make a virtual environment",
+            "its venv and pip modules are not installed",
+            f"sudo apt install python{version}-venv, then run the same command again",
+        )
     state = root / ".sparkforge"
     try:
         state.mkdir(exist_ok=True)
@@ -53,14 +56,21 @@ def make(venv: Path, lock: Path) -> None:
     """Make `venv` anew and install the lock; a folder that we did not make is not touched."""
     if venv.exists():
         if not (venv / MARK).exists():
-            fail(f"{venv} is in the way", "it was not made by ./inv", f"mv {venv} {venv}.old, then run the same command again")
+            fail(
+                f"{venv} is in the way",
+                "it was not made by ./inv",
+                f"mv {venv} {venv}.old, then run the same command again",
+            )
         shutil.rmtree(venv)
     sys.stderr.write("First run: making .venv from locks/tools.txt …\n")
     venv.mkdir()
     (venv / MARK).touch()
     run([sys.executable, "-m", "venv", str(venv)], "cannot make .venv")
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    run([*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)], "cannot install locks/tools.txt")
+    run(
+        [*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
+        "cannot install locks/tools.txt",
+    )
     temporary = venv / ".complete.tmp"
     shutil.copyfile(lock, temporary)
     with temporary.open("rb") as file:

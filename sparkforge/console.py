@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from rich.console import Console
 from rich import progress as bars
+from rich.console import Console
 
 from sparkforge.errors import SparkforgeError
 
@@ -63,7 +63,12 @@ class Steps:
 @contextmanager
 def download_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a transfer of `total` bytes; yields a function that takes the number of bytes that came in."""
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn())
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+    )
     with bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(name, total=total)
         yield lambda count: progress.update(task, advance=count)

@@ -130,6 +130,12 @@ class FactsError(SparkforgeError):
     exit_code = 31
 
 
+class ValidationIncompleteError(SparkforgeError):
+    """A required check was skipped; nothing failed, but nothing is green either."""
+
+    exit_code = 32
+
+
 class BusyError(SparkforgeError):
     """Another Sparkforge command is changing the same files."""
 
@@ -140,6 +146,13 @@ class CommandError(SparkforgeError):
     """A program that we ran failed; its last lines are in the message."""
 
     exit_code = 41
+
+
+class TestsFailedError(SparkforgeError):
+    """At least one test failed; pytest's own report says which."""
+
+    exit_code = 42
+    __test__ = False  # pytest collects names that begin with Test
 
 
 def all_errors() -> list[type[SparkforgeError]]:

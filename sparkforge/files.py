@@ -75,7 +75,8 @@ def disk_full(directory: Path) -> DiskFullError:
     """Build the error for a file system without room, with what is left on it."""
     free = shutil.disk_usage(directory).free
     return DiskFullError(
-        f"cannot write under {directory}", f"the file system is full ({free / 1e9:.1f} GB free)",
+        f"cannot write under {directory}",
+        f"the file system is full ({free / 1e9:.1f} GB free)",
         "free some space, then run the same command again",
     )
 
@@ -104,7 +105,8 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BusyError(
-                f"cannot {purpose}", f"another Sparkforge process holds {path}",
+                f"cannot {purpose}",
+                f"another Sparkforge process holds {path}",
                 "wait for it to end, then run the same command again",
             ) from None
         yield

@@ -15,6 +15,7 @@ import psutil
 from sparkforge.errors import CommandError
 
 TAIL_LINES = 15
+KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
 
 
 def run(
@@ -34,18 +35,30 @@ def run(
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
-            words, cwd=cwd, env={**os.environ, **(env or {})}, input=stdin, text=True, errors="replace",
-            capture_output=True, check=False,
+            words,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            input=stdin,
+            text=True,
+            errors="replace",
+            capture_output=True,
+            check=False,
         )
     except OSError as error:
         raise CommandError(f"cannot run {words[0]}", str(error), fix or f"install {words[0]}") from error
     if check and done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-TAIL_LINES:])
         raise CommandError(
-            f"{Path(words[0]).name} ended with code {done.returncode}", tail or "it printed nothing",
+            f"{Path(words[0]).name} ended with code {done.returncode}",
+            tail or "it printed nothing",
             fix or f"run it by hand: {' '.join(words)}",
         )
     return done
+
+
+def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
+    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours."""
+    return subprocess.run([str(word) for word in command], cwd=cwd, env={**os.environ, **env}, check=False).returncode
 
 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
@@ -56,8 +69,13 @@ def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], c
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         child = subprocess.Popen(
-            [str(word) for word in command], cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [str(word) for word in command],
+            cwd=cwd,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return child.pid
 
@@ -78,12 +96,10 @@ def terminate_session(pid: int, *, grace: float = 15.0) -> None:
     """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL. Waits for their end."""
     members = session_members(pid)
     _signal_all(members, signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and any(started_at(p) is not None for p in members):
-        _reap(pid)
-        time.sleep(0.1)
-    _signal_all([*members, *session_members(pid)], signal.SIGKILL)
-    _reap(pid)
+    if not _wait_for_end(pid, members, grace):
+        members = [*members, *session_members(pid)]  # with what they started meanwhile
+        _signal_all(members, signal.SIGKILL)
+        _wait_for_end(pid, members, KILL_SECONDS)
 
 
 def session_members(leader: int) -> list[int]:
@@ -96,13 +112,20 @@ def session_members(leader: int) -> list[int]:
     return sorted(members, key=lambda p: (p != leader, p))
 
 
+def _wait_for_end(leader: int, pids: Sequence[int], seconds: float) -> bool:
+    """Wait until all of `pids` have ended; return whether they have. `leader` may be our own child, and is reaped."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(ChildProcessError):
+            os.waitpid(leader, os.WNOHANG)
+        if all(started_at(pid) is None for pid in pids):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
 def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _reap(pid: int) -> None:
-    """Collect `pid` if it is our own child, so that it leaves no zombie."""
-    with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)

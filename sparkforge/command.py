@@ -1,0 +1,51 @@
+"""The one exit point of every task: an error of ours becomes three lines and its exit code, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from invoke.exceptions import Exit
+
+from sparkforge import paths
+from sparkforge.console import say, show_error
+from sparkforge.errors import SparkforgeError
+from sparkforge.files import disk_full
+
+P = ParamSpec("P")
+R = TypeVar("R")
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a task's body so that it ends with the exit code of the error it raises."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except SparkforgeError as error:
+            show_error(error)
+            raise Exit(code=error.exit_code) from None
+        except BrokenPipeError:  # `./inv logs | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise Exit(code=0) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            full = disk_full(_existing(Path(error.filename or paths.state())))
+            show_error(full)
+            raise Exit(code=full.exit_code) from None
+        except KeyboardInterrupt:
+            say("interrupted; the same command goes on where it can")
+            raise Exit(code=INTERRUPTED) from None
+
+    return wrapped
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())

@@ -1,0 +1,217 @@
+"""One command from a fresh copy to an answering model, then everything that a user does with it."""
+
+import concurrent.futures
+import json
+import os
+import re
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+MODEL = "tiny-gpt-oss"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def api(up):
+    with httpx.Client(base_url=up.url, timeout=120, trust_env=False) as client:
+        yield client
+
+
+def server(up):
+    return json.loads((up.state / "server.json").read_text())
+
+
+def test_every_step_is_told_and_timed(up):
+    for step in ("environment", "patches", "model", "validation", "server"):
+        assert re.search(rf"✓ \[\d/5\] {step}.*\(\d+\.\d s\)", up.told), up.told
+    assert "device: embedded, because" in up.told
+    assert f"curl {up.url}/v1/chat/completions" in up.told
+    assert set(json.loads((up.state / "up.json").read_text())["seconds"]) == {
+        "environment",
+        "patches",
+        "model",
+        "validation",
+        "server",
+    }
+
+
+def test_it_serves_through_patched_sources_and_our_own_experts(up):
+    log = (up.state / "logs" / "server.log").read_text()
+    assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in log
+    record = next((up.state / "envs" / "embedded").rglob(".sparkforge-patches.json"))
+    assert len(json.loads(record.read_text())["patches"]) == 3
+
+
+def test_the_validator_gave_a_green_report(validation):
+    assert validation["profile"] == "embedded"
+    assert not [f for f in validation["findings"] if f["status"] == "fail"]
+
+
+def test_it_listens_on_loopback_only(up):
+    listening = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == up.port}
+    assert listening == {"127.0.0.1"}
+
+
+def test_models_lists_the_model(api):
+    assert [m["id"] for m in api.get("/v1/models").json()["data"]] == [MODEL]
+
+
+def test_completions_are_deterministic_and_counted(api):
+    body = {
+        "model": MODEL,
+        "prompt": "One two three",
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+    }
+    first, second = api.post("/v1/completions", json=body).json(), api.post("/v1/completions", json=body).json()
+    assert first["usage"]["completion_tokens"] == 8
+    assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == 8
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+
+
+def test_completions_stream_to_done(api):
+    body = {"model": MODEL, "prompt": "One", "max_tokens": 6, "stream": True, "ignore_eos": True}
+    with api.stream("POST", "/v1/completions", json=body) as reply:
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    assert len(events) >= 6
+
+
+def test_chat_speaks_harmony_without_tools(api):
+    reply = api.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "max_tokens": 8})
+    assert reply.status_code == 200, reply.text
+    message, usage = reply.json()["choices"][0]["message"], reply.json()["usage"]
+    assert message["role"] == "assistant"
+    assert not message.get("tool_calls")
+    assert usage["completion_tokens"] <= 8
+    assert usage["prompt_tokens"] > 20  # Harmony's system message, not the bare word
+
+
+def test_chat_streams(api):
+    body = {
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with api.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    assert json.loads(lines[-2])["usage"]["completion_tokens"] > 0
+
+
+def test_responses_answers(api):
+    reply = api.post("/v1/responses", json={"model": MODEL, "input": "Hello", "max_output_tokens": 16})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["output_tokens"] > 0
+
+
+def test_metrics_count_what_was_generated(api):
+    def generated():
+        found = re.search(r"^vllm:generation_tokens_total\{.*\} ([\d.e+]+)$", api.get("/metrics").text, re.MULTILINE)
+        return float(found[1])
+
+    before = generated()
+    api.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 5, "ignore_eos": True})
+    assert generated() == before + 5
+
+
+def test_requests_at_once_all_get_their_tokens(api):
+    def ask(number):
+        body = {"model": MODEL, "prompt": f"Number {number}", "max_tokens": 8, "ignore_eos": True}
+        return api.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(16))) == [8] * 16
+
+
+BAD = {
+    "no JSON": ("/v1/completions", b"{", 400),
+    "no model of that name": ("/v1/completions", {"model": "other", "prompt": "x"}, 404),
+    "no prompt": ("/v1/completions", {"model": MODEL}, 400),
+    "negative tokens": ("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400),
+    "temperature of a word": ("/v1/completions", {"model": MODEL, "prompt": "x", "temperature": "hot"}, 400),
+    "prompt too long": ("/v1/completions", {"model": MODEL, "prompt": [5] * 200_000, "max_tokens": 1}, 400),
+    "token id beyond the vocabulary": ("/v1/completions", {"model": MODEL, "prompt": [10**9], "max_tokens": 1}, 400),
+    "no messages": ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400),
+    "unknown role": ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "cat", "content": "x"}]}, 400),
+    "no such path": ("/v1/nothing", {}, 404),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_gets_4xx_and_the_server_lives(api, name):
+    path, body, _ = BAD[name]
+    sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+    reply = api.post(path, headers={"Content-Type": "application/json"}, **sent)
+    assert 400 <= reply.status_code < 500, (reply.status_code, reply.text[:300])
+    assert api.get("/health").status_code == 200
+    good = api.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 1})
+    assert good.status_code == 200
+
+
+def test_status_chat_and_logs_tell_a_person(up):
+    assert "· healthy · embedded ·" in up.inv("status").stdout
+    chat = up.inv("chat", "Hello", "--max-tokens", "4")
+    assert chat.returncode == 0, chat.stderr
+    assert "Application startup complete" in up.inv("logs").stdout
+
+
+def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
+    done = up.inv("up", "--port", str(up.port + 1))
+    assert done.returncode == 22
+    assert f"{MODEL} at {up.url}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert api.get("/health").status_code == 200
+
+
+# The next ones end the server; they stand last, in this order.
+
+
+def test_down_ends_every_process(up):
+    from sparkforge.process import session_members
+
+    members = session_members(server(up)["pid"])
+    assert len(members) > 1  # API server and engine
+    assert up.inv("down").returncode == 0
+    assert [pid for pid in members if psutil.pid_exists(pid)] == []
+    assert up.inv("down").returncode == 23
+    assert up.inv("status").returncode == 23
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "told"),
+    [
+        (["--model", "/nowhere"], 20, "no model in /nowhere"),
+        (["--model", os.devnull], 20, "no model in"),
+        (["--device", "tpu"], 2, "auto, embedded and docker"),
+        (["--device", "docker"], 27, "container path"),
+        (["--port", "0"], 2, "no port"),
+        (["--port", "abc"], 2, "abc"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_error(up, wrong, code, told):
+    done = up.inv("up", *wrong)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_hand_edited_environment_is_refused_by_name(up):
+    edited = next((up.state / "envs" / "embedded").rglob("vllm/platforms/interface.py"))
+    text = edited.read_bytes()
+    try:
+        replacement = edited.with_suffix(".new")  # never in place: the file may be shared with the installer's cache
+        replacement.write_bytes(text + b"\n# by hand\n")
+        replacement.replace(edited)
+        done = up.inv("up", "--port", str(up.port))
+        assert done.returncode == 15, done.stderr
+        assert "vllm/platforms/interface.py" in done.stderr
+    finally:
+        edited.write_bytes(text)

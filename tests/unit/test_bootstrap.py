@@ -1,0 +1,127 @@
+"""`./inv` itself, run as a user runs it, in a copy of its files with a lock of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparkforge.paths import ROOT
+
+# Stands in for Invoke, so that these tests install nothing.
+FAKE_INVOKE = "import sys; print('invoke', *sys.argv[1:])"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name in ("inv", "sparkforge/bootstrap.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks" / "tools.txt").write_text("# nothing to install\n")
+    (tmp_path / "invoke.py").write_text(FAKE_INVOKE)  # `python -m` finds it in the working directory
+    return tmp_path
+
+
+def inv(checkout, *args, **env):
+    return subprocess.run(
+        [checkout / "inv", *args],
+        env={**os.environ, "PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_first_run_makes_the_environment_and_the_second_does_not(checkout):
+    first, second = inv(checkout, "up", "--port", "1"), inv(checkout, "up")
+    assert (first.returncode, first.stdout) == (0, "invoke up --port 1\n"), first.stderr
+    assert "First run" in first.stderr
+    assert (second.returncode, second.stdout, second.stderr) == (0, "invoke up\n", "")
+
+
+def test_it_works_from_another_folder(checkout):
+    done = subprocess.run(
+        [checkout / "inv", "x"],
+        cwd="/",
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "invoke x\n"
+
+
+def test_no_python_is_an_error_with_the_command_that_installs_one(checkout, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "cmp", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    done = subprocess.run([checkout / "inv"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "apt install python3" in done.stderr
+
+
+def test_a_python_that_is_too_old_is_passed_over(checkout, tmp_path):
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    assert inv(checkout, "x", PYTHON=str(old)).stdout == "invoke x\n"
+
+
+def test_a_changed_lock_makes_the_environment_anew(checkout):
+    inv(checkout)
+    (checkout / "locks" / "tools.txt").write_text("# something else\n")
+    assert "First run" in inv(checkout).stderr
+
+
+def test_a_half_made_environment_is_made_anew(checkout):
+    inv(checkout)
+    (checkout / ".venv" / ".complete").unlink()
+    (checkout / ".venv" / "pyvenv.cfg").unlink()
+    done = inv(checkout, "x")
+    assert (done.returncode, done.stdout) == (0, "invoke x\n")
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(checkout):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "precious").touch()
+    done = inv(checkout)
+    assert done.returncode == 16
+    assert "mv " in done.stderr
+    assert (checkout / ".venv" / "precious").exists()
+
+
+def test_a_lock_that_cannot_be_installed_is_named_and_the_next_run_recovers(checkout):
+    lock = checkout / "locks" / "tools.txt"
+    lock.write_text(f"nothing-of-this-name==1 --hash=sha256:{'0' * 64}\n")
+    done = inv(
+        checkout, PIP_INDEX_URL="http://127.0.0.1:1/", PIP_RETRIES="0", PIP_CONFIG_FILE="/dev/null", PIP_FIND_LINKS=""
+    )
+    assert done.returncode == 16
+    assert "cannot install locks/tools.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+    lock.write_text("# nothing to install\n")
+    assert inv(checkout, "x").stdout == "invoke x\n"
+
+
+def test_ctrl_c_in_the_first_run_is_no_traceback_and_the_next_run_recovers(checkout):
+    process = subprocess.Popen(
+        [checkout / "inv"],
+        env={**os.environ, "PYTHON": sys.executable},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (checkout / ".venv" / ".made-by-sparkforge").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in told.replace("subprocess", "")
+    assert not (checkout / ".venv" / ".complete").exists()
+    assert inv(checkout, "x").stdout == "invoke x\n"
