@@ -2,7 +2,7 @@
 
 from invoke import Collection, task
 
-from sparkforge.command import command
+from sparkforge.command import command, whole_number
 
 
 @task(
@@ -14,18 +14,19 @@ from sparkforge.command import command
     },
 )
 @command
-def up(_ctx, device="auto", model="", port=8000, foreground=False):
+def up(_ctx, device="auto", model="", port="8000", foreground=False):
     """Set everything up and serve: environment, patches, model, validation, server, first token."""
     from forge.embedded import prepare
     from serve import embedded, launch, screen
     from serve.device import choose
     from sparkforge.console import Steps, say
 
+    number = whole_number("--port", port)
     choice = choose(device)
     say(f"device: {choice.device}, because {choice.why}")
-    launch.check_free("127.0.0.1", port)
+    launch.check_free("127.0.0.1", number)
     steps = Steps(5)
-    server = embedded.up(prepare(steps).python, model, port, steps)
+    server = embedded.up(prepare(steps).python, model, number, steps)
     screen.show_ready(server)
     if foreground:
         screen.stay(server)
@@ -61,11 +62,11 @@ def logs(_ctx, follow=False):
 
 @task(help={"message": "what to say", "max-tokens": "longest answer"})
 @command
-def chat(_ctx, message, max_tokens=64):
+def chat(_ctx, message, max_tokens="64"):
     """Say something to the model and print its answer as it comes."""
     from serve import record, screen
 
-    screen.show_chat(record.running(), message, max_tokens)
+    screen.show_chat(record.running(), message, whole_number("--max-tokens", max_tokens))
 
 
 @task(help={"fast": "unit tests only: offline, seconds", "select": "pytest's -k expression"})
@@ -99,6 +100,17 @@ def pins_lock(_ctx):
         say(f"locked {path.name}")
 
 
+@task
+@command
+def docs_errors(_ctx):
+    """Write docs/errors.md anew from the error classes."""
+    from sparkforge.errors import page
+    from sparkforge.files import write_atomic
+    from sparkforge.paths import ROOT
+
+    write_atomic(ROOT / "docs" / "errors.md", page())
+
+
 @task(help={"output": "JSON file for the figures"})
 @command
 def bench_startup(_ctx, output="bench/results/startup.json"):
@@ -110,4 +122,5 @@ def bench_startup(_ctx, output="bench/results/startup.json"):
 
 namespace = Collection(up, down, status, logs, chat, test)
 namespace.add_collection(Collection("pins", check=pins_check, lock=pins_lock))
+namespace.add_collection(Collection("docs", errors=docs_errors))
 namespace.add_collection(Collection("bench", startup=bench_startup))

@@ -136,7 +136,7 @@ def name_vllm(env: Environment, version: str) -> None:
 
 def install_project(env: Environment) -> None:
     """Install this checkout editable, so that vLLM finds the plugin's entry point."""
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "uv",

@@ -123,20 +123,9 @@ def model_name(directory: Path) -> str:
 def validate(python: Path, model: Path, port: int) -> str:
     """Run the gate in the environment that will serve; return its verdict in one line. Raises ValidationFailedError."""
     report = paths.state() / "validation.json"
-    command = [
-        python,
-        "-m",
-        "validate",
-        "--profile",
-        "embedded",
-        "--model",
-        model,
-        "--port",
-        str(port),
-        "--json",
-        report,
-    ]
-    done = run(command, cwd=paths.ROOT, check=False)
+    command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
+    command += ["--model", model, "--port", str(port)]
+    done = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # judged under what the server will see
     if done.returncode:
         say(done.stdout + done.stderr)
         raise ValidationFailedError(

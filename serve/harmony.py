@@ -62,7 +62,7 @@ def special_tokens() -> dict[str, int]:
 
 
 def write_vocabulary(directory: Path) -> Path:
-    """Write `o200k_base.tiktoken` into `directory` and return its path; for programs that read TIKTOKEN_ENCODINGS_BASE."""
+    """Write `o200k_base.tiktoken` into `directory` and return its path, for programs with TIKTOKEN_ENCODINGS_BASE."""
     path = directory / "o200k_base.tiktoken"
     write_atomic(path, _tiktoken_bytes(base_vocabulary()))
     return path
@@ -111,8 +111,8 @@ def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
 def _tokenizer() -> dict[str, object]:
     """Build tokenizer.json: byte-level BPE whose merges give tiktoken's result.
 
-    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a token
-    into two tokens is a merge, in the order of the joined token's rank.
+    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
+    token into two tokens is a merge, in the order of the joined token's rank.
     """
     tokens = base_vocabulary()
     letters = _byte_letters()
@@ -131,7 +131,8 @@ def _tokenizer() -> dict[str, object]:
         "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "post_processor": None, "decoder": level,
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "type": "BPE", "dropout": None, "unk_token": None,
+            "continuing_subword_prefix": None, "end_of_word_suffix": None,
             # tiktoken takes a piece that is a token whole, without merging.
             "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
             "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,

@@ -41,9 +41,10 @@ def config() -> dict[str, Any]:
     """Return config.json: openai/gpt-oss-20b's keys with smaller sizes."""
     layer_types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
     return {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
-        "experts_per_token": TOP_K, "head_dim": HEAD_DIM, "hidden_act": "silu", "hidden_size": HIDDEN,
-        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": INTERMEDIATE,
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": TOP_K, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "hidden_size": HIDDEN, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": INTERMEDIATE,
         "layer_types": layer_types, "max_position_embeddings": 131072, "model_type": "gpt_oss",
         "num_attention_heads": HEADS, "num_experts_per_tok": TOP_K, "num_hidden_layers": LAYERS,
         "num_key_value_heads": KV_HEADS, "num_local_experts": EXPERTS, "output_router_logits": False,
@@ -204,7 +205,7 @@ def _weight_files() -> dict[str, bytes]:
 
 
 def _safetensors(named: dict[str, Tensor]) -> bytes:
-    """Lay tensors out as a safetensors file: header length, JSON header padded to 8 bytes, data (safetensors' README)."""
+    """Lay tensors out as a safetensors file (its README): header length, JSON header padded to 8 bytes, data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # Two-byte types first, so that every tensor begins at a multiple of its element's size.

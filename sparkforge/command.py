@@ -13,7 +13,7 @@ from invoke.exceptions import Exit
 
 from sparkforge import paths
 from sparkforge.console import say, show_error
-from sparkforge.errors import SparkforgeError
+from sparkforge.errors import SparkforgeError, UsageError
 from sparkforge.files import disk_full
 
 P = ParamSpec("P")
@@ -45,6 +45,14 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise Exit(code=INTERRUPTED) from None
 
     return wrapped
+
+
+def whole_number(flag: str, text: str) -> int:
+    """Return `text` as an int. Raises UsageError; Invoke's own conversion would end in a traceback."""
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is no number", "it takes a whole number", "./inv --help") from None
 
 
 def _existing(path: Path) -> Path:

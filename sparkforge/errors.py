@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+PAGE = """# Errors
+
+Every refusal has three parts: what failed, why, and the next command to run. The exit code tells scripts which kind it was.
+Made from `sparkforge/errors.py` by `./inv docs.errors`; a test keeps them equal.
+
+| exit code | error | meaning |
+| ---: | --- | --- |
+{rows}
+"""
+
 
 class SparkforgeError(Exception):
     """Something failed that a user can act on; never shown as a traceback."""
@@ -68,6 +78,18 @@ class RuntimeSetupError(SparkforgeError):
     """A Python environment could not be made from its lock."""
 
     exit_code = 16
+
+
+class ArchiveError(SparkforgeError):
+    """An archive or bundle is malformed or would write outside its folder; nothing of it was kept."""
+
+    exit_code = 17
+
+
+class ProvenanceError(SparkforgeError):
+    """A file's origin is not recorded, or its records do not fit together."""
+
+    exit_code = 18
 
 
 class ModelError(SparkforgeError):
@@ -160,7 +182,7 @@ def all_errors() -> list[type[SparkforgeError]]:
     return sorted({SparkforgeError, *SparkforgeError.__subclasses__()}, key=lambda c: c.exit_code)
 
 
-def table() -> str:
-    """The Markdown table that `docs/errors.md` holds."""
-    rows = [f"| {c.exit_code} | `{c.__name__}` | {(c.__doc__ or '').strip()} |" for c in all_errors()]
-    return "\n".join(["| exit code | error | meaning |", "| ---: | --- | --- |", *rows]) + "\n"
+def page() -> str:
+    """Return `docs/errors.md` as it must be."""
+    rows = "\n".join(f"| {c.exit_code} | `{c.__name__}` | {(c.__doc__ or '').strip()} |" for c in all_errors())
+    return PAGE.format(rows=rows)

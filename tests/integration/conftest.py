@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +34,13 @@ class Checkout:
     def state(self):
         return self.path / ".sparkforge"
 
-    def inv(self, *args, **env):
-        places = {"SPARKFORGE_STATE", "PYTHONPATH"}
-        clean = {key: value for key, value in os.environ.items() if key not in places}
-        return subprocess.run(
-            ["./inv", *args], cwd=self.path, env={**clean, **env}, capture_output=True, text=True, check=False
-        )
+    @property
+    def environment(self):
+        return {key: value for key, value in os.environ.items() if key not in ("SPARKFORGE_STATE", "PYTHONPATH")}
+
+    def inv(self, *args):
+        command = ["./inv", *args]
+        return subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +57,40 @@ def fresh(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def up(fresh):
-    """Bring `fresh` up and return it; its first line on stdout is the API's URL."""
+def killed_once(fresh):
+    """Kill a first `./inv up` while it installs the environment: what it leaves must not be trusted."""
+    first = subprocess.Popen(["./inv", "up", "--port", str(fresh.port)], cwd=fresh.path, env=fresh.environment,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    packages = fresh.state / "envs" / "embedded" / "lib"
+    while first.poll() is None and len(list(packages.glob("python*/site-packages/*"))) < 20:
+        time.sleep(0.02)
+    assert first.poll() is None, "it ended before it could be killed"
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not (fresh.state / "envs" / "embedded" / ".complete.json").exists()
+    return fresh
+
+
+@pytest.fixture(scope="session")
+def killed_once(fresh):
+    """Kill a first `./inv up` while it installs the environment: what it leaves must not be trusted."""
+    command = ["./inv", "up", "--port", str(fresh.port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command, cwd=fresh.path, env=fresh.environment, start_new_session=True, **quiet)
+    environment = fresh.state / "envs" / "embedded"
+    while first.poll() is None and len(list(environment.glob("lib/python*/site-packages/*"))) < 20:
+        time.sleep(0.02)
+    assert first.poll() is None, "it ended before it could be killed"
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not (environment / ".complete.json").exists()
+    return fresh
+
+
+@pytest.fixture(scope="session")
+def up(killed_once):
+    """Bring it up and return it; the only line on stdout is the API's URL."""
+    fresh = killed_once
     done = fresh.inv("up", "--port", str(fresh.port))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{fresh.url}/v1\n"

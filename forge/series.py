@@ -1,0 +1,154 @@
+"""A patch queue on disk: `patches/<upstream>-<version>/series` and its patches with DEP-3 headers.
+
+DEP-3 is Debian's format for patch headers (https://dep-team.pages.debian.net/deps/dep3/): `Field: value`, continued by
+lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition a line, any of which
+says that upstream no longer needs the patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from forge.hunks import FileChange, parse, refuse
+from sparkforge.errors import PatchFormatError
+
+FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
+DIRECTORY = re.compile(r"(?P<upstream>[a-z][a-z0-9_-]*?)-(?P<version>\d[0-9A-Za-z.+]*)")
+PATCH_NAME = re.compile(r"\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch")
+FIELD = re.compile(r"(?P<name>[A-Za-z][A-Za-z-]*): *(?P<value>.*)")
+CONDITION = re.compile(r"(?P<kind>contains|lacks) (?P<path>\S+) (?P<text>\S.*)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One line of `Drop-when`: the unpatched upstream file at `path` contains, or lacks, `text`."""
+
+    kind: str
+    path: str
+    text: str
+
+    def holds(self, tree: Path) -> bool:
+        """Evaluate the condition on an unpatched upstream tree; a missing file lacks every text."""
+        file = tree / self.path
+        return (file.is_file() and self.text in file.read_text()) == (self.kind == "contains")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch: its file name, sha256 of its bytes, DEP-3 header, changes, and when to drop it."""
+
+    name: str
+    sha256: str
+    header: Mapping[str, str]
+    changes: tuple[FileChange, ...]
+    drop_when: tuple[Condition, ...]
+
+    @classmethod
+    def load(cls, file: Path) -> Patch:
+        """Read one patch file. Raises PatchFormatError for anything that is not a well-headed plain text diff."""
+        if not PATCH_NAME.fullmatch(file.name):
+            raise refuse(file.name, "is not named NNNN-imperative-subject.patch")
+        data = file.read_bytes()
+        if b"\r" in data:
+            raise refuse(file.name, "has carriage returns; an editor or a mail program damaged its line ends")
+        try:
+            head, found, diff = data.decode().partition("\n---\n")
+        except UnicodeDecodeError as error:
+            raise refuse(file.name, f"is not UTF-8 at byte {error.start}") from error
+        if not found:
+            raise refuse(file.name, "has no line `---` between its header and its diff")
+        header = _header(file.name, head)
+        return cls(
+            file.name, hashlib.sha256(data).hexdigest(), header, parse(file.name, diff),
+            tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()),
+        )
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The patches for one version of one upstream, in the order of its series."""
+
+    upstream: str
+    version: str
+    patches: tuple[Patch, ...]
+
+    @classmethod
+    def load(cls, directory: Path) -> Queue:
+        """Read `directory`, named <upstream>-<version>. Raises PatchFormatError if any part of it is malformed."""
+        name = DIRECTORY.fullmatch(directory.name)
+        if not name:
+            raise _bad_series(directory, "the directory is not named <upstream>-<version>")
+        patches = tuple(Patch.load(directory / entry) for entry in _series(directory))
+        return cls(name["upstream"], name["version"], patches)
+
+    @property
+    def sha256(self) -> str:
+        """Hex sha256 over upstream, version, and each patch's name and hash, in order."""
+        lines = [f"{self.upstream} {self.version}", *(f"{patch.sha256} {patch.name}" for patch in self.patches)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every file that a patch touches, sorted, relative to the tree."""
+        return tuple(sorted({change.path for patch in self.patches for change in patch.changes}))
+
+
+def _series(directory: Path) -> list[str]:
+    """Return the names in `series`: each exists, stands once, in rising order, and no patch lies beside it unlisted."""
+    file = directory / "series"
+    if not file.is_file():
+        raise _bad_series(directory, "there is no file `series`")
+    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+    names = [line for line in lines if line]
+    present = {path.name for path in directory.glob("*.patch")}
+    checks = (
+        (not names, "`series` names no patch"),
+        ([name for name in names if name not in present], "`series` names files that are not there"),
+        (sorted(present - set(names)), "these patches are not in `series`"),
+        (names != sorted(set(names)), "the patches in `series` are not in rising order, each once"),
+    )
+    for wrong, reason in checks:
+        if wrong:
+            raise _bad_series(directory, f"{reason}: {', '.join(wrong)}" if isinstance(wrong, list) else reason)
+    return names
+
+
+def _header(patch: str, text: str) -> dict[str, str]:
+    """Read DEP-3 fields; a value's continuation lines follow it after line breaks."""
+    fields: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        field = FIELD.fullmatch(line)
+        if line.startswith(" ") and name:
+            fields[name] = f"{fields[name]}\n{line.strip()}".strip()
+        elif field and field["name"] not in fields:
+            name = field["name"]
+            fields[name] = field["value"].strip()
+        else:
+            raise refuse(patch, f"has a header line that is no new DEP-3 field: {line!r}")
+    if missing := [name for name in FIELDS if not fields.get(name)]:
+        raise refuse(patch, f"lacks the header fields {', '.join(missing)}")
+    try:
+        date.fromisoformat(fields["Last-Update"])
+    except ValueError as error:
+        raise refuse(patch, f"has a Last-Update that is no date: {fields['Last-Update']}") from error
+    return fields
+
+
+def _condition(patch: str, line: str) -> Condition:
+    found = CONDITION.fullmatch(line)
+    if not found:
+        raise refuse(patch, f"has a Drop-when that is not `contains PATH TEXT` or `lacks PATH TEXT`: {line}")
+    return Condition(found["kind"], found["path"], found["text"])
+
+
+def _bad_series(directory: Path, reason: str) -> PatchFormatError:
+    return PatchFormatError(
+        f"the patch queue {directory} cannot be used", reason,
+        "restore it from the repository (git checkout -- patches), or correct `series`",
+    )

@@ -1,0 +1,128 @@
+"""The mixture of experts of gpt-oss in torch: sorting by expert, clamped SwiGLU, two projections, weighted sum.
+
+It is the reference that faster kernels are tested against, and the kernel on CPUs. Weights are packed MXFP4, which is
+dequantised for the experts that are hit, or floating point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
+
+SWIGLU_ALPHA = 1.702  # openai/gpt-oss, gpt_oss/torch/model.py: swiglu(x, alpha=1.702, limit=7.0)
+SWIGLU_LIMIT = 7.0  # config.json of gpt-oss: swiglu_limit
+DEQUANTIZED_AT_ONCE = 1 << 20  # values: 2 MB in bfloat16, within a core's second-level cache or near it
+
+
+class Projection(NamedTuple):
+    """One projection of all E local experts, N outputs and K inputs.
+
+    `weight` is u8 [E, N, K/2] with `scales` u8 [E, N, K/32], or floating point [E, N, K] with `scales` None.
+    `bias` is [E, N] or None.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts: `gate_up` has N = 2I with gate and up rows interleaved, K = H; `down` has N = H, K = I."""
+
+    gate_up: Projection
+    down: Projection
+
+
+class Sorting(NamedTuple):
+    """Pairs of token and expert, sorted by expert.
+
+    `pairs` i64 [T·k] indexes the flattened routing table; pair p belongs to token p // k. The pairs of local expert e
+    are `pairs[offsets[e]:offsets[e + 1]]`; those behind `offsets[E]` belong to experts that are not here.
+    """
+
+    pairs: torch.Tensor
+    offsets: torch.Tensor
+
+
+def moe_sorting(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Sorting:
+    """Sort the pairs of `topk_ids` (int [T, k]) by expert, tokens in order within each; offsets are i64 [E + 1].
+
+    `expert_map` (int [global experts]) gives each expert's local number below `num_experts`, or -1 where it lives on
+    another device; negative ids are nobody's. All shapes follow from the arguments' shapes, so nothing waits
+    for the device.
+    """
+    ids = topk_ids.flatten().long()
+    if expert_map is not None:
+        ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    expert, pairs = torch.sort(ids, stable=True)
+    bounds = torch.arange(num_experts + 1, device=ids.device)
+    return Sorting(pairs, torch.searchsorted(expert, bounds))
+
+
+def swiglu(gate_up: torch.Tensor, alpha: float = SWIGLU_ALPHA, limit: float = SWIGLU_LIMIT) -> torch.Tensor:
+    """Return gpt-oss' activation [..., I] of `gate_up` [..., 2I], whose even columns are gates and odd ones ups.
+
+    gate = min(gate, limit), up = clamp(up, -limit, limit), result = (up + 1) · gate · sigmoid(alpha · gate).
+    """
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def moe(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype.
+
+    `topk_ids` (int [T, k]) and `topk_weights` (float [T, k]) are the routing; experts that `expert_map` (see
+    `moe_sorting`) sends elsewhere add nothing. Products have x's dtype, activation and sum are float32.
+    """
+    pairs, offsets = moe_sorting(topk_ids, weights.down.weight.shape[0], expert_map)
+    bounds = offsets.tolist()
+    hit = [expert for expert, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
+    rows = [slice(bounds[expert], bounds[expert + 1]) for expert in hit]
+    here = pairs[: bounds[-1]]
+    result = torch.zeros(topk_ids.numel(), x.shape[-1], dtype=torch.float32, device=x.device)
+    if hit:
+        inputs = x[here // topk_ids.shape[-1]]
+        hidden = swiglu(_project(inputs, weights.gate_up, hit, rows).float()).to(x.dtype)
+        output = _project(hidden, weights.down, hit, rows).float()
+        result[here] = output * topk_weights.flatten()[here].float().unsqueeze(-1)
+    return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)
+
+
+def dense_experts(projection: Projection, experts: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield the matrices [N, K] of `experts`, one after the other, in `dtype`; packed weights are dequantised.
+
+    Small experts are dequantised together, large ones one by one: at most DEQUANTIZED_AT_ONCE values, or one expert.
+    Raises ValueError if weights and scales do not fit together.
+    """
+    weight, scales, _ = projection
+    if scales is None:
+        yield from (weight[expert] for expert in experts)
+        return
+    at_once = max(1, DEQUANTIZED_AT_ONCE // (2 * weight[0].numel()))
+    for begin in range(0, len(experts), at_once):
+        chosen = torch.tensor(experts[begin : begin + at_once], device=weight.device)
+        some, their_scales = weight.index_select(0, chosen), scales.index_select(0, chosen)
+        blocks = some.view(*some.shape[:-1], -1, BLOCK_BYTES)
+        yield from dequantize(blocks, their_scales, dtype)
+
+
+def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:
+    """Return x [P, K] times the weights of the expert that owns each row, plus its bias: [P, N] in x's dtype."""
+    bias, matrices = projection.bias, dense_experts(projection, experts, x.dtype)
+    return torch.cat([
+        functional.linear(x[own], matrix, None if bias is None else bias[expert])
+        for expert, own, matrix in zip(experts, rows, matrices, strict=True)
+    ])  # fmt: skip

@@ -1,0 +1,101 @@
+"""vLLM's door to our experts: registers the quantization `spark-mxfp4` (vLLM 0.32.0, group `vllm.general_plugins`).
+
+The checkpoint keeps `quant_method: mxfp4`; this configuration claims it when asked, or where stock vLLM has no backend.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from spark_mxfp4 import registry
+
+NAME = "spark-mxfp4"
+MODE_VARIABLE = "SPARK_MXFP4_MODE"
+MODES = ("packed", "dequant")
+# What a gpt-oss checkpoint says, before and after vLLM normalises it (vllm/model_executor/models/config.py:447-463).
+CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
+
+
+def register() -> None:
+    """Register `spark-mxfp4` with vLLM; may be called any number of times, in every process."""
+    if NAME not in QUANTIZATION_METHODS:
+        register_quantization_config(NAME)(SparkMxfp4Config)
+
+
+def chosen_mode() -> str:
+    """Return SPARK_MXFP4_MODE, else `packed`; raises ValueError for another word."""
+    mode = os.environ.get(MODE_VARIABLE) or MODES[0]
+    if mode not in MODES:
+        raise ValueError(f"{MODE_VARIABLE} is {mode!r} · it must be one of {', '.join(MODES)} · set or unset it")
+    return mode
+
+
+def stock_has_backend() -> bool:
+    """Tell whether stock vLLM 0.32.0 runs MXFP4 experts here: on CPUs only with AMX (fused_moe/experts/cpu_moe.py)."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 (plugins load before the platform is settled)
+
+    if not current_platform.is_cpu():
+        return True
+    return platform.machine().lower() in ("x86_64", "amd64") and torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (vLLM's own test)
+
+
+class SparkMxfp4Config(QuantizationConfig):  # type: ignore[misc]
+    """MXFP4 experts by our kernels; every other layer stays as it is in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = chosen_mode()
+        self.kernel = registry.load()
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name by which vLLM's loader recognises stacked MXFP4 experts (fused_moe/routed_experts.py:692)."""
+        return "gpt_oss_mxfp4"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Return the model dtypes that work."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the lowest CUDA compute capability: torch runs on all that vLLM takes."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no file names: the configuration stands in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SparkMxfp4Config:  # noqa: ARG003 (everything in it is implied by the format)
+        """Make the configuration; kernel and mode come from the environment."""
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim a gpt-oss MXFP4 checkpoint if the user named us, or named nothing and stock vLLM cannot run it."""
+        method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        if method not in CHECKPOINT_METHODS or getattr(hf_config, "model_type", None) != "gpt_oss":
+            return None
+        wanted = user_quant == NAME or (user_quant is None and not stock_has_backend())
+        return NAME if wanted else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:  # noqa: ARG002 (vLLM's signature)
+        """Return our method for experts, the unquantized one for linear layers, None for the rest."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 (heavy; needs the platform)
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: PLC0415
+
+        from spark_mxfp4.vllm_experts import SparkMxfp4MoEMethod  # noqa: PLC0415
+
+        if isinstance(layer, RoutedExperts):
+            return SparkMxfp4MoEMethod(layer, self.kernel, self.mode)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
