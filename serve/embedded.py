@@ -15,6 +15,7 @@ from sparkforge.files import write_json
 from sparkforge.process import run
 
 TINY_ID = "tiny-gpt-oss"
+HOST = "127.0.0.1"
 # vLLM 0.32.0's flags for a small machine, each with its reason.
 FLAGS = (
     "--dtype=bfloat16",  # as the checkpoint's unquantised layers are stored
@@ -65,7 +66,7 @@ def describe(python: Path, model: Path, model_id: str, port: int) -> Launch:
         "--served-model-name",
         model_id,
         "--host",
-        "127.0.0.1",
+        HOST,
         "--port",
         str(port),
         *FLAGS,
@@ -124,13 +125,13 @@ def validate(python: Path, model: Path, port: int) -> str:
     """Run the gate in the environment that will serve; return its verdict in one line. Raises ValidationFailedError."""
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
-    command += ["--model", model, "--port", str(port)]
+    command += ["--model", model, "--host", HOST, "--port", str(port), "--serve-args", *FLAGS]
     done = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # judged under what the server will see
     if done.returncode:
         say(done.stdout + done.stderr)
         raise ValidationFailedError(
             "the validator refuses to serve",
             f"it ended with code {done.returncode}; its report is above",
-            "follow the fix under each ✗, then ./inv up",
+            "follow the line after `next:` under each FAIL, then ./inv up",
         )
     return done.stdout.strip().splitlines()[-1]

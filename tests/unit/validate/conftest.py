@@ -1,0 +1,78 @@
+"""Shared pieces: the recorded sheets, and a fake interpreter's site-packages."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkforge.paths import ROOT
+from validate.facts import Fact, load_sheet
+from validate.scene import Options, Scene
+
+SHEETS = Path(__file__).parent / "sheets"
+GOOD = {"spark": SHEETS / "gb10-from-public-documents.json", "embedded": SHEETS / "embedded.json"}
+
+
+@pytest.fixture
+def sheets() -> Path:
+    return SHEETS
+
+
+@pytest.fixture
+def good():
+    """Facts of the good sheet of a profile."""
+    return lambda profile: load_sheet(GOOD[profile])
+
+
+@pytest.fixture
+def broken() -> dict[str, dict[str, object]]:
+    """Check name → the values that break it."""
+    return json.loads((SHEETS / "broken.json").read_text())["broken"]
+
+
+@pytest.fixture
+def with_values():
+    """Facts with other values."""
+    return lambda facts, values: {**facts, **{name: Fact(value, "test") for name, value in values.items()}}
+
+
+@pytest.fixture
+def scene():
+    """A scene for the embedded stack, with the given options."""
+    return lambda **options: Scene(Options(**options), "embedded")
+
+
+@pytest.fixture
+def environment():
+    """This test's environment without anything that steers vLLM, plus the checkout on the path."""
+    steering = ("VLLM_", "HF_", "FLASHINFER_", "PYTHONOPTIMIZE", "CUDA_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    return lambda **more: {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """An empty site-packages and `python` beside it: a real interpreter that has only that directory on its path."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return packages
+
+
+@pytest.fixture
+def install():
+    """Writes the metadata of a distribution: install(site, name, version, requires=, entry_points=)."""
+    return _install
+
+
+def _install(site: Path, name: str, version: str, *, requires: str = "", entry_points: str = "") -> None:
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = [f"Name: {name}", f"Version: {version}", *([f"Requires-Dist: {requires}"] if requires else [])]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.4", *lines]) + "\n")
+    if entry_points:
+        (info / "entry_points.txt").write_text(entry_points)

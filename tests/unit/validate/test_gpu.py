@@ -1,0 +1,89 @@
+"""Facts about the GPU, from an nvidia-smi and a libcuda that answer, refuse, crash or hang."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from validate import gpu
+from validate.facts import take
+
+
+def smi(tmp_path, script):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def test_nvidia_smi_tells(scene, tmp_path):
+    env = smi(tmp_path, "echo 'NVIDIA GB10, 580.142, 12.1'; echo \"$*\" > " + str(tmp_path / "args"))
+    made = scene(environ=env)
+    found = {r.name: take(r, made).value for r in gpu.SMI_READINGS}
+    assert found == {
+        "gpu.name": "NVIDIA GB10",
+        "gpu.driver_version": "580.142",
+        "gpu.compute_capability": "12.1",
+        "gpu.count": 1,
+    }
+    assert (tmp_path / "args").read_text() == "--query-gpu=name,driver_version,compute_cap --format=csv,noheader\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with code 18: Failed"),
+        ("echo 'No devices were found'", "lists no GPU"),
+        ("sleep 60", r"did not answer within 0\.3 s"),
+        ("kill -9 $$", "signal 9"),
+    ],
+)
+def test_nvidia_smi_fails(scene, tmp_path, monkeypatch, script, why):
+    monkeypatch.setattr(gpu, "SECONDS", 0.3 if "sleep" in script else 5.0)
+    made = scene(environ=smi(tmp_path, script))
+    for reading in gpu.SMI_READINGS:
+        assert re.search(why, take(reading, made).error)
+
+
+class FakeCuda:
+    """The five functions of libcuda that are asked, with a GB10 behind them."""
+
+    def __init__(self, version=13000, init=0, devices=1):
+        self.version, self.init, self.devices = version, init, devices
+
+    def cuDriverGetVersion(self, out):  # noqa: N802
+        out._obj.value = self.version
+        return 0
+
+    def cuInit(self, _flags):  # noqa: N802
+        return self.init
+
+    def cuDeviceGetCount(self, out):  # noqa: N802
+        out._obj.value = self.devices
+        return 0
+
+    def cuDeviceGetAttribute(self, out, attribute, _device):  # noqa: N802
+        out._obj.value = {75: 12, 76: 1, 18: 1}[attribute]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("cuda", "told"),
+    [
+        (FakeCuda(), {"api": "13.0", "count": 1, "capability": "12.1", "integrated": True}),
+        (FakeCuda(version=12090), {"api": "12.9", "count": 1, "capability": "12.1", "integrated": True}),
+        (FakeCuda(devices=0), {"api": "13.0", "count": 0}),
+        (FakeCuda(init=999), {"error": "cuInit returned CUDA error 999"}),
+    ],
+)
+def test_libcuda_is_asked(monkeypatch, cuda, told):
+    monkeypatch.setattr(gpu, "ctypes", SimpleNamespace(**{**vars(gpu.ctypes), "CDLL": lambda _name: cuda}))
+    assert gpu.look() == told
+
+
+def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(scene, tmp_path, monkeypatch):
+    for body, why in (("import os; os.abort()", "signal 6"), ("import time; time.sleep(60)", "did not answer within")):
+        (tmp_path / "sitecustomize.py").write_text(body)
+        monkeypatch.setattr(gpu, "SECONDS", 0.5 if "sleep" in body else 5.0)
+        made = scene(environ={"PYTHONPATH": str(tmp_path)})
+        assert all(why in take(reading, made).error for reading in gpu.CUDA_READINGS)

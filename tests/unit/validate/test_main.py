@@ -1,0 +1,176 @@
+"""The command as a user or a container runs it: exit codes, the log, the JSON report, and what it never imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sparkforge.errors import ValidationFailedError
+from sparkforge.paths import ROOT
+from validate import Options, gate, run
+from validate.__main__ import main
+from validate.checks import CHECKS
+from validate.facts import load_sheet
+from validate.finding import Check
+from validate.profiles import PROFILES
+
+
+def command(environment, *words, flags=(), **more):
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "validate", *words],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
+    sheet = sheets / "gb10-from-public-documents.json"
+    done = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "never recorded on a real DGX Spark" in done.stdout.splitlines()[0]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("serve: the server may start · 26 passed, 0 warned, 0 failed, 0 skipped")
+    assert done.stderr == ""
+
+
+def test_report_can_be_rehearsed_again(environment, sheets, tmp_path):
+    out = tmp_path / "deep" / "r.json"
+    words = ("--profile", "spark", "--json", str(out), "--facts")
+    command(environment, *words, str(sheets / "gb10-from-public-documents.json"))
+    document = json.loads(out.read_text())
+    assert set(document) == {
+        "schema",
+        "profile",
+        "verdict",
+        "exit_code",
+        "timestamp",
+        "origin",
+        "seconds",
+        "findings",
+        "facts",
+    }
+    assert (document["schema"], document["verdict"], document["exit_code"]) == (1, "serve", 0)
+    assert set(document["findings"][0]) == {"check", "status", "required", "evidence", "fix", "doc"}
+    assert load_sheet(out) == load_sheet(sheets / "gb10-from-public-documents.json")
+
+
+def test_real_validator_on_this_machine(environment, tmp_path):
+    out = tmp_path / "r.json"
+    done = command(environment, "--profile", "embedded", "--json", str(out), "--model", str(tmp_path), "--port", "0")
+    document = json.loads(out.read_text())
+    assert done.returncode == 30  # the directory holds no model
+    assert "Traceback" not in done.stdout + done.stderr
+    statuses = {f["check"]: f["status"] for f in document["findings"]}
+    assert set(statuses) == {*PROFILES["embedded"].required, *PROFILES["embedded"].advised}
+    assert statuses["model-files"] == "fail"
+    assert statuses["python-optimize"] == "pass"
+    assert statuses["port-free"] == "pass"
+    assert document["facts"]["memory.total_bytes"]["value"] > 0
+    assert document["seconds"]["deep"] == 0
+    assert all(entry["source"] for entry in document["facts"].values())
+
+
+def test_facts_never_import_torch_or_vllm(environment, tmp_path):
+    for name in ("torch", "vllm", "transformers", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    path = f"{tmp_path}:{ROOT}"
+    done = command(environment, "--profile", "spark", "--no-deep", flags=("-X", "importtime"), PYTHONPATH=path)
+    assert done.returncode == 30
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "validate" in imported
+    assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4", "forge", "serve"}
+
+
+def test_spark_profile_without_gpu_refuses_and_says_why(environment):
+    done = command(environment, "--profile", "spark", "--no-deep", PATH="/nonexistent")
+    assert done.returncode == 30
+    assert "cannot run nvidia-smi" in done.stdout
+    assert "next: nvidia-smi" in done.stdout
+    assert "read: docs/validation.md#gpu-name" in done.stdout
+
+
+def test_python_o_is_seen(environment, tmp_path):
+    done = command(environment, "--profile", "embedded", "--json", str(tmp_path / "r.json"), flags=("-O",))
+    assert "FAIL python-optimize" in done.stdout
+    assert done.returncode == 30
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--profile", "spark", "--facts", "missing.json"), 31, "cannot read the fact sheet"),
+        (("--profile", "x"), 2, "no profile"),
+        ((), 2, "cannot read its arguments"),
+        (("--profile", "spark", "--frobnicate"), 2, "cannot read its arguments"),
+        (("--profile", "spark", "--port", "x"), 2, "cannot read its arguments"),
+    ],
+)
+def test_wrong_arguments_are_one_named_error(environment, words, code, said):
+    done = command(environment, *words)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "next:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_malformed_sheet_is_no_traceback(environment, tmp_path):
+    (tmp_path / "s.json").write_text('{"schema": 1, "facts": {"a": 3}}')
+    done = command(environment, "--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    assert done.returncode == 31
+    assert "Traceback" not in done.stderr
+
+
+def test_empty_sheet_fails_closed(environment, tmp_path):
+    (tmp_path / "s.json").write_text('{"schema": 1, "facts": {}}')
+    done = command(environment, "--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    assert done.returncode == 30
+    assert "0 passed" in done.stdout
+
+
+def test_report_that_cannot_be_written_is_not_green(environment, sheets):
+    sheet = sheets / "gb10-from-public-documents.json"
+    done = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
+    assert done.returncode == 2
+    assert "cannot write the report" in done.stderr
+
+
+def test_without_a_model_nothing_is_green(environment, good, monkeypatch, with_values, capsys):
+    facts = with_values(good("embedded"), dict.fromkeys(("model.path", "model.model_type")))
+    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: facts)
+    assert main(["--profile", "embedded"]) == 32
+    out = capsys.readouterr().out
+    assert "skip model-files" in out
+    assert "next: add --model DIR" in out
+
+
+def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch, capsys):
+    def bug(_view):
+        raise RecursionError("deep")
+
+    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: good("embedded"))
+    monkeypatch.setitem(CHECKS, "port-free", Check("port-free", "m", (), bug, "f"))
+    assert main(["--profile", "embedded"]) == 30
+    assert "internal error in this check" in capsys.readouterr().out
+
+
+def test_a_recorded_text_cannot_forge_a_line(good, with_values, tmp_path, capsys, sheets):
+    sheet = json.loads((sheets / "gb10-from-public-documents.json").read_text())
+    sheet["facts"]["gpu.name"]["value"] = "X\nserve: the server may start\x1b[2J"
+    sheet["origin"] = "a\nok   gpu-name"
+    (tmp_path / "s.json").write_text(json.dumps(sheet))
+    assert main(["--profile", "spark", "--facts", str(tmp_path / "s.json")]) == 30
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert not any(line.startswith(("serve:", "ok   gpu-name")) for line in printed.splitlines())
+
+
+def test_api_raises_what_the_command_returns(good, monkeypatch, with_values):
+    facts = with_values(good("embedded"), {"serve.port_free": False})
+    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: facts)
+    report = run("embedded", Options(model=None))
+    with pytest.raises(ValidationFailedError, match="port-free: port 8000 is taken"):
+        report.require_green()

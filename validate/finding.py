@@ -1,0 +1,171 @@
+"""What a check is and what it finds. A check is a pure function of facts; whatever goes wrong in it is a fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from validate.facts import Fact, Facts, Value
+
+DOC = "docs/validation.md"
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"  # noqa: S105 - a verdict, no password
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A check's answer: its status, the evidence as a sentence, and a fix if the check's own one does not fit."""
+
+    status: Status
+    evidence: str
+    fix: str = ""
+
+
+class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
+    """A check needs a fact that is not known, or that is of another type than it can be."""
+
+
+class View:
+    """Typed access to facts. Each method raises FactMissing for an unknown fact or one of another type."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        value = self._known(name)
+        if not isinstance(value, str) or not value:
+            raise _of_type(name, value, "text")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number that is not a truth value."""
+        value = self._known(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
+            raise _of_type(name, value, "a number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A truth value."""
+        value = self._known(name)
+        if not isinstance(value, bool):
+            raise _of_type(name, value, "true or false")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of texts."""
+        value = self._known(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise _of_type(name, value, "a list of texts")
+        return value
+
+    def version(self, name: str) -> tuple[int, ...]:
+        """The leading numbers of a version: 9.20.0.48 → (9, 20, 0, 48), 2.13.0+cpu → (2, 13, 0)."""
+        text = self.text(name)
+        if not (match := re.match(r"v?(\d{1,9}(?:\.\d{1,9})*)", text)):
+            raise _of_type(name, text, "a version")
+        return tuple(int(part) for part in match[1].split("."))
+
+    def is_none(self, name: str) -> bool:
+        """Whether the fact is known and its value is none (an unset variable, no limit)."""
+        return self._entry(name).value is None
+
+    def _entry(self, name: str) -> Fact:
+        fact = self._facts.get(name)
+        if fact is None:
+            raise FactMissing(f"{name} is not on the sheet")
+        if fact.error is not None:
+            raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})")
+        return fact
+
+    def _known(self, name: str) -> Value:
+        fact = self._entry(name)
+        if fact.value is None:
+            raise FactMissing(f"{name} is not set (asked: {fact.source})")
+        return fact.value
+
+
+def _of_type(name: str, value: Value, wanted: str) -> FactMissing:
+    return FactMissing(f"{name} is {repr(value)[:80]}, which is not {wanted}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table: what is judged from which facts, and the next command if it fails."""
+
+    name: str
+    meaning: str
+    needs: tuple[str, ...]
+    judge: Callable[[View], Judgement]
+    fix: str
+
+    @property
+    def deep(self) -> bool:
+        """Whether torch and vllm must be asked."""
+        return any(name.startswith("deep.") for name in self.needs)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check's result in a profile. `required` False: it can warn, never refuse."""
+
+    check: str
+    status: Status
+    required: bool
+    evidence: str
+    fix: str
+    doc: str
+
+
+def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
+    """Judge one check. An unknown fact or a bug in the check is a fail; a fail that is not required, a warning."""
+    try:
+        judgement = check.judge(View(facts))
+    except FactMissing as error:
+        judgement = Judgement(Status.FAIL, f"cannot be judged: {error}")
+    except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
+        judgement = Judgement(
+            Status.FAIL,
+            f"internal error in this check: {type(error).__name__}: {error}",
+            "report this with the JSON report; nothing on this machine needs to change",
+        )
+    status = Status.WARN if judgement.status is Status.FAIL and not required else judgement.status
+    fix = judgement.fix or check.fix if status is not Status.PASS else ""
+    return Finding(check.name, status, required, judgement.evidence, fix, f"{DOC}#{check.name}")
+
+
+def skipped(check: Check, reason: str, fix: str, *, required: bool) -> Finding:
+    """Build the finding of a check that was not run."""
+    return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{DOC}#{check.name}")
+
+
+def passed(evidence: str) -> Judgement:
+    """All is well."""
+    return Judgement(Status.PASS, evidence)
+
+
+def warned(evidence: str, fix: str = "") -> Judgement:
+    """It will serve, but the user should know."""
+    return Judgement(Status.WARN, evidence, fix)
+
+
+def failed(evidence: str, fix: str = "") -> Judgement:
+    """It must not serve."""
+    return Judgement(Status.FAIL, evidence, fix)
+
+
+def judged(fine: bool, evidence: str, fix: str = "") -> Judgement:
+    """Pass if `fine`, else fail."""
+    return passed(evidence) if fine else failed(evidence, fix)
+
+
+Table = Mapping[str, Check]

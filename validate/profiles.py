@@ -1,0 +1,82 @@
+"""Profiles: which checks a kind of device must pass (required) and which only warn (advised)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkforge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A named choice of checks. `stack` is the table of pins.toml whose versions are expected."""
+
+    name: str
+    summary: str
+    stack: str
+    required: tuple[str, ...]
+    advised: tuple[str, ...]
+
+
+SPARK = Profile(
+    "spark",
+    "gpt-oss on DGX Spark with hardware FP4",
+    "spark",
+    required=(
+        "architecture",
+        "gpu-name",
+        "gpu-capability",
+        "driver-version",
+        "cuda-version",
+        "memory-unified",
+        "disk-space",
+        "port-free",
+        "python-version",
+        "python-optimize",
+        "vllm-version",
+        "torch-version",
+        "flashinfer-version",
+        "cudnn-version",
+        "flashinfer-arch-list",
+        "jit-toolchain",
+        "patches-intact",
+        "unknown-environment",
+        "blackwell-class",
+        "moe-backend",
+        "attention-backend",
+        "model-files",
+        "model-format",
+    ),
+    advised=("shared-memory", "sm121-modules", "offline-hub"),
+)
+EMBEDDED = Profile(
+    "embedded",
+    "a tiny gpt-oss on the CPU, without GPU and without Docker",
+    "embedded",
+    required=(
+        "cpu-instructions",
+        "memory-host",
+        "disk-space",
+        "port-free",
+        "python-version",
+        "python-optimize",
+        "vllm-version",
+        "torch-version",
+        "torch-cpu-build",
+        "torch-companions",
+        "patches-intact",
+        "spark-mxfp4-plugin",
+        "model-files",
+        "model-format",
+    ),
+    advised=("shared-memory", "unknown-environment", "offline-hub"),
+)
+PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED)}
+
+
+def named(name: str) -> Profile:
+    """Return the profile called `name`. Raises UsageError if there is none."""
+    if name not in PROFILES:
+        there = ", ".join(PROFILES)
+        raise UsageError(f"no profile {name!r}", f"there are {there}", "python -m validate --profile spark")
+    return PROFILES[name]

