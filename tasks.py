@@ -24,7 +24,7 @@ def up(_ctx, device="auto", model="", port="8000", foreground=False):
     number = whole_number("--port", port)
     choice = choose(device)
     say(f"device: {choice.device}, because {choice.why}")
-    launch.check_free("127.0.0.1", number)
+    launch.check_free(number)
     steps = Steps(5)
     server = embedded.up(prepare(steps).python, model, number, steps)
     screen.show_ready(server)

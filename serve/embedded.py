@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from serve import launch
-from serve.launch import Launch
+from serve.launch import LOOPBACK, Launch
 from serve.record import Server
 from sparkforge import paths
 from sparkforge.console import Steps, say
@@ -15,7 +15,6 @@ from sparkforge.files import write_json
 from sparkforge.process import run
 
 TINY_ID = "tiny-gpt-oss"
-HOST = "127.0.0.1"
 # vLLM 0.32.0's flags for a small machine, each with its reason.
 FLAGS = (
     "--dtype=bfloat16",  # as the checkpoint's unquantised layers are stored
@@ -66,7 +65,7 @@ def describe(python: Path, model: Path, model_id: str, port: int) -> Launch:
         "--served-model-name",
         model_id,
         "--host",
-        HOST,
+        LOOPBACK,
         "--port",
         str(port),
         *FLAGS,
@@ -125,7 +124,7 @@ def validate(python: Path, model: Path, port: int) -> str:
     """Run the gate in the environment that will serve; return its verdict in one line. Raises ValidationFailedError."""
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
-    command += ["--model", model, "--host", HOST, "--port", str(port), "--serve-args", *FLAGS]
+    command += ["--model", model, "--host", LOOPBACK, "--port", str(port), "--serve-args", *FLAGS]
     done = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # judged under what the server will see
     if done.returncode:
         say(done.stdout + done.stderr)

@@ -16,6 +16,7 @@ from sparkforge.errors import AlreadyRunningError, PortTakenError, ServerReplyEr
 from sparkforge.files import locked
 from sparkforge.process import spawn, started_at, terminate_session
 
+LOOPBACK = "127.0.0.1"
 READY_SECONDS = 900.0  # a slow disk and two cores; a broken start ends by itself long before
 
 
@@ -29,11 +30,11 @@ class Launch:
     model_id: str
     device: str
     port: int
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     timeout: float = field(default=READY_SECONDS)
 
 
-def check_free(host: str, port: int) -> None:
+def check_free(port: int, host: str = LOOPBACK) -> None:
     """Raise AlreadyRunningError if our server runs, PortTakenError if another program holds the port."""
     server = record.read()
     if server and server.alive:
@@ -65,7 +66,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
     Raises AlreadyRunningError, PortTakenError or StartFailedError; whenever it raises, nothing is left running.
     """
     with locked(paths.state() / "serve.lock", "start a server"):
-        check_free(launch.host, launch.port)
+        check_free(launch.port, launch.host)
         server = _spawn(launch)
         try:
             _wait(server, launch, progress)

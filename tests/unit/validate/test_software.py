@@ -24,7 +24,8 @@ def test_versions_come_from_the_serving_interpreters_packages(scene, site, insta
         site,
         "sparkforge",
         "0.1.0",
-        entry_points="[console_scripts]\nx = a:b\n[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm_plugin:register\n",
+        entry_points="[console_scripts]\nx = a:b\n"
+        "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm_plugin:register\n",
     )
     made = scene(python=site.parent / "python")
     for name, value in {
