@@ -81,11 +81,12 @@ def test(_ctx, fast=False, select=""):
 @task
 @command
 def pins_check(_ctx):
-    """Read pins.toml and refuse what is wrong in it."""
-    from forge import pins
+    """Refuse what is wrong in pins.toml, and locks that are older than their inputs."""
+    from forge import locks, pins
     from sparkforge.console import say
 
     table = pins.load()
+    locks.require_current()
     say(f"pins.toml is well-formed: {len(list(table.components()))} components in {', '.join(table.stacks)}")
 
 

@@ -6,14 +6,17 @@ what is installed.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge.index import pip_config
-from sparkforge.errors import CommandError, FetchError
+from sparkforge.errors import CommandError, FetchError, PinError
 from sparkforge.files import write_atomic
 from sparkforge.paths import ROOT
 from sparkforge.process import run
@@ -22,14 +25,33 @@ LOCKS = ROOT / "locks"
 NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again"
 
 
+# Every Python and machine at once, or one foreign machine that is only installed on, never resolved on.
+EVERYWHERE = ("--universal", "--python-version", "3.11")
+AARCH64 = ("--python-platform", "aarch64-manylinux_2_35", "--python-version", "3.13", "--only-binary", ":all:")
+
+
 @dataclass(frozen=True)
 class LockSet:
-    """One requirement set: what it is resolved with and within."""
+    """One requirement set: whom it is resolved for, and with which overrides and constraints."""
 
     name: str
+    target: tuple[str, ...] = EVERYWHERE
     override: str = ""
     constraint: str = ""
     omit: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The files that its resolution reads."""
+        names = [f"{self.name}.in", *filter(None, (self.override, self.constraint))]
+        requirements = (LOCKS / f"{self.name}.in").read_text(encoding="utf-8").splitlines()
+        included = [line.split()[1] for line in requirements if line.startswith("-r ")]
+        return [LOCKS / name for name in [*names, *included]]
+
+    def header(self) -> str:
+        """The locked file's first line: what made it, and from which inputs."""
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in self.inputs)).hexdigest()
+        return f"# Made from locks/{self.name}.in by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
 
 
 _TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")  # overridden to "never"; see locks/embedded.in
@@ -37,6 +59,7 @@ SETS = (
     LockSet("test", override="embedded.override", omit=_TORCH),
     LockSet("embedded", override="embedded.override", constraint="test.txt", omit=_TORCH),
     LockSet("tools", constraint="test.txt"),
+    LockSet("spark", target=AARCH64),
 )
 
 
@@ -45,42 +68,51 @@ def lock_path(name: str) -> Path:
     return LOCKS / f"{name}.txt"
 
 
-def compile_set(lock: LockSet, directory: Path = LOCKS) -> Path:
-    """Resolve one set into `directory`; keeps the versions that stand there unless they must move."""
-    output = directory / f"{lock.name}.txt"
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "compile",
-        f"{lock.name}.in",
-        "--universal",
-        "--python-version",
-        "3.11",
-        "--generate-hashes",
-        "--quiet",
-        "--no-header",
-        "--no-emit-index-url",
-        "--no-emit-find-links",
-        "--annotation-style",
-        "line",
-        "--output-file",
-        str(output),
-    ]
-    command += ["--override", lock.override] if lock.override else []
-    command += ["--constraint", lock.constraint] if lock.constraint else []
-    for package in lock.omit:
-        command += ["--no-emit-package", package]
-    run(command, cwd=LOCKS, env=uv_environment(), fix=NETWORK)
-    header = f"# Made from locks/{lock.name}.in by `./inv pins.lock`; do not edit.\n"
-    write_atomic(output, header + output.read_text(encoding="utf-8").removeprefix(header))
+def drifted() -> list[str]:
+    """Return the names of the sets whose inputs have changed since they were locked."""
+    return [lock.name for lock in SETS if not _text(lock_path(lock.name)).startswith(lock.header())]
+
+
+def require_current() -> None:
+    """Raise PinError if a set is older than its inputs."""
+    if old := drifted():
+        raise PinError(f"locks are out of date: {', '.join(old)}", "their inputs changed since", "./inv pins.lock")
+
+
+def compile_set(lock: LockSet) -> Path:
+    """Resolve one set; keeps the versions that stand there unless they must move. Raises CommandError."""
+    output = lock_path(lock.name)
+    with tempfile.TemporaryDirectory(dir=LOCKS) as folder:
+        work = Path(folder) / output.name  # uv writes in place; a killed run must not leave half a lock
+        if output.exists():
+            shutil.copyfile(output, work)
+        command = [sys.executable, "-m", "uv", "pip", "compile", f"{lock.name}.in", *lock.target, *_FORM]
+        command += ["--override", lock.override] if lock.override else []
+        command += ["--constraint", lock.constraint] if lock.constraint else []
+        omitted = [word for package in lock.omit for word in ("--no-emit-package", package)]
+        run([*command, *omitted, "--output-file", work], cwd=LOCKS, env=uv_environment(), fix=NETWORK)
+        locked = [line for line in _text(work).splitlines(keepends=True) if not line.startswith("#")]
+        write_atomic(output, lock.header() + "".join(locked))
     return output
 
 
 def compile_all() -> list[Path]:
     """Resolve every set, in the order in which they constrain each other."""
     return [compile_set(lock) for lock in SETS]
+
+
+_FORM = (
+    "--generate-hashes",
+    "--quiet",
+    "--no-header",
+    "--no-emit-index-url",
+    "--no-emit-find-links",
+    "--annotation-style=line",
+)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def uv_environment() -> Mapping[str, str]:
