@@ -1,0 +1,162 @@
+"""The three patches for vLLM 0.32.0, proven by vLLM's own code: each asked in a pristine and in a patched tree.
+
+The trees are copies of the installed package. It may be patched already, so the pristine one is made by reversing.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge import patch
+from forge.tree import RECORD, STORE
+from sparkforge.paths import ROOT
+from sparkforge.process import run
+
+pytestmark = pytest.mark.integration
+
+HERE = Path(__file__).parent
+QUEUE = ROOT / "patches" / "vllm-0.32.0"
+FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
+STAYS_OFF = f"stays off the FP4 tensor cores of compute capability 12.x: '{FP4}' cannot be used since "
+
+
+def link_or_copy(source, target):
+    """Hard links keep the 400 MB of binaries out of the copy; neither Python nor forge writes a file in place."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def copy_of_vllm(directory):
+    installed = Path(importlib.util.find_spec("vllm").origin).parent.parent
+    shutil.copytree(installed / "vllm", directory / "vllm", copy_function=link_or_copy)
+    if (installed / RECORD).exists():
+        shutil.copy2(installed / RECORD, directory / RECORD)
+        shutil.copytree(installed / STORE, directory / STORE)
+    patch.reverse(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    return copy_of_vllm(tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    tree = copy_of_vllm(tmp_path_factory.mktemp("patched"))
+    patch.apply(tree, patch.Queue.load(QUEUE))
+    return tree
+
+
+def ask(tree, program, *words, question=None):
+    """Run a program of this folder with `tree`'s vLLM and return the JSON that it prints last."""
+    env = {
+        "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "",
+        "VLLM_CACHE_ROOT": str(tree / "cache"), "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    done = run([sys.executable, HERE / program, *words], cwd=tree, env=env, stdin=json.dumps(question))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# name: (compute capability, FlashInfer there?, what differs from gpt-oss's MoE config)
+CASES = {
+    "cpu": (None, False, {}),
+    "cpu with flashinfer": (None, True, {}),
+    "spark": ((12, 1), True, {}),
+    "rtx": ((12, 0), True, {}),
+    "spark named": ((12, 1), True, {"moe_backend": "flashinfer_cutlass"}),
+    "spark lora": ((12, 1), True, {"is_lora_enabled": True}),
+    "spark lora named": ((12, 1), True, {"is_lora_enabled": True, "moe_backend": "flashinfer_cutlass"}),
+    "spark without flashinfer": ((12, 1), False, {}),
+    "spark without bias": ((12, 1), True, {"has_bias": False}),
+    "spark marlin": ((12, 1), True, {"moe_backend": "marlin"}),
+    "spark afp8": ((12, 1), True, {"moe_backend": "flashinfer_cutlass_afp8"}),
+    "spark humming": ((12, 1), True, {"moe_backend": "humming"}),
+    "hopper": ((9, 0), True, {}),
+    "hopper named": ((9, 0), True, {"moe_backend": "flashinfer_cutlass"}),
+    "b200": ((10, 0), True, {}),
+    "b200 named": ((10, 0), True, {"moe_backend": "flashinfer_cutlass"}),
+    "b300": ((10, 3), True, {}),
+    "thor": ((11, 0), True, {}),
+}
+CHANGED = {"spark", "rtx", "spark named"}
+FALLS_BACK = {
+    "spark lora": "kernel does not support LoRA",
+    "spark lora named": "kernel does not support LoRA",
+    "spark without flashinfer": "FlashInfer's CUTLASS fused MoE is not installed",
+}
+
+
+def selections(tree):
+    cases = [{"capability": c, "flashinfer": f, "config": config} for c, f, config in CASES.values()]
+    answers = ask(tree, "mxfp4_selection.py", question=cases)
+    assert {answer["source"] for answer in answers} == {str(tree / "vllm")}
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def before(pristine):
+    return selections(pristine)
+
+
+@pytest.fixture(scope="module")
+def after(patched):
+    return selections(patched)
+
+
+def test_stock_vllm_picks_marlin_on_spark(before):
+    assert before["spark"]["backend"] == before["rtx"]["backend"] == "MARLIN"
+    assert "does not support quantization scheme" in before["spark named"]["error"]
+
+
+@pytest.mark.parametrize("case", sorted(CHANGED))
+def test_patched_vllm_picks_hardware_fp4_on_12x(after, case):
+    assert (after[case]["backend"], after[case]["warnings"]) == (FP4, [])
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - CHANGED - FALLS_BACK.keys()))
+def test_everything_else_is_chosen_as_before(before, after, case):
+    assert after[case] == before[case] | {"source": after[case]["source"]}
+    assert case == "spark afp8" or after[case]["backend"] != FP4
+
+
+@pytest.mark.parametrize(("case", "reason"), FALLS_BACK.items())
+def test_fallback_keeps_the_stock_choice_and_logs_the_reason(before, after, case, reason):
+    assert [after[case][key] for key in ("backend", "error")] == [before[case][key] for key in ("backend", "error")]
+    assert [w for w in after[case]["warnings"] if STAYS_OFF + reason in w]
+
+
+def test_choices_named_by_the_user_are_what_they_say(after):
+    assert after["spark marlin"]["backend"] == "MARLIN"
+    assert after["spark afp8"]["backend"] == FP4
+    assert after["hopper"]["backend"].endswith("_BF16")
+
+
+BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True}
+
+
+def test_blackwell_class_is_the_generation_and_no_family(patched):
+    devices = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
+    answers = ask(patched, "blackwell_class.py", question=devices)
+    assert [answer[0] for answer in answers] == [*BLACKWELL.values(), False, False, False]
+    assert [answer[1] for answer in answers[:7]] == [capability[0] == 10 for capability in BLACKWELL]
+
+
+def test_stock_vllm_has_no_blackwell_class(pristine):
+    assert ask(pristine, "blackwell_class.py", question=[("CUDA", (12, 1))]) == [None]
+
+
+def test_compiling_without_the_inductor_option_fails_only_in_stock_vllm(pristine, patched):
+    assert "assume_32bit_indexing does not exist" in ask(pristine, "compile_once.py", "absent")["error"]
+    assert ask(patched, "compile_once.py", "absent") == {"error": None, "result": 64.0, "option_set": False}
+
+
+def test_the_inductor_option_is_still_set_where_torch_has_it(patched):
+    assert ask(patched, "compile_once.py", "present") == {"error": None, "result": 64.0, "option_set": True}

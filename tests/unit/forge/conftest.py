@@ -1,0 +1,74 @@
+"""Small patch queues and trees for the tests of forge's patching; their diffs are made by git, the second opinion."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+HEADER = """\
+Description: Change something
+ on two lines
+Origin: vendor, Sparkforge
+Bug: https://example.org/1
+Forwarded: no
+Last-Update: 2026-11-21
+Drop-when: contains pkg/a.py nothing of the kind
+---
+"""
+
+
+def write(directory, files):
+    """Write {path: text, bytes, or None for no file} under `directory`, and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        if content is not None:
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return directory
+
+
+def snapshot(directory):
+    """Return {path: bytes} of every file under `directory`; an empty directory is None."""
+    entries = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            entries[str(path.relative_to(directory))] = path.read_bytes()
+        elif not any(path.iterdir()):
+            entries[str(path.relative_to(directory))] = None
+    return entries
+
+
+def git(directory, *words, stdin=b""):
+    """Run git in `directory`, apart from any repository or configuration around it."""
+    env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        ["git", "-c", "core.autocrlf=false", *words],  # noqa: S607
+        cwd=directory, input=stdin, capture_output=True, check=False,
+        env=env | {"GIT_CONFIG_NOSYSTEM": "1"},
+    )
+
+
+def diff(scratch, before, after):
+    """Return git's diff, as bytes, between two {path: content}."""
+    write(scratch / "a", before)
+    write(scratch / "b", after)
+    return git(scratch, "diff", "--no-index", "--no-renames", "--no-prefix", "--text", "a", "b").stdout
+
+
+def write_queue(directory, *diffs, header=HEADER):
+    """Write a queue whose patches hold `diffs` (text or bytes), and return its directory."""
+    directory.mkdir(parents=True)
+    for number, body in enumerate(diffs, 1):
+        text = header.encode() + (body if isinstance(body, bytes) else body.encode())
+        (directory / f"{number:04}-change-something.patch").write_bytes(text)
+    names = sorted(path.name for path in directory.glob("*.patch"))
+    (directory / "series").write_text("# a comment\n\n" + "".join(f"{name}\n" for name in names))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """The helpers above, for tests that cannot import one another."""
+    return SimpleNamespace(
+        HEADER=HEADER, write=write, snapshot=snapshot, git=git, diff=diff, write_queue=write_queue
+    )

@@ -1,0 +1,79 @@
+"""Our applier against `git apply`, the independent oracle, on diffs of texts that hypothesis makes up."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forge.hunks import parse
+from sparkforge.errors import PatchConflictError
+
+# Few different lines, so that hunks fit in more than one place; some that a careless splitter breaks.
+LINE = st.sampled_from(
+    ["", "a", "b", "c", " a", "-x", "--- a/f", "+++ b/f", "@@ -1 +1 @@", "\\ No newline",
+     "a\rb", "\x0c", "\x85é", "\u2028"]
+)
+TEXT = st.tuples(st.lists(LINE, max_size=14), st.booleans()).map(
+    lambda parts: "\n".join(parts[0]) + ("\n" if parts[1] and parts[0] else "")
+)
+CONTENT = st.one_of(st.none(), TEXT.map(str.encode))
+RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def git_apply(kit, directory, content, diff):
+    """Return (applied?, offset or fuzz needed?, bytes after) as git sees it."""
+    kit.write(directory, {"f": content})
+    done = kit.git(directory, "apply", "-p1", "-v", "-", stdin=diff)
+    file = directory / "f"
+    return done.returncode == 0, b"offset" in done.stderr, file.read_bytes() if file.exists() else None
+
+
+@RELAXED
+@given(before=CONTENT, after=CONTENT)
+def test_what_git_writes_we_read_and_apply_like_git(kit, before, after):
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before, "other": "x"}, {"f": after, "other": "x"})
+        if before == after:
+            assert diff == b""
+            return
+        (change,) = parse("0001-x.patch", diff.decode())
+        assert change.apply(before) == after
+        assert git_apply(kit, scratch / "tree", before, diff) == (True, False, after)
+
+
+@RELAXED
+@given(before=TEXT, after=TEXT, above=TEXT, below=TEXT, keep=st.booleans())
+def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, before, after, above, below, keep):
+    if before == after:
+        return
+    other = above + before * keep + below
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before}, {"f": after})
+        (change,) = parse("0001-x.patch", diff.decode())
+        applied, moved, result = git_apply(kit, scratch / "tree", other.encode(), diff)
+        try:
+            ours = change.apply(other.encode())
+        except PatchConflictError:
+            assert not applied or moved
+        else:
+            assert (applied, moved, result) == (True, False, ours)
+
+
+@pytest.mark.parametrize("context", [0, 1, 2])
+def test_less_context_is_judged_as_git_judges_it(kit, tmp_path, context):
+    before = "".join(f"{number}\n" for number in range(9))
+    after = before.replace("4\n", "four\n")
+    kit.write(tmp_path, {"a/f": before, "b/f": after})
+    diff = kit.git(tmp_path, "diff", "--no-index", "--no-prefix", f"-U{context}", "a", "b").stdout
+    (change,) = parse("0001-x.patch", diff.decode())
+    applied, moved, result = git_apply(kit, tmp_path / "tree", before, diff)
+    assert applied == (context > 0)
+    if applied:
+        assert (moved, result) == (False, change.apply(before.encode()))
+    else:
+        with pytest.raises(PatchConflictError, match="without context"):
+            change.apply(before.encode())
