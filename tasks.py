@@ -112,6 +112,15 @@ def docs_errors(_ctx):
     write_atomic(ROOT / "docs" / "errors.md", page())
 
 
+@task(help={"stack": "one stack only"})
+@command
+def pins_update(_ctx, stack=""):
+    """Propose newer versions as a diff of pins.toml, with what the patches would do there; changes nothing."""
+    from forge import pins, update
+
+    update.show(update.proposals(pins.load(), stack))
+
+
 @task(help={"output": "JSON file for the figures"})
 @command
 def bench_startup(_ctx, output="bench/results/startup.json"):
@@ -122,6 +131,6 @@ def bench_startup(_ctx, output="bench/results/startup.json"):
 
 
 namespace = Collection(up, down, status, logs, chat, test)
-namespace.add_collection(Collection("pins", check=pins_check, lock=pins_lock))
+namespace.add_collection(Collection("pins", check=pins_check, lock=pins_lock, update=pins_update))
 namespace.add_collection(Collection("docs", errors=docs_errors))
 namespace.add_collection(Collection("bench", startup=bench_startup))
