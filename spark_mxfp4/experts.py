@@ -6,7 +6,7 @@ dequantised for the experts that are hit, or floating point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SWIGLU_ALPHA = 1.702  # openai/gpt-oss, gpt_oss/torch/model.py: swiglu(x, alpha=1.702, limit=7.0)
 SWIGLU_LIMIT = 7.0  # config.json of gpt-oss: swiglu_limit
-DEQUANTIZED_AT_ONCE = 1 << 20  # values: 2 MB in bfloat16, within a core's second-level cache or near it
+DEQUANTIZED_AT_ONCE = 1 << 18  # values: temporaries of 1 MB or less, which stay in cache and which malloc uses again
 
 
 class Projection(NamedTuple):
@@ -101,28 +101,47 @@ def moe(
     return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)
 
 
-def dense_experts(projection: Projection, experts: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield the matrices [N, K] of `experts`, one after the other, in `dtype`; packed weights are dequantised.
+def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:
+    """Return x [P, K] times the weights of the expert that owns each row, plus its bias: [P, N] in x's dtype."""
+    outputs = []
+    for expert, own, parts in zip(experts, rows, _dense(projection, experts, x.dtype), strict=True):
+        bias = None if projection.bias is None else projection.bias[expert]
+        mine = [functional.linear(x[own], part, None if bias is None else bias[where]) for where, part in parts]
+        outputs.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim=-1))
+    return torch.cat(outputs)
 
-    Small experts are dequantised together, large ones one by one: at most DEQUANTIZED_AT_ONCE values, or one expert.
-    Raises ValueError if weights and scales do not fit together.
+
+Part = tuple[slice, torch.Tensor]
+
+
+def _dense(projection: Projection, experts: list[int], dtype: torch.dtype) -> Iterator[Iterable[Part]]:
+    """Yield for each of `experts` its weights in `dtype` as parts: which of the N rows, and their values [rows, K].
+
+    Packed weights of small experts are dequantised together, those of large ones part by part, so that no more than
+    DEQUANTIZED_AT_ONCE values (or one row) are held at a time.
     """
     weight, scales, _ = projection
     if scales is None:
-        yield from (weight[expert] for expert in experts)
+        yield from ([(slice(None), weight[expert])] for expert in experts)
         return
-    at_once = max(1, DEQUANTIZED_AT_ONCE // (2 * weight[0].numel()))
+    count, columns = weight.shape[1], 2 * weight.shape[2]
+    if count * columns > DEQUANTIZED_AT_ONCE:
+        yield from (_parts(weight[expert], scales[expert], dtype) for expert in experts)
+        return
+    at_once = DEQUANTIZED_AT_ONCE // (count * columns)
     for begin in range(0, len(experts), at_once):
         chosen = torch.tensor(experts[begin : begin + at_once], device=weight.device)
-        some, their_scales = weight.index_select(0, chosen), scales.index_select(0, chosen)
-        blocks = some.view(*some.shape[:-1], -1, BLOCK_BYTES)
-        yield from dequantize(blocks, their_scales, dtype)
+        values = _unpack(weight.index_select(0, chosen), scales.index_select(0, chosen), dtype)
+        yield from ([(slice(None), matrix)] for matrix in values)
 
 
-def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:
-    """Return x [P, K] times the weights of the expert that owns each row, plus its bias: [P, N] in x's dtype."""
-    bias, matrices = projection.bias, dense_experts(projection, experts, x.dtype)
-    return torch.cat([
-        functional.linear(x[own], matrix, None if bias is None else bias[expert])
-        for expert, own, matrix in zip(experts, rows, matrices, strict=True)
-    ])  # fmt: skip
+def _parts(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Iterator[Part]:
+    step = max(1, DEQUANTIZED_AT_ONCE // (2 * weight.shape[-1]))
+    for begin in range(0, weight.shape[0], step):
+        where = slice(begin, begin + step)
+        yield where, _unpack(weight[where], scales[where], dtype)
+
+
+def _unpack(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise weights whose blocks lie flat, u8 [..., K/2]."""
+    return dequantize(weight.view(*weight.shape[:-1], weight.shape[-1] // BLOCK_BYTES, BLOCK_BYTES), scales, dtype)

@@ -12,7 +12,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
-from spark_mxfp4.registry import Kernel
+from spark_mxfp4.registry import Kernel, load
 
 # Loggers outside the "vllm" tree have no handler in a server.
 logger = init_logger(f"vllm.{__name__}")
@@ -88,8 +88,37 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts_input: torch.Tensor | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
+        if torch.compiler.is_compiling():  # on CPUs vLLM traces into this method
+            gate_up, down = (_projection(layer, name) for name in PROJECTIONS)
+            name = self.kernel.name
+            opaque: torch.Tensor = _opaque_moe(x, *gate_up, *down, topk_ids, topk_weights, layer.expert_map, name)
+            return opaque
         weights = self._weights or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         return self.kernel.function(x, weights, topk_ids, topk_weights, layer.expert_map)
+
+
+@torch.library.custom_op("spark_mxfp4::moe", mutates_args=())
+def _opaque_moe(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tuples of them)
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor | None,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scales: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    kernel: str,
+) -> torch.Tensor:
+    """Run a kernel by name as one operator that torch.compile does not look into: which experts are hit is data."""
+    weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
+    return load(kernel).function(x, weights, topk_ids, topk_weights, expert_map)
+
+
+@_opaque_moe.register_fake
+def _opaque_moe_shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _refuse_unsupported(layer: Any) -> None:

@@ -1,0 +1,180 @@
+"""Real vLLM with our experts against transformers' float32 model of the same checkpoint; faults must be noticed."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from serve.tiny import write_tiny
+from sparkforge.paths import ROOT
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent
+GENERATED = 16
+# Lengths below and above the sliding window of 128 tokens.
+PROMPTS = [[200006, *((i * 7919 + seed * 104729) % 199998 for i in range(n))] for seed, n in enumerate((9, 60, 300))]
+FAULTS = ["clamp_removed", "sinks_removed", "nibbles_swapped", "scale_off_by_one"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    """Run every engine and fault once, in one process; see numerics_engine.py."""
+    work = tmp_path_factory.mktemp("numerics")
+    (work / "prompts.json").write_text(json.dumps(PROMPTS))
+    log, environment = work / "log", {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE)))}
+    with log.open("wb") as output:
+        command = [sys.executable, HERE / "numerics_engine.py", model, work / "prompts.json", work / "out.json"]
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, cwd=work, check=False)
+    told = log.read_text(errors="replace")
+    assert done.returncode == 0, told[-3000:]
+    return SimpleNamespace(runs=json.loads((work / "out.json").read_text()), log=told)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """Return the function ids → log-probabilities [tokens - 1, vocabulary] of transformers' own gpt-oss, in float32."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    # transformers dequantises to bfloat16, which holds every E2M1 product with these scales exactly.
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+    )
+    return partial(log_probabilities, loaded.float().eval())
+
+
+@torch.no_grad()
+def log_probabilities(loaded, ids):
+    return loaded(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+
+
+def differences(reference, completion):
+    """Return |logprob - reference| of every token but the first, and how far each generated token is from the best."""
+    expected = reference(completion["ids"])
+    chosen = expected.gather(1, torch.tensor(completion["ids"])[1:, None])[:, 0]
+    gap = (expected.max(-1).values - chosen)[-GENERATED:]
+    return (torch.tensor(completion["logprobs"]) - chosen).abs(), gap
+
+
+def check_float32(reference, completions):
+    for completion in completions:
+        difference, gap = differences(reference, completion)
+        assert difference.max() <= 1e-4
+        assert gap.max() <= 1e-4
+
+
+def test_prompts_were_scored_and_continued_whole(engine):
+    for completion, prompt in zip(engine.runs["float32"][""], PROMPTS, strict=True):
+        assert completion["ids"][: len(prompt)] == prompt
+        assert len(completion["ids"]) == len(prompt) + GENERATED == len(completion["logprobs"]) + 1
+
+
+@pytest.mark.parametrize("name", ["float32", "float32 dequant padded", "float32 traced"])
+def test_float32_logprobs_equal_the_reference(engine, reference, name):
+    check_float32(reference, engine.runs[name][""])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_makes_the_comparison_fail(engine, reference, fault):
+    for completion in engine.runs["float32"][fault]:
+        with pytest.raises(AssertionError):
+            check_float32(reference, [completion])
+        assert differences(reference, completion)[0].max() > 0.1
+
+
+def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
+    assert engine.runs["float32"]["again"] == engine.runs["float32"][""]
+
+
+def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, reference):
+    # bfloat16 has 8 bits, so near-equal logits swap and a near-equal router score may take another expert for a token:
+    # single logprobs move by some tenths. The mean must not, and each choice must be within rounding of the best.
+    for completion in engine.runs["bfloat16"][""]:
+        difference, gap = differences(reference, completion)
+        assert difference.mean() < 0.15
+        assert gap.max() < 0.3
+
+
+def test_the_log_names_kernel_and_mode(engine):
+    assert "Using 'SPARK_TORCH' Mxfp4 MoE backend (packed)." in engine.log
+    assert "Using 'SPARK_NUMERICS_KERNELS:PADDED' Mxfp4 MoE backend (dequant)." in engine.log
+
+
+GPT_OSS = SimpleNamespace(model_type="gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "config", "stock", "claimed"),
+    [
+        ("mxfp4", "spark-mxfp4", GPT_OSS, True, True),
+        ("gpt_oss_mxfp4", "spark-mxfp4", GPT_OSS, False, True),
+        ("mxfp4", None, GPT_OSS, False, True),
+        ("mxfp4", None, GPT_OSS, True, False),
+        ("mxfp4", "mxfp4", GPT_OSS, False, False),
+        ("fp8", "spark-mxfp4", GPT_OSS, False, False),
+        ("mxfp4", "spark-mxfp4", SimpleNamespace(model_type="llama"), False, False),
+        ("mxfp4", "spark-mxfp4", None, False, False),
+    ],
+)
+def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
+    monkeypatch, method, asked, config, stock, claimed
+):
+    from spark_mxfp4 import vllm_plugin
+
+    monkeypatch.setattr(vllm_plugin, "stock_has_backend", lambda: stock)
+    got = vllm_plugin.SparkMxfp4Config.override_quantization_method({"quant_method": method}, asked, hf_config=config)
+    assert got == ("spark-mxfp4" if claimed else None)
+
+
+def test_registering_twice_changes_nothing():
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    from spark_mxfp4.vllm_plugin import SparkMxfp4Config, register
+
+    register()
+    register()
+    assert QUANTIZATION_METHODS.count("spark-mxfp4") == 1
+    assert get_quantization_config("spark-mxfp4") is SparkMxfp4Config
+
+
+def test_the_mode_is_checked_by_name(monkeypatch):
+    from spark_mxfp4.vllm_plugin import SparkMxfp4Config
+
+    monkeypatch.setenv("SPARK_MXFP4_MODE", "unpacked")
+    with pytest.raises(ValueError, match="SPARK_MXFP4_MODE is 'unpacked' · it must be one of packed, dequant"):
+        SparkMxfp4Config.from_config({})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"activation": "silu"}, "activation 'silu'"),
+        ({"apply_router_weight_on_input": True}, "router weights applied to the input"),
+        ({}, None),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from spark_mxfp4.registry import load
+    from spark_mxfp4.vllm_experts import SparkMxfp4MoEMethod
+
+    facts = {"is_lora_enabled": False, "activation": "swigluoai", "apply_router_weight_on_input": False, **change}
+    config = SimpleNamespace(is_lora_enabled=facts["is_lora_enabled"], activation=MoEActivation(facts["activation"]))
+    layer = SimpleNamespace(moe_config=config, apply_router_weight_on_input=facts["apply_router_weight_on_input"])
+    if message is None:
+        assert SparkMxfp4MoEMethod(layer, load("torch"), "packed").mode == "packed"
+    else:
+        with pytest.raises(NotImplementedError, match=message):
+            SparkMxfp4MoEMethod(layer, load("torch"), "packed")

@@ -1,0 +1,70 @@
+"""Kernels are found by name, and every way of naming one wrongly is told apart."""
+
+import pytest
+import torch
+
+from spark_mxfp4 import registry
+from spark_mxfp4.experts import moe
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    monkeypatch.delenv(registry.KERNEL_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_kernels.py").write_text(
+        "def plain(x, weights, topk_ids, topk_weights, expert_map=None):\n    return x\n"
+        "def wide(x, weights, topk_ids, topk_weights, expert_map=None):\n    return x\n"
+        "wide.hidden_alignment, wide.intermediate_alignment = 256, 128\n"
+        "def odd(x, weights, topk_ids, topk_weights, expert_map=None):\n    return x\n"
+        "odd.hidden_alignment = 48\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_default_is_torch():
+    kernel = registry.load()
+    assert (kernel.name, kernel.function) == ("torch", moe)
+    assert kernel.padded(2880, 33) == (2880, 64)
+
+
+def test_environment_chooses(monkeypatch, own_module):
+    monkeypatch.setenv(registry.KERNEL_VARIABLE, "own_kernels:plain")
+    assert registry.load().name == "own_kernels:plain"
+
+
+def test_argument_wins_over_environment(monkeypatch):
+    monkeypatch.setenv(registry.KERNEL_VARIABLE, "triton")
+    assert registry.load("torch").name == "torch"
+
+
+def test_own_kernel_runs_and_declares_its_alignment(own_module):
+    kernel = registry.load("own_kernels:wide")
+    x = torch.ones(1)
+    assert kernel.function(x, None, None, None) is x
+    assert kernel.padded(2880, 2880) == (3072, 2944)
+
+
+def test_triton_is_named_but_not_built():
+    with pytest.raises(NotImplementedError, match="comes with the GPU kernels"):
+        registry.load("triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tritn", "there is no kernel 'tritn' · known are 'torch', 'triton'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("own_kernels:missing", "missing"),
+        ("own_kernels:number", "it is a int"),
+        ("own_kernels:odd", "hidden_alignment is 48"),
+        (":f", "cannot be loaded"),
+        ("own_kernels:", "cannot be loaded"),
+    ],
+)
+def test_wrong_names_are_refused_by_name(own_module, name, message):
+    with pytest.raises(ValueError, match=message):
+        registry.load(name)
