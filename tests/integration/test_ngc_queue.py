@@ -1,0 +1,334 @@
+"""The queue for vLLM 0.13.0 (stack ngc-25.12) on the real sdist.
+
+0.13.0 does not import with the torch of today, so each patched function is cut out of its file and run by itself.
+What stands in for the rest of vLLM is named in each helper; the code under test is upstream's text with our patch.
+"""
+
+import ast
+import hashlib
+import logging
+import shutil
+import tarfile
+from collections.abc import Generator
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from forge import fetch, patch, pins, sources
+from sparkforge.paths import ROOT
+from sparkforge.process import run
+
+pytestmark = pytest.mark.integration
+
+STACK = pins.load().stacks["ngc-25.12"]
+QUEUE = ROOT / "patches" / "vllm-0.13.0"
+PLATFORM = "vllm/platforms/interface.py"
+MXFP4 = "vllm/model_executor/layers/quantization/mxfp4.py"
+WEIGHTS = "vllm/model_executor/model_loader/weight_utils.py"
+DECORATORS = "vllm/compilation/decorators.py"
+
+
+@pytest.fixture(scope="module")
+def queue():
+    return patch.Queue.load(QUEUE)
+
+
+@pytest.fixture(scope="module")
+def pristine(queue, tmp_path_factory):
+    """The files that the queue touches, out of the sdist, which is checked by hash."""
+    (sdist,) = fetch.fetch_all(STACK.components["vllm"])
+    tree = tmp_path_factory.mktemp("pristine")
+    with tarfile.open(sdist) as tar:
+        for path in queue.paths:
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_bytes(tar.extractfile(f"vllm-0.13.0/{path}").read())
+    return tree
+
+
+@pytest.fixture(scope="module")
+def patched(pristine, queue, tmp_path_factory):
+    tree = tmp_path_factory.mktemp("patched") / "tree"
+    shutil.copytree(pristine, tree)
+    patch.apply(tree, queue)
+    return tree
+
+
+@pytest.fixture(params=["pristine", "patched"])
+def tree(request):
+    path = request.getfixturevalue(request.param)
+    return SimpleNamespace(path=path, patched=request.param == "patched")
+
+
+def cut(tree, path, *names, inside=None):
+    """Return the definitions `names` of a module, or of the class `inside` it, as one syntax tree."""
+    body = ast.parse((tree / path).read_text()).body
+    if inside:
+        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == inside)
+    found = [node for node in body if getattr(node, "name", None) in names]
+    return ast.Module(body=found, type_ignores=[])
+
+
+def execute(code, names):
+    exec(compile(ast.fix_missing_locations(code), "<cut>", "exec"), names)  # noqa: S102  upstream's own functions
+    return names
+
+
+# ---- the queue itself
+
+
+def test_the_stack_names_this_queue_and_its_base(queue):
+    vllm = STACK.components["vllm"]
+    assert vllm.patches == QUEUE.name == f"{queue.upstream}-{queue.version}"
+    assert vllm.version == queue.version
+    base = STACK.components["base"]
+    assert (base.image, base.version, base.kind) == ("nvcr.io/nvidia/pytorch", "25.12-py3", "image")
+
+
+def test_applies_without_fuzz_and_comes_off_again(pristine, queue, tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(pristine, tree)
+    assert patch.apply(tree, queue).files == queue.paths
+    for path in queue.paths:
+        compile((tree / path).read_bytes(), path, "exec")
+        assert (tree / path).read_bytes() != (pristine / path).read_bytes()
+    patch.reverse(tree)
+    assert {path: (tree / path).read_bytes() for path in queue.paths} == {
+        path: (pristine / path).read_bytes() for path in queue.paths
+    }
+
+
+def test_git_makes_the_same_bytes_of_it(pristine, patched, queue, tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(pristine, tree)
+    for each in queue.patches:
+        run(["git", "apply", QUEUE / each.name], cwd=tree, env={"GIT_CEILING_DIRECTORIES": str(tmp_path)})
+    for path in queue.paths:
+        assert (tree / path).read_bytes() == (patched / path).read_bytes()
+
+
+def test_each_patch_is_needed_on_0_13_0_and_obsolete_or_moved_on_0_32_0(pristine, queue, tmp_path):
+    conditions = [(each.name[:4], condition) for each in queue.patches for condition in each.drop_when]
+    assert [number for number, condition in conditions if condition.holds(pristine)] == []
+    (sdist,) = fetch.fetch_all(pins.load().component("spark", "vllm"))
+    with tarfile.open(sdist) as tar:
+        for path in queue.paths:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_bytes(tar.extractfile(f"vllm-0.32.0/{path}").read())
+    # is_blackwell_class was never merged, and 0.32.0 still guards by version only.
+    assert [number for number, condition in conditions if condition.holds(tmp_path)] == ["0002", "0003"]
+
+
+# ---- what each patch does
+
+
+class Capability(NamedTuple):
+    """Compared with tuples and turned into a number as vLLM's DeviceCapability is."""
+
+    major: int
+    minor: int
+
+    def to_int(self):
+        return self.major * 10 + self.minor
+
+
+class Kind(Enum):
+    CUDA = 1
+    ROCM = 2
+
+
+def platform(tree, capability, kind=Kind.CUDA):
+    """vLLM's own capability checks on a made-up device."""
+    checks = ("is_device_capability", "is_device_capability_family", "is_blackwell_class")
+    names = execute(cut(tree, PLATFORM, *checks, inside="Platform"), {"PlatformEnum": Kind})
+    device = type("Device", (), {name: names[name] for name in checks if name in names})
+    device._enum = kind
+    device.get_device_capability = classmethod(lambda cls, device_id=0: Capability(*capability) if capability else None)
+    device.is_cuda = staticmethod(lambda: kind is Kind.CUDA)
+    device.is_rocm = staticmethod(lambda: kind is Kind.ROCM)
+    device.is_xpu = staticmethod(lambda: False)
+    return device
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "expected"),
+    [
+        ((10, 0), Kind.CUDA, True), ((10, 3), Kind.CUDA, True), ((11, 0), Kind.CUDA, True), ((12, 0), Kind.CUDA, True),
+        ((12, 1), Kind.CUDA, True), ((9, 0), Kind.CUDA, False), ((13, 0), Kind.CUDA, False), (None, Kind.CUDA, False),
+        ((12, 0), Kind.ROCM, False),
+    ],
+)  # fmt: skip
+def test_blackwell_class(pristine, patched, capability, kind, expected):
+    assert not hasattr(platform(pristine, capability, kind), "is_blackwell_class")
+    assert platform(patched, capability, kind).is_blackwell_class() is expected
+    assert platform(patched, capability, kind).is_device_capability_family(100) is (capability in ((10, 0), (10, 3)))
+
+
+def backend(tree, capability, kind=Kind.CUDA, *, flashinfer=True, asked=True, triton=False):
+    """Run vLLM's own selection; stands in: platform, packages found, environment, logger. Returns (name, warnings)."""
+    warnings = []
+    names = {
+        "Enum": Enum, "current_platform": platform(tree, capability, kind),
+        "has_flashinfer": lambda: flashinfer, "has_triton_kernels": lambda: triton,
+        "is_torch_equal_or_newer": lambda version: True,
+        "envs": SimpleNamespace(
+            VLLM_USE_FLASHINFER_MOE_MXFP4_BF16=asked, VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=False,
+            VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS=False, VLLM_MXFP4_USE_MARLIN=None,
+        ),
+        "logger": SimpleNamespace(info_once=lambda *_: None, warning_once=lambda text, *_: warnings.append(text)),
+    }  # fmt: skip
+    wanted = cut(tree, MXFP4, "Mxfp4Backend", "get_mxfp4_backend", "get_mxfp4_backend_with_lora")
+    return execute(wanted, names)["get_mxfp4_backend"](with_lora_support=False).name, warnings
+
+
+SELECTION = {  # case: (device, what is there, upstream's choice, ours)
+    "spark, asked": ((12, 1), {}, "MARLIN", "SM90_FI_MXFP4_BF16"),
+    "spark, not asked": ((12, 1), {"asked": False}, "MARLIN", "MARLIN"),
+    "spark without flashinfer": ((12, 1), {"flashinfer": False}, "MARLIN", "MARLIN"),
+    "rtx": ((12, 0), {}, "MARLIN", "MARLIN"),
+    "hopper, asked": ((9, 0), {}, "SM90_FI_MXFP4_BF16", "SM90_FI_MXFP4_BF16"),
+    "hopper, not asked": ((9, 0), {"asked": False, "triton": True}, "TRITON", "TRITON"),
+    "b200": ((10, 0), {}, "SM100_FI_MXFP4_BF16", "SM100_FI_MXFP4_BF16"),
+    "b300": ((10, 3), {}, "SM100_FI_MXFP4_BF16", "SM100_FI_MXFP4_BF16"),
+    "thor": ((11, 0), {}, "MARLIN", "MARLIN"),
+    "radeon": ((12, 0), {"kind": Kind.ROCM, "triton": True}, "TRITON", "TRITON"),
+}
+
+
+@pytest.mark.parametrize("case", SELECTION)
+def test_mxfp4_routing(tree, case):
+    capability, there, upstream, ours = SELECTION[case]
+    assert backend(tree.path, capability, **there)[0] == (ours if tree.patched else upstream)
+
+
+@pytest.mark.parametrize(
+    ("capability", "upstream"), [((12, 1), 0), ((12, 0), 0), ((11, 0), 0), ((10, 0), 1), ((9, 0), 1)]
+)
+def test_missing_flashinfer_is_said_on_every_blackwell(tree, capability, upstream):
+    _, warnings = backend(tree.path, capability, flashinfer=False)
+    assert len(warnings) == (1 if tree.patched else upstream)
+
+
+def device_of_second_node(tree, *, distributed):
+    """The device that the weights go to on the second of two machines with one GPU each.
+
+    Stands in: fastsafetensors and its loader (which only records its device), torch.distributed, vLLM's world group.
+    """
+    seen = []
+
+    class Loader:
+        def copy_files_to_device(self):
+            return SimpleNamespace(key_to_rank_lidx={}, close=lambda: None)
+
+        def close(self):
+            pass
+
+    def loader(group, device, files, **_):
+        seen.append(device)
+        return Loader()
+
+    rank = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    world = SimpleNamespace(is_initialized=lambda: distributed, group=SimpleNamespace(WORLD=rank))
+    names = {
+        "torch": SimpleNamespace(distributed=world, device=torch.device, Tensor=torch.Tensor), "_init_loader": loader,
+        "SingleGroup": lambda: SimpleNamespace(rank=lambda: 0, size=lambda: 1),
+        "get_world_group": lambda: SimpleNamespace(device=torch.device("cuda:0")), "tqdm": lambda files, **_: files,
+        "enable_tqdm": lambda _: False, "_BAR_FORMAT": "", "Generator": Generator,
+        "logger": logging.getLogger("vllm"),
+    }  # fmt: skip
+    iterate = execute(cut(tree, WEIGHTS, "fastsafetensors_weights_iterator"), names)["fastsafetensors_weights_iterator"]
+    assert list(iterate(["model.safetensors"], use_tqdm_on_load=False)) == []
+    return str(seen[0])
+
+
+def test_weights_go_to_the_device_of_this_process(tree):
+    assert device_of_second_node(tree.path, distributed=True) == ("cuda:0" if tree.patched else "cuda:1")
+    assert device_of_second_node(tree.path, distributed=False) == "cuda:0"
+
+
+def test_the_world_group_is_imported_from_where_it_is(patched):
+    imports = [node for node in ast.parse((patched / WEIGHTS).read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert [n.module for n in imports if "get_world_group" in [alias.name for alias in n.names]] == ["vllm.distributed"]
+
+
+def inductor_patches(tree, *, newer, has_option):
+    """Run the statements of vLLM's decorator that fill `inductor_config_patches`; stands in: torch and its version."""
+    blocks = (getattr(node, "body", None) for node in ast.walk(ast.parse((tree / DECORATORS).read_text())))
+    statements = next(
+        block[index : index + 2] for block in blocks if isinstance(block, list) for index, node in enumerate(block)
+        if isinstance(node, ast.Assign) and ast.unparse(node) == "inductor_config_patches = {}"
+    )  # fmt: skip
+    options = {"assume_32bit_indexing": False} if has_option else {}
+    names = {
+        "torch": SimpleNamespace(_inductor=SimpleNamespace(config=SimpleNamespace(**options))),
+        "is_torch_equal_or_newer": lambda version: newer,
+    }
+    return execute(ast.Module(body=statements, type_ignores=[]), names)["inductor_config_patches"]
+
+
+@pytest.mark.parametrize(("newer", "has_option"), [(True, True), (True, False), (False, False), (False, True)])
+def test_option_is_set_only_where_torch_has_it(tree, newer, has_option):
+    expected = {"assume_32bit_indexing": True} if newer and (has_option or not tree.patched) else {}
+    assert inductor_patches(tree.path, newer=newer, has_option=has_option) == expected
+
+
+# ---- a stack is data
+
+
+PIN = """
+[stacks.third]
+summary = "made up"
+
+[stacks.third.components.hello]
+version = "1.2"
+kind = "sdist"
+package = "hello-sparkforge"
+licence = "Apache-2.0"
+why = "to prove that a stack needs no code"
+patches = "hello-1.2"
+files."hello-1.2.tar.gz" = "{sha256}"
+"""
+
+GREETING = """\
+Description: Greet the Spark
+Origin: vendor, Sparkforge
+Bug: https://example.org/1
+Forwarded: not-needed
+Last-Update: 2026-11-21
+Drop-when: contains greet.py Spark
+---
+diff --git a/greet.py b/greet.py
+--- a/greet.py
++++ b/greet.py
+@@ -1 +1 @@
+-print("hello")
++print("hello Spark")
+"""
+
+
+def test_a_third_stack_is_a_table_and_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    folder = tmp_path / "hello-1.2"
+    folder.mkdir()
+    (folder / "greet.py").write_text('print("hello")\n')
+    sdist = shutil.make_archive(str(tmp_path / "sdist"), "gztar", tmp_path, "hello-1.2")
+    sha256 = hashlib.sha256(Path(sdist).read_bytes()).hexdigest()
+    in_cache = fetch.cached("hello-1.2.tar.gz", sha256)  # as if brought before: the package is on no index
+    in_cache.parent.mkdir(parents=True)
+    shutil.move(sdist, in_cache)
+
+    table = tmp_path / "pins.toml"
+    table.write_text((ROOT / "pins.toml").read_text() + PIN.format(sha256=sha256))
+    patches = tmp_path / "patches" / "hello-1.2"
+    patches.mkdir(parents=True)
+    (patches / "series").write_text("0001-greet-the-spark.patch\n")
+    (patches / "0001-greet-the-spark.patch").write_text(GREETING)
+
+    (source,) = sources.bring("third", table=pins.load(table))
+    component = pins.load(table).component("third", "hello")
+    patch.apply(source.place, patch.Queue.load(patches.parent / component.patches))
+    assert (source.place / "greet.py").read_text() == 'print("hello Spark")\n'
