@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from forge import offline
 from forge.index import client, locate
 from forge.pins import Component
 from sparkforge import paths
@@ -39,6 +40,9 @@ def fetch(package: str, filename: str, sha256: str) -> Path:
             return target
         say(f"{filename}: the copy in the cache is damaged; bringing it again")
         target.unlink()
+    if offline.folder():
+        offline.bring(filename, sha256, target)
+        return target
     with client() as http:
         download(locate(package, filename, http), target, sha256, http)
     return target

@@ -5,6 +5,7 @@ A pin without a hash, with an unknown key, or standing twice is refused; nothing
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,11 @@ from sparkforge.paths import ROOT
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+GitHash = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|unknown)$")]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class _Strict(BaseModel):
@@ -48,11 +53,48 @@ class Component(_Strict):
         return self
 
 
+class GitSource(_Strict):
+    """A git repository that an upstream's build fetches by itself unless it is told of a copy.
+
+    `of` names the component whose files ask for it, `asked_in` the file, `dependency` the name it has there, and `tag`
+    what upstream writes. `commit` and `tree` are SHA-1 names, or `unknown`: said, because a tag can be moved.
+    """
+
+    of: Text
+    asked_in: Text
+    dependency: Text
+    repository: Text
+    tag: Text
+    commit: GitHash
+    tree: GitHash
+    licence: Text
+    needed: bool  # by gpt-oss on compute capability 12.1
+    why: Text  # or why not
+    src_dir: Text | None = None  # the variable with which upstream takes a copy
+    switch: Text | None = None  # what leaves it out of the build without a patch
+    source: Text | None = None  # where the commit was read, if not in upstream's own file
+
+    @model_validator(mode="after")
+    def _commit_is_upstreams(self) -> GitSource:
+        if COMMIT.fullmatch(self.tag) and self.commit != self.tag:
+            raise ValueError("upstream asks for a commit, and 'commit' is another one")
+        if not COMMIT.fullmatch(self.tag) and self.commit != "unknown" and not self.source:
+            raise ValueError("upstream asks for a tag: 'source' must say where its commit was read")
+        return self
+
+
 class Stack(_Strict):
-    """A set of components that build one runtime."""
+    """A set of components that build one runtime, and what their builds fetch by git."""
 
     summary: Text
     components: dict[Text, Component] = Field(min_length=1)
+    git: dict[Text, GitSource] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _git_sources_belong(self) -> Stack:
+        if strays := sorted(name for name, pin in self.git.items() if pin.of not in self.components):
+            raise ValueError(f"'of' names no component of this stack: {', '.join(strays)}")
+        return self
 
 
 class Pins(_Strict):

@@ -59,21 +59,6 @@ def fresh(tmp_path_factory):
 @pytest.fixture(scope="session")
 def killed_once(fresh):
     """Kill a first `./inv up` while it installs the environment: what it leaves must not be trusted."""
-    first = subprocess.Popen(["./inv", "up", "--port", str(fresh.port)], cwd=fresh.path, env=fresh.environment,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    packages = fresh.state / "envs" / "embedded" / "lib"
-    while first.poll() is None and len(list(packages.glob("python*/site-packages/*"))) < 20:
-        time.sleep(0.02)
-    assert first.poll() is None, "it ended before it could be killed"
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    assert not (fresh.state / "envs" / "embedded" / ".complete.json").exists()
-    return fresh
-
-
-@pytest.fixture(scope="session")
-def killed_once(fresh):
-    """Kill a first `./inv up` while it installs the environment: what it leaves must not be trusted."""
     command = ["./inv", "up", "--port", str(fresh.port)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, cwd=fresh.path, env=fresh.environment, start_new_session=True, **quiet)

@@ -1,0 +1,189 @@
+"""The sources of both stacks as the package index has them: unpacked, judged, patched, followed back to their pins."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from forge import archive, bundle, fetch, hidden, manifest, offline, patch, pins, provenance, sources
+from forge.patch import Queue
+from forge.wheels import Pick
+from sparkforge import paths
+from sparkforge.errors import PinError
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """A state of its own; downloads go to the shared cache, where they are verified by hash."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SPARKFORGE_STATE", str(tmp_path_factory.mktemp("state")))
+        yield
+        shutil.rmtree(paths.state())
+
+
+@pytest.fixture(scope="module")
+def found(state):
+    return {stack: sources.bring(stack, git=False) for stack in ("spark", "ngc-25.12")}
+
+
+# name → (needed by gpt-oss on compute capability 12.1, the variable that takes a copy), as read in vLLM 0.32.0's files
+HIDDEN = {
+    "cutlass": (True, "VLLM_CUTLASS_SRC_DIR"),
+    "triton_kernels": (True, "TRITON_KERNELS_SRC_DIR"),
+    "vllm-flash-attn": (True, "VLLM_FLASH_ATTN_SRC_DIR"),
+    "deepgemm": (False, "DEEPGEMM_SRC_DIR"),
+    "deepselect": (False, "DEEPSELECT_SRC_DIR"),
+    "fmha_sm100": (False, "FMHA_SM100_SRC_DIR"),
+    "flashmla": (False, "FLASH_MLA_SRC_DIR"),
+    "flashkda": (False, "FLASH_KDA_SRC_DIR"),
+    "qutlass": (False, "QUTLASS_SRC_DIR"),
+    "tml_fa4": (False, "TML_FA4_SRC_DIR"),
+    "oneDNN": (False, "FETCHCONTENT_SOURCE_DIR_ONEDNN"),
+    "arm_compute": (False, "ACL_ROOT_DIR"),
+    "llm-multimodal": (False, None),
+    "oss-harmony": (False, None),
+    "zeromq": (False, None),
+}
+
+
+def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
+    pinned = pins.load().stacks["spark"].git.values()
+    declared = manifest.load(sources.unpacked("spark")[0][1]).facts["declared"]
+    assert {one["name"]: one["override"] for one in declared} == {
+        name: variable for name, (_, variable) in HIDDEN.items()
+    }
+    assert len(declared) == len(pinned) == 17
+    needed = {pin.dependency for pin in pinned if pin.needed}
+    assert needed == {name for name, (wanted, _) in HIDDEN.items() if wanted}
+
+
+def test_every_source_is_there_and_a_second_run_reads_nothing_anew(found):
+    for stack, brought in found.items():
+        files = [one for one in brought if one.place]
+        assert files
+        again = sources.bring(stack, git=False)
+        assert [one.state for one in again if one.place] == [
+            "file" if one.state == "file" else "unchanged" for one in files
+        ]
+
+
+def test_the_trees_are_what_their_listings_say(found):
+    for stack in found:
+        for _, place in sources.unpacked(stack):
+            check = ["sha256sum", "--check", "--quiet", "--strict", f"../{place.name}.sha256"]
+            assert subprocess.run(check, cwd=place, check=False).returncode == 0
+            assert archive.tree_sha256(archive.read_listing(place)) == manifest.load(place).outputs["listing"]
+
+
+def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
+    place = dict(sources.unpacked("spark"))["flashinfer"]
+    component = pins.load().component("spark", "flashinfer")
+    (wheel,) = (fetch.cached(name, sha) for name, sha in component.files.items() if name.endswith(".whl"))
+    listing = archive.read_listing(place)
+    with zipfile.ZipFile(wheel) as opened:
+        for name, count in {"cutlass": 1293, "cccl": 2694, "spdlog": 106}.items():
+            inside = [
+                entry
+                for entry in opened.namelist()
+                if entry.startswith(f"flashinfer/data/{name}/") and entry[-1] != "/"
+            ]
+            assert len(inside) == count == len([path for path in listing if path.startswith(f"3rdparty/{name}/")])
+            some = inside[:: max(1, count // 25)]
+            assert all(
+                listing[entry.replace("flashinfer/data", "3rdparty")] == sha_of(opened.read(entry)) for entry in some
+            )
+    version = (place / "3rdparty/cutlass/include/cutlass/version.h").read_text()
+    assert [f"#define CUTLASS_{part}" in version for part in ("MAJOR 4", "MINOR 5", "PATCH 0")] == [True] * 3
+
+
+def sha_of(data):
+    return bundle.Entry.of("", data).sha256
+
+
+def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
+    place = sources.unpacked("spark")[0][1]
+    pinned = pins.load().stacks["spark"].git
+    for file in (place / "cmake").rglob("*.cmake"):
+        (tmp_path / file.relative_to(place)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, tmp_path / file.relative_to(place))
+    for name in ("CMakeLists.txt", "rust/Cargo.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(place / name, tmp_path / name)
+    hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
+    main = tmp_path / "CMakeLists.txt"
+    main.write_text(main.read_text().replace('"v4.7.1"', '"v4.8.0"'))
+    with pytest.raises(PinError, match=r"cutlass v4.8.0 .* is pinned as cutlass at v4.7.1"):
+        hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
+    shutil.copy(place / "CMakeLists.txt", main)
+    (tmp_path / "cmake/external_projects/newcomer.cmake").write_text(
+        "FetchContent_Declare(newcomer GIT_REPOSITORY https://example.org/n.git GIT_TAG 1)"
+    )
+    with pytest.raises(PinError, match=r"newcomer 1 from https://example.org/n.git .* is not in pins.toml"):
+        hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
+
+
+def test_a_file_that_the_real_queue_patches_is_followed_to_the_sdist(found):
+    component = pins.load().component("spark", "vllm")
+    place = sources.unpacked("spark")[0][1]
+    queue = Queue.load(paths.ROOT / "patches" / component.patches)
+    patch.apply(place, queue)
+    try:
+        for path in queue.paths:
+            chain = provenance.provenance(place / path)
+            assert chain[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
+            assert {link.sha256 for link in chain} & {one.sha256 for one in queue.patches}
+        assert next(one.state for one in sources.bring("spark", git=False)) == "unchanged"
+    finally:
+        patch.reverse(place)
+
+
+def test_pip_and_uv_install_from_a_bundles_index_and_from_nothing_else(tmp_path, monkeypatch):
+    for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "")
+    filename = "tiny_thing-1+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(tmp_path / filename, "w") as out:
+        out.writestr("tiny_thing.py", "x = 1\n")
+        out.writestr("tiny_thing-1+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1+cpu\n")
+        out.writestr(
+            "tiny_thing-1+cpu.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        out.writestr("tiny_thing-1+cpu.dist-info/RECORD", "")
+    pick = Pick("Tiny.Thing", filename, fetch.sha256_file(tmp_path / filename))
+    pages = [bundle.Entry.of(path, text.encode()) for path, text in bundle.index_pages([pick]).items()]
+    bundle.write(
+        tmp_path / "b.tar", [bundle.Entry.of(f"files/{pick.sha256}/{filename}", tmp_path / filename), *pages], [], {}
+    )
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
+    offline.use(tmp_path / "out")
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"tiny-thing==1+cpu --hash=sha256:{pick.sha256}\n")
+    words = ["--quiet", "--require-hashes", "--no-deps", "-r", str(lock), "--target"]
+    from forge.locks import uv_environment
+
+    for program, env in (("pip", {}), ("uv pip", uv_environment())):
+        target = tmp_path / program.replace(" ", "-")
+        done = run([sys.executable, "-m", *program.split(), "install", *words, target], env)
+        assert done.returncode == 0, done.stderr
+        assert (target / "tiny_thing.py").read_text() == "x = 1\n"
+    lock.write_text(f"tiny-thing==1+cpu --hash=sha256:{'0' * 64}\n")
+    assert run([sys.executable, "-m", "pip", "install", *words, tmp_path / "no"], {}).returncode != 0
+    assert not list((tmp_path / "no").glob("*.py"))
+
+
+def run(command, env):
+    import os
+
+    clean = {**os.environ, **env, "UV_CACHE_DIR": str(Path(command[-1]).parent / "uv")}
+    return subprocess.run([str(word) for word in command], env=clean, capture_output=True, text=True, check=False)
+
+
+def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(found):
+    value = json.loads(manifest.beside(sources.unpacked("spark")[0][1]).read_text())
+    assert set(value) == {"schema", "stage", "inputs", "outputs", "tools", "facts", "seconds"}
+    assert value["inputs"]["vllm-0.32.0.tar.gz"] == pins.load().component("spark", "vllm").files["vllm-0.32.0.tar.gz"]
