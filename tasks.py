@@ -1,136 +1,138 @@
 """Sparkforge's commands. Each is a thin Invoke task: its docstring is the help, the rooms do the work."""
 
-from invoke import Collection, task
+from importlib import import_module as room  # a room is loaded only by the task that needs it
+from pathlib import Path
 
-from sparkforge.command import command, whole_number
+from invoke import Collection
+
+from sparkforge.command import verb, whole_number
+from sparkforge.console import Steps, say
+
+OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 
 
-@task(
-    help={
-        "device": "auto, embedded (vLLM's CPU build) or docker",
-        "model": "folder of a gpt-oss checkpoint; default: a tiny one, made here",
-        "port": "port on 127.0.0.1",
-        "foreground": "stay, show the log, stop the server on Ctrl-C",
-    },
+@verb(
+    device="auto, embedded (vLLM's CPU build) or docker",
+    model="folder of a gpt-oss checkpoint; default: a tiny one, made here",
+    port="port on 127.0.0.1",
+    foreground="stay, show the log, stop the server on Ctrl-C",
+    offline=OFFLINE,
 )
-@command
-def up(_ctx, device="auto", model="", port="8000", foreground=False):
+def up(_ctx, device="auto", model="", port="8000", foreground=False, offline=""):
     """Set everything up and serve: environment, patches, model, validation, server, first token."""
-    from forge.embedded import prepare
-    from serve import embedded, launch, screen
-    from serve.device import choose
-    from sparkforge.console import Steps, say
-
+    room("forge.offline").use_bundle(offline)
     number = whole_number("--port", port)
-    choice = choose(device)
+    choice = room("serve.device").choose(device)
     say(f"device: {choice.device}, because {choice.why}")
-    launch.check_free(number)
+    room("serve.launch").check_free(number)
     steps = Steps(5)
-    server = embedded.up(prepare(steps).python, model, number, steps)
-    screen.show_ready(server)
+    server = room("serve.embedded").up(room("forge.embedded").prepare(steps).python, model, number, steps)
+    room("serve.screen").show_ready(server)
     if foreground:
-        screen.stay(server)
+        room("serve.screen").stay(server)
 
 
-@task
-@command
+@verb()
 def down(_ctx):
     """Stop the server and every process it started."""
-    from serve import launch
-    from sparkforge.console import say
-
-    say(f"stopped {launch.stop().url}")
+    say(f"stopped {room('serve.launch').stop().url}")
 
 
-@task
-@command
+@verb()
 def status(_ctx):
     """Say what is served, and whether it is healthy."""
-    from serve import record, screen
-
-    screen.show_status(record.running())
+    room("serve.screen").show_status(room("serve.record").running())
 
 
-@task(help={"follow": "go on as the log grows"})
-@command
+@verb(follow="go on as the log grows")
 def logs(_ctx, follow=False):
     """Print the server's log."""
-    from serve import screen
-
-    screen.show_log(follow=follow)
+    room("serve.screen").show_log(follow=follow)
 
 
-@task(help={"message": "what to say", "max-tokens": "longest answer"})
-@command
+@verb(message="what to say", max_tokens="longest answer")
 def chat(_ctx, message, max_tokens="64"):
     """Say something to the model and print its answer as it comes."""
-    from serve import record, screen
+    limit = whole_number("--max-tokens", max_tokens)
+    room("serve.screen").show_chat(room("serve.record").running(), message, limit)
 
-    screen.show_chat(record.running(), message, whole_number("--max-tokens", max_tokens))
 
-
-@task(help={"fast": "unit tests only: offline, seconds", "select": "pytest's -k expression"})
-@command
+@verb(fast="unit tests only: offline, seconds", select="pytest's -k expression")
 def test(_ctx, fast=False, select=""):
     """Run the tests in an environment of their own."""
-    from forge import suite
-
-    suite.run_tests(fast=fast, select=select)
+    room("forge.suite").run_tests(fast=fast, select=select)
 
 
-@task
-@command
+@verb(stack="a stack of pins.toml", no_git="leave out what upstream's builds fetch by git", offline=OFFLINE)
+def sources(_ctx, stack="spark", no_git=False, offline=""):
+    """Bring every source that a build needs, by hash, and unpack it."""
+    room("forge.offline").use_bundle(offline)
+    room("forge.sources").show(stack, git=not no_git)
+
+
+@verb(file="a file of a source tree or an environment")
+def provenance(_ctx, file):
+    """Print the chain from a patched file back to its registry artifact and its patches."""
+    room("forge.provenance").show(Path(file))
+
+
+@verb(
+    output="the file to write",
+    stack="a stack of pins.toml",
+    machine="x86_64 or aarch64; default: this one",
+    python="such as 3.12; default: this one",
+    more="further locks, such as spark, with commas",
+)
+def bundle_make(_ctx, output="sparkforge-bundle.tar", stack="spark", machine="", python="", more=""):
+    """Pack sources, wheels, patches and vocabulary for a machine without a network."""
+    names = [name for name in more.split(",") if name]
+    room("forge.bundle").show(Path(output), stack=stack, machine=machine, python=python, more=names)
+
+
+@verb(sha256="of the whole file, as the one who made it tells you")
+def bundle_unpack(_ctx, file, folder, sha256=""):
+    """Unpack a bundle and verify every member of it."""
+    room("forge.bundle").unpack(Path(file), Path(folder), sha256=sha256)
+
+
+@verb()
 def pins_check(_ctx):
     """Refuse what is wrong in pins.toml, and locks that are older than their inputs."""
-    from forge import locks, pins
-    from sparkforge.console import say
-
-    table = pins.load()
-    locks.require_current()
+    table = room("forge.pins").load()
+    room("forge.locks").require_current()
     say(f"pins.toml is well-formed: {len(list(table.components()))} components in {', '.join(table.stacks)}")
 
 
-@task
-@command
+@verb()
 def pins_lock(_ctx):
     """Resolve every locks/*.in again into its hash-locked set."""
-    from forge import locks
-    from sparkforge.console import say
-
-    for path in locks.compile_all():
+    for path in room("forge.locks").compile_all():
         say(f"locked {path.name}")
 
 
-@task
-@command
-def docs_errors(_ctx):
-    """Write docs/errors.md anew from the error classes."""
-    from sparkforge.errors import page
-    from sparkforge.files import write_atomic
-    from sparkforge.paths import ROOT
-
-    write_atomic(ROOT / "docs" / "errors.md", page())
-
-
-@task(help={"stack": "one stack only"})
-@command
+@verb(stack="one stack only")
 def pins_update(_ctx, stack=""):
     """Propose newer versions as a diff of pins.toml, with what the patches would do there; changes nothing."""
-    from forge import pins, update
+    update = room("forge.update")
+    update.show(update.proposals(room("forge.pins").load(), stack))
 
-    update.show(update.proposals(pins.load(), stack))
+
+@verb()
+def docs_errors(_ctx):
+    """Write docs/errors.md anew from the error classes."""
+    room("sparkforge.files").write_atomic(Path("docs/errors.md"), room("sparkforge.errors").page())
 
 
-@task(help={"output": "JSON file for the figures"})
-@command
+@verb(output="JSON file for the figures")
 def bench_startup(_ctx, output="bench/results/startup.json"):
     """Time cold and warm `./inv up` by step, the validator, and packed against dequantised experts."""
-    from bench import startup
-
-    startup.main(output)
+    room("bench.startup").main(output)
 
 
-namespace = Collection(up, down, status, logs, chat, test)
+namespace = Collection(up, down, status, logs, chat, test, sources, provenance)
 namespace.add_collection(Collection("pins", check=pins_check, lock=pins_lock, update=pins_update))
-namespace.add_collection(Collection("docs", errors=docs_errors))
 namespace.add_collection(Collection("bench", startup=bench_startup))
+namespace.add_collection(Collection("docs", errors=docs_errors))
+bundle = Collection("bundle", unpack=bundle_unpack)
+bundle.add_task(bundle_make, name="make", default=True)
+namespace.add_collection(bundle)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from serve import launch
+from serve.harmony import offline_environment
 from serve.launch import LOOPBACK, Launch
 from serve.record import Server
 from sparkforge import paths
@@ -24,8 +25,7 @@ FLAGS = (
     "--enforce-eager",  # compiling takes minutes on two cores and gains nothing at this size
 )
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # the model lies on disk; a start must not wait for a network
-    "TRANSFORMERS_OFFLINE": "1",
+    **offline_environment(),  # the model lies on disk; a start must not wait for a network
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default takes half of the memory

@@ -7,8 +7,9 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from invoke import task
 from invoke.exceptions import Exit
 
 from sparkforge import paths
@@ -45,6 +46,15 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             raise Exit(code=INTERRUPTED) from None
 
     return wrapped
+
+
+def verb(**flags: str) -> Callable[[Callable[..., None]], Any]:
+    """Make an Invoke task of a function; `flags` are the help texts of its parameters."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return task(help={name.replace("_", "-"): text for name, text in flags.items()})(command(function))
+
+    return decorate
 
 
 def whole_number(flag: str, text: str) -> int:

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 PAGE = """# Errors
 
-Every refusal has three parts: what failed, why, and the next command to run. The exit code tells scripts which kind it was.
-Made from `sparkforge/errors.py` by `./inv docs.errors`; a test keeps them equal.
+Every refusal has three parts: what failed, why, and the next command to run. The exit code tells scripts which kind
+it was. Made from `sparkforge/errors.py` by `./inv docs.errors`; a test keeps them equal.
 
 | exit code | error | meaning |
 | ---: | --- | --- |
