@@ -31,6 +31,7 @@ from sparkforge.process import run, session_members
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info")
 WARM_RUNS = 3
+MODEL = ".sparkforge/models/tiny-gpt-oss"
 MODES = ("packed", "dequant")
 CONCURRENCIES = (1, 4)
 TOKENS, REQUESTS_EACH = 64, 6
@@ -106,15 +107,15 @@ def _again(here: Trial) -> dict[str, float]:
 
 
 def _validator(here: Trial) -> dict[str, float]:
-    """Wall seconds of the validator as a process: without deep facts, and with them."""
+    """Wall seconds of the validator as a process: facts alone, and with what only vLLM itself can tell."""
     python = here.path / ".sparkforge" / "envs" / "embedded" / "bin" / "python"
     seconds = {}
-    for name, flag in (("facts", "--no-deep"), ("deep", "--deep")):
+    for name, words in (("facts", ("embedded", "--no-deep")), ("deep", ("spark", "--deep", "--model", MODEL))):
         times = []
         for _ in range(WARM_RUNS):
             begun = time.monotonic()
             run(
-                [python, "-m", "validate", "--profile", "embedded", flag],
+                [python, "-m", "validate", "--profile", *words],
                 cwd=here.path,
                 env=here.environment,
                 check=False,

@@ -33,11 +33,18 @@ mxfp4.get_current_vllm_config = lambda: SimpleNamespace(model_config=SimpleNames
 
 # gpt-oss-120b as vllm/model_executor/models/gpt_oss.py builds it.
 GPT_OSS = {
-    "num_experts": 128, "num_local_experts": 128, "num_logical_experts": 128, "experts_per_token": 4,
-    "hidden_dim": 2880, "intermediate_size": 2880, "activation": MoEActivation.SWIGLUOAI, "device": "cpu",
-    "routing_method": RoutingMethodType.Renormalize, "in_dtype": torch.bfloat16, "has_bias": True,
+    "num_experts": 128,
+    "num_local_experts": 128,
+    "num_logical_experts": 128,
+    "experts_per_token": 4,
+    "hidden_dim": 2880,
+    "intermediate_size": 2880,
+    "activation": MoEActivation.SWIGLUOAI,
+    "device": "cpu",
+    "routing_method": RoutingMethodType.Renormalize,
+    "in_dtype": torch.bfloat16,
+    "has_bias": True,
 }
-
 
 
 def claim_cuda(capability):

@@ -21,7 +21,7 @@ from forge import fetch, patch, pins
 from sparkforge.paths import ROOT
 from sparkforge.process import run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.needs("git", "c++")]
 
 HERE = Path(__file__).parent
 QUEUE = ROOT / "patches" / "flashinfer-0.7.0.post1"

@@ -22,7 +22,7 @@ from forge import fetch, patch, pins, sources
 from sparkforge.paths import ROOT
 from sparkforge.process import run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.needs("git")]
 
 STACK = pins.load().stacks["ngc-25.12"]
 QUEUE = ROOT / "patches" / "vllm-0.13.0"

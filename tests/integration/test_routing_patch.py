@@ -58,8 +58,13 @@ def patched(tmp_path_factory):
 def ask(tree, program, *words, question=None):
     """Run a program of this folder with `tree`'s vLLM and return the JSON that it prints last."""
     env = {
-        "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "",
-        "VLLM_CACHE_ROOT": str(tree / "cache"), "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_PLUGINS": "",
+        "VLLM_CACHE_ROOT": str(tree / "cache"),
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
     }
     done = run([sys.executable, HERE / program, *words], cwd=tree, env=env, stdin=json.dumps(question))
     return json.loads(done.stdout.splitlines()[-1])

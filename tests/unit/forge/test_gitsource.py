@@ -8,6 +8,8 @@ from forge import gitsource
 from forge.pins import GitSource
 from sparkforge.errors import ArchiveError, FetchError, HashMismatchError, PinError
 
+pytestmark = pytest.mark.needs("git")
+
 
 def git(folder, *words):
     command = ["git", "-c", "user.name=t", "-c", "user.email=t@e.org", "-c", "init.defaultBranch=main", *words]
