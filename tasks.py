@@ -3,7 +3,8 @@
 from importlib import import_module as room  # a room is loaded only by the task that needs it
 from pathlib import Path
 
-from invoke import Collection
+from invoke.collection import Collection
+from invoke.context import Context
 
 from sparkforge.command import verb, whole_number
 from sparkforge.console import Steps, say
@@ -18,7 +19,14 @@ OFFLINE = "folder of an unpacked bundle: use it instead of the network"
     foreground="stay, show the log, stop the server on Ctrl-C",
     offline=OFFLINE,
 )
-def up(_ctx, device="auto", model="", port="8000", foreground=False, offline=""):
+def up(
+    _ctx: Context,
+    device: str = "auto",
+    model: str = "",
+    port: str = "8000",
+    foreground: bool = False,
+    offline: str = "",
+) -> None:
     """Set everything up and serve: environment, patches, model, validation, server, first token."""
     room("forge.offline").use_bundle(offline)
     number = whole_number("--port", port)
@@ -33,45 +41,45 @@ def up(_ctx, device="auto", model="", port="8000", foreground=False, offline="")
 
 
 @verb()
-def down(_ctx):
+def down(_ctx: Context) -> None:
     """Stop the server and every process it started."""
     say(f"stopped {room('serve.launch').stop().url}")
 
 
 @verb()
-def status(_ctx):
+def status(_ctx: Context) -> None:
     """Say what is served, and whether it is healthy."""
     room("serve.screen").show_status(room("serve.record").running())
 
 
 @verb(follow="go on as the log grows")
-def logs(_ctx, follow=False):
+def logs(_ctx: Context, follow: bool = False) -> None:
     """Print the server's log."""
     room("serve.screen").show_log(follow=follow)
 
 
 @verb(message="what to say", max_tokens="longest answer")
-def chat(_ctx, message, max_tokens="64"):
+def chat(_ctx: Context, message: str, max_tokens: str = "64") -> None:
     """Say something to the model and print its answer as it comes."""
     limit = whole_number("--max-tokens", max_tokens)
     room("serve.screen").show_chat(room("serve.record").running(), message, limit)
 
 
 @verb(fast="unit tests only: offline, seconds", select="pytest's -k expression")
-def test(_ctx, fast=False, select=""):
+def test(_ctx: Context, fast: bool = False, select: str = "") -> None:
     """Run the tests in an environment of their own."""
     room("forge.suite").run_tests(fast=fast, select=select)
 
 
 @verb(stack="a stack of pins.toml", no_git="leave out what upstream's builds fetch by git", offline=OFFLINE)
-def sources(_ctx, stack="spark", no_git=False, offline=""):
+def sources(_ctx: Context, stack: str = "spark", no_git: bool = False, offline: str = "") -> None:
     """Bring every source that a build needs, by hash, and unpack it."""
     room("forge.offline").use_bundle(offline)
     room("forge.sources").show(stack, git=not no_git)
 
 
 @verb(file="a file of a source tree or an environment")
-def provenance(_ctx, file):
+def provenance(_ctx: Context, file: str) -> None:
     """Print the chain from a patched file back to its registry artifact and its patches."""
     room("forge.provenance").show(Path(file))
 
@@ -83,20 +91,27 @@ def provenance(_ctx, file):
     python="such as 3.12; default: this one",
     more="further locks, such as spark, with commas",
 )
-def bundle_make(_ctx, output="sparkforge-bundle.tar", stack="spark", machine="", python="", more=""):
+def bundle_make(
+    _ctx: Context,
+    output: str = "sparkforge-bundle.tar",
+    stack: str = "spark",
+    machine: str = "",
+    python: str = "",
+    more: str = "",
+) -> None:
     """Pack sources, wheels, patches and vocabulary for a machine without a network."""
     names = [name for name in more.split(",") if name]
     room("forge.bundle").show(Path(output), stack=stack, machine=machine, python=python, more=names)
 
 
 @verb(sha256="of the whole file, as the one who made it tells you")
-def bundle_unpack(_ctx, file, folder, sha256=""):
+def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> None:
     """Unpack a bundle and verify every member of it."""
     room("forge.bundle").unpack(Path(file), Path(folder), sha256=sha256)
 
 
 @verb()
-def pins_check(_ctx):
+def pins_check(_ctx: Context) -> None:
     """Refuse what is wrong in pins.toml, and locks that are older than their inputs."""
     table = room("forge.pins").load()
     room("forge.locks").require_current()
@@ -104,27 +119,27 @@ def pins_check(_ctx):
 
 
 @verb()
-def pins_lock(_ctx):
+def pins_lock(_ctx: Context) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
     for path in room("forge.locks").compile_all():
         say(f"locked {path.name}")
 
 
 @verb(stack="one stack only")
-def pins_update(_ctx, stack=""):
+def pins_update(_ctx: Context, stack: str = "") -> None:
     """Propose newer versions as a diff of pins.toml, with what the patches would do there; changes nothing."""
     update = room("forge.update")
     update.show(update.proposals(room("forge.pins").load(), stack))
 
 
 @verb()
-def docs_errors(_ctx):
+def docs_errors(_ctx: Context) -> None:
     """Write docs/errors.md anew from the error classes."""
     room("sparkforge.files").write_atomic(Path("docs/errors.md"), room("sparkforge.errors").page())
 
 
 @verb(output="JSON file for the figures")
-def bench_startup(_ctx, output="bench/results/startup.json"):
+def bench_startup(_ctx: Context, output: str = "bench/results/startup.json") -> None:
     """Time cold and warm `./inv up` by step, the validator, and packed against dequantised experts."""
     room("bench.startup").main(output)
 

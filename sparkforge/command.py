@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from invoke import task
 from invoke.exceptions import Exit
+from invoke.tasks import task
 
 from sparkforge import paths
 from sparkforge.console import say, show_error
