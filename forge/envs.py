@@ -93,9 +93,23 @@ def ensure(env: Environment, pins: Pins) -> bool:
 
 
 def make(env: Environment, pins: Pins) -> None:
-    """Make the environment anew, whatever stands there."""
+    """Make the environment anew; if that fails, what stood there stands there again."""
     wheels = (fetch_vllm(pins), torch_cpu.fetch_torch(pins.component("embedded", "torch")))
-    shutil.rmtree(env.path, ignore_errors=True)
+    aside = env.path.with_suffix(".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if env.path.exists():
+        env.path.rename(aside)  # back under its own name it works again: environments cannot be moved elsewhere
+    try:
+        _fill(env, pins, wheels)
+    except BaseException:
+        shutil.rmtree(env.path, ignore_errors=True)
+        if aside.exists():
+            aside.rename(env.path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(env: Environment, pins: Pins, wheels: tuple[Path, ...]) -> None:
     run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, env.path])
     torch = pins.component("embedded", "torch")
     locks.install(
