@@ -10,6 +10,8 @@ from sparkforge.command import verb, whole_number
 from sparkforge.console import Steps, say
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
+STACK, TREE = "a stack of pins.toml", "a tree to work on; default: the stack's unpacked sources"
+UPSTREAM, DRY_RUN = "such as vllm or flashinfer", "say what would be done, change nothing"
 
 
 @verb(
@@ -110,6 +112,56 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
     room("forge.bundle").unpack(Path(file), Path(folder), sha256=sha256)
 
 
+@verb(stack=STACK, tree=TREE, upstream=UPSTREAM, dry_run=DRY_RUN)
+def patch_apply(_ctx: Context, stack: str = "spark", tree: str = "", upstream: str = "", dry_run: bool = False) -> None:
+    """Apply the patch queues of a stack, exactly or not at all."""
+    room("forge.queues").show_apply(stack, tree, upstream, dry_run=dry_run)
+
+
+@verb(stack=STACK, tree=TREE, upstream=UPSTREAM, dry_run=DRY_RUN)
+def patch_reverse(
+    _ctx: Context, stack: str = "spark", tree: str = "", upstream: str = "", dry_run: bool = False
+) -> None:
+    """Put a patched tree back to upstream's bytes."""
+    room("forge.queues").show_reverse(stack, tree, upstream, dry_run=dry_run)
+
+
+@verb(stack=STACK, against="another release: 0.33.0 is vLLM's, else flashinfer-0.7.2.post1", tree=TREE)
+def patch_status(_ctx: Context, stack: str = "spark", against: str = "", tree: str = "") -> None:
+    """Say what a release does to each patch: applies, applies with offset, already upstream, conflicts."""
+    room("forge.status").show(stack, against, tree)
+
+
+@verb(
+    stack=STACK,
+    upstream=UPSTREAM,
+    finish="write the patch from the edited copy",
+    description="what it does and why",
+    bug="URL of the report",
+    drop_when="when it can go: contains PATH TEXT, or lacks PATH TEXT",
+)
+def patch_new(
+    _ctx: Context,
+    name: str,
+    stack: str = "spark",
+    upstream: str = "vllm",
+    finish: bool = False,
+    description: str = "",
+    bug: str = "",
+    drop_when: str = "",
+) -> None:
+    """Make a scratch copy to edit; with --finish write the patch and name it in the series."""
+    given = {"description": description, "bug": bug, "drop_when": drop_when}
+    fields = {key: text for key, text in given.items() if text}
+    room("forge.authoring").show(name, stack=stack, of=upstream, finish=finish, **fields)
+
+
+@verb(to="the version to carry it to", stack=STACK, drop="numbers of patches to leave behind, with commas")
+def patch_rebase(_ctx: Context, to: str, stack: str = "spark", drop: str = "") -> None:
+    """Carry a queue over to another release, into a folder of its own."""
+    room("forge.rebase").show(to, stack, drop)
+
+
 @verb()
 def pins_check(_ctx: Context) -> None:
     """Refuse what is wrong in pins.toml, and locks that are older than their inputs."""
@@ -121,21 +173,13 @@ def pins_check(_ctx: Context) -> None:
 @verb()
 def pins_lock(_ctx: Context) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
-    for path in room("forge.locks").compile_all():
-        say(f"locked {path.name}")
+    say(f"locked {', '.join(path.name for path in room('forge.locks').compile_all())}")
 
 
 @verb(stack="one stack only")
 def pins_update(_ctx: Context, stack: str = "") -> None:
     """Propose newer versions as a diff of pins.toml, with what the patches would do there; changes nothing."""
-    update = room("forge.update")
-    update.show(update.proposals(room("forge.pins").load(), stack))
-
-
-@verb()
-def docs_errors(_ctx: Context) -> None:
-    """Write docs/errors.md anew from the error classes."""
-    room("sparkforge.files").write_atomic(Path("docs/errors.md"), room("sparkforge.errors").page())
+    room("forge.update").show(stack)
 
 
 @verb(output="JSON file for the figures")
@@ -147,7 +191,9 @@ def bench_startup(_ctx: Context, output: str = "bench/results/startup.json") -> 
 namespace = Collection(up, down, status, logs, chat, test, sources, provenance)
 namespace.add_collection(Collection("pins", check=pins_check, lock=pins_lock, update=pins_update))
 namespace.add_collection(Collection("bench", startup=bench_startup))
-namespace.add_collection(Collection("docs", errors=docs_errors))
+patch = Collection("patch", reverse=patch_reverse, status=patch_status, new=patch_new, rebase=patch_rebase)
+patch.add_task(patch_apply, name="apply", default=True)
+namespace.add_collection(patch)
 bundle = Collection("bundle", unpack=bundle_unpack)
 bundle.add_task(bundle_make, name="make", default=True)
 namespace.add_collection(bundle)

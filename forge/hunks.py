@@ -76,7 +76,8 @@ class FileChange:
 
     def _conflict(self, why: str) -> PatchConflictError:
         return PatchConflictError(
-            f"{self.patch} does not apply to {self.path}", why,
+            f"{self.patch} does not apply to {self.path}",
+            why,
             "bring the tree back to the pinned version, then run the same command again; "
             "for another version the patch has to be carried over (docs/patches.md)",
         )
@@ -107,7 +108,8 @@ def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
 def refuse(patch: str, reason: str) -> PatchFormatError:
     """Build the error for a patch that may not be used; `reason` continues the patch's name."""
     return PatchFormatError(
-        f"{patch} cannot be used", f"it {reason}",
+        f"{patch} cannot be used",
+        f"it {reason}",
         "restore it from the repository (git checkout -- patches), or write it again with `git diff`",
     )
 
@@ -116,7 +118,8 @@ def _file_change(patch: str, file: PatchedFile) -> FileChange:
     creates, deletes = file.source_file == NOWHERE, file.target_file == NOWHERE
     paths = {
         _path(patch, name, prefix)
-        for name, prefix, absent in ((file.source_file, "a/", creates), (file.target_file, "b/", deletes)) if not absent
+        for name, prefix, absent in ((file.source_file, "a/", creates), (file.target_file, "b/", deletes))
+        if not absent
     }
     if len(paths) != 1:
         raise refuse(patch, f"gives one file two names: {file.source_file} and {file.target_file}")

@@ -60,6 +60,7 @@ SETS = (
     LockSet("embedded", override="embedded.override", constraint="test.txt", omit=_TORCH),
     LockSet("tools", constraint="test.txt"),
     LockSet("spark", target=AARCH64),
+    LockSet("toolchain"),
 )
 
 
@@ -129,8 +130,15 @@ def uv_environment() -> Mapping[str, str]:
     return env
 
 
-def install(python: Path, name: str, *, find_links: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> None:
-    """Install a locked set and the requirement lines `extra` into the environment of `python`.
+def install(
+    python: Path,
+    name: str,
+    *,
+    find_links: tuple[Path, ...] = (),
+    extra: tuple[str, ...] = (),
+    target: Path | None = None,
+) -> None:
+    """Install a locked set and the requirement lines `extra` into the environment of `python`, or into folder `target`.
 
     Files of `find_links` are used where their hash is in the lock. Raises FetchError with uv's last lines.
     """
@@ -151,6 +159,7 @@ def install(python: Path, name: str, *, find_links: tuple[Path, ...] = (), extra
     ]
     for folder in find_links:
         command += ["--find-links", str(folder)]
+    command += ["--target", str(target)] if target else []
     try:
         run([*command, "-r", "-"] if extra else command, env=uv_environment(), stdin="\n".join(extra) or None)
     except CommandError as error:

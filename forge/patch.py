@@ -6,15 +6,16 @@ state to another so that a kill at any point leaves something that the next run 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from forge.series import Queue
-from forge.tree import Change, Content, Record, Tree, digest
-from sparkforge.errors import PatchConflictError
+from forge.tree import Change, Content, Record, Tree, digest, upstreams
+from sparkforge.errors import TreeModifiedError
 
-__all__ = ["Inspection", "Queue", "Result", "State", "apply", "inspect", "patched", "reverse"]
+__all__ = ["Inspection", "Queue", "Result", "State", "apply", "inspect", "originals", "patched", "reverse"]
 
 
 class State(Enum):
@@ -51,41 +52,85 @@ class Result:
 
 def inspect(root: Path, queue: Queue) -> Inspection:
     """Judge the tree at `root` by the hashes of its recorded files; changes nothing."""
-    return _inspect(Tree(root), queue)
+    return _inspect(Tree(root, queue.upstream), queue)
 
 
-def apply(root: Path, queue: Queue) -> Result:
+def apply(root: Path, queue: Queue, *, dry_run: bool = False) -> Result:
     """Bring the tree at `root` to the state after `queue`, from upstream's state or from that of an earlier queue.
 
-    Raises TreeModifiedError for a tree edited by hand, PatchConflictError if a patch does not fit exactly,
-    PatchFormatError at a symbolic link and BusyError while another process patches; the tree is then as it was.
+    With `dry_run` nothing is written, and the result says what would be. Raises TreeModifiedError for a tree edited by
+    hand, PatchConflictError if a patch does not fit exactly, PatchFormatError at a symbolic link and BusyError while
+    another process patches; the tree is then as it was.
     """
-    tree = Tree(root)
+    tree = Tree(root, queue.upstream)
     if tree.settled and _inspect(tree, queue).state is State.APPLIED:
         return _result(queue, changed=False)
+    if dry_run:
+        return _foresee(tree, queue)
     with tree.locked():
         begun = tree.interrupted
         tree.finish()
         now = _inspect(tree, queue)
         if now.state is not State.APPLIED:
-            _advance(tree, queue, now.record)
+            tree.move(*_target(tree, queue, now.record))
     return _result(queue, changed=begun or now.state is not State.APPLIED)
 
 
-def reverse(root: Path) -> Result:
+def reverse(root: Path, upstream: str | None = None, *, dry_run: bool = False) -> Result:
     """Put the tree at `root` back to upstream's bytes and remove the record. Needs no patch file.
 
-    Raises TreeModifiedError for a tree edited by hand or whose stored originals are gone; it is then as it was.
+    Without `upstream` every queue in the tree is reversed; with `dry_run` nothing is written. Raises TreeModifiedError
+    for a tree edited by hand or whose stored originals are gone; it is then as it was.
     """
-    tree = Tree(root)
-    with tree.locked():
-        tree.finish()
-        record = tree.record
-        if record is None:
-            return Result(changed=False, patches=(), files=())
-        tree.require_unedited(record.files)
-        tree.move(_originals(tree, record), None)
-    return Result(changed=True, patches=tuple(name for name, _ in record.patches), files=tuple(record.files))
+    any_of_them = Tree(root, upstream or "")  # the lock is the directory's, whatever the upstream
+    trees = [Tree(root, name) for name in ([upstream] if upstream else upstreams(root))]
+    if dry_run:
+        return _reversed(trees)
+    with any_of_them.locked():
+        for tree in trees:
+            tree.finish()
+        done = _reversed(trees)
+        for tree in trees:
+            if record := tree.record:
+                tree.move(_originals(tree, record), None)
+    return done
+
+
+def originals(root: Path, upstream: str) -> Callable[[str], Content]:
+    """Return a reader of the tree at `root` as it was before its queue for `upstream`, if it holds one.
+
+    Raises TreeModifiedError if a patched file was edited by hand.
+    """
+    tree = Tree(root, upstream)
+    record = tree.record
+    if tree.interrupted:
+        raise TreeModifiedError(
+            f"{root} cannot be judged", "a patch run was killed in it", "./inv patch --tree TREE finishes it"
+        )
+    if record is None:
+        return tree.read
+    tree.require_unedited(record.files)
+    files = _originals(tree, record)
+    return lambda path: files[path] if path in files else tree.read(path)
+
+
+def _reversed(trees: list[Tree]) -> Result:
+    """Return what reversing `trees` does, or raise where it cannot be done."""
+    patches, files = list[str](), list[str]()
+    for tree in trees:
+        if record := tree.record:
+            tree.require_unedited(record.files)
+            _originals(tree, record)
+            patches += [name for name, _ in record.patches]
+            files += record.files
+    return Result(bool(patches), tuple(patches), tuple(files))
+
+
+def _foresee(tree: Tree, queue: Queue) -> Result:
+    """Return what applying `queue` would do, computed in memory."""
+    if not tree.interrupted:  # else the journal says where a killed run was going, and apply first goes there
+        _target(tree, queue, tree.record)
+    return _result(queue, changed=True)
 
 
 def _inspect(tree: Tree, queue: Queue) -> Inspection:
@@ -101,22 +146,17 @@ def _inspect(tree: Tree, queue: Queue) -> Inspection:
     return Inspection(State.APPLIED if record.queue_sha256 == queue.sha256 else State.OTHER_QUEUE, record)
 
 
-def _advance(tree: Tree, queue: Queue, record: Record | None) -> None:
-    """Move the tree from the queue that `record` tells of, or from none, to `queue`."""
-    originals: dict[str, Content] = {}
+def _target(tree: Tree, queue: Queue, record: Record | None) -> tuple[dict[str, Content], Record]:
+    """Return the contents and the record that `queue` gives a tree that holds what `record` tells of."""
+    files = dict[str, Content]()
     if record is not None:
-        if record.upstream != queue.upstream:
-            raise PatchConflictError(
-                f"{tree.root} cannot take patches for {queue.upstream}", f"it holds a queue for {record.upstream}",
-                "reverse that queue first (docs/patches.md)",
-            )
         tree.require_unedited(record.files)
-        originals = _originals(tree, record)
-    originals |= {path: tree.read(path) for path in queue.paths if path not in originals}
-    target = patched(originals, queue)
-    files = {path: Change(digest(originals[path]), digest(target[path])) for path in queue.paths}
+        files = _originals(tree, record)
+    files |= {path: tree.read(path) for path in queue.paths if path not in files}
+    target = patched(files, queue)
+    changes = {path: Change(digest(files[path]), digest(target[path])) for path in queue.paths}
     patches = tuple((patch.name, patch.sha256) for patch in queue.patches)
-    tree.move(target, Record(queue.upstream, queue.version, queue.sha256, patches, files))
+    return target, Record(queue.upstream, queue.version, queue.sha256, patches, changes)
 
 
 def patched(originals: dict[str, Content], queue: Queue) -> dict[str, Content]:

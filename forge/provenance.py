@@ -19,7 +19,7 @@ from forge.locks import LOCKS
 from forge.manifest import Manifest
 from forge.pins import GitSource, Pins
 from forge.series import Patch
-from forge.tree import Record, Tree, digest
+from forge.tree import Record, Tree, digest, read, upstreams
 from sparkforge.errors import ProvenanceError, TreeModifiedError
 from sparkforge.files import sha256_file
 from sparkforge.paths import ROOT
@@ -45,11 +45,12 @@ def provenance(file: Path, *, patches: Path = ROOT / "patches", table: Pins | No
     """
     root = tree_of(file)
     path, table = str(file.absolute().relative_to(root)), table or pins.load()
-    now = Tree(root).read(path)
-    record = Tree(root).record
+    trees = [Tree(root, upstream) for upstream in upstreams(root)]
+    now = read(root, path)
+    record = next((tree.record for tree in trees if tree.record and path in tree.record.files), None)
     chain = [Link(str(file), digest(now), f"{path} in {root}")]
     upstream = digest(now)
-    if record and path in record.files:
+    if record:
         before, after = record.files[path].before, record.files[path].after
         if digest(now) != after:
             raise TreeModifiedError(f"{file} has no provenance", f"the patch queue left it as {after}",

@@ -35,7 +35,14 @@ class Condition:
     def holds(self, tree: Path) -> bool:
         """Evaluate the condition on an unpatched upstream tree; a missing file lacks every text."""
         file = tree / self.path
-        return (file.is_file() and self.text in file.read_text()) == (self.kind == "contains")
+        return self.holds_for(file.read_bytes() if file.is_file() else None)
+
+    def holds_for(self, content: bytes | None) -> bool:
+        """Evaluate the condition on the bytes of the unpatched file at `path`; None: there is no such file."""
+        return (self.text.encode() in (content or b"")) == (self.kind == "contains")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path} {self.text}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,10 @@ class Patch:
             raise refuse(file.name, "has no line `---` between its header and its diff")
         header = _header(file.name, head)
         return cls(
-            file.name, hashlib.sha256(data).hexdigest(), header, parse(file.name, diff),
+            file.name,
+            hashlib.sha256(data).hexdigest(),
+            header,
+            parse(file.name, diff),
             tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()),
         )
 
@@ -149,6 +159,7 @@ def _condition(patch: str, line: str) -> Condition:
 
 def _bad_series(directory: Path, reason: str) -> PatchFormatError:
     return PatchFormatError(
-        f"the patch queue {directory} cannot be used", reason,
+        f"the patch queue {directory} cannot be used",
+        reason,
         "restore it from the repository (git checkout -- patches), or correct `series`",
     )

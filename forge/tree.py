@@ -1,7 +1,8 @@
 """A tree of files that is moved from one recorded state to another, whole or not at all.
 
-Beside its record `.sparkforge-patches.json` a tree holds `.sparkforge-patches.d/`: each patched file as it was before
-the queue, named by its sha256, so that a tree can be put back when the patches of that time are gone.
+A tree may hold several upstreams (vLLM and FlashInfer share a site-packages), each with a record and a store. Beside
+the record `.sparkforge-patches.<upstream>.json` lies `.sparkforge-patches.<upstream>.d/`: each patched file as it was
+before the queue, named by its sha256, so that a tree can be put back when the patches of that time are gone.
 A move is: store every byte that it needs, write down what it will do (the journal), replace file by file, write the
 record, remove the journal. Whoever finds a journal carries the move to its end; without one nothing was changed yet.
 No file is written in place: files of an installed package may be hard links into an installer's cache.
@@ -24,13 +25,28 @@ from typing import Any, TypeAlias, TypeVar
 from sparkforge.errors import BusyError, PatchFormatError, TreeModifiedError, UsageError
 from sparkforge.files import fsync_directory, write_atomic, write_json
 
-RECORD = ".sparkforge-patches.json"
-STORE = ".sparkforge-patches.d"
+PREFIX = ".sparkforge-patches"  # `validate` looks for the records by this name
 JOURNAL = "journal.json"
 SCHEMA = 1
 
 Content: TypeAlias = bytes | None  # None: there is no such file
 _T = TypeVar("_T")
+
+
+def record_name(upstream: str) -> str:
+    """Name of the file at a tree's root that tells of the queue for `upstream`."""
+    return f"{PREFIX}.{upstream}.json"
+
+
+def store_name(upstream: str) -> str:
+    """Name of the folder at a tree's root that holds the files of `upstream` as they were before its queue."""
+    return f"{PREFIX}.{upstream}.d"
+
+
+def upstreams(root: Path) -> list[str]:
+    """Return the upstreams whose queue the tree at `root` holds, or of which a killed run left something; sorted."""
+    found = [*root.glob(record_name("*")), *root.glob(store_name("*"))]
+    return sorted({path.name.removeprefix(f"{PREFIX}.").rpartition(".")[0] for path in found})
 
 
 def digest(content: Content) -> str | None:
@@ -59,7 +75,10 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The record's form on disk; `validate` reads it."""
         return {
-            "schema": SCHEMA, "upstream": self.upstream, "version": self.version, "queue_sha256": self.queue_sha256,
+            "schema": SCHEMA,
+            "upstream": self.upstream,
+            "version": self.version,
+            "queue_sha256": self.queue_sha256,
             "patches": [{"name": name, "sha256": sha256} for name, sha256 in self.patches],
             "files": {path: asdict(change) for path, change in self.files.items()},
         }
@@ -70,39 +89,49 @@ class Record:
         if value["schema"] != SCHEMA:
             raise ValueError(f"its schema is {value['schema']}, and this Sparkforge reads {SCHEMA}")
         return cls(
-            value["upstream"], value["version"], value["queue_sha256"],
-            tuple((patch["name"], patch["sha256"]) for patch in value["patches"]), _changes(value["files"]),
+            value["upstream"],
+            value["version"],
+            value["queue_sha256"],
+            tuple((patch["name"], patch["sha256"]) for patch in value["patches"]),
+            _changes(value["files"]),
         )
 
 
-class Tree:
-    """A directory that a queue is applied to: an unpacked source archive, or a site-packages."""
+def read(root: Path, path: str) -> Content:
+    """Return the bytes of the file at `path` in `root`. Raises PatchFormatError at a symbolic link on the way to it."""
+    place = root
+    for part in path.split("/"):
+        place /= part
+        if place.is_symlink():
+            raise PatchFormatError(
+                f"{path} in {root} cannot be patched",
+                f"{place} is a symbolic link and may lead elsewhere",
+                "install with copies instead of links (UV_LINK_MODE=copy), then run the same command again",
+            )
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return place.read_bytes()
+    return None
 
-    def __init__(self, root: Path) -> None:
+
+class Tree:
+    """A directory that a queue for `upstream` is applied to: an unpacked source archive, or a site-packages."""
+
+    def __init__(self, root: Path, upstream: str) -> None:
         self.root = root.resolve()
-        self.store = self.root / STORE
+        self.record_file = self.root / record_name(upstream)
+        self.store = self.root / store_name(upstream)
         if not self.root.is_dir():
             raise UsageError(f"{root} cannot be patched", "it is no directory", "name an unpacked source tree")
 
     def read(self, path: str) -> Content:
         """Return the bytes of the file at `path`. Raises PatchFormatError at a symbolic link on the way to it."""
-        place = self.root
-        for part in path.split("/"):
-            place /= part
-            if place.is_symlink():
-                raise PatchFormatError(
-                    f"{path} in {self.root} cannot be patched", f"{place} is a symbolic link and may lead elsewhere",
-                    "install with copies instead of links (UV_LINK_MODE=copy), then run the same command again",
-                )
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return place.read_bytes()
-        return None
+        return read(self.root, path)
 
     @property
     def record(self) -> Record | None:
         """The record of the queue that the tree holds; None if it holds none."""
-        value = self._load(self.root / RECORD)
-        return None if value is None else self._understood(RECORD, lambda: Record.from_json(value))
+        value = self._load(self.record_file)
+        return None if value is None else self._understood(self.record_file.name, lambda: Record.from_json(value))
 
     @property
     def interrupted(self) -> bool:
@@ -122,7 +151,8 @@ class Tree:
             if digest(content) == wanted:
                 return content
         raise TreeModifiedError(
-            f"{self.root} cannot be changed", f"the stored bytes of {path}, {stored}, are gone or were changed",
+            f"{self.root} cannot be changed",
+            f"the stored bytes of {path}, {stored}, are gone or were changed",
             f"remove {self.root} and unpack or install it afresh",
         )
 
@@ -131,12 +161,14 @@ class Tree:
         if not (edited := self.edited(files)):
             return
         words = [
-            ["rm", self.root / path] if files[path].before is None
+            ["rm", self.root / path]
+            if files[path].before is None
             else ["cp", self.store / str(files[path].before), self.root / path]
             for path in edited
         ]
         raise TreeModifiedError(
-            f"{self.root} was edited by hand", f"not as the patch queue left them: {', '.join(edited)}",
+            f"{self.root} was edited by hand",
+            f"not as the patch queue left them: {', '.join(edited)}",
             "keep a copy of your edits, then " + " && ".join(shlex.join(map(str, command)) for command in words),
         )
 
@@ -164,9 +196,9 @@ class Tree:
             for path, content in target.items():
                 self._replace(path, content)
             if record is None:
-                (self.root / RECORD).unlink(missing_ok=True)
+                self.record_file.unlink(missing_ok=True)
             else:
-                write_json(self.root / RECORD, record)
+                write_json(self.record_file, record)
             (self.store / JOURNAL).unlink()
         self._sweep()
 
@@ -183,7 +215,8 @@ class Tree:
         """
         if not os.access(self.root, os.W_OK):
             raise UsageError(
-                f"{self.root} cannot be patched", "you may not write there",
+                f"{self.root} cannot be patched",
+                "you may not write there",
                 "patch a copy or an environment of your own, or run the command as its owner",
             )
         handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)  # the directory itself: no lock file stays behind
@@ -192,7 +225,8 @@ class Tree:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BusyError(
-                    f"cannot patch {self.root}", "another Sparkforge process is patching it",
+                    f"cannot patch {self.root}",
+                    "another Sparkforge process is patching it",
                     "wait for it to end, then run the same command again",
                 ) from None
             yield
@@ -209,7 +243,8 @@ class Tree:
             return read()
         except (KeyError, TypeError, ValueError) as error:
             raise TreeModifiedError(
-                f"{self.root} cannot be judged", f"its {name} is no record of this Sparkforge ({error})",
+                f"{self.root} cannot be judged",
+                f"its {name} is no record of this Sparkforge ({error})",
                 f"remove {self.root} and unpack or install it afresh",
             ) from error
 
@@ -238,7 +273,10 @@ class Tree:
         record = self.record
         needed = {change.before for change in record.files.values()} if record else set()
         stored = self.store.iterdir() if self.store.is_dir() else ()
-        return [*self.root.glob(f".{RECORD}.*.tmp"), *(file for file in stored if file.name not in needed)]
+        return [
+            *self.root.glob(f".{self.record_file.name}.*.tmp"),
+            *(file for file in stored if file.name not in needed),
+        ]
 
     def _sweep(self) -> None:
         _remove(self._litter())

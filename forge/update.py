@@ -10,15 +10,20 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx
 from packaging.version import InvalidVersion, Version
-from pypi_simple import DistributionPackage
 
+from forge import pins, status, upstream
 from forge.index import client, project_page
 from forge.pins import Component, Pins
+from forge.series import Queue
 from sparkforge.console import say
 from sparkforge.paths import ROOT
+
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,14 @@ class Proposal:
         return not self.missing
 
 
-def proposals(pins: Pins, only: str = "") -> list[Proposal]:
+def proposals(table: Pins, only: str = "") -> list[Proposal]:
     """Ask the index for the newest release of every package, of the stack `only` if it is named. Raises FetchError."""
     with client() as http:
         found = [
             propose(stack, name, component, http)
-            for stack, table in pins.stacks.items()
+            for stack, components in table.stacks.items()
             if only in ("", stack)
-            for name, component in table.components.items()
+            for name, component in components.components.items()
             # A local version such as 2.13.0+cpu is not on the default index.
             if component.package and "+" not in component.version
         ]
@@ -100,14 +105,26 @@ def diff(found: Iterable[Proposal], text: str | None = None) -> str:
     return "".join(lines)
 
 
-def show(found: list[Proposal]) -> None:
-    """Print the diff to stdout, and to people what it leaves out."""
+def show(stack: str = "") -> None:
+    """Print the diff to stdout, and to people what it leaves out and what the new releases do to the patches."""
+    table = pins.load()
+    found = proposals(table, stack)
     for proposal in found:
         lacks = f" has no {', '.join(proposal.missing)}: not proposed" if proposal.missing else ""
         say(f"{proposal.stack}/{proposal.name} {proposal.pinned.version} → {proposal.version}{lacks}")
+        for judgement in _patches(table, proposal):
+            say(f"  {judgement}")
     if not found:
         say("everything is the newest release")
     sys.stdout.write(diff(found))
+
+
+def _patches(table: Pins, proposal: Proposal) -> list[status.Judgement]:
+    """Judge the component's queue on the proposed release; a wheel's is judged with its source archive."""
+    if not proposal.pinned.patches or proposal.pinned.kind != "sdist":
+        return []
+    queue = Queue.load(ROOT / "patches" / proposal.pinned.patches)
+    return status.of_release(queue, upstream.release(table, proposal.pinned, proposal.version))
 
 
 def _rewritten(text: str, proposal: Proposal) -> str:

@@ -6,12 +6,13 @@ module and a test keeps the two equal.
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 PAGE = """# Errors
 
 Every refusal has three parts: what failed, why, and the next command to run. The exit code tells scripts which kind
-it was. Made from `sparkforge/errors.py` by `./inv docs.errors`; a test keeps them equal.
+it was. Made by `python3 -m sparkforge.errors > docs/errors.md`; a test keeps them equal.
 
 | exit code | error | meaning |
 | ---: | --- | --- |
@@ -177,6 +178,36 @@ class TestsFailedError(SparkforgeError):
     __test__ = False  # pytest collects names that begin with Test
 
 
+class ToolchainError(SparkforgeError):
+    """A compiler or another build tool is missing, too old, or does not fit the others."""
+
+    exit_code = 50
+
+
+class CompilerKilledError(SparkforgeError):
+    """The kernel killed a compiler twice, the second time with no other beside it: too little memory."""
+
+    exit_code = 51
+
+
+class MemoryShortError(SparkforgeError):
+    """A step needs more memory than this machine can give now; it was not started."""
+
+    exit_code = 53
+
+
+class CacheError(SparkforgeError):
+    """A path of a kernel cache must not be removed: it lies outside the cache, or a live process uses it."""
+
+    exit_code = 52
+
+
+class AuditError(SparkforgeError):
+    """A binary breaks a rule of the audit: wrong target, software or traps in place of FP4, a damaged file."""
+
+    exit_code = 54
+
+
 def all_errors() -> list[type[SparkforgeError]]:
     """Return every error class, in exit-code order."""
     return sorted({SparkforgeError, *SparkforgeError.__subclasses__()}, key=lambda c: c.exit_code)
@@ -186,3 +217,7 @@ def page() -> str:
     """Return `docs/errors.md` as it must be."""
     rows = "\n".join(f"| {c.exit_code} | `{c.__name__}` | {(c.__doc__ or '').strip()} |" for c in all_errors())
     return PAGE.format(rows=rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -78,6 +79,72 @@ def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], c
             start_new_session=True,
         )
     return child.pid
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a program ended: its exit code (-N for signal N) and what it used, together with those that it waited for.
+
+    `peak` is the kernel's own high-water mark, in bytes, of the resident size of the *largest single process* among
+    them: exact for a driver whose stages run one after another, too low where stages run side by side. It is never
+    below the size that this process had when it started the program.
+    """
+
+    code: int
+    peak: int
+    cpu_seconds: float
+
+
+class Child:
+    """A program in a session of its own, stdout and stderr in `log`, whose resource usage is read when it ends.
+
+    Raises CommandError if it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> None:
+        words = [str(word) for word in command]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    words,
+                    cwd=cwd,
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise CommandError(f"cannot run {words[0]}", str(error), f"install {words[0]}") from error
+        self.pid = self._process.pid
+
+    def poll(self) -> Usage | None:
+        """Return how it ended; None while it runs."""
+        pid, status, used = os.wait4(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        self._process.returncode = os.waitstatus_to_exitcode(status)  # Popen must not wait for it again
+        return Usage(self._process.returncode, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime)
+
+    def end(self) -> None:
+        """End it and every process of its session."""
+        if self._process.returncode is None:
+            terminate_session(self.pid)
+            self._process.returncode = -signal.SIGTERM
+
+
+def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
+    """Return, for each session leader, the sum in bytes of the resident sizes in its session now.
+
+    Pages that several processes share count once for each of them.
+    """
+    sizes, page = dict.fromkeys(leaders, 0), os.sysconf("SC_PAGE_SIZE")
+    for pid in psutil.pids():
+        with suppress(OSError, ValueError):  # it may end while we look
+            if (leader := os.getsid(pid)) in sizes:
+                sizes[leader] += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
+    return sizes
 
 
 def started_at(pid: int) -> float | None:

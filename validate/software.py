@@ -16,8 +16,9 @@ from validate.bounded import ProbeError
 from validate.facts import Reading
 from validate.scene import Scene, once
 
-RECORD = ".sparkforge-patches.json"  # written by forge/patch.py at the root of the tree it patched
-JOURNAL = ".sparkforge-patches.d/journal.json"  # there while a patch run is under way, or after it was killed
+RECORD = ".sparkforge-patches.vllm.json"  # written by forge/patch.py at the root of the tree it patched
+RECORDS = ".sparkforge-patches.*.json"  # one an upstream: FlashInfer may be patched in the same site-packages
+JOURNALS = ".sparkforge-patches.*.d/journal.json"  # there while a patch run is under way, or after it was killed
 PLUGIN_GROUP = "vllm.general_plugins"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
@@ -114,24 +115,32 @@ def unknown_variables(scene: Scene) -> list[str]:
 
 
 @once
-def patch_record(scene: Scene) -> tuple[Path, dict[str, Any]]:
-    """The record that forge/patch.py left beside the patched package, and the root it speaks of."""
+def patch_records(scene: Scene) -> tuple[Path, list[dict[str, Any]]]:
+    """The records that forge/patch.py left beside the patched packages, vLLM's first, and the root they speak of."""
     root = scene.package_directory("vllm").parent
     if not (root / RECORD).is_file():
         raise ProbeError(f"no {RECORD} in {root}: this vLLM was not patched by Sparkforge")
-    record = json.loads((root / RECORD).read_text(encoding="utf-8"))
-    if record.get("schema") != 1:
-        raise ProbeError(f"{root / RECORD} has schema {record.get('schema')!r}, this validator reads 1")
-    return root, record
+    files = sorted(root.glob(RECORDS), key=lambda file: (file.name != RECORD, file.name))
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for file, record in zip(files, records, strict=True):
+        if record.get("schema") != 1:
+            raise ProbeError(f"{file} has schema {record.get('schema')!r}, this validator reads 1")
+    return root, records
+
+
+def patch_names(scene: Scene) -> list[str]:
+    """File names of every applied patch, vLLM's first."""
+    return [patch["name"] for record in patch_records(scene)[1] for patch in record["patches"]]
 
 
 def patches_changed(scene: Scene) -> list[str]:
     """Patched files that no longer have the recorded bytes, as `path: what`."""
-    root, record = patch_record(scene)
-    if (root / JOURNAL).exists():
-        return [f"{JOURNAL}: a patch run was interrupted"]
+    root, records = patch_records(scene)
+    if journals := sorted(root.glob(JOURNALS)):
+        return [f"{journal.relative_to(root)}: a patch run was interrupted" for journal in journals]
     return [
         f"{name}: {found}"
+        for record in records
         for name, file in sorted(record["files"].items())
         if (found := _difference(root / name, file["after"]))
     ]
@@ -146,17 +155,22 @@ def _difference(path: Path, wanted: str | None) -> str:
 
 
 def patches_outdated(scene: Scene) -> list[str] | None:
-    """Patches in which the record and this checkout's series differ, as `name: what`; None without a checkout."""
-    _, record = patch_record(scene)
-    queue = ROOT / "patches" / f"{record['upstream']}-{record['version']}"
+    """Patches in which a record and this checkout's series differ, as `name: what`; None without a checkout."""
+    compared = [_outdated(record) for record in patch_records(scene)[1]]
+    return [line for lines in compared if lines for line in lines] if compared[0] is not None else None
+
+
+def _outdated(record: dict[str, Any]) -> list[str] | None:
+    upstream = record["upstream"]
+    queue = ROOT / "patches" / f"{upstream}-{record['version']}"
     if not (queue / "series").is_file():
         return None
     lines = (line.partition("#")[0].strip() for line in (queue / "series").read_text(encoding="utf-8").splitlines())
     wanted = {line: sha256_file(queue / line) for line in lines if line}
     held = {patch["name"]: patch["sha256"] for patch in record["patches"]}
     return [
-        *(f"{name}: is in the series, not in the installed vLLM" for name in wanted if name not in held),
-        *(f"{name}: is in the installed vLLM, not in the series" for name in held if name not in wanted),
+        *(f"{name}: is in the series, not in the installed {upstream}" for name in wanted if name not in held),
+        *(f"{name}: is in the installed {upstream}, not in the series" for name in held if name not in wanted),
         *(f"{name}: was changed since it was applied" for name in held if wanted.get(name, held[name]) != held[name]),
     ]
 
@@ -182,7 +196,7 @@ def cached_modules(scene: Scene) -> list[str]:
 
 
 def _record(key: str) -> Reading:
-    return Reading(f"patches.{key}", RECORD, lambda scene: patch_record(scene)[1][key])
+    return Reading(f"patches.{key}", RECORD, lambda scene: patch_records(scene)[1][0][key])
 
 
 READINGS = (
@@ -204,7 +218,7 @@ READINGS = (
     Reading("env.unknown_to_vllm", "environment against vllm/envs.py (parsed, not imported)", unknown_variables),
     _record("upstream"),
     _record("version"),
-    Reading("patches.names", RECORD, lambda scene: [patch["name"] for patch in patch_record(scene)[1]["patches"]]),
-    Reading("patches.outdated", f"{RECORD} against patches/*/series of this checkout", patches_outdated),
-    Reading("patches.changed_files", f"{RECORD} against sha256 of the files", patches_changed),
+    Reading("patches.names", RECORDS, patch_names),
+    Reading("patches.outdated", f"{RECORDS} against patches/*/series of this checkout", patches_outdated),
+    Reading("patches.changed_files", f"{RECORDS} against sha256 of the files", patches_changed),
 )

@@ -43,7 +43,7 @@ def test_every_step_is_told_and_timed(up):
 def test_it_serves_through_patched_sources_and_our_own_experts(up):
     log = (up.state / "logs" / "server.log").read_text()
     assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in log
-    record = next((up.state / "envs" / "embedded").rglob(".sparkforge-patches.json"))
+    record = next((up.state / "envs" / "embedded").rglob(".sparkforge-patches.vllm.json"))
     assert len(json.loads(record.read_text())["patches"]) == 3
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from forge import patch
-from forge.tree import RECORD, STORE
+from forge.tree import record_name, store_name
 from sparkforge.paths import ROOT
 from sparkforge.process import run
 
 pytestmark = pytest.mark.integration
+RECORD, STORE = record_name("vllm"), store_name("vllm")
 
 HERE = Path(__file__).parent
 QUEUE = ROOT / "patches" / "vllm-0.32.0"

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from forge import patch
-from forge.tree import RECORD, STORE
+from forge.tree import record_name, store_name
 from serve import tiny
 from sparkforge.paths import ROOT
 from validate import Options, deep
 from validate.scene import Scene
 
 pytestmark = pytest.mark.integration
+RECORD, STORE = record_name("vllm"), store_name("vllm")
 
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")

@@ -1,6 +1,9 @@
 """Small patch queues and trees for the tests of forge's patching; their diffs are made by git, the second opinion."""
 
+import os
+import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +46,10 @@ def git(directory, *words, stdin=b""):
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
         ["git", "-c", "core.autocrlf=false", *words],  # noqa: S607
-        cwd=directory, input=stdin, capture_output=True, check=False,
+        cwd=directory,
+        input=stdin,
+        capture_output=True,
+        check=False,
         env=env | {"GIT_CONFIG_NOSYSTEM": "1"},
     )
 
@@ -66,9 +72,46 @@ def write_queue(directory, *diffs, header=HEADER):
     return directory
 
 
+OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate"}
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def killed_before(number, action):
+    """Run `action` in a forked process that is killed by SIGKILL before its operation `number` (from 0).
+
+    Returns False if it came to its end before that. No `finally` of ours runs in a killed process.
+    """
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def hook(event, args):
+            nonlocal left
+            if event in OPERATIONS or (event == "open" and args[2] & WRITING):
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(hook)
+        try:
+            action()
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
 @pytest.fixture(scope="session")
 def kit():
     """The helpers above, for tests that cannot import one another."""
     return SimpleNamespace(
-        HEADER=HEADER, write=write, snapshot=snapshot, git=git, diff=diff, write_queue=write_queue
+        HEADER=HEADER,
+        write=write,
+        snapshot=snapshot,
+        git=git,
+        diff=diff,
+        write_queue=write_queue,
+        killed_before=killed_before,
     )

@@ -5,7 +5,6 @@ import json
 import os
 import py_compile
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from forge import patch
 from forge.patch import Queue, State
-from forge.tree import RECORD, STORE
+from forge.tree import record_name, store_name
 from sparkforge.errors import (
     BusyError,
     PatchConflictError,
@@ -25,14 +24,21 @@ from sparkforge.errors import (
 )
 from sparkforge.process import run
 
+RECORD, STORE = record_name("up"), store_name("up")
 LINES = "".join(f"line {number}\n" for number in range(12))
 UPSTREAM = {
-    "pkg/a.py": LINES, "pkg/b.py": "value = 1\n", "pkg/old/gone.py": "x\n", "pkg/other.py": "untouched\n",
+    "pkg/a.py": LINES,
+    "pkg/b.py": "value = 1\n",
+    "pkg/old/gone.py": "x\n",
+    "pkg/other.py": "untouched\n",
     "dist-info/RECORD": "pkg/b.py,sha256=unchanged,10\n",
 }
 ONCE = {**UPSTREAM, "pkg/a.py": LINES.replace("line 5", "LINE 5"), "pkg/b.py": "value = 2\n"}
 TWICE = {
-    **ONCE, "pkg/a.py": ONCE["pkg/a.py"].replace("line 9", "LINE 9"), "pkg/new/n.py": "new\n", "pkg/old/gone.py": None,
+    **ONCE,
+    "pkg/a.py": ONCE["pkg/a.py"].replace("line 9", "LINE 9"),
+    "pkg/new/n.py": "new\n",
+    "pkg/old/gone.py": None,
 }
 LATER = {**UPSTREAM, "pkg/a.py": LINES.replace("line 5", "later 5"), "pkg/later.py": "later\n"}
 
@@ -80,7 +86,10 @@ def test_apply_records_what_it_did_and_twice_is_once(kit, tree, queue):
     assert files(kit, tree) == expected(TWICE)
     record = json.loads((tree / RECORD).read_text())
     assert {key: record[key] for key in ("schema", "upstream", "version", "queue_sha256")} == {
-        "schema": 1, "upstream": "up", "version": "1.0", "queue_sha256": queue.sha256,
+        "schema": 1,
+        "upstream": "up",
+        "version": "1.0",
+        "queue_sha256": queue.sha256,
     }
     assert record["patches"] == [{"name": p.name, "sha256": p.sha256} for p in queue.patches]
     assert sorted(record["files"]) == ["pkg/a.py", "pkg/b.py", "pkg/new/n.py", "pkg/old/gone.py"]
@@ -124,7 +133,8 @@ def test_a_tree_edited_by_hand_is_refused_with_the_commands_that_help(kit, tree,
     (tree / "pkg/b.py").write_text("value = 3\n")
     (tree / "pkg/new/n.py").write_text("mine\n")
     actions = {
-        "apply": lambda: patch.apply(tree, queue), "apply later": lambda: patch.apply(tree, later),
+        "apply": lambda: patch.apply(tree, queue),
+        "apply later": lambda: patch.apply(tree, later),
         "reverse": lambda: patch.reverse(tree),
     }
     error = refused(kit, tree, TreeModifiedError, actions[verb])
@@ -154,11 +164,51 @@ def test_a_package_installed_anew_over_its_record_needs_no_store(kit, tree, queu
     assert files(kit, tree) == expected(TWICE)
 
 
-def test_a_queue_for_another_upstream_is_refused(kit, tmp_path, tree, queue):
+def test_two_upstreams_live_in_one_tree_and_come_off_alone_or_together(kit, tmp_path, tree, queue):
+    pristine = kit.snapshot(tree)
+    other = Queue.load(kit.write_queue(tmp_path / "other-2.0", kit.diff(tmp_path / "d4", {}, {"lib/o.py": "o\n"})))
     patch.apply(tree, queue)
-    other = Queue.load(kit.write_queue(tmp_path / "other-1.0", kit.diff(tmp_path / "d4", {}, {"pkg/o.py": "o\n"})))
-    error = refused(kit, tree, PatchConflictError, lambda: patch.apply(tree, other))
-    assert "holds a queue for up" in error.why
+    alone = kit.snapshot(tree)
+    patch.apply(tree, other)
+    assert [patch.inspect(tree, each).state for each in (queue, other)] == [State.APPLIED] * 2
+    assert files(kit, tree) == expected({**TWICE, "lib/o.py": "o\n"})
+    assert patch.reverse(tree, "other").files == ("lib/o.py",)
+    assert kit.snapshot(tree) == alone
+    patch.apply(tree, other)
+    assert patch.reverse(tree).patches == tuple(p.name for p in (*other.patches, *queue.patches))
+    assert kit.snapshot(tree) == pristine
+
+
+def test_a_hand_edit_in_one_upstream_keeps_both_from_being_reversed(kit, tmp_path, tree, queue):
+    other = Queue.load(kit.write_queue(tmp_path / "other-2.0", kit.diff(tmp_path / "d4", {}, {"lib/o.py": "o\n"})))
+    patch.apply(tree, queue)
+    patch.apply(tree, other)
+    (tree / "pkg/b.py").write_text("mine\n")  # `other` comes first, and must not be gone when this is found
+    refused(kit, tree, TreeModifiedError, lambda: patch.reverse(tree))
+
+
+@pytest.mark.parametrize("state", ["clean", "applied", "later", "interrupted"])
+def test_a_dry_run_changes_nothing_and_says_what_would_be(kit, tree, queue, later, quick, state):
+    if state in ("applied", "later"):
+        patch.apply(tree, queue if state == "applied" else later)
+    if state == "interrupted":
+        assert kit.killed_before(25, lambda: patch.apply(tree, queue))
+    before, stamps = kit.snapshot(tree), [path.stat().st_mtime_ns for path in sorted(tree.rglob("*"))]
+    foreseen, back = patch.apply(tree, queue, dry_run=True), patch.reverse(tree, dry_run=True)
+    assert (kit.snapshot(tree), [p.stat().st_mtime_ns for p in sorted(tree.rglob("*"))]) == (before, stamps)
+    assert foreseen == patch.apply(tree, queue)
+    assert foreseen.changed == (state != "applied")
+    assert back.changed == (state in ("applied", "later"))
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(kit, tree, queue):
+    (tree / "pkg/b.py").write_text("another text\n")
+    refused(kit, tree, PatchConflictError, lambda: patch.apply(tree, queue, dry_run=True))
+    kit.write(tree, UPSTREAM)
+    patch.apply(tree, queue)
+    (tree / "pkg/b.py").write_text("mine\n")
+    for action in (lambda: patch.apply(tree, queue, dry_run=True), lambda: patch.reverse(tree, dry_run=True)):
+        refused(kit, tree, TreeModifiedError, action)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
@@ -250,37 +300,6 @@ def test_two_at_once_are_refused_and_reading_needs_no_lock(kit, tree, queue, lat
 
 # --- SIGKILL at every operation that changes a file system ---
 
-OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate"}
-WRITING = os.O_WRONLY | os.O_RDWR
-
-
-def killed_before(number, action):
-    """Run `action` in a forked process that is killed by SIGKILL before its operation `number` (from 0).
-
-    Returns False if it came to its end before that. No `finally` of ours runs in a killed process.
-    """
-    child = os.fork()
-    if child == 0:
-        left = number
-
-        def hook(event, args):
-            nonlocal left
-            if event in OPERATIONS or (event == "open" and args[2] & WRITING):
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-
-        sys.addaudithook(hook)
-        try:
-            action()
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 # name: (queue in the tree, what is killed, which texts each file may then have, what runs next, texts at the end);
 # None stands for no queue, and for reversing
 ROADS = {
@@ -316,7 +335,7 @@ def test_killed_before_any_operation_the_next_run_ends_right(kit, quick, tree, q
     count = 0
     while True:
         work = shutil.copytree(tree, quick / f"work{count}")
-        if not killed_before(count, lambda work=work: go(work, queues, killed)):
+        if not kit.killed_before(count, lambda work=work: go(work, queues, killed)):
             break
         count += 1
         for path in {*whole[0], *whole[1]}:
@@ -330,11 +349,11 @@ def test_killed_before_any_operation_the_next_run_ends_right(kit, quick, tree, q
     assert count > 20
 
 
-def test_an_edit_after_a_kill_is_not_lost(quick, tree, queue):
+def test_an_edit_after_a_kill_is_not_lost(kit, quick, tree, queue):
     seen = set()
     for number in range(100):
         work = shutil.copytree(tree, quick / f"work{number}")
-        if not killed_before(number, lambda work=work: patch.apply(work, queue)):
+        if not kit.killed_before(number, lambda work=work: patch.apply(work, queue)):
             break
         (work / "pkg/b.py").write_text("mine\n")
         with pytest.raises(SparkforgeError) as caught:

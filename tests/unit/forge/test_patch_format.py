@@ -78,8 +78,10 @@ def test_malformed_diffs_are_refused_by_name(kit, tmp_path, old, new, reason):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        *((f"{field}: ", f"X{field}: ", f"lacks the header fields {field}")
-          for field in ("Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")),
+        *(
+            (f"{field}: ", f"X{field}: ", f"lacks the header fields {field}")
+            for field in ("Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
+        ),
         ("Description: Change something\n on two lines\n", "Description:\n", "lacks the header fields Description"),
         ("Forwarded: no", "Bug: twice", "no new DEP-3 field: 'Bug: twice'"),
         ("Forwarded: no", "not a field", "no new DEP-3 field"),
@@ -154,8 +156,12 @@ CONTENT = b"one\ntwo\nthree\n"
         (b"one\r\ntwo\r\nthree\r\n", "", "", "the text at line 1"),
         (b"one\ntwo\nthree", "", "", "the text at line 1"),  # no newline at the end of the file
         (b"one\ntwo\n", "", "", "the text at line 1"),
-        (CONTENT + b"four\n", "@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n", "@@ -1,3 +1,2 @@\n one\n two\n-three\n",
-         "ends without context"),
+        (
+            CONTENT + b"four\n",
+            "@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n",
+            "@@ -1,3 +1,2 @@\n one\n two\n-three\n",
+            "ends without context",
+        ),
         (CONTENT, "@@ -1,3 +1,3 @@\n one\n", "@@ -2,2 +2,2 @@\n", None),
     ],
 )

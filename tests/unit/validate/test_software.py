@@ -82,14 +82,15 @@ def record(site, **changes):
     (site / software.RECORD).write_text(json.dumps({**made, **changes}))
 
 
+JOURNAL = software.JOURNALS.replace("*", "flashinfer")
 DAMAGE = {
     "intact": (lambda site: None, []),
     "edited": (lambda site: (site / "vllm/a.py").write_text("by hand"), ["vllm/a.py: was changed after patching"]),
     "removed": (lambda site: (site / "vllm/a.py").unlink(), ["vllm/a.py: is missing"]),
     "back": (lambda site: (site / "vllm/gone.py").write_text("x"), ["vllm/gone.py: is back, the patches removed it"]),
     "interrupted": (
-        lambda site: [(site / software.JOURNAL).parent.mkdir(), (site / software.JOURNAL).write_text("{}")],
-        [f"{software.JOURNAL}: a patch run was interrupted"],
+        lambda site: [(site / JOURNAL).parent.mkdir(), (site / JOURNAL).write_text("{}")],
+        [f"{JOURNAL}: a patch run was interrupted"],
     ),
 }
 
@@ -121,6 +122,24 @@ def test_record_of_another_shape_is_an_unknown_fact(scene, site, changes, why):
     assert any(error and (why is None or why in error) for error in errors)
 
 
+def test_every_upstream_in_the_tree_is_judged(scene, site):
+    vllm(site)
+    record(site)
+    made = json.loads((site / software.RECORD).read_text())
+    files = {"flashinfer/b.py": {"before": None, "after": "2" * 64}}
+    second = {
+        **made,
+        "upstream": "flashinfer",
+        "patches": [{"name": "0001-b.patch", "sha256": "3" * 64}],
+        "files": files,
+    }
+    (site / software.RECORDS.replace("*", "flashinfer")).write_text(json.dumps(second))
+    told = scene(python=site.parent / "python")
+    assert fact("patches.names", told).value == ["0001-a.patch", "0001-b.patch"]
+    assert fact("patches.changed_files", told).value == ["flashinfer/b.py: is missing"]
+    assert (fact("patches.upstream", told).value, fact("patches.version", told).value) == ("vllm", "0.0.1")
+
+
 def test_no_record_means_not_patched(scene, site):
     vllm(site)
     assert "was not patched by Sparkforge" in fact("patches.names", scene(python=site.parent / "python")).error
@@ -132,13 +151,13 @@ def test_no_record_means_not_patched(scene, site):
         ("0001-a.patch\n", "diff", []),
         (None, "", None),
         ("# why\n0001-a.patch\n", "other", ["0001-a.patch: was changed since it was applied"]),
-        ("0001-a.patch\n0002-b.patch # new\n", "diff", ["0002-b.patch: is in the series, not in the installed vLLM"]),
+        ("0001-a.patch\n0002-b.patch # new\n", "diff", ["0002-b.patch: is in the series, not in the installed vllm"]),
         (
             "0002-b.patch\n",
             "diff",
             [
-                "0002-b.patch: is in the series, not in the installed vLLM",
-                "0001-a.patch: is in the installed vLLM, not in the series",
+                "0002-b.patch: is in the series, not in the installed vllm",
+                "0001-a.patch: is in the installed vllm, not in the series",
             ],
         ),
     ],

@@ -210,9 +210,9 @@ def test_an_installed_file_that_is_edited_unknown_or_not_pinned(installed):
 
 def test_a_tree_whose_patch_record_tells_of_other_originals_is_an_error(world):
     place, ask = world
-    record = json.loads((place / ".sparkforge-patches.json").read_text())
+    record = json.loads((place / ".sparkforge-patches.up.json").read_text())
     record["files"]["pkg/a.py"]["before"] = sha("forged")
-    (place / ".sparkforge-patches.json").write_text(json.dumps(record))
+    (place / ".sparkforge-patches.up.json").write_text(json.dumps(record))
     with pytest.raises(TreeModifiedError, match="upstream's bytes"):
         ask("pkg/a.py")
     shutil.rmtree(place)
