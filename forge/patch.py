@@ -52,7 +52,7 @@ class Result:
 
 def inspect(root: Path, queue: Queue) -> Inspection:
     """Judge the tree at `root` by the hashes of its recorded files; changes nothing."""
-    return _inspect(Tree(root, queue.upstream), queue)
+    return _inspect(Tree(root, queue.upstream), queue.for_tree(root))
 
 
 def apply(root: Path, queue: Queue, *, dry_run: bool = False) -> Result:
@@ -62,7 +62,7 @@ def apply(root: Path, queue: Queue, *, dry_run: bool = False) -> Result:
     hand, PatchConflictError if a patch does not fit exactly, PatchFormatError at a symbolic link and BusyError while
     another process patches; the tree is then as it was.
     """
-    tree = Tree(root, queue.upstream)
+    tree, queue = Tree(root, queue.upstream), queue.for_tree(root)
     if tree.settled and _inspect(tree, queue).state is State.APPLIED:
         return _result(queue, changed=False)
     if dry_run:

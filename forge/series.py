@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -86,6 +86,7 @@ class Queue:
     upstream: str
     version: str
     patches: tuple[Patch, ...]
+    installed: Mapping[str, str] = field(default_factory=dict)  # a source archive's folder → where it is installed
 
     @classmethod
     def load(cls, directory: Path) -> Queue:
@@ -94,7 +95,12 @@ class Queue:
         if not name:
             raise _bad_series(directory, "the directory is not named <upstream>-<version>")
         patches = tuple(Patch.load(directory / entry) for entry in _series(directory))
-        return cls(name["upstream"], name["version"], patches)
+        return cls(name["upstream"], name["version"], patches, _installed(directory))
+
+    def for_tree(self, tree: Path) -> Queue:
+        """Return this queue with the paths that `tree` has: an installed package may keep folders elsewhere."""
+        moves = {old: new for old, new in self.installed.items() if not (tree / old).exists() and (tree / new).is_dir()}
+        return replace(self, patches=tuple(_moved(patch, moves) for patch in self.patches)) if moves else self
 
     @property
     def sha256(self) -> str:
@@ -106,6 +112,27 @@ class Queue:
     def paths(self) -> tuple[str, ...]:
         """Every file that a patch touches, sorted, relative to the tree."""
         return tuple(sorted({change.path for patch in self.patches for change in patch.changes}))
+
+
+def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
+    def place(path: str) -> str:
+        folder, slash, rest = path.partition("/")
+        return moves.get(folder, folder) + slash + rest
+
+    changes = tuple(replace(change, path=place(change.path)) for change in patch.changes)
+    conditions = tuple(replace(condition, path=place(condition.path)) for condition in patch.drop_when)
+    return replace(patch, changes=changes, drop_when=conditions)
+
+
+def _installed(directory: Path) -> dict[str, str]:
+    """Read `installed`, if the queue has it: a top folder of the source archive and its place in a package, a line."""
+    file = directory / "installed"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pairs = [line.split() for line in lines if line and not line.startswith("#")]
+    for words in pairs:
+        if len(words) != 2 or "/" in words[0] or any(part in ("", ".", "..") for part in words[1].split("/")):
+            raise _bad_series(directory, f"`installed` has a line that is no `FOLDER FOLDER/INSIDE`: {' '.join(words)}")
+    return {words[0]: words[1] for words in pairs}
 
 
 def _series(directory: Path) -> list[str]:

@@ -91,7 +91,7 @@ def of_release(queue: Queue, one: upstream.Release) -> list[Judgement]:
 
 def of_tree(queue: Queue, tree: Path) -> list[Judgement]:
     """Judge `queue` on what the files of `tree` were before any patch. Raises TreeModifiedError for a hand edit."""
-    return judge(queue, patching.originals(tree, queue.upstream))
+    return judge(queue.for_tree(tree), patching.originals(tree, queue.upstream))
 
 
 def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:

@@ -127,13 +127,18 @@ def test_patched_python_compiles(patched, queue):
             compile((patched / path).read_bytes(), path, "exec")
 
 
-def test_the_wheel_holds_the_same_files_with_csrc_elsewhere(pristine, queue):
+def test_the_installed_package_takes_the_same_queue_with_csrc_elsewhere(pristine, patched, queue, tmp_path):
     (wheel,) = fetch.fetch_all(pins.load().component("spark", "flashinfer"), only=".whl")
     with zipfile.ZipFile(wheel) as archive:
-        for path in queue.paths:
-            if (pristine / path).exists():
-                installed = f"flashinfer/data/{path}" if path.startswith("csrc/") else path
-                assert archive.read(installed) == (pristine / path).read_bytes()
+        archive.extractall(tmp_path)  # noqa: S202 (a wheel verified by its hash)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert patch.apply(tmp_path, queue).changed
+    for path in queue.paths:
+        installed = f"flashinfer/data/{path}" if path.startswith("csrc/") else path
+        assert (tmp_path / installed).read_bytes() == (patched / path).read_bytes()
+    assert not patch.apply(tmp_path, queue).changed
+    patch.reverse(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 # ---- the filter: what is generated

@@ -123,6 +123,14 @@ def test_a_series_that_is_not_its_directory_is_refused(kit, tmp_path, series, re
     assert reason in caught.value.why
 
 
+@pytest.mark.parametrize("line", ["csrc", "csrc ../out", "csrc /out", "a/b c", "csrc x y", "csrc x//y"])
+def test_a_place_outside_the_package_is_refused(kit, tmp_path, line):
+    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)
+    kit.write(directory, {"installed": f"# a comment\n{line}\n"})
+    with pytest.raises(PatchFormatError, match="installed"):
+        Queue.load(directory)
+
+
 @pytest.mark.parametrize("name", ["1-short.patch", "0001-Capital.patch", "0001_underscore.patch", "0001-.patch"])
 def test_a_patch_with_another_kind_of_name_is_refused(kit, tmp_path, name):
     directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)

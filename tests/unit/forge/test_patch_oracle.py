@@ -74,7 +74,8 @@ def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, be
         try:
             ours = change.apply(other.encode())
         except PatchConflictError:
-            assert not applied or moved
+            # git takes a last line with a newline for one without; we tell them apart.
+            assert not applied or moved or b"\n\\ No newline" in diff
         else:
             assert (applied, moved, result) == (True, False, ours)
 
