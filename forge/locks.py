@@ -159,7 +159,8 @@ def install(
     ]
     for folder in find_links:
         command += ["--find-links", str(folder)]
-    command += ["--target", str(target)] if target else []
+    # Copies, for a hard link's ctime changes with every other link, and ccache then sees its headers "modified".
+    command += ["--target", str(target), "--link-mode", "copy"] if target else []
     try:
         run([*command, "-r", "-"] if extra else command, env=uv_environment(), stdin="\n".join(extra) or None)
     except CommandError as error:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-INSTALL = {"git": "sudo apt install git", "c++": "sudo apt install g++"}
+INSTALL = {"git": "sudo apt install git", "c++": "sudo apt install g++", "ninja": "sudo apt install ninja-build"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,37 @@
+"""Say what a compiler's message means, where the message itself does not."""
+
+from __future__ import annotations
+
+import re
+
+from sparkforge.errors import CommandError
+
+# ptxas up to 13.0 says "Instruction 'cvt with .e2m1x2'", from 13.1 on "Feature 'cvt.e2m1x2.f32'"; block-scaled MMA is a
+# "Feature '.block_scale'" in both. Compiled with 13.0.88 and 13.4 (docs/troubleshooting.md).
+NO_FP4 = re.compile(
+    r"(?P<what>(?:Instruction|Feature) '[^']*(?:e2m1|block_scale|mxf|e2m3|e3m2|ue8m0)[^']*') not supported on \.target "
+    r"'(?P<target>sm_12[01])'"
+)
+SUFFIXED = re.compile(
+    r"PTX with \.target '(?P<made>sm_\d+[af])' cannot be compiled for architecture '(?P<asked>sm_\d+)'"
+)
+
+
+def explained(error: CommandError) -> CommandError:
+    """Return the error with cause and fix in place of what a compiler printed, if we know them; else as it is."""
+    if found := NO_FP4.search(error.why):
+        target = found["target"]
+        number = target.removeprefix("sm_")
+        return CommandError(
+            error.what,
+            f"built for {target} without the a suffix; only {target}a and {target}f have FP4 (ptxas says: {found[0]})",
+            f"build for {number}a: FLASHINFER_CUDA_ARCH_LIST={number[:2]}.{number[2]}a, or nvcc "
+            f"-gencode arch=compute_{number}a,code=sm_{number}a",
+        )
+    if found := SUFFIXED.search(error.why):
+        return CommandError(
+            error.what,
+            f"compiled for {found['made']} and assembled for {found['asked']}: the suffix must be the same in both",
+            f"nvcc -gencode arch={found['made'].replace('sm_', 'compute_')},code={found['made']}",
+        )
+    return error

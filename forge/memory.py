@@ -1,0 +1,123 @@
+"""What this process can still get: bytes of memory and CPUs, under every cgroup (version 1 or 2) that contains it.
+
+On a Spark CPU and GPU share one memory. What a served model has taken is in no process's resident size and in no
+cgroup's usage, but it is missing from MemAvailable; so MemAvailable is always asked, and the cgroups can only lower it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes that can be had now, the CPUs, and what set the bound on the bytes: "MemAvailable" or a cgroup's folder."""
+
+    available: int
+    cores: int
+    bound: str = "MemAvailable"
+
+
+@dataclass(frozen=True)
+class _Flavour:
+    """One version of the memory controller: files of limits and of usage, and the droppable part in memory.stat."""
+
+    file_system: str
+    limits: tuple[str, ...]
+    usage: str
+    droppable: str
+
+
+# Kernel documentation: admin-guide/cgroup-v2.rst (memory.high throttles, so it bounds too), cgroup-v1/memory.rst.
+FLAVOURS = (
+    _Flavour("cgroup2", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    _Flavour("cgroup", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def measure(root: Path = Path("/")) -> Machine:
+    """Return what is available now; `root` is where /proc and the cgroup mounts are looked up."""
+    available, bound = _keyed(root / "proc/meminfo", "MemAvailable:") * 1024, "MemAvailable"
+    for flavour in FLAVOURS:
+        for group in groups(root, flavour.file_system, "memory"):
+            left = _left(group, flavour)
+            if left is not None and left < available:
+                available, bound = left, str(group)
+    return Machine(max(0, available), cpus(root), bound)
+
+
+def _left(group: Path, flavour: _Flavour) -> int | None:
+    """Return the bytes below a group's limit, file cache that the kernel can drop not counted; None if unlimited."""
+    limits = [limit for name in flavour.limits if (limit := _number(group / name)) is not None]
+    used = _number(group / flavour.usage)
+    if not limits or used is None:
+        return None
+    return min(limits) - max(0, used - _keyed(group / "memory.stat", flavour.droppable))
+
+
+def cpus(root: Path = Path("/")) -> int:
+    """Return how many CPUs the affinity mask and every quota leave, at least 1."""
+    count = len(os.sched_getaffinity(0))
+    quotas = [_words(group / "cpu.max") for group in groups(root, "cgroup2", "cpu")]
+    quotas += [_words(g / "cpu.cfs_quota_us") + _words(g / "cpu.cfs_period_us") for g in groups(root, "cgroup", "cpu")]
+    for quota in quotas:
+        if len(quota) == 2 and all(word.isdigit() for word in quota) and int(quota[1]):
+            count = min(count, math.ceil(int(quota[0]) / int(quota[1])))
+    return max(1, count)
+
+
+def groups(root: Path, file_system: str, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of each one around it, innermost first.
+
+    In a container the path in /proc/self/cgroup may be the host's; the mount then has the container's group at its top.
+    """
+    for mount, top in _mounts(root, file_system, controller):
+        for line in _lines(root / "proc/self/cgroup"):
+            _, controllers, path = line.split(":", 2)
+            if (controller if file_system == "cgroup" else "") in controllers.split(","):
+                yield from _upwards(mount, PurePosixPath(path), PurePosixPath(top))
+
+
+def _upwards(mount: Path, path: PurePosixPath, top: PurePosixPath) -> Iterator[Path]:
+    seen = path.is_relative_to(top) and ".." not in path.parts
+    group = mount / path.relative_to(top) if seen else mount
+    while group != mount:
+        yield group
+        group = group.parent
+    yield mount
+
+
+def _mounts(root: Path, file_system: str, controller: str) -> Iterator[tuple[Path, str]]:
+    """Yield mount point and root inside the file system of each mount (proc_pid_mountinfo(5))."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        fields, _, rest = line.partition(" - ")
+        kind, _, options = rest.split(" ", 2)
+        if kind == file_system and (kind == "cgroup2" or controller in options.split(",")):
+            top, point = fields.split(" ")[3:5]
+            yield root / point.lstrip("/"), top
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for `max` or no file."""
+    words = _words(path)
+    return int(words[0]) if words and words[0].isdigit() else None
+
+
+def _keyed(path: Path, key: str) -> int:
+    """Return the number after `key` at the begin of a line; 0 if there is none."""
+    return next((int(words[1]) for line in _lines(path) if (words := line.split())[:1] == [key]), 0)

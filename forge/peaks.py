@@ -1,0 +1,102 @@
+"""What a translation unit costs: `peaks.toml` as measured once, and what this machine has learnt since.
+
+Learnt figures lie in the state folder (`peaks.json`), by context (compiler, architecture) and unit. The largest
+value seen counts.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sparkforge import paths
+from sparkforge.errors import PinError
+from sparkforge.files import locked, write_json
+
+TABLE = Path(__file__).with_name("peaks.toml")
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Peak resident size in bytes and CPU-seconds of one unit, and where the figures come from."""
+
+    peak: int
+    cpu: float
+    source: str = "learnt on this machine"
+
+
+@cache
+def table(path: Path = TABLE) -> tuple[tuple[str, Cost], ...]:
+    """Return the measured rows as (pattern, cost). Raises PinError if the file is malformed or has no last resort."""
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["unit"]
+        found = tuple((row["match"], Cost(int(row["peak"]), float(row["cpu"]), row["source"])) for row in rows)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PinError(f"cannot read {path.name}", repr(error), f"git checkout {path}") from None
+    if not found or found[-1][0] != "*":
+        raise PinError(f"{path.name} is refused", "its last row must match every unit", f"correct {path}")
+    return found
+
+
+def learnt_path() -> Path:
+    """Return the file of learnt figures."""
+    return paths.state() / "peaks.json"
+
+
+class Peaks:
+    """Costs of units under one context, such as "nvcc 13.0.88 12.1a"."""
+
+    def __init__(self, context: str) -> None:
+        self.context = context
+        self.learnt = _load().get(context, {})
+
+    @classmethod
+    def of_any(cls) -> Peaks:
+        """Return costs that know what was learnt under any context, the largest of each."""
+        every = cls("")
+        for units in _load().values():
+            for unit, cost in units.items():
+                old = every.learnt.get(unit, cost)
+                every.learnt[unit] = Cost(max(old.peak, cost.peak), max(old.cpu, cost.cpu))
+        return every
+
+    def cost(self, unit: str) -> Cost:
+        """Return the learnt cost of `unit`, such as "MODULE/FILE.cuda.o", else that of the first row that fits."""
+        if unit in self.learnt:
+            return self.learnt[unit]
+        return next(cost for pattern, cost in table() if fnmatch.fnmatchcase(unit, pattern))
+
+    def learn(self, used: Mapping[str, Cost]) -> None:
+        """Keep what units have used, in the file too, which other processes may have changed meanwhile."""
+        with locked(learnt_path().with_suffix(".lock"), "record what units cost"):
+            everything = _load()
+            mine = everything.setdefault(self.context, {})
+            for unit, cost in used.items():
+                old = mine.get(unit, Cost(0, 0.0))
+                mine[unit] = Cost(max(old.peak, cost.peak), round(max(old.cpu, cost.cpu), 1))
+            rows = {
+                context: {unit: {"peak": cost.peak, "cpu": cost.cpu} for unit, cost in units.items()}
+                for context, units in everything.items()
+            }
+            write_json(learnt_path(), {"schema": SCHEMA, "contexts": rows})
+        self.learnt = mine
+
+
+def _load() -> dict[str, dict[str, Cost]]:
+    """Read the learnt figures; a file that is not there or not understood teaches nothing."""
+    try:
+        read = json.loads(learnt_path().read_text(encoding="utf-8"))
+        if read["schema"] != SCHEMA:
+            return {}
+        return {
+            context: {unit: Cost(int(row["peak"]), float(row["cpu"])) for unit, row in units.items()}
+            for context, units in read["contexts"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

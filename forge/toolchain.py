@@ -1,0 +1,258 @@
+"""The CUDA compiler and its neighbours: found here, or installed from hash-locked wheels (`locks/toolchain.in`).
+
+The wheels put everything under `nvidia/cu13`. That folder becomes a CUDA_HOME with three additions: `lib64`, the
+unversioned names that `-lcudart` asks for, and a `libcuda.so` to link against where no driver is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from forge import locks, manifest
+from forge.manifest import Made
+from sparkforge import paths
+from sparkforge.console import say
+from sparkforge.errors import ToolchainError
+from sparkforge.files import require_space, sha256_file
+from sparkforge.process import run
+
+LAYOUT = "1"  # raise it when this module would make another folder of the same wheels
+ROOM = 1_400_000_000  # bytes: 1.2 GB installed, measured on x86-64
+HOME = "nvidia/cu13"
+# First CUDA release that knows the architecture, suffix and all. CUDA 12.9 release notes: 12.1 and the suffix `f`.
+SINCE = {"12.0": (12, 8), "12.0a": (12, 8), "12.0f": (12, 9), "12.1": (12, 9), "12.1a": (12, 9), "12.1f": (12, 9)}
+# What FlashInfer's and vLLM's units include and link against; a runtime-only CUDA lacks some of it.
+PARTS = (
+    "bin/nvcc", "bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
+    "include/cuda_runtime.h", "include/cuda_fp4.h", "include/cublasLt.h", "include/curand_kernel.h", "include/nvrtc.h",
+    "lib64/libcudart.so", "lib64/libnvrtc.so", "lib64/libcublasLt.so", "lib64/stubs/libcuda.so",
+)  # fmt: skip
+CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
+MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are written in; vLLM asks for 13
+# 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it; both tried (docs/building.md).
+MINIMUM_CCACHE = (4, 14)
+AGAIN = "then run the same command again"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Every program that a build starts, with absolute paths; `versions` maps nvcc, c++, ninja and ccache to theirs."""
+
+    home: Path  # CUDA_HOME
+    origin: str  # "CUDA_HOME", "PATH" or "locked wheels"
+    cxx: Path
+    ninja: Path
+    ccache: Path
+    versions: Mapping[str, str]
+
+    @property
+    def nvcc(self) -> Path:
+        """The CUDA compiler driver."""
+        return self.home / "bin/nvcc"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that make FlashInfer's JIT, CMake and torch use exactly these programs, with ccache."""
+        places = [self.home / "bin", self.ninja.parent]
+        ccache = str(self.ccache)
+        return {
+            "CUDA_HOME": str(self.home),
+            "PATH": os.pathsep.join([*dict.fromkeys(map(str, places)), os.environ.get("PATH", os.defpath)]),
+            "CXX": str(self.cxx),
+            "NVCC_CCBIN": str(self.cxx),
+            "CUDAHOSTCXX": str(self.cxx),
+            "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(paths.cache() / "ccache")),
+            "FLASHINFER_NVCC_LAUNCHER": ccache,
+            "FLASHINFER_CXX_LAUNCHER": ccache,
+            "CMAKE_CUDA_COMPILER_LAUNCHER": ccache,
+            "CMAKE_CXX_COMPILER_LAUNCHER": ccache,
+        }
+
+
+def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX) -> Toolchain:
+    """Return programs that can build for `architecture`; installs the locked ones where this machine's do not do.
+
+    A CUDA_HOME or CXX that was set by hand is used or refused, never passed over. Raises ToolchainError, and what
+    `install` raises.
+    """
+    home, origin = _home(architecture)
+    cxx, cxx_version = host_compiler(home, minimum_cxx)
+    ninja, ccache = helper("ninja"), helper("ccache")
+    versions = {"nvcc": nvcc_version(home / "bin/nvcc"), "c++": cxx_version}
+    versions |= {path.name: ".".join(map(str, _version(path))) for path in (ninja, ccache)}
+    return Toolchain(home, origin, cxx, ninja, ccache, versions)
+
+
+def _home(architecture: str) -> tuple[Path, str]:
+    if chosen := os.environ.get("CUDA_HOME"):
+        if wrong := unfit(Path(chosen), architecture):
+            raise ToolchainError(
+                f"cannot build with CUDA_HOME={chosen}", wrong, f"unset CUDA_HOME to use the locked compiler, {AGAIN}"
+            )
+        return Path(chosen).absolute(), "CUDA_HOME"
+    if (found := shutil.which("nvcc")) and (home := home_of(Path(found))):
+        if not (wrong := unfit(home, architecture)):
+            return home, "PATH"
+        say(f"{found} is passed over: {wrong}")
+    home = install()[0] / HOME
+    if wrong := unfit(home, architecture):
+        raise ToolchainError(f"{home} is no longer whole", wrong, f"rm -r {home.parent.parent}, {AGAIN}")
+    return home, "locked wheels"
+
+
+def home_of(nvcc: Path) -> Path | None:
+    """Return the CUDA_HOME of an nvcc, which may be a wrapper script somewhere else: what its dry run calls TOP."""
+    done = run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], check=False)
+    found = re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE)
+    return Path(found[1].strip()).resolve() if found else None
+
+
+def unfit(home: Path, architecture: str) -> str:
+    """Return why the CUDA under `home` cannot build for `architecture`; empty if it can. Raises ToolchainError."""
+    if architecture not in SINCE:
+        known = ", ".join(SINCE)
+        raise ToolchainError(f"no rule for compute capability {architecture}", f"known are {known}", "name one of them")
+    if missing := [part for part in PARTS if not (home / part).exists()]:
+        return f"{home} lacks {', '.join(missing)}"
+    version, needed = nvcc_version(home / "bin/nvcc"), SINCE[architecture]
+    if tuple(map(int, version.split(".")[:2])) < needed:
+        return f"its nvcc {version} does not know {architecture}, which came with {needed[0]}.{needed[1]}"
+    return ""
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """Return an nvcc's version, such as 13.0.88. Raises ToolchainError if it does not say."""
+    found = re.search(r"\bV(\d+\.\d+\.\d+)\b", run([nvcc, "--version"], check=False).stdout)
+    if found is None:
+        raise ToolchainError(f"cannot use {nvcc}", "it does not say its version", f"run it by hand: {nvcc} --version")
+    return found[1]
+
+
+def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
+    """Return the first GCC, with its version, of major version `minimum` or more that the nvcc under `home` takes.
+
+    The upper bound is the one that nvcc's own header enforces. Raises ToolchainError.
+    """
+    header = home / "include/crt/host_config.h"
+    limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
+    maximum = int(limit[1]) if limit else minimum
+    chosen, seen = os.environ.get("CXX"), []
+    for name in [chosen] if chosen else CXX_NAMES:
+        if not (path := shutil.which(name)):
+            continue
+        version = gcc_version(Path(path))
+        if version and minimum <= int(version.split(".")[0]) <= maximum:
+            return Path(path).absolute(), version
+        seen.append(f"{name} {version or 'is no GCC'}")
+    why = f"nvcc takes GCC {minimum} to {maximum} here, and there is {', '.join(seen) or chosen or 'none'}"
+    fix = f"sudo apt install g++-{min(maximum, max(minimum, 13))}" + (" and unset CXX" if chosen else "")
+    raise ToolchainError("no host compiler that fits", why, f"{fix}, {AGAIN}")
+
+
+def gcc_version(cxx: Path) -> str:
+    """Return a GCC's full version; empty for any other compiler."""
+    if "clang" in run([cxx, "--version"], check=False).stdout:
+        return ""
+    found = re.match(r"\d+(\.\d+)*", run([cxx, "-dumpfullversion"], check=False).stdout)
+    return found[0] if found else ""
+
+
+def helper(name: str) -> Path:
+    """Return ninja or a ccache that can cache nvcc's units: this machine's if it is fit, else the locked one."""
+    minimum = MINIMUM_CCACHE if name == "ccache" else (1,)
+    found = shutil.which(name)
+    if found and _version(Path(found)) >= minimum:
+        return Path(found).absolute()
+    return install()[0] / "bin" / name
+
+
+def _version(program: Path) -> tuple[int, ...]:
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", run([program, "--version"], check=False).stdout)
+    return tuple(int(number) for number in found.groups() if number) if found else ()
+
+
+def program(name: str) -> Path:
+    """Return one of CUDA's programs, such as nvdisasm: CUDA_HOME's, else PATH's, else the locked one.
+
+    Asked for one by one, because a CUDA often comes without cuobjdump and nvdisasm. Raises ToolchainError, and what
+    `install` raises.
+    """
+    places = [os.environ.get("CUDA_HOME", "") + "/bin"] if os.environ.get("CUDA_HOME") else []
+    for folder in (os.pathsep.join(places), os.environ.get("PATH", os.defpath)):
+        if found := shutil.which(name, path=folder):
+            return Path(found).absolute()
+    path = install()[0] / HOME / "bin" / name
+    if not path.is_file():
+        raise ToolchainError(f"there is no {name}", "it is neither here nor in the locked wheels", "look at its name")
+    return path
+
+
+def install() -> tuple[Path, bool]:
+    """Install the locked toolchain unless it stands; return its folder and whether it was made now.
+
+    CUDA_HOME is the folder's `nvidia/cu13`. Raises FetchError, DiskFullError, BusyError, and ToolchainError where there
+    is no host compiler for the stub.
+    """
+    place = paths.state() / "toolchain" / f"cuda-{os.uname().machine}"
+    inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": os.uname().machine, "layout": LAYOUT}
+    if not manifest.current(place, "toolchain", inputs):
+        require_space(place, ROOM, "the CUDA toolchain")
+    return place, manifest.once(place, "toolchain", inputs, _make)[1]
+
+
+def _make(folder: Path) -> Made:
+    locks.install(Path(sys.executable), "toolchain", target=folder)
+    home = folder / HOME
+    add_links(home)
+    cxx, version = host_compiler(home)
+    make_stub(home, cxx)
+    return Made(dict(_records(folder)), {"c++": version, **_packages(folder)})
+
+
+def add_links(home: Path) -> None:
+    """Add `lib64` and, beside every libX.so.N, the name libX.so."""
+    (home / "lib64").symlink_to("lib")
+    for library in sorted((home / "lib").glob("lib*.so.*")):
+        plain = library.with_name(library.name.partition(".so.")[0] + ".so")
+        if not plain.exists():
+            plain.symlink_to(library.name)
+
+
+def make_stub(home: Path, cxx: Path) -> None:
+    """Make `lib/stubs/libcuda.so`: every function of cuda.h, empty, under the driver's own SONAME libcuda.so.1.
+
+    The functions are there because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
+    that does not name libcuda.so.1 cannot be loaded.
+    """
+    source = run([cxx, "-E", "-x", "c++", f"-I{home / 'include'}", home / "include/cuda.h"]).stdout
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w*(?=\s*\()", source)))
+    code = "".join(f'extern "C" void {name}() {{}}\n' for name in names)
+    output = home / "lib/stubs/libcuda.so"
+    output.parent.mkdir(exist_ok=True)
+    run([cxx, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", output], stdin=code)
+
+
+def _records(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each wheel's name with the hash of its RECORD, which holds the hash of each of its files."""
+    for record in sorted(folder.glob("*.dist-info/RECORD")):
+        yield record.parent.name.removesuffix(".dist-info"), sha256_file(record)
+
+
+def _packages(folder: Path) -> dict[str, str]:
+    names = [path.name.removesuffix(".dist-info").rpartition("-") for path in sorted(folder.glob("*.dist-info"))]
+    return {canonicalize_name(name): version for name, _, version in names}
+
+
+def show() -> None:
+    """Say which toolchain a build would use."""
+    chain = find()
+    say(f"CUDA of {chain.origin}: {chain.home}")
+    for name, version in chain.versions.items():
+        say(f"{name} {version}")

@@ -1,0 +1,176 @@
+"""Compile small units for several targets, without a GPU, and let the audit say what they really are."""
+
+import functools
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from forge import elf, sass, toolchain
+from forge.audit import audit
+from forge.audit_rules import load
+from forge.cubins import Tools
+from sparkforge.process import run
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
+UNITS = Path(__file__).with_name("fp4_units.cu")
+BOTH = "-DWITH_GEMM", "-DWITH_CONVERSION"
+
+
+@pytest.fixture(scope="module")
+def home():
+    return toolchain.find().home
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return Tools(toolchain.program("cuobjdump"), toolchain.program("nvdisasm"))
+
+
+@pytest.fixture(scope="module")
+def compiled(home, tmp_path_factory):
+    """Compile each (kind of file, code, flags) once."""
+
+    @functools.cache
+    def made(suffix, code, flags):
+        kind = {".cubin": ["-cubin"], ".o": ["-c"], ".so": ["-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]}
+        path = tmp_path_factory.mktemp("unit") / f"unit{suffix}"
+        gencode = ["-gencode", f"arch={code[0]},code={code[1]}"]
+        words = [home / "bin/nvcc", *kind[suffix], *gencode, f"-L{home}/lib64", *flags, UNITS, "-o", path]
+        run(words, env={"CUDA_HOME": str(home)})
+        return path
+
+    return made
+
+
+@pytest.fixture
+def build(compiled, tmp_path):
+    """Return a copy of a compiled unit under a name of its own."""
+
+    def made(name, code, *flags):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(compiled(path.suffix, code, flags), path)
+        return path
+
+    return made
+
+
+NATIVE, FAMILY, FAMILY_120 = ("compute_121a", "sm_121a"), ("compute_121f", "sm_121f"), ("compute_120f", "sm_120f")
+PLAIN, MISLABELLED, HOPPER = ("compute_121", "sm_121"), ("compute_121", "sm_121a"), ("compute_90a", "sm_90a")
+
+
+def rules_of(report):
+    return Counter(one.rule for one in report.violations)
+
+
+@pytest.mark.parametrize("code", [NATIVE, FAMILY, FAMILY_120], ids="-".join)
+@pytest.mark.parametrize("name", ["one.cubin", "fp4_one.o", "fp4_one.so"])
+def test_hardware_fp4_passes(build, tools, code, name):
+    report = audit([build(name, code, *BOTH)], tools=tools)
+    report.require_clean()
+    (row,) = report.coverage
+    assert (row.target, row.loads, row.kernels, row.fp4, row.block_scaled) == (code[1], True, 3, 2, 1)
+    assert row.cubins == (2 if name.endswith(".so") else 1)  # nvcc links an empty one into a library
+
+
+def test_architecture_without_suffix(build, tools):
+    found = rules_of(audit([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=tools))
+    assert found == {"arch-suffix": 2}  # the file, and the conversion in it
+
+
+def test_software_under_the_right_label(build, tools):
+    path = build("one.cubin", MISLABELLED, "-DWITH_CONVERSION")
+    report = audit([path], tools=tools)
+    assert report.coverage[0].target == "sm_121a"  # the label is right
+    assert rules_of(report) == {"software-fp4": 1}
+    assert "compute_121 assembled as sm_121a" in report.violations[0].detail
+
+
+def test_trap_stubs(build, tools):
+    report = audit([build("one.o", MISLABELLED, "-DWITH_GEMM")], tools=tools)
+    assert rules_of(report) == {"trap-stub": 1, "trap-string": 1}
+    assert report.coverage[0].stubs == 1
+
+
+def test_software_emulated_conversion_in_a_unit_that_only_its_name_gives_away(build, tools):
+    flags = "-DWITH_CONVERSION", "-Dcvt_fp32_to_fp4=quantise"
+    assert rules_of(audit([build("nvfp4_quantise.o", MISLABELLED, *flags)], tools=tools)) == {"software-fp4": 1}
+    assert not rules_of(audit([build("nvfp4_quantise.o", NATIVE, *flags)], tools=tools))
+
+
+def test_wrong_architecture_is_no_support(build, tools):
+    report = audit([build("one.so", HOPPER)], tools=tools)
+    assert rules_of(report) == {"wrong-arch": 1}
+    assert not report.coverage[0].loads
+
+
+def test_two_targets_in_one_file_are_listed_apart(build, tools):
+    extra = "-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_120,code=compute_120"
+    report = audit([build("one.so", NATIVE, *extra)], tools=tools)
+    assert [(row.target, row.loads) for row in report.coverage] == [("sm_121a", True), ("sm_90a", False)]
+    assert report.binaries[0].host.ptx == ("compute_120",)
+
+
+def test_swapped_and_missing_modules(build, tools, tmp_path):
+    other = build("cached_ops/sampling/sampling.so", NATIVE)
+    assert rules_of(audit([tmp_path], modules=["fused_moe_120"], tools=tools)) == {"missing-module": 1}
+    place = tmp_path / "cached_ops/fused_moe_120/fused_moe_120.so"
+    place.parent.mkdir()
+    shutil.copyfile(other, place)
+    assert rules_of(audit([place], modules=["fused_moe_120"], tools=tools)) == {"swapped-library": 1}
+    shutil.copyfile(other, place.parent / "page.so")
+    assert rules_of(audit([place.parent / "page.so"], tools=tools)) == {"swapped-library": 1}
+
+
+@pytest.mark.parametrize("name", ["one.cubin", "one.o", "one.so"])
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
+def test_truncated_file(build, tools, name, share):
+    path = build(name, NATIVE, *BOTH)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
+
+
+def test_truncated_fatbin_in_a_whole_library(build, tools):
+    """The cubin's size says more than there is; cuobjdump alone would print what is left and end with 0."""
+    path = build("one.so", NATIVE, *BOTH)
+    with elf.opened(path) as opened:
+        start = opened.get_section_by_name(".nv_fatbin")["sh_offset"]
+    data = bytearray(path.read_bytes())
+    at = start + elf.FATBIN_HEADER.size + 8  # the first entry's payload size
+    size = int.from_bytes(data[at : at + 8], "little")
+    data[at : at + 8] = (size + 4096).to_bytes(8, "little")
+    path.write_bytes(data)
+    assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
+
+
+@pytest.mark.parametrize("code", [NATIVE, FAMILY_120, PLAIN], ids="-".join)
+def test_shapes_count_what_nvdisasm_prints(build, tools, code):
+    """Our count against nvdisasm's full listing, kernel by kernel, for every mnemonic that a rule looks at."""
+    mixed = () if code == PLAIN else ("-DWITH_MIX",)
+    path = build("one.cubin", code, *BOTH, *mixed)
+    read = elf.code(path.read_bytes())
+    kernels, samples = sass.count(read.kernels())
+    decoder = sass.Decoder(tools.nvdisasm, read.target)
+    decoder.learn(samples)
+    listing = run([tools.nvdisasm, "-c", path]).stdout
+    parts = {part.split(maxsplit=1)[0]: part for part in listing.split("//--------------------- .text.")[1:]}
+    watched = re.compile(load().sass.watched)
+    assert len(kernels) == len(parts) == 3 + len(mixed)
+    for kernel in kernels:
+        full = Counter(name for _, name in sass.LINE.findall(parts[kernel.kernel]))
+        ours = decoder.named(kernel)
+        assert {m: n for m, n in ours.items() if watched.search(m)} == {
+            m: n for m, n in full.items() if watched.search(m)
+        }
+        assert base_names(ours) == base_names(full)
+        assert kernel.instructions == full.total()
+
+
+def base_names(counts):
+    found = Counter()
+    for name, number in counts.items():
+        found[name.partition(".")[0]] += number
+    return found

@@ -1,0 +1,88 @@
+"""What happens to FP4 code without the suffix, in every way it happens. docs/troubleshooting.md shows the same."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge import toolchain
+from forge.audit import audit
+from forge.cubins import Tools
+from forge.diagnosis import explained
+from sparkforge.errors import AuditError, CommandError
+from sparkforge.paths import ROOT
+from sparkforge.process import run
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
+UNITS = Path(__file__).with_name("fp4_units.cu")
+PAGE = ROOT / "docs" / "troubleshooting.md"
+OLD, NEW = "Instruction 'cvt with .e2m1x2' not supported", "Feature 'cvt.e2m1x2.f32' not supported"
+
+
+@pytest.fixture(scope="module")
+def home():
+    return toolchain.find().home
+
+
+def nvcc(home, output, code, *flags):
+    words = [home / "bin/nvcc", "-cubin", "-gencode", f"arch={code[0]},code={code[1]}", *flags, UNITS, "-o", output]
+    return run(words, env={"CUDA_HOME": str(home)})
+
+
+def ptx(home, folder, target):
+    """Return the PTX of the unit with `target` in it. nvcc has ptxas check PTX, so it is made for 121a and renamed."""
+    path = folder / "x.ptx"
+    run([home / "bin/nvcc", "-ptx", "-arch", "compute_121a", "-DWITH_INLINE_PTX", UNITS, "-o", path])
+    path.write_text(path.read_text().replace(".target sm_121a", f".target {target}"))
+    return path
+
+
+def newer_ptxas():
+    """Return the ptxas of CUDA 13.4 that Triton brings for Blackwell."""
+    found = list(Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/ptxas-blackwell"))
+    assert found, "the test environment holds Triton (locks/test.txt)"
+    return found[0]
+
+
+@pytest.mark.parametrize(("which", "wording"), [("13.0", OLD), ("13.1 and later", NEW)])
+def test_ptxas_refuses_inline_ptx_and_our_error_says_why(home, tmp_path, which, wording):
+    ptxas = home / "bin/ptxas" if which == "13.0" else newer_ptxas()
+    source = ptx(home, tmp_path, "sm_121")
+    with pytest.raises(CommandError, match=r"not supported on \.target 'sm_121'") as caught:
+        run([ptxas, "-arch", "sm_121", source, "-o", tmp_path / "x.cubin"])
+    assert wording in caught.value.why
+    assert wording in PAGE.read_text(encoding="utf-8")
+    error = explained(caught.value)
+    assert "without the a suffix" in error.why
+    assert "arch=compute_121a,code=sm_121a" in error.fix
+
+
+def test_nvcc_refuses_it_too(home, tmp_path):
+    with pytest.raises(CommandError) as caught:
+        nvcc(home, tmp_path / "x.cubin", ("compute_121", "sm_121a"), "-DWITH_INLINE_PTX")
+    assert "without the a suffix" in explained(caught.value).why
+
+
+@pytest.mark.parametrize("suffix", ["a", "f"])
+def test_with_a_suffix_both_assemblers_take_it(home, tmp_path, suffix):
+    source = ptx(home, tmp_path, f"sm_121{suffix}")
+    for ptxas in (home / "bin/ptxas", newer_ptxas()):
+        path = tmp_path / "x.cubin"
+        run([ptxas, "-arch", f"sm_121{suffix}", source, "-o", path])
+        listing = run([toolchain.program("nvdisasm"), "-c", path]).stdout
+        assert listing.count("F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "rule"), [("-DWITH_CONVERSION", "software-fp4"), ("-DWITH_GEMM", "trap-stub")], ids=["software", "trap"]
+)
+def test_silent_failures_compile_and_the_audit_refuses_them(home, tmp_path, flag, rule):
+    tools = Tools(toolchain.program("cuobjdump"), toolchain.program("nvdisasm"))
+    path = tmp_path / "x.cubin"
+    done = nvcc(home, path, ("compute_121", "sm_121a"), flag)
+    assert "error" not in done.stderr  # silent: that is the failure
+    with pytest.raises(AuditError, match=rule) as caught:
+        audit([path], tools=tools).require_clean()
+    assert "compute_121a,code=sm_121a" in caught.value.fix
+    nvcc(home, path, ("compute_121a", "sm_121a"), flag)
+    audit([path], tools=tools).require_clean()

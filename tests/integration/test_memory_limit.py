@@ -1,0 +1,91 @@
+"""The planner under a real cgroup limit: never over it, and what the kernel really kills is noticed."""
+
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from forge.memory import groups
+from sparkforge.paths import ROOT
+
+pytestmark = pytest.mark.integration
+MB = 10**6
+LIMIT = 700 * MB
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from forge import jobs, memory
+from forge.jobs import Unit
+from forge.peaks import Cost, Peaks
+jobs.RESERVE, jobs.SAMPLE = 100_000_000, 0.1
+predicted, held, count = map(int, sys.argv[1:])
+peaks = Peaks("test")
+code = f"import time; held = b'x' * {held}; time.sleep(1)"
+units = [Unit(f"u{n}", (sys.executable, "-S", "-c", code)) for n in range(count)]
+peaks.learnt = {unit.name: Cost(predicted, 1.0) for unit in units}
+events = []
+plan = jobs.plan([unit.name for unit in units], peaks, memory.Machine(memory.measure().available, 8))
+watch = lambda stage, unit, done: events.append(stage)
+report = jobs.run(units, plan, peaks, env={}, logs=Path("logs"), watch=watch)
+retried = sum(done.retried for done in report.units.values())
+print(json.dumps({"budget": plan.budget, "units": len(report.units), "retried": retried, "events": events}))
+"""
+
+
+@pytest.fixture
+def limited():
+    """A memory cgroup with a limit below our own; skipped where this user may not make one."""
+    for flavour, limit in (("cgroup", "memory.limit_in_bytes"), ("cgroup2", "memory.max")):
+        for parent in groups(Path("/"), flavour, "memory"):
+            group = parent / f"sparkforge-test-{uuid.uuid4().hex}"
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            try:
+                (group / limit).write_text(str(LIMIT))
+                yield group
+            except OSError:
+                continue
+            else:
+                return
+            finally:
+                group.rmdir()
+    pytest.skip("this user may not make a memory cgroup; root on a machine with the memory controller may")
+
+
+def go(group, tmp_path, *numbers):
+    command = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, "sh", sys.executable, "-c", PROGRAM, *map(str, numbers)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "SPARKFORGE_STATE": str(tmp_path / "state")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def most_used(group):
+    names = ("memory.max_usage_in_bytes", "memory.peak")
+    return next(int((group / name).read_text()) for name in names if (group / name).exists())
+
+
+def test_what_is_predicted_right_stays_below_the_limit_and_nothing_is_killed(limited, tmp_path):
+    told = go(limited, tmp_path, 130 * MB, 110 * MB, 10)
+    assert told["budget"] < LIMIT
+    assert (told["units"], told["retried"]) == (10, 0)
+    assert set(told["events"]) == {"started", "done"}
+    assert 300 * MB < most_used(limited) < LIMIT
+
+
+def test_what_is_predicted_wrong_is_killed_by_the_kernel_and_built_alone(limited, tmp_path):
+    told = go(limited, tmp_path, 100 * MB, 400 * MB, 3)
+    assert told["units"] == 3
+    assert told["retried"] >= 1
+    assert "killed" in told["events"]

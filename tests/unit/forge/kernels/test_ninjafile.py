@@ -1,0 +1,71 @@
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from forge import ninjafile
+from forge.ninjafile import Statement
+
+pytestmark = pytest.mark.needs("ninja", "c++")
+
+
+def by_ninja(folder):
+    """What ninja itself reads out of its log: {output: files}."""
+    told = subprocess.run(
+        [shutil.which("ninja"), "-C", folder, "-t", "deps"], capture_output=True, text=True, check=True
+    )
+    found, output = {}, ""
+    for line in told.stdout.splitlines():
+        if match := re.match(r"(\S+): #deps", line):
+            found[output := match[1]] = ()
+        elif line.startswith("    "):
+            found[output] += (line.strip(),)
+    return found
+
+
+def test_the_log_says_what_ninja_says(cached):
+    folder = cached.folders["page"]
+    found = ninjafile.reported(folder / ".ninja_deps")
+    assert found == by_ninja(folder)
+    assert len(found) == 2
+
+
+def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
+    folder = cached.folders["page"]
+    (cached.base / "include/new.cuh").write_text("")
+    source = cached.base / "csrc/page.cu"
+    source.write_text('#include "new.cuh"\n' + source.read_text())
+    subprocess.run([shutil.which("ninja"), "-C", folder], check=True, capture_output=True)
+    log = folder / ".ninja_deps"
+    found = ninjafile.reported(log)
+    assert found == by_ninja(folder)
+    assert any(name.endswith("new.cuh") for name in found[f"{folder}/page_kernel.cuda.o"])
+    whole = log.read_bytes()
+    for length in range(len(whole)):
+        log.write_bytes(whole[:length])
+        torn = ninjafile.reported(log)
+        assert all(set(files) <= {*found[output], f"{cached.base}/csrc/page.cu"} for output, files in torn.items())
+    log.write_bytes(whole + b"\xff\xff")
+    assert ninjafile.reported(log) == found
+    log.write_bytes(whole.replace(b"\x04\0\0\0", b"\x05\0\0\0", 1))
+    assert ninjafile.reported(log) == {}
+
+
+def test_the_statements_are_those_of_the_file(cached):
+    folder = cached.folders["page"]
+    made = ninjafile.statements(folder / "build.ninja")
+    assert made[0] == Statement((f"{folder}/page_kernel.cuda.o",), "cuda_compile", (f"{cached.base}/csrc/page.cu",))
+    assert made[2] == Statement((f"{folder}/page.so",), "link", (*made[0].outputs, *made[1].outputs))
+    assert len(made) == 3
+
+
+def test_escapes_variables_and_all_kinds_of_inputs(tmp_path):
+    (tmp_path / "build.ninja").write_text(
+        "top = /a\nsub = $top/b\nrule r\n  command = x\n  top = /wrong\n"
+        "build ${top}/o$ 1.o $sub.d | side: r $top/x$:y.cu c.cu | implicit || order |@ valid\n  v = 1\nbuild broken\n"
+    )
+    assert ninjafile.statements(tmp_path / "build.ninja") == [
+        Statement(("/a/o 1.o", "/a/b.d", "side"), "r", ("/a/x:y.cu", "c.cu", "implicit", "order", "valid"))
+    ]
+    assert ninjafile.statements(tmp_path / "none") == []

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from forge import peaks
+from forge.peaks import Cost, Peaks
+from sparkforge.errors import PinError
+
+GROUP = "120_cutlass_kernel_file_gemm_grouped_sm120_M128_BS_group{}.generated.cuda.o"
+
+
+@pytest.mark.parametrize(
+    ("unit", "gigabytes"),
+    [
+        ("fused_moe_120_fp8xfp4/" + GROUP.format(2), 9.09),
+        ("fused_moe_120/" + GROUP.format(6), 11.2),
+        ("page/page.cuda.o", 11.2),  # never measured: counts as the hungriest
+        ("fused_moe_120/lora_lora.o", 0.44),
+        ("page/page.o", 2.0),
+    ],
+)
+def test_the_first_row_that_fits_counts(unit, gigabytes):
+    assert Peaks("c").cost(unit).peak == gigabytes * 1e9
+
+
+def test_every_row_can_be_reached_and_names_its_source():
+    rows = peaks.table()
+    assert all(cost.peak > 0 and cost.cpu > 0 and cost.source for _, cost in rows)
+    assert len({pattern for pattern, _ in rows}) == len(rows)
+    unmeasured = max(cost.peak for _, cost in rows)
+    assert dict(rows)["*.cuda.o"].peak == unmeasured
+
+
+def test_what_is_learnt_counts_first_in_its_context_and_survives():
+    Peaks("one").learn({"m/a.cuda.o": Cost(5, 1.0)})
+    Peaks("one").learn({"m/a.cuda.o": Cost(3, 4.0), "m/b.cuda.o": Cost(7, 2.0)})
+    assert Peaks("one").cost("m/a.cuda.o") == Cost(5, 4.0)
+    assert Peaks("one").cost("m/b.cuda.o").peak == 7
+    assert Peaks("two").cost("m/a.cuda.o").peak > 10**9
+    Peaks("two").learn({"m/a.cuda.o": Cost(9, 1.0)})
+    assert Peaks.of_any().cost("m/a.cuda.o") == Cost(9, 4.0)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "contexts": {"c": {"u": 3}}}'])
+def test_a_learnt_file_that_is_not_understood_teaches_nothing_and_is_replaced(text):
+    peaks.learnt_path().parent.mkdir(parents=True, exist_ok=True)
+    peaks.learnt_path().write_text(text)
+    assert Peaks("c").cost("m/a.cuda.o").peak == 11_200_000_000
+    Peaks("c").learn({"m/a.cuda.o": Cost(5, 1.0)})
+    assert json.loads(peaks.learnt_path().read_text())["contexts"] == {"c": {"m/a.cuda.o": {"peak": 5, "cpu": 1.0}}}
+
+
+@pytest.mark.parametrize("text", ["unit = 1", "", '[[unit]]\nmatch = "a*"\npeak = 1\ncpu = 1\nsource = "s"\n', "[["])
+def test_a_table_without_a_last_resort_is_refused(tmp_path, text):
+    (tmp_path / "peaks.toml").write_text(text)
+    with pytest.raises(PinError):
+        peaks.table(tmp_path / "peaks.toml")

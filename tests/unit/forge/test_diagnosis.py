@@ -1,0 +1,34 @@
+import pytest
+
+from forge.diagnosis import explained
+from sparkforge.errors import CommandError
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "error   : Instruction 'cvt with .e2m1x2' not supported on .target 'sm_121'",  # ptxas 13.0.88
+        "error   : Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'",  # ptxas 13.4
+        "error   : Feature '.block_scale' not supported on .target 'sm_121'",
+    ],
+)
+def test_missing_suffix_is_named(line):
+    error = explained(CommandError("nvcc ended with code 255", f"ptxas x.ptx, line 35; {line}", "run it by hand"))
+    assert "without the a suffix" in error.why
+    assert line.partition(": ")[2] in error.why
+    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in error.fix
+    assert "arch=compute_121a,code=sm_121a" in error.fix
+
+
+def test_two_different_suffixes_are_named():
+    line = "ptxas fatal   : PTX with .target 'sm_121a' cannot be compiled for architecture 'sm_121'"
+    error = explained(CommandError("ptxas ended with code 255", line, ""))
+    assert error.fix == "nvcc -gencode arch=compute_121a,code=sm_121a"
+
+
+@pytest.mark.parametrize(
+    "line", ["Feature 'wgmma' not supported on .target 'sm_121'", "expression must have a constant value", ""]
+)
+def test_other_messages_stay(line):
+    error = CommandError("nvcc ended with code 2", line, "run it by hand")
+    assert explained(error) is error
