@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from forge import index
+
 INSTALL = {"git": "sudo apt install git", "c++": "sudo apt install g++", "ninja": "sudo apt install ninja-build"}
 
 
@@ -14,6 +16,13 @@ def own_places(tmp_path_factory, monkeypatch, request):
         return  # these bring real files; the shared cache, verified by hash, saves downloading them again
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path_factory.mktemp("state")))
     monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def own_index():
+    """Forget which package index a test had pip name: the next test may have another."""
+    yield
+    index.pip_config.cache_clear()
 
 
 def pytest_runtest_setup(item):
