@@ -14,7 +14,7 @@ from invoke.tasks import task
 
 from sparkforge import paths
 from sparkforge.console import say, show_error
-from sparkforge.errors import SparkforgeError, UsageError
+from sparkforge.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.files import disk_full
 
 P = ParamSpec("P")
@@ -36,11 +36,11 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise Exit(code=0) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            told = _storage(error)
+            if told is None:
                 raise
-            full = disk_full(_existing(Path(error.filename or paths.state())))
-            show_error(full)
-            raise Exit(code=full.exit_code) from None
+            show_error(told)
+            raise Exit(code=told.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted; the same command goes on where it can")
             raise Exit(code=INTERRUPTED) from None
@@ -63,6 +63,17 @@ def whole_number(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{flag} {text!r} is no number", "it takes a whole number", "./inv --help") from None
+
+
+def _storage(error: OSError) -> SparkforgeError | None:
+    """Name what a file system refused; None for an error about no file: a fault of ours, whose traceback helps."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full(_existing(Path(error.filename or paths.state())))
+    if not error.filename:
+        return None
+    path = Path(os.fsdecode(error.filename))
+    fix = f"look at its owner and permissions: ls -ld {_existing(path)}, or name others by SPARKFORGE_STATE and _CACHE"
+    return StorageError(f"cannot use {path}", error.strerror or str(error), fix)
 
 
 def _existing(path: Path) -> Path:

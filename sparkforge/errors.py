@@ -141,6 +141,12 @@ class DeviceError(SparkforgeError):
     exit_code = 27
 
 
+class StorageError(SparkforgeError):
+    """A file or folder cannot be read or written: no permission, read-only, in the way, or gone."""
+
+    exit_code = 28
+
+
 class ValidationFailedError(SparkforgeError):
     """At least one check failed: no green report, no server."""
 
