@@ -5,30 +5,33 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from invoke.exceptions import Exit
 from invoke.tasks import task
 
-from sparkforge import paths
+from sparkforge import interrupt, paths
 from sparkforge.console import say, show_error
 from sparkforge.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.files import disk_full
 
 P = ParamSpec("P")
 R = TypeVar("R")
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+V = TypeVar("V")
+SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a task's body so that it ends with the exit code of the error it raises."""
+    """Wrap a task's body so that it ends with the exit code of the error it raises, or of the signal that ended it."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            with interrupt.caught():
+                result = function(*args, **kwargs)
         except SparkforgeError as error:
             show_error(error)
             raise Exit(code=error.exit_code) from None
@@ -41,9 +44,13 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             show_error(told)
             raise Exit(code=told.exit_code) from None
-        except KeyboardInterrupt:
-            say("interrupted; the same command goes on where it can")
-            raise Exit(code=INTERRUPTED) from None
+        except KeyboardInterrupt as error:
+            number = getattr(error, "number", signal.SIGINT)
+            say(f"ended by {signal.Signals(number).name}; the same command goes on where it can")
+            raise Exit(code=SIGNALLED + number) from None
+        if number := interrupt.ending():  # taken by who shows a log or stays with a server
+            raise Exit(code=SIGNALLED + number)
+        return result
 
     return wrapped
 
@@ -52,7 +59,7 @@ def verb(**flags: str) -> Callable[[Callable[..., None]], Any]:
     """Make an Invoke task of a function; `flags` are the help texts of its parameters."""
 
     def decorate(function: Callable[..., None]) -> Any:
-        return task(help={name.replace("_", "-"): text for name, text in flags.items()})(command(function))
+        return task(help={name.strip("_").replace("_", "-"): text for name, text in flags.items()})(command(function))
 
     return decorate
 
@@ -63,6 +70,15 @@ def whole_number(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{flag} {text!r} is no number", "it takes a whole number", "./inv --help") from None
+
+
+def named(flag: str, word: str, known: Mapping[str, V]) -> V:
+    """Return what `word` names among `known`. Raises UsageError."""
+    if word not in known:
+        raise UsageError(
+            f"{flag} {word!r} is not known", f"there are {', '.join(known)}", f"{flag} {next(iter(known))}"
+        )
+    return known[word]
 
 
 def _storage(error: OSError) -> SparkforgeError | None:

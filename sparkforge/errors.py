@@ -214,6 +214,144 @@ class AuditError(SparkforgeError):
     exit_code = 54
 
 
+class GateFailedError(SparkforgeError):
+    """The served model is less accurate than its threshold, or gave figures that are none: nothing was timed."""
+
+    exit_code = 70
+
+
+class GateUndecidedError(SparkforgeError):
+    """The accuracy gate cannot judge: no thresholds for this model and text, or a server without prompt logprobs."""
+
+    exit_code = 71
+
+
+class LoadFailedError(SparkforgeError):
+    """A load run did not finish, or its figures contradict each other; its result says failed."""
+
+    exit_code = 72
+
+
+class BatchFailedError(SparkforgeError):
+    """At least one configuration of a batch failed; the others were measured."""
+
+    exit_code = 73
+
+
+class ResultError(SparkforgeError):
+    """A result file cannot be read, or is none of ours."""
+
+    exit_code = 74
+
+
+class SubmitError(SparkforgeError):
+    """A result was not posted; it is kept, and the same command tries again."""
+
+    exit_code = 75
+
+
+class RegressionError(SparkforgeError):
+    """A result is worse than the accepted one by more than noise."""
+
+    exit_code = 76
+
+
+class BaselineError(SparkforgeError):
+    """`bench/baselines.toml` is malformed: an unknown key, a figure without source or date, a text that changed."""
+
+    exit_code = 77
+
+
+class BakeoffError(SparkforgeError):
+    """No server of a bakeoff passed the gate and the load, so there is nothing to rank."""
+
+    exit_code = 78
+
+
+class ImageTreeError(SparkforgeError):
+    """What is to become an image is not what its locks, patches and tables say."""
+
+    exit_code = 60
+
+
+class NotReproducibleError(SparkforgeError):
+    """Two builds of the same commit gave different images."""
+
+    exit_code = 61
+
+
+class EngineMissingError(SparkforgeError):
+    """No Docker engine, or no `docker` command, is installed here."""
+
+    exit_code = 62
+
+
+class EngineDownError(SparkforgeError):
+    """The Docker engine does not run, or does not answer."""
+
+    exit_code = 63
+
+
+class EnginePermissionError(SparkforgeError):
+    """This user may not talk to the Docker engine."""
+
+    exit_code = 64
+
+
+class EngineToolError(SparkforgeError):
+    """The `docker` command lacks buildx or Compose, or has one that is too old."""
+
+    exit_code = 65
+
+
+class GpuRuntimeError(SparkforgeError):
+    """The Docker engine cannot give a container the GPU: no NVIDIA runtime and no CDI device."""
+
+    exit_code = 66
+
+
+class ImageMissingError(SparkforgeError):
+    """An image is not on this machine and cannot be pulled."""
+
+    exit_code = 67
+
+
+class ImageMismatchError(SparkforgeError):
+    """An image is for another platform, or was not made from this checkout."""
+
+    exit_code = 68
+
+
+class EngineError(SparkforgeError):
+    """The Docker engine, buildx or Compose failed in another way; its own words are in the message."""
+
+    exit_code = 69
+
+
+class KernelEnvironmentError(SparkforgeError):
+    """The Python environment that kernels are to be built for lacks FlashInfer, torch or the patches."""
+
+    exit_code = 55
+
+
+class KernelsIncompleteError(SparkforgeError):
+    """A kernel module was built, and a server would compile it again all the same."""
+
+    exit_code = 56
+
+
+class BuildInputsError(SparkforgeError):
+    """Something that vLLM's extensions are compiled from or with is missing: a repository, or torch with CUDA."""
+
+    exit_code = 57
+
+
+class BuildIncompleteError(SparkforgeError):
+    """A build ended without what it was to make, or what it made does not fit where it is to go."""
+
+    exit_code = 58
+
+
 def all_errors() -> list[type[SparkforgeError]]:
     """Return every error class, in exit-code order."""
     return sorted({SparkforgeError, *SparkforgeError.__subclasses__()}, key=lambda c: c.exit_code)

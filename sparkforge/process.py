@@ -7,12 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from sparkforge import interrupt
 from sparkforge.errors import CommandError
 
 TAIL_LINES = 15
@@ -31,20 +33,15 @@ def run(
     """Run `command` to its end and return it with stdout and stderr as text.
 
     `env` is added to this process's environment. Raises CommandError, with the last lines that the program printed
-    and `fix` as the next step, if it cannot be started or (with `check`) ends with another code than 0.
+    and `fix` as the next step, if it cannot be started or (with `check`) ends with another code than 0. If we are
+    interrupted, it ends with all that it has started.
     """
     words = [str(word) for word in command]
+    pipe = subprocess.PIPE
+    streams = {"stdin": pipe if stdin is not None else None, "stdout": pipe, "stderr": pipe}
+    options = {"cwd": cwd, "env": {**os.environ, **(env or {})}, "text": True, "errors": "replace", **streams}
     try:
-        done = subprocess.run(
-            words,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            input=stdin,
-            text=True,
-            errors="replace",
-            capture_output=True,
-            check=False,
-        )
+        done = _to_its_end(words, options, stdin)
     except OSError as error:
         raise CommandError(f"cannot run {words[0]}", str(error), fix or f"install {words[0]}") from error
     if check and done.returncode != 0:
@@ -59,7 +56,19 @@ def run(
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
     """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours."""
-    return subprocess.run([str(word) for word in command], cwd=cwd, env={**os.environ, **env}, check=False).returncode
+    return _to_its_end([str(word) for word in command], {"cwd": cwd, "env": {**os.environ, **env}}).returncode
+
+
+def _to_its_end(
+    words: list[str], options: Mapping[str, Any], stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as `subprocess.run` does, but if we are interrupted end its children and theirs as well."""
+    with ExitStack() as stack:
+        with interrupt.held():
+            process = stack.enter_context(subprocess.Popen(words, **options))
+            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+        out, err = process.communicate(stdin)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
@@ -167,6 +176,22 @@ def terminate_session(pid: int, *, grace: float = 15.0) -> None:
         members = [*members, *session_members(pid)]  # with what they started meanwhile
         _signal_all(members, signal.SIGKILL)
         _wait_for_end(pid, members, KILL_SECONDS)
+
+
+def terminate_tree(pid: int, *, grace: float = 15.0) -> None:
+    """End a process and all that descend from it: SIGTERM, `grace` seconds, SIGKILL. Waits for their end."""
+    members = [pid, *_descendants(pid)]
+    _signal_all(members, signal.SIGTERM)
+    if not _wait_for_end(pid, members, grace):
+        members = [*members, *(each for member in members for each in _descendants(member))]
+        _signal_all(members, signal.SIGKILL)
+        _wait_for_end(pid, members, KILL_SECONDS)
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def session_members(leader: int) -> list[int]:
