@@ -16,6 +16,25 @@ SUFFIXED = re.compile(
     r"PTX with \.target '(?P<made>sm_\d+[af])' cannot be compiled for architecture '(?P<asked>sm_\d+)'"
 )
 
+# What a build of vLLM's extensions ran into: pattern, cause, next step. `{0}` is what the first group matched.
+KNOWN = (
+    (
+        re.compile(r"fatal error: ((?:cutlass|cute)/\S+): No such file or directory"),
+        "CUTLASS has no {0}: the folder that VLLM_CUTLASS_SRC_DIR names is another version, or is not its top folder",
+        "unset VLLM_CUTLASS_SRC_DIR to take the pinned one; docs/vllm-build.md says how it is brought",
+    ),
+    (
+        re.compile(r"#error.*(left out of this build)"),
+        "CMake made a unit of a repository that is {0}",
+        "forge/vllm_targets.toml says which are and why; name other --targets",
+    ),
+    (
+        re.compile(r"(No supported CUDA architectures)"),
+        "CMake found no architecture to build for ({0})",
+        "./inv build.vllm --arch 12.1a",
+    ),
+)
+
 
 def explained(error: CommandError) -> CommandError:
     """Return the error with cause and fix in place of what a compiler printed, if we know them; else as it is."""
@@ -34,4 +53,7 @@ def explained(error: CommandError) -> CommandError:
             f"compiled for {found['made']} and assembled for {found['asked']}: the suffix must be the same in both",
             f"nvcc -gencode arch={found['made'].replace('sm_', 'compute_')},code={found['made']}",
         )
+    for pattern, why, fix in KNOWN:
+        if found := pattern.search(error.why):
+            return CommandError(error.what, why.format(found[1]), fix)
     return error

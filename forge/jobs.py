@@ -23,7 +23,8 @@ from forge import memory
 from forge.memory import Machine
 from forge.ninjafile import COMPILERS
 from forge.peaks import Cost, Peaks
-from sparkforge.errors import BusyError, CommandError, CompilerKilledError, MemoryShortError
+from sparkforge import interrupt
+from sparkforge.errors import BusyError, CommandError, CompilerKilledError, MemoryShortError, UsageError
 from sparkforge.process import TAIL_LINES, Child, Usage, resident_sizes
 from sparkforge.process import run as run_program
 
@@ -258,10 +259,11 @@ class _Run:
         unit = self.units[name]
         self._statistics(name).unlink(missing_ok=True)
         env = {**self.env, "CCACHE_STATSLOG": str(self._statistics(name))}
-        child = Child(unit.command, log=self._log(name), env=env, cwd=unit.cwd)
+        with interrupt.held():  # none may run that we do not know of
+            child = Child(unit.command, log=self._log(name), env=env, cwd=unit.cwd)
+            self.running[name] = _Started(unit, child, time.monotonic())
         with suppress(OSError):  # it may have ended already
             Path(f"/proc/{child.pid}/oom_score_adj").write_text(VICTIM, encoding="ascii")
-        self.running[name] = _Started(unit, child, time.monotonic())
         self.watch("started", unit, None)
 
     def _ended(self, started: _Started, usage: Usage) -> None:
@@ -319,17 +321,37 @@ class _Run:
         return self._log(name).with_suffix(".ccache")
 
 
-def units_of(folder: Path, ninja: Path) -> list[Unit]:
-    """Return the compilations of `folder`/build.ninja, named FOLDER/OBJECT, as a shell would run them.
+def _by_folder(folder: Path, output: str) -> str:
+    return f"{folder.name}/{Path(output).name}"
 
-    Ninja does not know what was built past it: with ccache in the commands, a `ninja` afterwards takes each object from
-    there, records it, and links. Raises CommandError if ninja cannot read the file.
+
+def units_of(
+    folder: Path,
+    ninja: Path,
+    rules: Sequence[str] = COMPILERS,
+    *,
+    named: Callable[[Path, str], str] = _by_folder,
+) -> list[Unit]:
+    """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
+
+    `named` makes a unit's name of the folder and the object; FOLDER/OBJECT unless told otherwise. Ninja does not know
+    what was built past it: with ccache in the commands, a `ninja` afterwards takes each object from there, records it,
+    and links. Raises CommandError if ninja cannot read the file.
     """
-    found = run_program([ninja, "-C", folder, "-t", "compdb", *COMPILERS]).stdout
+    found = run_program([ninja, "-C", folder, "-t", "compdb", *rules]).stdout
     return [
-        Unit(f"{folder.name}/{Path(row['output']).name}", ("sh", "-c", row["command"]), Path(row["directory"]))
+        Unit(named(folder, row["output"]), ("sh", "-c", row["command"]), Path(row["directory"]))
         for row in json.loads(found)
     ]
+
+
+def limit_of(text: str) -> int | None:
+    """Return the most jobs that `--jobs` asks for; None for auto. Raises UsageError."""
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "leave --jobs out")
+    return int(text)
 
 
 def was_killed(code: int, output: str) -> bool:

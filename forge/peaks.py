@@ -20,6 +20,9 @@ from sparkforge.files import locked, write_json
 
 TABLE = Path(__file__).with_name("peaks.toml")
 SCHEMA = 1
+UNMEASURED = "not measured"  # how the source of a last resort's row begins
+# A unit of the same file name in another module has other template arguments: twice what it took is a choice, no bound.
+NAMESAKE = 2.0
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,23 @@ class Peaks:
         return every
 
     def cost(self, unit: str) -> Cost:
-        """Return the learnt cost of `unit`, such as "MODULE/FILE.cuda.o", else that of the first row that fits."""
+        """Return the learnt cost of `unit`, such as "MODULE/FILE.cuda.o", else that of the first row that fits.
+
+        Where only a last resort fits, what its namesake in another module or folder has used counts, with room.
+        """
         if unit in self.learnt:
             return self.learnt[unit]
-        return next(cost for pattern, cost in table() if fnmatch.fnmatchcase(unit, pattern))
+        row = next(cost for pattern, cost in table() if fnmatch.fnmatchcase(unit, pattern))
+        return (self._namesake(unit, row) or row) if row.source.startswith(UNMEASURED) else row
+
+    def _namesake(self, unit: str, row: Cost) -> Cost | None:
+        """Return what to expect of `unit` by the learnt units of the same file name; never more than `row`'s peak."""
+        file = unit.rpartition("/")[2]
+        known = [cost for name, cost in self.learnt.items() if name.rpartition("/")[2] == file]
+        if not known:
+            return None
+        peak, cpu = max(cost.peak for cost in known), max(cost.cpu for cost in known)
+        return Cost(min(row.peak, int(NAMESAKE * peak)), cpu, f"{NAMESAKE:g} x what {file} took elsewhere")
 
     def learn(self, used: Mapping[str, Cost]) -> None:
         """Keep what units have used, in the file too, which other processes may have changed meanwhile."""

@@ -32,3 +32,17 @@ def test_two_different_suffixes_are_named():
 def test_other_messages_stay(line):
     error = CommandError("nvcc ended with code 2", line, "run it by hand")
     assert explained(error) is error
+
+
+@pytest.mark.parametrize(
+    ("printed", "why", "fix"),
+    [("x.cuh:11:10: fatal error: cutlass/numeric_size.h: No such file or directory", "CUTLASS has no cutlass/numeric",
+      "unset VLLM_CUTLASS_SRC_DIR"),
+     ('gemm.cu:1:2: error: #error "left out of this build: see …"', "a repository that is left out", "--targets"),
+     ("  No supported CUDA architectures; the build would produce a binary", "no architecture", "--arch 12.1a")],
+)  # fmt: skip
+def test_what_a_build_of_vllm_runs_into_is_named_with_the_next_step(printed, why, fix):
+    found = explained(CommandError("cmake ended with code 1", printed, "read the log"))
+    assert found.what == "cmake ended with code 1"
+    assert why in found.why
+    assert fix in found.fix

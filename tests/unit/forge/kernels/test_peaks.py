@@ -41,6 +41,25 @@ def test_what_is_learnt_counts_first_in_its_context_and_survives():
     assert Peaks.of_any().cost("m/a.cuda.o") == Cost(9, 4.0)
 
 
+def test_a_unit_never_measured_takes_after_its_namesake_elsewhere_with_room_and_no_further_than_the_last_resort():
+    known = Peaks("one")
+    known.learn({"page_64/page.cuda.o": Cost(10**9, 4.0), "page_128/page.cuda.o": Cost(2 * 10**9, 7.0)})
+    expected = known.cost("page_256/page.cuda.o")
+    assert (expected.peak, expected.cpu) == (4 * 10**9, 7.0)
+    assert "page.cuda.o" in expected.source
+    known.learn({"page_512/page.cuda.o": Cost(10**10, 9.0)})
+    assert known.cost("page_256/page.cuda.o").peak == 11_200_000_000
+    assert known.cost("page_64/page.cuda.o").peak == 10**9, "its own history counts before a namesake's"
+    assert known.cost("page_256/other.cuda.o").peak == 11_200_000_000
+    assert Peaks("two").cost("page_256/page.cuda.o").peak == 11_200_000_000, "another compiler teaches nothing"
+
+
+def test_a_measured_row_counts_before_a_namesake():
+    known = Peaks("one")
+    known.learn({"other/" + GROUP.format(2): Cost(10, 1.0)})
+    assert known.cost("fused_moe_120_fp8xfp4/" + GROUP.format(2)).peak == 9.09e9
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1, "contexts": {"c": {"u": 3}}}'])
 def test_a_learnt_file_that_is_not_understood_teaches_nothing_and_is_replaced(text):
     peaks.learnt_path().parent.mkdir(parents=True, exist_ok=True)
