@@ -32,14 +32,20 @@ class Demand(_Strict):
     needs: str = ""
 
 
+class Claim(_Strict):
+    """At least `count` kernels whose name matches have `at_least` instructions each that match `needs`."""
+
+    match: str
+    needs: str = ""
+    at_least: int = 0
+    count: int = 1
+
+
 class Module(_Strict):
     """A module that can be asked for: its file, and the kernels that make it what it claims to be."""
 
     file: str
-    match: str
-    needs: str
-    at_least: int
-    count: int
+    kernels: tuple[Claim, ...] = Field(min_length=1)
     why: str
 
 
@@ -86,7 +92,10 @@ class Rules(_Strict):
 
     def watch(self) -> Watch:
         """Return what the reader has to keep for these rules."""
-        return Watch(self.capability, self.sass.watched, self.fp4.kernel, self.sass.trap_strings)
+        names = "|".join(
+            [self.fp4.kernel, *(claim.match for module in self.modules.values() for claim in module.kernels)]
+        )
+        return Watch(self.capability, self.sass.watched, names, self.sass.trap_strings)
 
     def demand(self, kernel: Kernel) -> Demand | None:
         """Return what is demanded of a kernel; None if nothing, because FP4 is not in its name."""
@@ -234,15 +243,25 @@ def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules
         if not files:
             detail = f"no {module.file} ({module.why})"
             found.append(Violation("missing-module", name, detail, rules.fix("missing-module")))
-        elif not any(_is_module(one, module) for one in files):
-            detail = f"it has no kernel {module.match} with {module.at_least} x {module.needs} ({module.why})"
+        elif broken := min((_broken(one, module) for one in files), key=len):
+            claim, have = broken[0]
+            wanted = f"{claim.count} kernels {claim.match}" + (
+                f" with {claim.at_least} x {claim.needs}" * bool(claim.needs)
+            )
+            detail = f"it has {have} of {wanted} ({module.why})"
             found.append(Violation("swapped-library", files[0].path, detail, rules.fix("swapped-library")))
     return found
 
 
-def _is_module(binary: Binary, module: Module) -> bool:
-    kernels = (kernel for cubin in binary.cubins for kernel in cubin.kernels if re.search(module.match, kernel.name))
-    return sum(kernel.count(module.needs) >= module.at_least for kernel in kernels) >= module.count
+def _broken(binary: Binary, module: Module) -> list[tuple[Claim, int]]:
+    """Return the claims that a file does not keep, each with the number of kernels that do."""
+    kernels = [kernel for cubin in binary.cubins for kernel in cubin.kernels]
+    counted = [(claim, sum(_keeps(kernel, claim) for kernel in kernels)) for claim in module.kernels]
+    return [(claim, have) for claim, have in counted if have < claim.count]
+
+
+def _keeps(kernel: Kernel, claim: Claim) -> bool:
+    return bool(re.search(claim.match, kernel.name)) and kernel.count(claim.needs) >= claim.at_least
 
 
 def shown(kernel: Kernel) -> str:

@@ -143,6 +143,37 @@ def test_swapped_libraries():
     assert rules_of(file(host=HOST), machine="x86_64") == ["swapped-library"]
 
 
+PREFILL = "_ZN10flashinfer34BatchPrefillWithPagedKVCacheKernelILb0E13__nv_bfloat16S4_S4_fi13AttentionSinkLb1EE{}"
+PREFILL_FP8 = PREFILL.replace("S4_S4_", "13__nv_fp8_e4m3S4_")
+HMMA, UNPACK = "HMMA.16816.F32.BF16", "F2FP.F16.E4M3.UNPACK_B"
+
+
+@pytest.mark.parametrize(
+    ("module", "kernels", "kept"),
+    [
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(36)], True),
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(35)], False),
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 4}) for n in range(36)], False),
+        ("attention_sink_prefill", [Kernel(PREFILL_FP8.format(n), 900, {HMMA: 34}) for n in range(36)], False),
+        ("attention_sink_prefill_fp8", [Kernel(PREFILL_FP8.format(n), 900, {HMMA: 34}) for n in range(36)], True),
+        ("attention_sink_prefill_fp8", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(36)], False),
+        ("xqa_decode", [Kernel("_Z10kernel_mhaj", 4432, {HMMA: 68})], True),
+        ("xqa_decode", [Kernel("_Z10kernel_mhaj", 4432, {})], False),
+        ("xqa_decode_fp8", [Kernel("_Z10kernel_mhaj", 4208, {HMMA: 52, UNPACK: 192})], True),
+        ("xqa_decode_fp8", [Kernel("_Z10kernel_mhaj", 4432, {HMMA: 68})], False),
+    ],
+)  # fmt: skip
+def test_an_attention_module_is_told_by_its_kernels(module, kernels, kept):
+    name = RULES.modules[module].file.replace("*", "x")
+    found = judge_modules([file(*kernels, path=name)], [module], RULES)
+    assert [one.rule for one in found] == ([] if kept else ["swapped-library"])
+
+
+def test_kernels_that_a_module_is_told_by_are_kept_by_the_reader():
+    for module in RULES.modules.values():
+        assert all(claim.match in RULES.watch().names for claim in module.kernels)
+
+
 def test_named_modules():
     good = file(Kernel(GEMM, 3000, {QMMA: 64}), path="a/fused_moe_120_fp8xfp4.so")
     assert judge_modules([good], ["fused_moe_120"], RULES) == []

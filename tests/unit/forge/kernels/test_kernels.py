@@ -1,0 +1,182 @@
+"""The build of kernels with a real interpreter, ninja and C++ compiler; a small FlashInfer stands for the real one."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge import audit, kernel_env, kernel_sets, kernels, orphans
+from forge.jobs import Unit
+from forge.kernel_env import Environment
+from forge.kernel_sets import Module
+from forge.kernels import Order
+from forge.toolchain import Toolchain
+from sparkforge.errors import CommandError, KernelEnvironmentError, KernelsIncompleteError
+from sparkforge.files import sha256_file
+
+pytestmark = pytest.mark.needs("c++", "ninja")
+# Its packages cannot be entered by their __init__, as the real ones on a machine without a GPU.
+GENERATOR = """
+import os
+from pathlib import Path
+RULES = '''
+rule compile
+  command = {launcher} c++ -MMD -MF $out.d -fPIC -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = {link}
+'''
+class Spec:
+    def __init__(self, name, link):
+        self.name, self.link = name, link
+        base = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+        self.build_dir = base / ".cache/flashinfer/0.7.0.post1/121a/cached_ops" / name
+    def write_ninja(self):
+        self.build_dir.mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).parent
+        lines = [RULES.format(launcher=os.environ["FLASHINFER_CXX_LAUNCHER"], link=self.link)]
+        objects = [f"{self.build_dir}/csrc_{file}.o" for file in ("one", "two")]
+        lines += [f"build {o}: compile {source}/{f}.cpp" for o, f in zip(objects, ("one", "two"))]
+        lines += [f"build {self.build_dir}/{self.name}.so: link " + " ".join(objects), ""]
+        text = "\\n".join(lines)
+        if not (self.build_dir / "build.ninja").exists() or (self.build_dir / "build.ninja").read_text() != text:
+            (self.build_dir / "build.ninja").write_text(text)
+def gen_module(name="tiny", link="c++ -shared $in -o $out"):
+    return Spec(name, link)
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site-packages with the small FlashInfer, its interpreter, and an order to build its one module."""
+    packages = tmp_path / "lib/site-packages"
+    jit = packages / "flashinfer/jit"
+    jit.mkdir(parents=True)
+    for package in (jit.parent, jit):
+        (package / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
+    (jit / "small.py").write_text(GENERATOR)
+    (jit / "one.h").write_text("inline int one() { return 1; }\n")
+    (jit / "one.cpp").write_text('#include "one.h"\nint first() { return one(); }\n')
+    (jit / "two.cpp").write_text("int second() { return 2; }\n")
+    for name, version in (("flashinfer_python", "0.7.0.post1"), ("torch", "2.13.0"), ("apache_tvm_ffi", "0.1.11")):
+        folder = packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
+    chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], {"nvcc": "0", "c++": "0"})
+    where = Environment(python, packages, {"flashinfer-python": "0.7.0.post1"}, "include", "queue")
+    module = Module(name="tiny", sets=(), call="", generator="flashinfer.jit.small:gen_module", audit="sampling")
+    order = Order("tiny", (module,), "12.1a", tmp_path / "out", where, chain)
+    clean = audit.Report((), (), (), 0, 0.0)
+    monkeypatch.setattr(kernels, "_audited", lambda *_: clean)  # the audit has tests of its own, and needs CUDA's tools
+    library = order.output / ".cache/flashinfer/0.7.0.post1/121a/cached_ops/tiny/tiny.so"
+    return SimpleNamespace(order=order, jit=jit, python=python, library=library, module=module)
+
+
+def with_arguments(site, **arguments):
+    module = site.module.model_copy(update={"arguments": arguments})
+    return Order("tiny", (module,), "12.1a", site.order.output, site.order.where, site.order.chain)
+
+
+def counts(outcome):
+    return outcome.compiled, outcome.cached, outcome.units
+
+
+def test_it_builds_and_then_there_is_nothing_to_do(site):
+    first = kernels.build(site.order)
+    assert counts(first) == (2, 0, 2)
+    assert first.modules == {"tiny": 2}
+    made = site.library.stat().st_mtime_ns
+    env = dict(line.split("=", 1) for line in site.order.place.read_text().splitlines())
+    assert env["FLASHINFER_WORKSPACE_BASE"] == str(site.order.output)
+    assert env["FLASHINFER_MOE_SM120_DTYPES"] == "fp8xfp4"
+    assert counts(kernels.build(site.order)) == (0, 0, 2)
+    assert site.library.stat().st_mtime_ns == made
+
+
+def test_a_header_that_changed_costs_its_own_unit_only(site):
+    kernels.build(site.order)
+    time.sleep(0.01)
+    (site.jit / "one.h").write_text("inline int one() { return 11; }\n")
+    before = sha256_file(site.library)
+    assert counts(kernels.build(site.order)) == (1, 0, 2)
+    assert sha256_file(site.library) != before
+
+
+def test_a_library_that_was_changed_is_made_again(site):
+    kernels.build(site.order)
+    before = sha256_file(site.library)
+    site.library.write_bytes(b"other")
+    assert counts(kernels.build(site.order)) == (0, 0, 2)
+    assert sha256_file(site.library) == before
+
+
+def test_after_a_failure_there_is_no_manifest_and_the_next_build_finishes(site):
+    kernels.build(site.order)
+    (site.jit / "two.cpp").write_text("int second() { return nothing; }\n")
+    with pytest.raises(CommandError, match="nothing"):
+        kernels.build(site.order)
+    assert not list(site.order.output.glob("*.manifest.json"))
+    (site.jit / "two.cpp").write_text("int second() { return 2; }\n")
+    kernels.build(site.order)
+    assert list(site.order.output.glob("*.manifest.json"))
+
+
+def test_what_a_server_would_build_again_is_refused(site):
+    with pytest.raises(KernelsIncompleteError, match="tiny"):
+        kernels.build(with_arguments(site, link="true"))
+    assert not list(site.order.output.glob("*.manifest.json"))
+
+
+def test_a_generator_that_makes_another_module_is_refused(site):
+    with pytest.raises(KernelEnvironmentError, match="made other and not tiny"):
+        kernels.build(with_arguments(site, name="other"))
+
+
+def test_other_inputs_are_built_although_the_library_is_there(site):
+    kernels.build(site.order)
+    wide = Order("tiny", (site.module,), "12.0a", site.order.output, site.order.where, site.order.chain)
+    assert wide.inputs != site.order.inputs
+    assert kernels._current(wide, wide.inputs) is None
+    assert kernels._current(site.order, site.order.inputs)
+
+
+def test_it_waits_for_compilers_of_a_killed_build(site, capsys):
+    site.order.output.mkdir()
+    lock = site.order.output / ".sparkforge-units.lock"
+    holds = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH)"
+    code = f"{holds}; print(flush=True); time.sleep(1)"
+    with subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE) as compiler:
+        compiler.stdout.readline()
+        kernels.build(site.order)
+        assert compiler.poll() is not None
+    assert "waiting for them" in capsys.readouterr().err
+
+
+def test_a_unit_holds_the_lock_while_it_runs(site):
+    kernels.build(site.order)
+    unit = orphans.holding(Path("lock"), Unit("tiny/x", ("sh", "-c", "true")))
+    assert unit.command[:4] == ("flock", "--shared", "--no-fork", "lock")
+
+
+def test_an_environment_is_examined(site, monkeypatch):
+    table = kernel_sets.load()
+    monkeypatch.setattr(kernel_env, "REMOVED", ())
+    with pytest.raises(KernelEnvironmentError, match="clean and not as the patches leave it") as refused:
+        kernel_env.examine(site.python, table)
+    assert "--tree" in refused.value.fix
+    (site.jit.parent.parent / "torch-2.13.0.dist-info/METADATA").unlink()
+    (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
+    with pytest.raises(KernelEnvironmentError, match="torch is not installed"):
+        kernel_env.examine(site.python, table)
+    with pytest.raises(KernelEnvironmentError, match="cannot ask"):
+        kernel_env.examine(Path("/bin/true"), table)
