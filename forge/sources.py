@@ -52,7 +52,7 @@ def bring(stack: str = "spark", *, table: Pins | None = None, git: bool = True) 
     table = table or pins.load()
     chosen = stack_of(table, stack)
     found = [source for name, component in chosen.components.items() for source in _component(name, component, chosen)]
-    repositories = [_repository(name, pin, git=git) for name, pin in chosen.git.items()]
+    repositories = [repository(name, pin, git=git) for name, pin in chosen.git.items()]
     return [*found, *repositories]
 
 
@@ -139,7 +139,7 @@ def unpack(component: Component, filename: str) -> tuple[Manifest, bool]:
     return once(target, "sources", inputs, make)
 
 
-def _repository(name: str, pin: GitSource, *, git: bool) -> Source:
+def repository(name: str, pin: GitSource, *, git: bool) -> Source:
     """Bring one repository that is needed; report one that is not, or that could not be had."""
     if not pin.needed:
         return Source(name, pin.tag[:DIGITS], None, "left out", pin.why)

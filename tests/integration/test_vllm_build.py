@@ -1,0 +1,142 @@
+"""vLLM's real sources: the table of targets, whole C++ extensions, and CUDA units compiled for 12.1a and audited.
+
+torch without CUDA stands in for torch with CUDA, whose libraries are gigabytes: the headers are the same, and so is the
+machine code (docs/vllm-build.md). What includes CUTLASS is not compiled here: it comes by git.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge import audit, jobs, locks, manifest, memory, toolchain, vllm_build, vllm_sources, vllm_targets
+from forge.peaks import Peaks
+from forge.vllm_build import Order
+from forge.vllm_env import Interpreter
+from sparkforge.errors import ToolchainError
+from sparkforge.process import run
+
+pytestmark = pytest.mark.integration
+HOOK = Path(__file__).with_name("cuda_without_torch_cuda.cmake")
+TABLE = vllm_targets.load()
+WHOLE = ("cumem_allocator", "spinloop", "fs_io_C")
+LOAD = """
+import ctypes, importlib.util, sys
+import torch
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # the driver's functions, which no test calls
+for file in sys.argv[2:]:
+    spec = importlib.util.spec_from_file_location(file.rpartition("/")[2].partition(".")[0], file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    print(spec.name, callable(getattr(module, {"cumem_allocator": "init_module", "spinloop": "spinloop",
+                                               "fs_io_C": "batch_lookup"}[spec.name])))
+"""
+
+
+def cannot(why, hint):
+    """Skip on a user's machine and fail on CI, as the mark `needs` does."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{why}: {hint}")
+
+
+@pytest.fixture(scope="module")
+def chain():
+    try:
+        return toolchain.find("12.1a", minimum_cxx=12)  # less than a whole vLLM needs: see HOOK
+    except ToolchainError as error:
+        cannot(error.why, error.fix)
+
+
+@pytest.fixture(scope="module")
+def cmake(tmp_path_factory):
+    """The locked CMake alone; the rest of its set is torch with CUDA."""
+    folder = tmp_path_factory.mktemp("cmake")
+    text = locks.lock_path("build-vllm").read_text()
+    (folder / "cmake.txt").write_text(re.search(r"^cmake==.*(?:\n    .*)*", text, re.MULTILINE)[0] + "\n")
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--require-hashes", "--no-deps"]
+    run([*command, "-r", folder / "cmake.txt", "--target", folder], env=locks.uv_environment())
+    return folder / "bin/cmake"
+
+
+@pytest.fixture(scope="module")
+def order(chain, cmake, tmp_path_factory):
+    """An order for vLLM's real sources with everything left out that comes by git; `cmake` configures it once."""
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        cannot("there is no Python.h", f"sudo apt install python3.{sys.version_info.minor}-dev")
+    place = tmp_path_factory.mktemp("vllm")
+    torch = run([sys.executable, "-c", "import torch; print(torch.__version__)"]).stdout.strip()
+    versions = {"torch": torch, "built for python": sys.version.split()[0], "cmake": "locked"}
+    interpreter = Interpreter(Path(sys.executable), cmake, torch, place, versions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKFORGE_STATE", str(place / "state"))
+        patch.setenv("PYTHONPATH", str(cmake.parent.parent))  # its bin/cmake is a Python script
+        patch.setattr(vllm_build, "CLEARED", tuple(name for name in vllm_build.CLEARED if name != "PYTHONPATH"))
+        patch.setattr(vllm_build, "OPTIONS", (*vllm_build.OPTIONS, f"-DCMAKE_PROJECT_vllm_extensions_INCLUDE={HOOK}"))
+        sources = vllm_sources.bring(TABLE, WHOLE, None)
+        yield Order(WHOLE, "12.1a", place / "overlay", chain, interpreter, sources, TABLE)
+
+
+def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says(order):
+    tree = order.sources.tree
+    defined = set()
+    for file in (tree / "CMakeLists.txt", *(tree / "cmake/external_projects").glob("*.cmake")):
+        text = file.read_text()
+        defined |= set(re.findall(r"define_extension_target\(\s*(\w+)", text))
+        defined |= set(re.findall(r"add_custom_target\((\w+)", text))
+    asked = set(re.findall(r'CMakeExtension\(name="[\w.]*?(\w+)"', (tree / "setup.py").read_text()))
+    other_devices = {"_C", "_rocm_C", "_C_AVX2", "_C_AVX512"}
+    assert set(TABLE.targets) == (defined | asked) - other_devices
+    for name, target in TABLE.targets.items():
+        path, _, line = target.where.partition(":")
+        lines = (tree / path).read_text().splitlines()[int(line) - 1 :]
+        start = "define_extension_target(", "add_custom_target(", "FetchContent_MakeAvailable(vllm-flash-attn)"
+        assert lines[0].strip().startswith(start), (name, lines[0])
+        assert "define" not in lines[0] or lines[1].strip() == name
+
+
+def test_whole_extensions_are_built_loaded_beside_torch_and_not_built_twice(order, chain):
+    done = vllm_build.build(order)
+    assert (done.units, done.compiled + done.cached) == (3, 3)
+    record = manifest.load(order.output)
+    assert sorted(record.outputs) == sorted(TABLE.targets[name].output for name in WHOLE)
+    files = [order.output / name for name in record.outputs]
+    driver = chain.home / "lib64/stubs/libcuda.so"
+    loaded = subprocess.run([sys.executable, "-c", LOAD, driver, *files], capture_output=True, text=True, check=False)
+    assert sorted(loaded.stdout.splitlines()) == [f"{name} True" for name in sorted(WHOLE)], loaded.stderr
+    assert vllm_build.build(order).compiled == 0
+    assert not (order.sources.tree / "vllm/third_party/flashmla/flash_mla_interface.py").exists()
+
+
+# Units that include nothing of CUTLASS; CPU-seconds 8 and 6.
+UNITS = {
+    "_moe_C_stable_libtorch/csrc/moe/moe_wna16.cu.o": ("sm_120", r"moe_wna16_gemm_kernel", ""),
+    "_C_stable_libtorch/csrc/quantization/fp4/nvfp4_quant_kernels.cu.o":
+        ("sm_120f", r"cvt_fp16_to_fp4", r"^F2FP\.SATFINITE\.E2M1"),
+}  # fmt: skip
+
+
+def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(order):
+    wider = replace(order, targets=tuple(TABLE.used))
+    assert wider.folder == order.folder, "what is built does not change how it is configured"
+    vllm_build.configure(wider)
+    every = {unit.name: unit for unit in vllm_build.units_of(wider)}
+    code = vllm_build.code_of(list(every.values()))
+    assert {"sm_120", "sm_120f"} < set(code)
+    assert all("sm_12" in one or "compute_" in one for one in code), "else nothing of it runs on 12.1"
+    units = [every[name] for name in UNITS]
+    peaks = Peaks("test")
+    plan = jobs.plan(list(UNITS), peaks, memory.measure())
+    jobs.run(units, plan, peaks, env=wider.env, logs=order.folder / "logs")
+    for unit, (target, name, needs) in zip(units, UNITS.values(), strict=True):
+        file = unit.cwd / re.search(r" -o (\S+\.o)$", unit.command[-1])[1]
+        report = audit.audit([file])
+        report.require_clean()
+        assert [row.target for row in report.coverage] == [target]
+        kernels = [one for binary in report.binaries for cubin in binary.cubins for one in cubin.kernels]
+        wanted = [one for one in kernels if re.search(name, one.name)]
+        assert wanted
+        assert all(one.count(needs) >= 8 for one in wanted if needs)

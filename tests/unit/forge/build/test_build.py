@@ -1,0 +1,121 @@
+"""`./inv build` on the small vLLM: which stages do something, what a second run does, what the last audit refuses.
+
+Stages and audit are the real ones; compiling FlashInfer's kernels, an hour, is stood in for by a library in its place.
+"""
+
+import json
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from invoke.program import Program
+
+import tasks
+from forge import build, manifest, vllm_overlay
+from forge.build import Wish
+from forge.pins import Pins
+from sparkforge.errors import AuditError, UsageError
+from sparkforge.files import sha256_file, write_json
+
+pytestmark = pytest.mark.needs("c++")
+WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
+
+
+def library(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = [shutil.which("c++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", path]
+    subprocess.run(words, input=text, text=True, check=True)
+    return path
+
+
+@pytest.fixture
+def ready(small, order, tmp_path, monkeypatch):
+    """Pin a wheel with one library and the file that the queue patches; stand in for the kernels' hour."""
+    from .conftest import UNIT, seed
+
+    code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
+    with zipfile.ZipFile(tmp_path / WHEEL, "w") as packed:
+        packed.write(code, "vllm/spinloop.abi3.so")
+        packed.writestr("csrc/spinloop.cpp", UNIT.format(name="spinloop"))
+        packed.writestr("vllm-0.32.0.dist-info/METADATA", "Name: vllm\nVersion: 0.32.0\n")
+    wheel = {"version": "0.32.0", "kind": "wheel", "package": "vllm", "licence": "Apache-2.0", "why": "test",
+             "patches": "vllm-0.32.0", "files": {WHEEL: seed((tmp_path / WHEEL).read_bytes(), WHEEL)}}  # fmt: skip
+    table = vllm_overlay.pins.load().model_dump(by_alias=True)
+    table["stacks"]["spark"]["components"]["vllm-wheel"] = wheel
+    table["stacks"]["spark"]["git"] = {}  # the small vLLM fetches nothing
+    pinned = Pins.model_validate(table)
+    monkeypatch.setattr(vllm_overlay.pins, "load", lambda: pinned)
+    monkeypatch.setattr(vllm_overlay, "ROOT", small)
+    monkeypatch.setattr(build, "PATCHES", small / "patches")
+
+    def compiled_in_an_hour(name, arch, jobs, output, python):
+        assert (name, arch, output) == ("gpt-oss", "12.1a", "")
+        place = build.kernels_place()
+        if manifest.load(place) is None:
+            file = library(place.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
+            outputs = {"cached_ops/sampling/sampling.so": sha256_file(file)}
+            record = manifest.Manifest("kernels", {}, outputs, {}, {}, 1.0)
+            write_json(manifest.beside(place), vars(record))
+
+    monkeypatch.setattr("forge.kernels.show", compiled_in_an_hour)
+    return tmp_path
+
+
+def states(done):
+    return {one.stage: one.made for one in done}
+
+
+def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
+    first = build.native(Wish("wheel"))
+    assert states(first) == dict.fromkeys(["sources", "patches", "kernels", "vllm", "audit"], True)
+    assert states(build.native(Wish("wheel"))) == dict.fromkeys(
+        ["sources", "patches", "kernels", "vllm", "audit"], False
+    )
+    summary = json.loads((build.paths.state() / "build/summary.json").read_text())
+    assert [(one["stage"], one["made"]) for one in summary["stages"]] == list(
+        states(build.native(Wish("wheel"))).items()
+    )
+    tree = Path(first[3].artifact)
+    assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's Python carries the queue"
+
+
+def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
+    build.native(Wish("wheel"))
+    (build.kernels_place().parent / "cached_ops/sampling/sampling.so").write_bytes(b"\x7fELF and no more")
+    with pytest.raises(AuditError, match="damaged"):
+        build.native(Wish("wheel"))
+
+
+def test_another_rule_means_another_audit(ready, monkeypatch, tmp_path):
+    build.native(Wish("wheel"))
+    other = tmp_path / "rules.toml"
+    other.write_text(build.audit_rules.PATH.read_text() + "\n# changed\n")
+    monkeypatch.setattr(build.audit_rules, "PATH", other)
+    again = states(build.native(Wish("wheel")))
+    assert (again["vllm"], again["audit"]) == (False, True)
+
+
+def test_a_way_that_does_not_exist_is_refused(ready):
+    with pytest.raises(UsageError, match="there are wheel and source"):
+        build.native(Wish("image"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
+     ("build --jobs many --from source", 2, "--jobs 'many'")],
+)  # fmt: skip
+def test_the_command_line_is_refused_with_a_next_step(ready, words, code, told, capfd):
+    with pytest.raises(SystemExit) as ended:
+        Program(namespace=tasks.namespace).run(f"inv {words}", exit=True)
+    assert ended.value.code == code
+    assert told in capfd.readouterr().err
+
+
+def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
+    given = []
+    monkeypatch.setattr(tasks, "build_image", lambda device, steps, **more: given.append((device, more)))
+    Program(namespace=tasks.namespace).run("inv build --engine docker --from source --jobs 3", exit=False)
+    assert given == [("docker", {"way": "source", "jobs": "3"})]
