@@ -1,0 +1,86 @@
+"""The whole benchmark against real vLLM: gate, load by both clients, report, and a post to a stub board on loopback."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from bench import schema
+
+pytestmark = pytest.mark.integration
+SHAPE = ["--isl", "32", "--osl", "8", "--warmups", "1", "--num-prompts", "4"]
+
+
+@pytest.fixture
+def board():
+    """A leaderboard that takes everything and remembers it."""
+    taken = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield taken, f"http://127.0.0.1:{server.server_port}/board"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def inv(up, *words):
+    return up.inv(*words, "--port", str(up.port))
+
+
+def test_gate_load_report_and_post(up, board, tmp_path):
+    taken, url = board
+    words = ["--conc", "1,2", "--client", "own", "--output", str(tmp_path), "--to", url]
+    done = inv(up, "bench.submit", "Team", *SHAPE, *words)
+    assert done.returncode == 0, done.stderr
+    (place,) = tmp_path.glob("batch_isl32_osl8_*")
+    assert "Passed: 2\nFailed: 0" in (place / "summary.txt").read_text()
+    result = schema.read(place / "result_isl32_osl8_conc2.json")
+    assert result.gate.tokens > 1800
+    assert not result.gate.sanity_only
+    m = result.metrics
+    assert (m.completed, m.total_input_tokens, m.total_output_tokens) == (4, 4 * 32, 4 * 8)
+    assert {check.name for check in result.checks} >= {"the server's own counter agrees"}
+    assert result.server.version.startswith("0.32.0")
+    assert set(result.server.startup_seconds) == {"environment", "patches", "model", "validation", "server"}
+    assert result.server.memory_bytes["pss"] > 1e9
+    assert {finding["status"] for finding in result.server.findings} == {"pass"}
+    assert "Validator" in (place / "report.html").read_text()
+    assert [(post["team"], post["result"]["config"]["conc"]) for post in taken] == [("Team", 1), ("Team", 2)]
+    assert str(up.path) not in json.dumps(taken)
+
+
+def test_vllms_own_client_goes_through_the_same_judge(up, tmp_path):
+    done = inv(up, "bench.perf", *SHAPE, "--conc", "2", "--client", "vllm", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = schema.read(next(tmp_path.glob("batch_*/result_isl32_osl8_conc2.json")))
+    assert (result.client.name, result.client.version.partition("+")[0]) == ("vllm bench serve", "0.32.0")
+    m = result.metrics
+    assert (m.completed, m.total_input_tokens, m.total_output_tokens) == (4, 4 * 32, 4 * 8)
+    assert all(request.ttft_ms < request.e2el_ms for request in result.requests)
+
+
+def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
+    table = up.path / "bench" / "baselines.toml"
+    text = table.read_text()
+    try:
+        table.write_text(text.replace("bits_per_byte = 4.6272", "bits_per_byte = 4.0"))
+        done = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--client", "own", "--output", str(tmp_path))
+    finally:
+        table.write_text(text)
+    assert done.returncode == 70, done.stderr
+    assert "and must be ≤ 4.0000: off by 0.49" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["accuracy.json"]

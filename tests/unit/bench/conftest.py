@@ -1,0 +1,292 @@
+"""A stub OpenAI server on loopback that answers well, or lies in one named way."""
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from bench import baselines, gate, judge, load
+from bench.endpoint import Endpoint
+from bench.gate import Passage
+from bench.measure import Bench, Loader
+from bench.samples import Load, Sample, metrics
+from bench.schema import Config, Result
+
+MODEL = "honest-model"
+TEXT = "It is a truth universally acknowledged. " * 20
+PASSAGE = Passage("persuasion-24", TEXT)
+
+
+class Stub:
+    """What the server does. `lie` names what it does wrong; HTTP `status` comes behind the `fail_from`th request."""
+
+    def __init__(self):
+        self.lie, self.status, self.fail_from = "", 0, 0
+        self.logprob, self.content, self.first = -0.5, "Paris.", "<|channel|>"
+        self.tool_arguments, self.tool_name = '{"city": "Paris"}', "get_weather"
+        self.tokenizes, self.counts = True, True
+        self.asked, self.bodies, self.generated = Counter(), [], 0
+        self.streams, self.hold_from = 0, 10**9  # from which stream on it waits, until it is told to go on
+        self.gone = threading.Event()
+        self.lock = threading.Lock()
+        self.posted, self.post_answers = [], []
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        stub = self.server.stub
+        if self.path == "/v1/models":
+            self.json({"data": [{"id": MODEL, "max_model_len": 4096}]})
+        elif self.path == "/version":
+            self.json({"version": "0.0-stub"})
+        elif self.path == "/metrics" and stub.counts:
+            body = f'vllm:generation_tokens_total{{engine="0"}} {float(stub.generated)}\n'
+            self.send(200, body.encode(), "text/plain")
+        elif self.path.startswith("/gradio_api/call/submit_results/"):
+            state = "error" if stub.lie == "gradio error" else "complete"
+            self.send(200, f"event: {state}\ndata: []\n\n".encode(), "text/event-stream")
+        else:
+            self.json({"error": "no such path"}, 404)
+
+    def do_POST(self):
+        stub = self.server.stub
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(raw)
+        with stub.lock:
+            stub.asked[self.path] += 1
+            stub.bodies.append((self.path, body, dict(self.headers)))
+            number = stub.asked[self.path]
+        if self.path == "/tokenize":
+            return self.json({"tokens": list(body["prompt"].encode())}) if stub.tokenizes else self.json({}, 404)
+        if self.path == "/v1/chat/completions":
+            return self.chat(body)
+        if self.path == "/v1/completions":
+            if stub.status and number > stub.fail_from:
+                return self.json({"error": {"message": "told to"}}, stub.status)
+            return self.stream(body) if body.get("stream") else self.complete(body)
+        return self.take(body)
+
+    def take(self, body):
+        """A leaderboard: answers as told, then well."""
+        stub = self.server.stub
+        status = stub.post_answers.pop(0) if stub.post_answers else 200
+        if status == "drop":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if status == 200:
+            stub.posted.append(body)
+        self.json({"event_id": "1"} if "gradio" in self.path else {"ok": True}, status)
+
+    def complete(self, body):
+        stub = self.server.stub
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else body["prompt"].split()
+        if not body.get("echo"):
+            usage = {"prompt_tokens": len(prompt) + 2, "completion_tokens": 1}
+            return self.json({"choices": [{"text": stub.first}], "usage": usage})
+        scores = [None] + [stub.logprob] * (len(prompt) - 1) + [-0.1]
+        if stub.lie == "NaN logprobs":
+            scores[3] = float("nan")
+        if stub.lie == "null logprobs":
+            scores[3] = None
+        if stub.lie == "positive logprobs":
+            scores[3] = 0.5
+        if stub.lie == "fewer logprobs":
+            del scores[1:4]
+        choice = {"text": "", "logprobs": None if stub.lie == "no logprobs" else {"token_logprobs": scores}}
+        return self.json({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": 1}})
+
+    def chat(self, body):
+        stub = self.server.stub
+        message = {"role": "assistant", "content": stub.content}
+        if body.get("tools"):
+            message["tool_calls"] = [{"function": {"name": stub.tool_name, "arguments": stub.tool_arguments}}]
+        self.json({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}})
+
+    def stream(self, body):
+        stub, wanted = self.server.stub, body["max_tokens"]
+        with stub.lock:
+            stub.streams += 1
+        while stub.streams > stub.hold_from and not stub.gone.is_set():
+            time.sleep(0.005)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        if stub.lie == "silent":
+            stub.gone.wait(30)
+            return
+        if stub.lie == "only pings":
+            while not stub.gone.is_set() and self.write(": ping\n\n"):
+                time.sleep(0.01)
+            return
+        pieces = {"no tokens": 0, "truncated": wanted // 2, "bundled": 1, "endless": 10**9}.get(stub.lie, wanted)
+        for _ in range(pieces):
+            if not self.event({"choices": [{"text": "x"}]}):
+                return
+        if stub.lie == "truncated":
+            return
+        if stub.lie == "an error in the stream":
+            self.event({"error": {"message": "engine died"}})
+            return
+        if stub.lie == "no JSON":
+            self.write("data: <html>\n\n")
+            return
+        counted = {"too many counted": wanted * 40, "too few counted": 1}.get(stub.lie, wanted)
+        with stub.lock:
+            stub.generated += 0 if stub.lie == "its counter stands still" else counted
+        sent = 3 if stub.lie == "prompts cut" else len(body["prompt"])
+        usage = None if stub.lie == "no usage" else {"prompt_tokens": sent, "completion_tokens": counted}
+        self.event({"choices": [], "usage": usage})
+        self.write("data: [DONE]\n\n")
+
+    def event(self, value):
+        return self.write(f"data: {json.dumps(value)}\n\n")
+
+    def write(self, text):
+        try:
+            self.wfile.write(text.encode())
+            self.wfile.flush()
+        except OSError:
+            return False
+        return True
+
+    def json(self, value, status=200):
+        self.send(status, json.dumps(value).encode(), "application/json")
+
+    def send(self, status, data, kind):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def stub():
+    """The server; `stub.url` is where it listens."""
+    behaviour = Stub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.stub = behaviour
+    behaviour.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield behaviour
+    behaviour.gone.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def endpoint(stub):
+    return Endpoint(stub.url, MODEL, read_seconds=0.3)
+
+
+@pytest.fixture(scope="session")
+def table():
+    return baselines.load()
+
+
+@pytest.fixture
+def config(stub):
+    return Config(
+        model=MODEL,
+        url=stub.url,
+        tp=1,
+        isl=24,
+        osl=8,
+        conc=2,
+        max_model_len=4096,
+        random_range_ratio=0.0,
+        num_prompts=6,
+        warmups=1,
+    )
+
+
+@pytest.fixture
+def passage():
+    return PASSAGE
+
+
+@pytest.fixture
+def bench(stub, endpoint, table):
+    """A bench whose gate is green, with our own client; a load of it may take a second."""
+    made = gate.run(endpoint, table, PASSAGE)
+    stub.asked.clear()
+    stub.bodies.clear()
+    return Bench(endpoint, Loader(None, "", 1.0), table, made, TEXT, load.client())
+
+
+@pytest.fixture
+def make_result(table):
+    """Return a maker of results without a server: `speed` scales every latency, `seed` the noise."""
+
+    def made(speed=1.0, seed=0, conc=4, isl=1024, osl=1024, count=40, team_model="gpt-oss-120b", **changes):
+        rng = random.Random(seed)  # noqa: S311 (noise of a test)
+        shape = Config(
+            model=team_model,
+            url="http://127.0.0.1:8000",
+            tp=1,
+            isl=isl,
+            osl=osl,
+            conc=conc,
+            max_model_len=16384,
+            random_range_ratio=0.0,
+            num_prompts=count,
+            warmups=0,
+        )
+        samples = []
+        for number in range(count):
+            ttft, step = 0.2 * rng.uniform(0.9, 1.1) / speed, 0.01 * rng.uniform(0.95, 1.05) / speed
+            gaps = [step] * (osl - 1)
+            samples.append(Sample(number * 0.1, ttft, ttft + sum(gaps), gaps, osl, isl, osl, osl))
+        load = Load(samples, sum(s.latency for s in samples) / conc)
+        figures = metrics(load, shape)
+        values = {
+            "passed": True,
+            "config": shape,
+            "gate": {
+                "passed": True,
+                "checks": [{"name": "bits_per_byte", "ok": True, "told": "2.06 ≤ 2.12", "value": 2.06, "limit": 2.12}],
+                "text": "wikitext-2-raw-test",
+                "chunked_by": "tokens",
+                "bits_per_byte": 2.06,
+                "byte_perplexity": 4.17,
+                "word_perplexity": 223.0,
+                "tokens": 1000,
+                "seconds": 1.0,
+                "sanity_only": False,
+                "source": "a test",
+            },
+            "checks": judge.judge(load, shape),
+            "metrics": figures,
+            "ratios": baselines.ratios(figures, (isl, osl, conc), table.figures),
+            "requests": [sample.row() for sample in samples],
+            "client": {"name": "sparkforge", "version": "0"},
+            "server": {"model": team_model, "device": "a test's"},
+            "machine": {"processor": "none", "measured_at": "2026-11-21T00:00:00+00:00"},
+            "seconds": 1.0,
+        }
+        return Result.model_validate({**values, **changes})
+
+    return made
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,208 @@
+"""Batches: a failure stops nothing, a kill loses nothing, another server starts anew."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import batch, compare, runs, schema
+from sparkforge.errors import (
+    BatchFailedError,
+    GateFailedError,
+    LoadFailedError,
+    RegressionError,
+    ResultError,
+    UsageError,
+)
+from sparkforge.paths import ROOT
+
+NOWHERE = Path("/nonexistent/python")
+
+
+@pytest.fixture
+def flags(stub, tmp_path):
+    text = tmp_path / "persuasion-24.txt"
+    text.write_text("It is a truth universally acknowledged. " * 20)
+    shape = {"isl": "24", "osl": "8", "conc": "1,2,4", "num_prompts": "4", "warmups": "0"}
+    limits = {"silence": "2", "limit": "5", "client": "own"}
+    return {"url": stub.url, "text": str(text), "output": str(tmp_path / "out"), **shape, **limits}
+
+
+def places(flags):
+    return sorted((runs.batch.root(flags["output"])).glob("batch_*"))
+
+
+def test_a_batch_leaves_json_summary_and_report(stub, flags):
+    runs.performance(flags, NOWHERE)
+    (place,) = places(flags)
+    assert place.name.startswith("batch_isl24_osl8_")
+    assert {path.name for path in place.iterdir()} == {
+        "batch.json",
+        "report.html",
+        "summary.txt",
+        *(f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)),
+    }
+    lines = (place / "summary.txt").read_text().splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == ["✓ CONC=1", "✓ CONC=2", "✓ CONC=4"]
+    assert lines[-2:] == ["Passed: 3", "Failed: 0"]
+    assert schema.read(place / "result_isl24_osl8_conc4.json").metrics.completed == 4
+
+
+def test_a_failed_gate_times_nothing(stub, flags):
+    stub.logprob = -9.0
+    with pytest.raises(GateFailedError):
+        runs.performance(flags, NOWHERE)
+    assert not any(body.get("stream") for _, body, _ in stub.bodies)
+    assert places(flags) == []
+
+
+def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
+    echoes = 2
+    stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
+    with pytest.raises(BatchFailedError) as caught:
+        runs.performance(flags, NOWHERE)
+    assert caught.value.exit_code == 73
+    assert "2 of 3" in caught.value.what
+    told = (places(flags)[0] / "summary.txt").read_text()
+    assert "✓ CONC=1: PASSED" in told
+    shown = capsys.readouterr()
+    assert "✓ [1/3] CONC=1" in shown.err
+    assert "✗ [2/3] CONC=2 · 3 of 4 requests failed" in shown.err
+    assert shown.out == f"{places(flags)[0]}\n"
+    assert "✗ CONC=2: FAILED" in told
+    assert "HTTP 500" in told
+    assert "Failed: 2" in told
+
+
+def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
+    """SIGKILL between two configurations; what is finished is not run again, and the folder is the same."""
+    script = f"from bench import runs; from pathlib import Path; runs.performance({flags!r}, Path({str(NOWHERE)!r}))"
+    stub.hold_from = 4  # the whole first configuration
+    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/batch_*/result_*conc1.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    (place,) = places(flags)
+    finished = {path.name: path.read_bytes() for path in place.glob("result_*.json")}
+    assert list(finished) == ["result_isl24_osl8_conc1.json"]
+    stub.hold_from = 10**9
+    stub.bodies.clear()
+    runs.performance(flags, NOWHERE)
+    assert places(flags) == [place]
+    assert {name: (place / name).read_bytes() for name in finished} == finished
+    assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2
+    assert any(body.get("echo") for _, body, _ in stub.bodies)  # the gate runs again: it may be another server
+    assert json.loads((place / "batch.json").read_text())["complete"]
+
+
+def unfinished(bench, config, flags, **changes):
+    wanted = {**batch.plan(bench, [config]), **changes}
+    return batch.folder(runs.batch.root(flags["output"]), wanted, fresh=False)
+
+
+def test_only_the_very_same_batch_goes_on(bench, config, flags):
+    first = unfinished(bench, config, flags)
+    assert unfinished(bench, config, flags) == first
+    assert unfinished(bench, config, flags, server_version="another") != first
+    assert unfinished(bench, config.model_copy(update={"seed": 9}), flags) != first
+    batch.finish(first)
+    assert unfinished(bench, config, flags) != first
+
+
+def test_a_torn_result_is_measured_again(bench, config, flags):
+    place = unfinished(bench, config, flags)
+    (place / f"{config.name}.json").write_text('{"format": "sparkforge-bench/1", ')
+    assert batch.run(bench, [config], place)[0].passed
+
+
+def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path):
+    single = {**flags, "isl": "", "osl": "", "conc": "2", "result_filename": "mine.json"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISL", "24")
+        patch.setenv("OSL", "8")
+        runs.performance(single, NOWHERE)
+        assert schema.read(tmp_path / "out" / "mine.json").config.conc == 2
+        assert (tmp_path / "out" / "mine.html").exists()
+        with pytest.raises(UsageError, match="no file name"):
+            runs.performance({**single, "result_filename": "../mine"}, NOWHERE)
+
+
+def test_a_single_failure_has_its_own_code(stub, flags, monkeypatch):
+    monkeypatch.setenv("ISL", "24")
+    monkeypatch.setenv("OSL", "8")
+    stub.lie = "truncated"
+    with pytest.raises(LoadFailedError, match="cannot be believed") as caught:
+        runs.performance({**flags, "isl": "", "osl": "", "conc": "2"}, NOWHERE)
+    assert caught.value.exit_code == 72
+
+
+def test_the_gate_alone_leaves_its_figures(flags, tmp_path, capsys):
+    assert runs.accuracy(flags).passed
+    assert json.loads((tmp_path / "out" / "accuracy.json").read_text())["passed"]
+    runs.accuracy({**flags, "record": True})
+    assert '[[gates]]\nmodel = "honest-model"' in capsys.readouterr().out
+
+
+# Comparison and regression
+
+
+def test_a_faster_run_is_seen_and_the_same_one_is_not(make_result):
+    before = [make_result(seed=seed) for seed in range(3)]
+    faster = compare.differences(before, [make_result(seed=seed, speed=1.2) for seed in range(3, 6)])
+    assert {d.quantity: d.change for d in faster} == dict.fromkeys(compare.QUANTITIES, "better")
+    assert all(d.low < d.ratio < d.high for d in faster)
+    same = compare.differences(before, [make_result(seed=seed) for seed in range(3, 6)])
+    assert {d.change for d in same} == {"no difference seen"}
+
+
+def test_one_run_each_calls_no_small_difference(make_result):
+    d = compare.differences([make_result(seed=1)], [make_result(seed=1, speed=1.015)])
+    assert {each.change for each in d} == {"no difference seen"}
+
+
+def test_intervals_are_the_same_each_time(make_result):
+    sides = [make_result(seed=1)], [make_result(seed=2, speed=0.8)]
+    assert compare.differences(*sides) == compare.differences(*sides)
+    assert {d.change for d in compare.differences(*sides)} == {"worse"}
+
+
+@pytest.mark.parametrize(
+    "other", [{"conc": 8}, {"client": {"name": "x", "version": ""}}, {"passed": False}, {"requests": []}]
+)
+def test_what_cannot_be_compared_is_refused(make_result, other):
+    with pytest.raises(UsageError, match="cannot be compared"):
+        compare.differences([make_result()], [make_result(**other)])
+
+
+def test_a_regression_against_the_accepted_result_is_refused(make_result, tmp_path):
+    path = tmp_path / "a.json"
+    schema.write(path, make_result())
+    compare.require_no_regression([make_result(speed=0.5)])  # nothing accepted yet
+    compare.accept(str(path))
+    compare.require_no_regression([make_result(seed=5), make_result(speed=1.5), make_result(speed=0.5, conc=8)])
+    with pytest.raises(RegressionError, match="slower than the accepted"):
+        compare.require_no_regression([make_result(speed=0.8)])
+    schema.write(path, make_result(passed=False))
+    with pytest.raises(ResultError, match="did not pass"):
+        compare.accept(str(path))
+
+
+def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
+    for name, speed in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        schema.write(tmp_path / f"{name}.json", make_result(speed=speed))
+    compare.show(f"{tmp_path}/a.json,{tmp_path}/b.json", f"{tmp_path}/c.json")
+    assert "2.000" in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        compare.show("", f"{tmp_path}/c.json")
+
+
+def test_a_bench_is_not_changed_by_its_runs(bench):
+    assert replace(bench) == bench

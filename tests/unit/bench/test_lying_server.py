@@ -1,0 +1,135 @@
+"""A server that lies gets the right verdict: no figure, no hang, no division by zero."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench import gate
+from sparkforge.errors import GateFailedError
+
+LIES = {
+    "no tokens": "HTTP 200 without a token",
+    "truncated": "the stream ended without [DONE]",
+    "silent": "silence for too long",
+    "only pings": "not answered within 1 s",
+    "endless": "more than",
+    "an error in the stream": "engine died",
+    "no JSON": "a stream event is no JSON",
+    "no usage": "no usage counts",
+}
+CONTRADICTIONS = {
+    "too many counted": "answers have another length: 320 tokens, not 8",
+    "too few counted": "answers have another length: 1 tokens, not 8",
+    "prompts cut": "the server counted 18 prompt tokens where 144 were sent",
+    "its counter stands still": "its counter rose by 0, its answers claim 48",
+}
+
+
+def reasons(bench, config, **changes):
+    result = bench.measure(config.model_copy(update=changes), lambda _: None)
+    assert not result.passed
+    assert result.ratios == []
+    return " | ".join(result.reasons), result
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
+    stub.lie = lie
+    told, result = reasons(bench, config)
+    assert "6 of 6 requests failed" in told
+    assert LIES[lie] in told
+    assert result.metrics is None
+    assert result.requests == []
+
+
+@pytest.mark.parametrize("lie", CONTRADICTIONS)
+def test_figures_that_contradict_each_other_are_refused(stub, bench, config, lie):
+    stub.lie = lie
+    told, _ = reasons(bench, config)
+    assert CONTRADICTIONS[lie] in told
+
+
+def test_tokens_without_pieces_are_refused(stub, bench, config):
+    stub.lie = "bundled"
+    told, _ = reasons(bench, config, osl=64)
+    assert "the server counted 64 tokens and sent 1 pieces" in told
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_refused_requests_are_failed_ones_and_not_tried_again(stub, bench, config, status):
+    stub.status, stub.fail_from = status, 3
+    told, result = reasons(bench, config, warmups=0)
+    assert f"3 of 6 requests failed; most often: HTTP {status}" in told
+    assert result.metrics.completed == 3
+    assert stub.asked["/v1/completions"] == 6
+
+
+def test_a_server_that_is_gone_is_a_failed_result(stub, bench, config):
+    gone = replace(bench.endpoint, url="http://127.0.0.1:9")
+    result = replace(bench, endpoint=gone).measure(config, lambda _: None)
+    assert "does not answer" in result.reasons[0]
+
+
+def test_an_honest_server_passes(stub, bench, config):
+    result = bench.measure(config, lambda _: None)
+    assert result.passed, result.reasons
+    m = result.metrics
+    assert (m.completed, m.total_input_tokens, m.total_output_tokens) == (6, 6 * 24, 6 * 8)
+    assert m.total_token_throughput == pytest.approx(6 * 32 / m.duration_s)
+    assert len(result.requests) == 6
+
+
+def test_a_load_is_the_same_for_the_same_seed_and_asks_for_whole_answers(stub, bench, config):
+    for seed in (0, 0, 1):
+        bench.measure(config.model_copy(update={"seed": seed, "warmups": 0}), lambda _: None)
+    loads = [body for _, body, _ in stub.bodies if body.get("stream")]
+    first, second, third = (sorted(body["prompt"] for body in loads[at : at + 6]) for at in (0, 6, 12))
+    assert first == second != third
+    assert len({tuple(prompt) for prompt in first}) == 6  # no prompt is another's prefix in a cache
+    assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 8 for body in loads)
+
+
+def test_an_answer_of_one_token_has_no_tpot(stub, bench, config):
+    result = bench.measure(config.model_copy(update={"osl": 1}), lambda _: None)
+    assert result.passed, result.reasons
+    assert result.metrics.tpot_ms is None
+    assert result.metrics.interactivity is None
+
+
+def test_a_server_that_does_not_tokenize_is_asked_for_words(stub, bench, config):
+    stub.tokenizes = False
+    bench.measure(config, lambda _: None)
+    loads = [body for path, body, _ in stub.bodies if body.get("stream")]
+    assert all(isinstance(body["prompt"], str) for body in loads)
+    assert len({body["prompt"] for body in loads}) == len(loads)
+
+
+BAD_SCORES = {
+    "NaN logprobs": "1 of 511 logprobs are no numbers",
+    "null logprobs": "1 of 511 logprobs are no numbers",
+    "positive logprobs": "above 0 (0.5)",
+    "fewer logprobs": "512 tokens were sent and 508 scored",
+    "no logprobs": "the server echoes no prompt logprobs",
+}
+
+
+@pytest.mark.parametrize("lie", BAD_SCORES)
+def test_the_gate_fails_on_scores_that_are_none(stub, endpoint, table, passage, lie):
+    stub.lie = lie
+    made = gate.run(endpoint, table, passage)
+    assert not made.passed
+    assert BAD_SCORES[lie] in made.checks[0].told
+    with pytest.raises(GateFailedError, match="nothing was timed"):
+        gate.require(made)
+
+
+def test_a_server_that_cannot_score_is_asked_no_more(stub, endpoint, table, passage):
+    stub.lie = "no logprobs"
+    gate.run(endpoint, table, passage)
+    assert stub.asked["/v1/chat/completions"] == 0
+
+
+def test_the_gate_fails_on_a_server_that_refuses_a_chunk(stub, endpoint, table, passage):
+    stub.status, stub.fail_from = 500, 1
+    made = gate.run(endpoint, table, passage)
+    assert "chunk 2 of 2: /v1/completions answered 500" in made.checks[0].told

@@ -1,0 +1,291 @@
+"""Report, leaderboard, bakeoff, schema and lm-eval: what is written, without a browser."""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from bench import bakeoff, chart, leaderboard, lm_eval, page, report, schema
+from bench.baselines import FILE
+from bench.chart import Point, Series
+from sparkforge.errors import (
+    BakeoffError,
+    CommandError,
+    GateUndecidedError,
+    ResultError,
+    UsageError,
+)
+
+HERE = Path(__file__).parent
+VOID = {"meta", "link", "br", "line"}
+
+
+class Outline(HTMLParser):
+    """Collects what a page holds, and whether its tags close."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.headings, self.tables, self.links = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        told = dict(attrs)
+        self.links += [value for name, value in told.items() if name in ("src", "href")]
+        if tag not in {"meta", "link"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+        if self.open and self.open[-1] == "caption":
+            self.tables.append(data)
+
+
+def outline(text):
+    made = Outline()
+    made.feed(text)
+    assert made.open == []
+    return made
+
+
+def test_the_report_holds_every_part_and_loads_nothing(make_result, table):
+    results = [make_result(conc=conc) for conc in (4, 8)]
+    text = report.build(results, table)
+    found = outline(text)
+    assert {"Accuracy gate", "Measured", "Throughput against latency", "llama-benchy style"} <= set(found.headings)
+    assert {"Against published figures", "Cited, not measured here", "Provenance"} <= set(found.headings)
+    assert found.links == ["data:,"]
+    assert "http-equiv" in text
+    assert text.count("<svg") == 2
+
+
+def test_measured_and_cited_figures_never_share_a_table(make_result, table):
+    text = report.build([make_result()], table)
+    measured = text[text.index("latencies: median") : text.index("Throughput against latency")]
+    assert all(figure.name not in measured for figure in table.figures)
+    cited = text[text.index("none of this was measured here") :]
+    assert "413.8" in cited
+    assert repr(make_result().metrics.tput_per_gpu) not in cited
+
+
+def test_a_servers_words_cannot_become_markup(make_result, table):
+    evil = '<script>alert(1)</script><img src=x onerror="x">'
+    text = report.build([make_result(passed=False, checks=[{"name": evil, "ok": False, "told": evil}])], table)
+    text += leaderboard.build([leaderboard.Row(evil, make_result())], [evil], evil)
+    assert "<script>alert" not in text
+    assert "<img" not in text
+
+
+def test_style_and_script_are_allowed_by_their_hash(make_result, table):
+    text = report.build([make_result()], table)
+    policy = re.search(r'content="(default-src[^"]+)"', text)[1].replace("&#x27;", "'")
+    for tag in ("style", "script"):
+        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_a_failed_and_empty_run_has_a_report_too(make_result, table):
+    failed = make_result(
+        passed=False, metrics=None, requests=[], checks=[{"name": "x", "ok": False, "told": "it lied"}]
+    )
+    text = report.build([failed], table)
+    outline(text)
+    assert "it lied" in text
+    assert "<svg" not in text
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-12, 0.7, 1, 9.99, 1234.5, 1e9])
+def test_an_axis_begins_at_0_and_holds_every_point(largest):
+    top, ticks = chart.ticks(largest)
+    assert ticks[0] == 0
+    assert top >= largest
+    assert top == pytest.approx(ticks[-1])
+    assert 2 <= len(ticks) <= 6
+
+
+def test_points_lie_inside_the_chart():
+    made = chart.lines("t", "x", "y", [Series("a", [Point(0.0, 0.0, "p"), Point(5.0, 7.0, "q")])])
+    circles = [each.attrib for each in made.iter("circle")]
+    assert all(0 < float(c["cx"]) < chart.WIDTH and 0 < float(c["cy"]) < chart.HEIGHT for c in circles)
+    assert len(circles) == 2
+    assert chart.lines("t", "x", "y", [Series("a", [])]) is None
+
+
+def test_figures_are_short(make_result):
+    assert [page.figure(x) for x in (1234567.8, 123.456, 12.345, 0.12345, 7)] == [
+        "1,234,568",
+        "123.5",
+        "12.35",
+        "0.1235",
+        "7",
+    ]
+
+
+# Schema
+
+
+def test_the_schema_is_the_committed_one_and_results_fit_it(make_result):
+    committed = (FILE.parent / "result.schema.json").read_text()
+    assert committed == schema.schema(), "python3 -m bench.schema > bench/result.schema.json"
+    jsonschema.validate(make_result().model_dump(mode="json"), json.loads(committed))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("sparkforge-bench/1", "sparkforge-bench/9"), "format"),
+        (('"passed": true', '"passed": "maybe"'), "passed"),
+        (('"conc": 4', '"conc": 0'), "config.conc"),
+        (('"duration_s"', '"duration"'), "metrics"),
+        (("{", ""), "Invalid JSON"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path, change, told):
+    path = tmp_path / "r.json"
+    schema.write(path, make_result())
+    path.write_text(path.read_text().replace(*change, 1))
+    with pytest.raises(ResultError) as caught:
+        schema.read(path)
+    assert told in caught.value.why
+    with pytest.raises(ResultError, match="cannot read"):
+        schema.read(tmp_path / "none.json")
+
+
+# Leaderboard
+
+
+def test_the_board_ranks_what_passed_and_names_the_rest(make_result, tmp_path, capsys):
+    schema.write(tmp_path / "slow.json", make_result(speed=0.5, team_model="/home/anna/models/gpt-oss-120b"))
+    posted = {"team": "Quick", "result": make_result(speed=2.0).model_dump(mode="json")}
+    (tmp_path / "posted.json").write_text(json.dumps(posted))
+    schema.write(tmp_path / "failed.json", make_result(passed=False))
+    (tmp_path / "other.json").write_text("[]")
+    (tmp_path / "torn.json").write_text("{")
+    leaderboard.main(str(tmp_path), "", "")
+    text = (tmp_path / "index.html").read_text()
+    outline(text)
+    assert text.index("Quick</td>") < text.index("-</td>")
+    assert {"failed.json", "other.json", "torn.json"} <= set(re.findall(r"\w+\.json", text[text.index("Left out") :]))
+    assert "anna" not in text
+    assert "2 results, 3 files left out" in capsys.readouterr().err
+
+
+def test_an_empty_board_is_refused(tmp_path):
+    with pytest.raises(ResultError, match="no result"):
+        leaderboard.main(str(tmp_path), "", "")
+
+
+# Bakeoff
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "m", "max_model_len": 99}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def oven(stub, tmp_path, unused_port):
+    text = tmp_path / "persuasion-24.txt"
+    text.write_text("It is a truth universally acknowledged. " * 20)
+    file = tmp_path / "servers.toml"
+    file.write_text(f"""
+[[servers]]
+name = "broken"
+url = "http://127.0.0.1:{unused_port}"
+command = ["{sys.executable}", "-c", '''{SERVER}''', "{unused_port}"]
+[[servers]]
+name = "dead"
+url = "http://127.0.0.1:{unused_port}"
+command = ["false"]
+[[servers]]
+name = "honest"
+url = "{stub.url}"
+""")
+    shape = {"isl": "24", "osl": "8", "conc": "1,2", "num_prompts": "4", "warmups": "0", "client": "own"}
+    return {"file": str(file), "text": str(text), "output": str(tmp_path / "out"), "silence": "5", **shape}
+
+
+def test_only_servers_that_pass_are_ranked(oven, tmp_path):
+    bakeoff.main(oven, Path("/nonexistent"))
+    told = json.loads((tmp_path / "out" / "bakeoff" / "bakeoff.json").read_text())
+    assert [(each["name"], each["score"] is not None) for each in told] == [
+        ("honest", True),
+        ("broken", False),
+        ("dead", False),
+    ]
+    assert "did not start" in told[2]["why"]
+    assert told[1]["why"]
+    outline((tmp_path / "out" / "bakeoff" / "bakeoff.html").read_text())
+
+
+@pytest.mark.parametrize("change", [{"logprob": -9.0}, {"lie": "truncated"}], ids=["gate", "load"])
+def test_a_bakeoff_that_nobody_passes_is_an_error(oven, stub, change):
+    vars(stub).update(change)
+    with pytest.raises(BakeoffError, match="no server passed"):
+        bakeoff.main(oven, Path("/nonexistent"))
+
+
+def test_backends_stand_for_servers(tmp_path):
+    file = tmp_path / "s.toml"
+    file.write_text(
+        '[[servers]]\nname = "vllm"\nurl = "http://x"\ncommand = ["s", "{backend}"]\nbackends = ["a", "b"]\n'
+    )
+    assert [(e.name, e.command) for e in bakeoff.load(file)] == [("vllm a", ["s", "a"]), ("vllm b", ["s", "b"])]
+    for wrong in ("", "servers = 3", '[[servers]]\nname = "../x"\nurl = ""', file.read_text() * 2):
+        file.write_text(wrong)
+        with pytest.raises(UsageError):
+            bakeoff.load(file)
+
+
+# lm-eval
+
+
+def test_lm_evals_command_and_result(endpoint, table, tmp_path):
+    words = lm_eval.command(endpoint, "gsm8k", "/tok", tmp_path)
+    assert words[:3] == ["lm_eval", "--model", "local-completions"]
+    assert f"base_url={endpoint.url}/v1/completions" in words[4]
+    assert "tokenizer=/tok" in words[4]
+    assert words[words.index("--num_fewshot") + 1] == "3"
+    (tmp_path / "m").mkdir()
+    with pytest.raises(CommandError, match="left no score"):
+        lm_eval.score(tmp_path, "gsm8k")
+    results = {"results": {"gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.93}}}
+    (tmp_path / "m" / "results_2026-11-21.json").write_text(json.dumps(results))
+    assert lm_eval.score(tmp_path, "gsm8k") == 0.93
+
+
+def test_lm_evals_score_is_held_against_the_threshold(endpoint, table, tmp_path, monkeypatch):
+    fake = tmp_path / "lm_eval"
+    fake.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --output_path ]; do shift; done\n'
+        'echo \'{"results": {"gsm8k": {"exact_match,strict-match": 0.5}}}\' > "$2/results_1.json"\n'
+    )
+    fake.chmod(0o755)
+    big = endpoint.__class__(endpoint.url, "openai/gpt-oss-120b")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (check,) = lm_eval.checks(big, table, ["gsm8k"])
+    assert "gsm8k is 0.5000 and must be ≥ 0.9100" in check.told
+    with pytest.raises(GateUndecidedError):
+        lm_eval.checks(endpoint, table, ["gsm8k"])
+    with pytest.raises(UsageError, match="not known"):
+        lm_eval.checks(big, table, ["mmlu"])
+    fake.unlink()
+    with pytest.raises(UsageError, match="not installed"):
+        lm_eval.checks(big, table, ["gsm8k"])

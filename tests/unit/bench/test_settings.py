@@ -1,0 +1,205 @@
+"""Flags, environment variables and the table of baselines."""
+
+import lzma
+import os
+import re
+from dataclasses import replace
+
+import pytest
+from invoke.context import Context
+from invoke.exceptions import Exit
+
+from bench import baselines, context, settings, verbs
+from bench.settings import Settings
+from sparkforge import paths
+from sparkforge.errors import BaselineError, ServerReplyError, UsageError
+from sparkforge.files import write_json
+from sparkforge.process import started_at
+
+
+def configs(endpoint, table, flags=None, environment=None):
+    return settings.configs(Settings(flags or {}, environment or {}), table, endpoint, 0, "")
+
+
+def test_one_configuration_comes_from_the_competitions_variables(endpoint, table):
+    environment = {
+        "ISL": "100",
+        "OSL": "50",
+        "CONC": "8",
+        "TP": "2",
+        "RANDOM_RANGE_RATIO": "1.0",
+        "MAX_MODEL_LEN": "999",
+    }
+    (made,) = configs(endpoint, table, environment=environment)
+    assert (made.isl, made.osl, made.conc, made.tp, made.max_model_len) == (100, 50, 8, 2, 999)
+    assert (made.num_prompts, made.warmups) == (80, 16)
+    assert made.random_range_ratio == 0.0  # 1.0 was how older harnesses wrote a fixed length
+
+
+def test_flags_win_over_variables(endpoint, table):
+    (made,) = configs(endpoint, table, {"conc": "2", "num_prompts": "5"}, {"CONC": "8", "NUM_PROMPTS": "80"})
+    assert (made.conc, made.num_prompts) == (2, 5)
+
+
+def test_a_shape_by_flags_is_a_batch_of_the_tables_concurrencies(endpoint, table):
+    flags, environment = {"isl": "1024", "osl": "1024"}, {"CONC": "64", "NUM_PROMPTS": "7"}
+    made = configs(endpoint, table, flags, environment)
+    assert [(config.conc, config.num_prompts) for config in made] == [(4, 40), (8, 80), (16, 160)]
+    assert [config.conc for config in configs(endpoint, table, {**flags, "conc": "1,2"})] == [1, 2]
+
+
+def test_the_sweeps_are_the_competitions(table):
+    sweeps = {(sweep.isl, sweep.osl): sweep.concurrencies for sweep in table.sweeps}
+    assert sweeps == {(1024, 1024): [4, 8, 16], (1024, 8192): [4, 8, 16], (8192, 1024): [4, 8]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"conc": "abc"}, "--conc=abc"),
+        ({"conc": "0"}, "--conc=0"),
+        ({"isl": "10", "osl": "10"}, "no concurrencies are known for 10/10"),
+        ({"isl": "10", "osl": "10", "conc": "1,x"}, "--conc=x"),
+        ({"isl": "4000"}, "4000 + 1024 tokens do not fit"),
+        ({"random_range_ratio": "1.5"}, "RANDOM_RANGE_RATIO=1.5"),
+        ({"random_range_ratio": "nan"}, "RANDOM_RANGE_RATIO=nan"),
+        ({"tp": "0"}, "--tp=0"),
+        ({"num_prompts": "-3"}, "--num-prompts=-3"),
+    ],
+)
+def test_a_setting_without_meaning_is_named(endpoint, table, flags, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        configs(endpoint, table, flags)
+
+
+def test_the_served_model_is_found_or_refused(stub):
+    assert settings.endpoint(Settings({}, {}), stub.url + "/v1", 1.0).model == "honest-model"
+    with pytest.raises(UsageError, match="does not serve 'other'"):
+        settings.endpoint(Settings({"model": "other"}, {}), stub.url, 1.0)
+    with pytest.raises(UsageError, match="is no URL"):
+        settings.endpoint(Settings({}, {}), "ftp://x", 1.0)
+    with pytest.raises(ServerReplyError, match="does not answer"):
+        settings.endpoint(Settings({"port": "9"}, {}), "", 1.0)
+
+
+def test_every_cited_figure_and_threshold_has_source_and_date(table):
+    rows = [*table.figures, *table.gates]
+    assert len(rows) > 15
+    assert all(row.source and re.match(r"^20\d\d-\d\d", row.date) for row in rows)
+
+
+def test_the_first_matching_row_is_a_models_threshold(table):
+    assert table.threshold("/models/GPT-OSS-120b/", "wikitext-2-raw-test").at_most["bits_per_byte"] == 2.1175
+    assert table.threshold("org/tiny-gpt-oss", "persuasion-24").sanity is False
+    assert table.threshold("anything", "persuasion-24").sanity is True
+    assert table.threshold("anything", "wikitext-2-raw-test") is None
+    assert table.task_threshold("openai/gpt-oss-120b", "gsm8k").at_least == {"gsm8k": 0.91}
+    assert table.canaries_of("tiny-gpt-oss") == ["answers"]
+    assert "first_token" in table.canaries_of("openai/gpt-oss-20b")
+
+
+def test_the_competitions_thresholds_are_its_baselines_times_1_03(table):
+    limits = table.threshold("gpt-oss-120b", "wikitext-2-raw-test").at_most
+    baseline = {"bits_per_byte": 2.0558, "byte_perplexity": 4.1577, "word_perplexity": 222.7893}
+    assert limits == pytest.approx({name: value * 1.03 for name, value in baseline.items()}, rel=1e-4)
+
+
+def test_the_sanity_threshold_is_what_xz_packs_the_text_to(table):
+    text = table.text("persuasion-24").read().encode()
+    packed = lzma.compress(text, format=lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9}])
+    assert table.threshold("anything", "persuasion-24").at_most["bits_per_byte"] == pytest.approx(
+        8 * len(packed) / len(text), rel=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("schema = 1", "schema = 2"),
+        ('date = "2025-12-04"', 'date = "then"'),
+        ("[[texts]]", "[[text]]"),
+        ("= [4, 8]", "= [4, 8"),
+    ],
+)
+def test_a_malformed_table_is_refused(tmp_path, change):
+    path = tmp_path / "baselines.toml"
+    path.write_text(baselines.FILE.read_text().replace(*change))
+    with pytest.raises(BaselineError):
+        baselines.load(path)
+
+
+def test_a_text_that_changed_is_refused(table):
+    text = table.text("persuasion-24")
+    assert text.read().startswith("Who can be in doubt")
+    with pytest.raises(BaselineError, match="has changed"):
+        text.model_copy(update={"sha256": "0" * 64}).read()
+
+
+def test_a_ratio_is_made_for_the_very_same_shape_only(make_result, table):
+    result = make_result(isl=1024, osl=1024, conc=4)
+    assert {ratio.quantity for ratio in result.ratios} == {"median_e2el_ms", "interactivity", "tput_per_gpu"}
+    slower = next(ratio for ratio in result.ratios if ratio.quantity == "median_e2el_ms")
+    assert slower.ratio > 1
+    assert not slower.better
+    assert make_result(isl=1000, osl=1024, conc=4).ratios == []
+    zero = [figure.model_copy(update={"values": {"tput_per_gpu": 0.0}}) for figure in table.figures]
+    assert baselines.ratios(result.metrics, (1024, 1024, 4), zero) == []
+
+
+def test_a_key_is_sent_and_not_shown(stub, endpoint):
+    keyed = replace(endpoint, key="sk-secret")
+    keyed.tokenize("x")
+    assert stub.bodies[-1][2]["Authorization"] == "Bearer sk-secret"
+    assert "sk-secret" not in repr(keyed)
+
+
+@pytest.fixture
+def serving(stub):
+    """A record as serve/record.py writes it, of this very process."""
+
+    def write(**changes):
+        port, pid = int(stub.url.rpartition(":")[2]), os.getpid()
+        told = {"pid": pid, "started": started_at(pid), "port": port, "model": "/m", "device": "embedded"}
+        write_json(paths.state() / "server.json", {**told, **changes})
+
+    return write
+
+
+def test_this_checkouts_server_is_the_default(stub, serving):
+    serving()
+    found = settings.endpoint(Settings({}, {}), "", 1.0)
+    assert found.url == stub.url
+    told = context.server(found)
+    assert (told.device, told.version) == ("embedded", "0.0-stub")
+    assert told.memory_bytes.keys() == {"rss", "pss"}
+
+
+def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
+    serving(started=1.0)
+    assert context.record() is None
+    assert context.server(settings.endpoint(Settings({}, {}), stub.url, 1.0)).device == ""
+
+
+def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path):
+    (tmp_path / "key").write_text("kept-secret\n")
+    serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"))
+    settings.endpoint(Settings({}, {}), "", 1.0).tokenize("x")
+    assert stub.bodies[-1][2]["Authorization"] == "Bearer kept-secret"
+    serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"), port=1)
+    settings.endpoint(Settings({}, {}), stub.url, 1.0).tokenize("x")
+    assert "Authorization" not in stub.bodies[-1][2]
+
+
+def test_the_verbs_take_their_words_and_flags():
+    assert set(verbs.TASKS) == {"acc", "perf", "submit", "compare", "accept", "bakeoff", "leaderboard", "kernels"}
+    asked = {name: [argument.name for argument in task.get_arguments()] for name, task in verbs.TASKS.items()}
+    assert asked["submit"][0] == "team"
+    assert {"to", "form", "result", "isl"} <= set(asked["submit"])
+    assert asked["compare"] == ["before", "after"]
+    assert all(task.__doc__ for task in verbs.TASKS.values())
+
+
+def test_a_verb_ends_with_the_errors_code(stub, monkeypatch):
+    with pytest.raises(Exit) as caught:
+        verbs.TASKS["perf"].body(Context(), **{name: verbs.FLAGS[name][0] for name in verbs.LOAD} | {"port": "x"})
+    assert caught.value.code == 2

@@ -1,0 +1,196 @@
+"""What leaves the machine: only to a given URL, only what passed, once, without secrets and places."""
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import redact, schema, submit
+from sparkforge.errors import ResultError, SubmitError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    waited = []
+    monkeypatch.setattr(submit.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def saved(make_result, tmp_path):
+    path = tmp_path / "result.json"
+    schema.write(path, make_result())
+    return path
+
+
+def send(path, url="", form="", team="Team"):
+    submit.main({"team": team, "result": str(path), "to": url, "form": form}, Path("/nonexistent"))
+
+
+def test_without_a_url_nothing_is_posted(stub, saved, capsys):
+    send(saved)
+    assert stub.posted == []
+    assert "nothing was posted" in capsys.readouterr().err
+
+
+def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
+    path, home = tmp_path / "r.json", str(Path.home())
+    secret = make_result(
+        server={
+            "model": "/data/people/anna/models/gpt-oss-120b",
+            "records": {
+                "note": f"{home}/x on {socket.gethostname()} Bearer abcdef123456 hf_abcdefgh",
+                "api_key": "k",
+            },
+            "findings": [{"told": "http://spark-7.example.org:8000/v1 and 10.1.2.3, key=sk-abcdefgh"}],
+        }
+    )
+    schema.write(path, secret)
+    send(path, f"{stub.url}/board")
+    (posted,) = stub.posted
+    told = json.dumps(posted)
+    assert posted["team"] == "Team"
+    for leak in (
+        "anna",
+        "abcdef123456",
+        "hf_abcdefgh",
+        "sk-abcdefgh",
+        "spark-7",
+        "10.1.2.3",
+        socket.gethostname(),
+        '"k"',
+    ):
+        assert not re.search(rf"(?<!\w){re.escape(leak)}(?!\w)", told), leak
+    assert posted["result"]["server"]["model"] == "<path>/gpt-oss-120b"
+    assert posted["result"]["metrics"]["tput_per_gpu"] == secret.metrics.tput_per_gpu
+    assert stub.bodies[-1][2]["Idempotency-Key"] == secret.digest
+    send(path, f"{stub.url}/board")
+    assert len(stub.posted) == 1
+    assert schema.read(path) == secret  # the file itself keeps everything
+
+
+@pytest.mark.parametrize("answers", [[503], [429, 500], ["drop"], [502, 504, "drop"]])
+def test_what_may_pass_is_tried_again(stub, saved, answers, no_waiting):
+    stub.post_answers = list(answers)
+    send(saved, f"{stub.url}/board")
+    assert len(stub.posted) == 1
+    assert len(no_waiting) == len(answers)
+
+
+@pytest.mark.parametrize("answers", [[400], [403], [500] * 9])
+def test_a_refused_post_keeps_the_result(stub, saved, answers):
+    stub.post_answers = list(answers)
+    before = saved.read_bytes()
+    with pytest.raises(SubmitError) as caught:
+        send(saved, f"{stub.url}/board")
+    assert caught.value.exit_code == 75
+    assert f"--result {saved}" in caught.value.fix
+    assert saved.read_bytes() == before
+    assert not saved.with_suffix(".submitted.json").exists()
+    stub.post_answers = []
+    send(saved, f"{stub.url}/board")
+    assert len(stub.posted) == 1
+
+
+def test_nobody_there_is_an_error_after_some_tries(saved, no_waiting):
+    with pytest.raises(SubmitError, match="not posted"):
+        send(saved, "http://127.0.0.1:9/board")
+    assert len(no_waiting) == len(submit.WAITS)
+
+
+def test_the_competitions_form_has_its_fourteen_columns(stub, saved, make_result):
+    send(saved, stub.url, "gradio")
+    (posted,) = stub.posted
+    m, data = make_result().metrics, posted["data"]
+    assert data[:6] == ["Team", 4, m.e2el_ms.median, m.tput_per_gpu, 2162.0, 413.779]
+    assert data[6] == pytest.approx(m.e2el_ms.median / 2162.0)
+    assert data[7] == pytest.approx(m.tput_per_gpu / 413.779)
+    assert data[8:10] == [m.interactivity, 434.57]
+    assert data[11:] == [2.06, 4.17, 223.0]
+    assert len(data) == 14
+
+
+def test_a_shape_without_a_baseline_has_zeros(stub, make_result, tmp_path):
+    schema.write(tmp_path / "r.json", make_result(conc=16))
+    send(tmp_path / "r.json", stub.url, "gradio-gsm8k")
+    assert stub.posted[0]["data"][4:8] == [0.0, 0.0, 0.0, 0.0]
+    assert len(stub.posted[0]["data"]) == 12
+
+
+def test_a_form_that_may_have_arrived_is_not_sent_again(stub, saved):
+    stub.post_answers = ["drop"]
+    with pytest.raises(SubmitError, match="not posted") as caught:
+        send(saved, stub.url, "gradio")
+    assert "may have arrived" in caught.value.why
+    assert stub.asked["/gradio_api/call/submit_results"] == 1
+
+
+def test_a_board_that_refuses_the_form_is_believed(stub, saved):
+    stub.lie = "gradio error"
+    with pytest.raises(SubmitError, match="the board refused"):
+        send(saved, stub.url, "gradio")
+
+
+def test_a_failed_result_is_never_posted(stub, make_result, tmp_path):
+    schema.write(tmp_path / "r.json", make_result(passed=False))
+    with pytest.raises(ResultError):
+        send(tmp_path / "r.json", f"{stub.url}/board")
+    assert stub.posted == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"team": " "}, {"team": "a\nb"}, {"team": "x" * 81}, {"form": "fax"}, {"url": "file:///tmp/x"}]
+)
+def test_a_wrong_argument_is_named(saved, wrong):
+    with pytest.raises(UsageError):
+        send(saved, **{"url": "http://127.0.0.1:9", **wrong})
+
+
+# Redaction
+
+KEPT = [
+    "sha256 of 0.7.0.post1",
+    "583.1 tok/s/GPU",
+    "http://127.0.0.1:8000/v1",
+    "2026-11-21T07:35:41+00:00",
+    "1024/8192 c4",
+]
+LEAKS = {
+    "hf_ABCDEFGHIJ": "<token>",
+    "Authorization: Bearer abc.def-ghi": "Authorization: Bearer <token>",
+    "HF_TOKEN=verysecret rest": "HF_TOKEN=<token> rest",
+    '"password": "hunter22"': '"password": "<token>"',
+    "https://user:pw@spark.lan:8443/v1": "https://<host>/v1",
+    "http://localhost.evil.org/": "http://<host>/",
+    "at 192.168.1.77 now": "at <address> now",
+    "fe80:0:0:0:1:2:3:4": "<address>",
+    "/srv/people/anna/gpt-oss-120b": "<path>/gpt-oss-120b",
+    "/home/anna": "<path>",
+    "see ~/models/x/y": "see <path>/y",
+    "anna@example.org": "<address>",
+}
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_figures_and_names_are_kept(text):
+    assert redact.redact(text) == text
+
+
+@pytest.mark.parametrize("text", LEAKS)
+def test_secrets_and_places_are_taken_out(text):
+    assert redact.redact({"k": [text]}) == {"k": [LEAKS[text]]}
+
+
+@given(
+    st.text(max_size=40),
+    st.sampled_from(["/home/anna/secret", "hf_abcdefghij", "203.0.113.9", "https://spark.example.org/x"]),
+    st.text(max_size=40),
+)
+def test_no_context_saves_a_leak(before, leak, after):
+    told = redact.redact(f"{before} {leak} {after}")
+    for word in ("anna", "hf_abcdefghij", "203.0.113.9", "spark.example.org"):
+        assert word not in told or word in before + after
