@@ -101,6 +101,9 @@ def moe(
     return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)
 
 
+moe.cuda_graphs = False  # type: ignore[attr-defined]  # it waits to learn which experts are hit; see registry.MoeKernel
+
+
 def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:
     """Return x [P, K] times the weights of the expert that owns each row, plus its bias: [P, N] in x's dtype."""
     outputs = []

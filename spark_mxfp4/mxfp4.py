@@ -1,7 +1,8 @@
-"""MXFP4: E2M1 elements in blocks of 32 along the last axis, each block with one E8M0 scale.
+"""MXFP4: E2M1 elements in blocks of 32 along the last axis, each block with one E8M0 scale; and MXFP8 for activations.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 (MXFP4), 5.3.3 (E2M1), 5.4.1 (E8M0) and 6.3
-(conversion). Two elements share a byte, the first in the low nibble, as in openai/gpt-oss checkpoints.
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 (MXFP4 and MXFP8), 5.3.1 (E4M3), 5.3.3 (E2M1),
+5.4.1 (E8M0) and 6.3 (conversion). Two MXFP4 elements share a byte, the first in the low nibble, as in openai/gpt-oss
+checkpoints.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ BLOCK_BYTES = BLOCK // 2
 SCALE_BIAS = 127
 SCALE_NAN = 255
 ELEMENT_EMAX = 2  # the exponent of E2M1's largest element, 6 = 1.5 · 2²
+E4M3_EMAX, E4M3_LARGEST = 8, 448.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low three bits; the fourth is the sign
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,6 +48,40 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Quantising what `dequantize` gave loses no finite value, though it may choose other bytes.
     Raises ValueError for other shapes or dtypes.
     """
+    scaled, scales = _scaled(x, ELEMENT_EMAX)
+    codes = torch.where((scales != SCALE_NAN).unsqueeze(-1), _round_to_codes(scaled), 0)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (elements float8_e4m3fn [..., K], scales u8 [..., K/32]) of `x` (float [..., K], K a multiple of 32).
+
+    As `quantize`, with E4M3 elements: the scale is 2^(floor(log2(largest magnitude)) - 8), magnitudes above 448 scales
+    saturate, and a block with a NaN or an infinity becomes NaN as a whole. Raises ValueError for other shapes, dtypes.
+    """
+    scaled, scales = _scaled(x, E4M3_EMAX)
+    scaled = torch.where((scales != SCALE_NAN).unsqueeze(-1), scaled, 0.0).clamp(-E4M3_LARGEST, E4M3_LARGEST)
+    return scaled.to(torch.float8_e4m3fn).view(x.shape), scales
+
+
+def dequantize_mxfp8(elements: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values [..., K] of `elements` (float8_e4m3fn) and `scales` (u8 [..., K/32]) in `dtype`.
+
+    Exact in float64; float32 rounds products below its subnormals. Raises ValueError for other shapes or dtypes.
+    """
+    _check_dtype(dtype)
+    if elements.dtype != torch.float8_e4m3fn or tuple(elements.shape) != (*scales.shape[:-1], scales.shape[-1] * BLOCK):
+        raise ValueError(
+            f"MXFP8 shapes disagree · elements {elements.dtype} {tuple(elements.shape)}, scales {tuple(scales.shape)} "
+            f"· elements are float8_e4m3fn with {BLOCK} for each scale"
+        )
+    power = torch.where(scales == SCALE_NAN, torch.nan, 0.0).double() + scales.double() - SCALE_BIAS
+    values = elements.double().view(*scales.shape, BLOCK) * torch.exp2(power).unsqueeze(-1)
+    return values.view(elements.shape).to(dtype)
+
+
+def _scaled(x: torch.Tensor, emax: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` in blocks [..., K/32, 32] divided by their scales, and the scales; `emax`: see ELEMENT_EMAX."""
     _check_dtype(x.dtype)
     if x.dim() == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
@@ -54,13 +90,10 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     largest = wide.abs().amax(-1)
     _, exponent = torch.frexp(largest)  # largest = m · 2^exponent with m in [0.5, 1), for subnormals too
-    power = (exponent - 1 - ELEMENT_EMAX).clamp(-SCALE_BIAS, SCALE_BIAS)
+    power = (exponent - 1 - emax).clamp(-SCALE_BIAS, SCALE_BIAS)
     power = torch.where(largest == 0, -SCALE_BIAS, power)
-    codes = _round_to_codes(torch.ldexp(wide, -power.unsqueeze(-1)))
-    finite = largest.isfinite()
-    codes = torch.where(finite.unsqueeze(-1), codes, 0)
-    scales = torch.where(finite, power + SCALE_BIAS, SCALE_NAN).to(torch.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    scales = torch.where(largest.isfinite(), power + SCALE_BIAS, SCALE_NAN).to(torch.uint8)
+    return torch.ldexp(wide, -power.unsqueeze(-1)), scales
 
 
 def check_packed(blocks: torch.Tensor, scales: torch.Tensor) -> None:

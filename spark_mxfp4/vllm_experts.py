@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
 
+from spark_mxfp4 import operator
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
-from spark_mxfp4.registry import Kernel, load
+from spark_mxfp4.registry import Kernel
 
 # Loggers outside the "vllm" tree have no handler in a server.
 logger = init_logger(f"vllm.{__name__}")
@@ -28,6 +31,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layer: Any, kernel: Kernel, mode: str) -> None:
         super().__init__(layer.moe_config)
         _refuse_unsupported(layer)
+        _refuse_unfit(kernel, mode)
+        _enter_in_compile_cache_key(kernel.name, mode)
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
         logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)
@@ -65,13 +70,16 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 set_weight_attrs(parameter, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Give biases the model's dtype; in `dequant` mode replace the packed weights by dense ones."""
+        """Give biases the model's dtype, and the kernel its layout; in `dequant` mode make packed weights dense."""
         for name in PROJECTIONS:
             if hasattr(layer, f"{name}_bias"):
                 replace_parameter(layer, f"{name}_bias", getattr(layer, f"{name}_bias").data.to(self.dtype))
             if self.mode == "dequant":
                 replace_parameter(layer, f"{name}_weight", _dense(layer, name, self.dtype))
                 delattr(layer, f"{name}_weight_scale")
+        weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        if self.mode == "packed":
+            _keep(layer, weights, self.kernel.prepare(weights))
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
@@ -88,46 +96,23 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts_input: torch.Tensor | None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
-        if torch.compiler.is_compiling():  # on CPUs vLLM traces into this method
-            gate_up, down = (_projection(layer, name) for name in PROJECTIONS)
-            name = self.kernel.name
-            opaque: torch.Tensor = _opaque_moe(x, *gate_up, *down, topk_ids, topk_weights, layer.expert_map, name)
-            return opaque
-        weights = self._weights or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
-        return self.kernel.function(x, weights, topk_ids, topk_weights, layer.expert_map)
-
-
-@torch.library.custom_op("spark_mxfp4::moe", mutates_args=())
-def _opaque_moe(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tuples of them)
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scales: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    kernel: str,
-) -> torch.Tensor:
-    """Run a kernel by name as one operator that torch.compile does not look into: which experts are hit is data."""
-    weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
-    return load(kernel).function(x, weights, topk_ids, topk_weights, expert_map)
-
-
-@_opaque_moe.register_fake
-def _opaque_moe_shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
-    return torch.empty_like(x)
+        # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
+        kept = None if torch.compiler.is_compiling() else self._weights
+        weights = kept or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        return operator.run(self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map)
 
 
 def _refuse_unsupported(layer: Any) -> None:
     """Raise NotImplementedError, by name, for what the kernels do not do."""
     moe = layer.moe_config
+    parallel = moe.moe_parallel_config
     refusals = {
         "LoRA (--enable-lora)": moe.is_lora_enabled,
         f"the activation {moe.activation.value!r}": moe.activation != MoEActivation.SWIGLUOAI,
         "router weights applied to the input": layer.apply_router_weight_on_input,
+        # gpt_oss.py's loader gives every rank num_experts // ep_size experts, so the rest would stay empty.
+        f"{moe.num_experts} experts spread over {parallel.ep_size} ranks": parallel.use_ep
+        and moe.num_experts % parallel.ep_size != 0,
     }
     for name, present in refusals.items():
         if present:
@@ -135,6 +120,37 @@ def _refuse_unsupported(layer: Any) -> None:
                 f"spark-mxfp4 cannot serve this model · its kernels do not support {name} · "
                 "leave it out, or use another quantization backend"
             )
+
+
+def _refuse_unfit(kernel: Kernel, mode: str) -> None:
+    """Raise ValueError for a kernel that cannot do what is asked of it: dense weights, or CUDA graphs."""
+    if mode == "dequant" and hasattr(kernel.function, "prepare"):
+        raise ValueError(
+            f"kernel {kernel.name!r} cannot run dense experts · it has its own layout of packed ones · "
+            "set SPARK_MXFP4_MODE=packed"
+        )
+    graphs = get_current_vllm_config().compilation_config.cudagraph_mode
+    held = current_platform.is_cuda() and graphs is not None and graphs.name != "NONE"
+    if held and not getattr(kernel.function, "cuda_graphs", True):
+        raise ValueError(
+            f"kernel {kernel.name!r} cannot be held in CUDA graphs · it waits for the device to learn which experts "
+            "are hit · add --enforce-eager, or set SPARK_MXFP4_KERNEL=triton"
+        )
+
+
+def _enter_in_compile_cache_key(kernel: str, mode: str) -> None:
+    """Tell vLLM's compile cache what a traced graph depends on and the configuration does not show."""
+    extra = get_current_vllm_config().additional_config
+    if isinstance(extra, dict):
+        extra["spark_mxfp4"] = [kernel, mode]
+
+
+def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights) -> None:
+    """Put what the kernel made of the loaded weights in their place; tensors that it left alone stay."""
+    for name, old, new in zip(PROJECTIONS, loaded, prepared, strict=True):
+        for suffix, before, after in zip(("_weight", "_weight_scale", "_bias"), old, new, strict=True):
+            if after is not before and after is not None:
+                replace_parameter(layer, name + suffix, after)
 
 
 def _dense(layer: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:

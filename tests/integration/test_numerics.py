@@ -96,6 +96,27 @@ def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
     assert engine.runs["float32"]["again"] == engine.runs["float32"][""]
 
 
+@pytest.mark.parametrize("way", ["tensor", "expert"])
+def test_two_ranks_together_equal_the_reference(model, reference, tmp_path, way):
+    """Two real processes that share the layers' columns, or the experts; see parallel_engine.py."""
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE)))}
+    command = [
+        sys.executable,
+        HERE / "parallel_engine.py",
+        model,
+        tmp_path / "prompts.json",
+        tmp_path / "out.json",
+        way,
+    ]
+    with (tmp_path / "log").open("wb") as output:
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, cwd=tmp_path, check=False)
+    told = (tmp_path / "log").read_text(errors="replace")
+    assert done.returncode == 0, told[-3000:]
+    assert "Using 'SPARK_TORCH' Mxfp4 MoE backend (packed)." in told
+    check_float32(reference, json.loads((tmp_path / "out.json").read_text()))
+
+
 def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, reference):
     # bfloat16 has 8 bits, so near-equal logits swap and a near-equal router score may take another expert for a token:
     # single logprobs move by some tenths. The mean must not, and each choice must be within rounding of the best.
@@ -121,9 +142,9 @@ GPT_OSS = SimpleNamespace(model_type="gpt_oss")
         ("mxfp4", None, GPT_OSS, False, True),
         ("mxfp4", None, GPT_OSS, True, False),
         ("mxfp4", "mxfp4", GPT_OSS, False, False),
-        ("fp8", "spark-mxfp4", GPT_OSS, False, False),
-        ("mxfp4", "spark-mxfp4", SimpleNamespace(model_type="llama"), False, False),
-        ("mxfp4", "spark-mxfp4", None, False, False),
+        ("fp8", None, GPT_OSS, False, False),
+        ("mxfp4", None, SimpleNamespace(model_type="llama"), False, False),
+        ("mxfp4", None, None, False, False),
     ],
 )
 def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
@@ -153,28 +174,3 @@ def test_the_mode_is_checked_by_name(monkeypatch):
     monkeypatch.setenv("SPARK_MXFP4_MODE", "unpacked")
     with pytest.raises(ValueError, match="SPARK_MXFP4_MODE is 'unpacked' · it must be one of packed, dequant"):
         SparkMxfp4Config.from_config({})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"is_lora_enabled": True}, "LoRA"),
-        ({"activation": "silu"}, "activation 'silu'"),
-        ({"apply_router_weight_on_input": True}, "router weights applied to the input"),
-        ({}, None),
-    ],
-)
-def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    from spark_mxfp4.registry import load
-    from spark_mxfp4.vllm_experts import SparkMxfp4MoEMethod
-
-    facts = {"is_lora_enabled": False, "activation": "swigluoai", "apply_router_weight_on_input": False, **change}
-    config = SimpleNamespace(is_lora_enabled=facts["is_lora_enabled"], activation=MoEActivation(facts["activation"]))
-    layer = SimpleNamespace(moe_config=config, apply_router_weight_on_input=facts["apply_router_weight_on_input"])
-    if message is None:
-        assert SparkMxfp4MoEMethod(layer, load("torch"), "packed").mode == "packed"
-    else:
-        with pytest.raises(NotImplementedError, match=message):
-            SparkMxfp4MoEMethod(layer, load("torch"), "packed")

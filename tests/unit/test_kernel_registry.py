@@ -1,10 +1,12 @@
 """Kernels are found by name, and every way of naming one wrongly is told apart."""
 
+import sys
+
 import pytest
 import torch
 
 from spark_mxfp4 import registry
-from spark_mxfp4.experts import moe
+from spark_mxfp4.experts import ExpertWeights, Projection, moe
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +50,20 @@ def test_own_kernel_runs_and_declares_its_alignment(own_module):
     assert kernel.padded(2880, 2880) == (3072, 2944)
 
 
-def test_triton_is_named_but_not_built():
-    with pytest.raises(NotImplementedError, match="comes with the GPU kernels"):
+def test_triton_prepares_and_restores_weights_and_refuses_those_on_a_cpu():
+    kernel = registry.load("triton")
+    assert (kernel.name, kernel.padded(2880, 96)) == ("triton", (2880, 96))
+    weights = ExpertWeights(*(Projection(torch.zeros(1, 64, 16, dtype=torch.uint8)) for _ in range(2)))
+    with pytest.raises(NotImplementedError, match="cannot run on cpu · it needs an NVIDIA GPU"):
+        kernel.prepare(weights)
+
+
+def test_without_triton_the_kernel_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("spark_mxfp4.kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("spark_mxfp4.kernels", raising=False)
+    with pytest.raises(NotImplementedError, match="install triton"):
         registry.load("triton")
 
 

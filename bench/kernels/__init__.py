@@ -1,0 +1,1 @@
+"""Kernels measured on a GPU: alone, and inside a server."""

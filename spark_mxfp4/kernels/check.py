@@ -1,0 +1,68 @@
+"""Fresh random layers and routings, and a slow mixture of experts in float32, to check and to time kernels with."""
+
+from __future__ import annotations
+
+import torch
+
+from spark_mxfp4.experts import ExpertWeights, Projection, swiglu
+from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
+
+SCALES = (116, 122)  # bytes around 2^-8: sums of 2,880 products then reach the activation's limits, as in gpt-oss
+ROUTINGS = ("even", "uneven", "one")
+
+
+def random_weights(
+    experts: int, hidden: int, intermediate: int, device: str | torch.device = "cuda", *, bias: bool = True
+) -> ExpertWeights:
+    """Return a layer of random bytes, with biases in bfloat16."""
+
+    def projection(rows: int, columns: int) -> Projection:
+        weight = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+        scales = torch.randint(*SCALES, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
+        return Projection(weight, scales, torch.randn(experts, rows, device=device).bfloat16() if bias else None)
+
+    return ExpertWeights(projection(2 * intermediate, hidden), projection(hidden, intermediate))
+
+
+def random_routing(
+    tokens: int, experts: int, top_k: int, kind: str = "even", device: str | torch.device = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids (int32 [T, k]) and shares (float32 [T, k]).
+
+    `even` draws experts alike, `uneven` prefers a few so that others get no token, `one` sends every token to the same.
+    """
+    liking = torch.randn(tokens, experts, device=device)
+    if kind == "uneven":
+        liking += 4 * torch.linspace(1, 0, experts, device=device) ** 6
+    if kind == "one":
+        liking = torch.arange(experts, 0, -1, device=device).float().expand(tokens, experts)
+    ids = liking.topk(top_k, dim=1).indices.int()
+    return ids, torch.softmax(torch.randn(tokens, top_k, device=device), dim=-1)
+
+
+def reference(
+    x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor, local: list[int] | None = None
+) -> torch.Tensor:
+    """Return the layer's output [T, H] in float32 throughout; `local` names the experts that count, default all."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in torch.unique(ids).tolist():
+        if expert < 0 or (local is not None and expert not in local):
+            continue
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        hidden = swiglu(_product(x[token].float(), weights.gate_up, expert))
+        output = _product(hidden, weights.down, expert)
+        total.index_add_(0, token, output * shares[token, place].unsqueeze(-1))
+    return total
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of `wanted`, in float64."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _product(x: torch.Tensor, projection: Projection, expert: int) -> torch.Tensor:
+    weight, scales, bias = projection
+    if scales is None:
+        raise ValueError("the reference wants packed weights · these are dense · pass MXFP4 experts")
+    dense = dequantize(weight[expert].view(*scales.shape[1:], BLOCK_BYTES), scales[expert])
+    return x @ dense.T + (0 if bias is None else bias[expert].float())

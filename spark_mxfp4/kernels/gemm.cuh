@@ -1,0 +1,456 @@
+// Grouped product of MXFP4 weights and bf16 activations for Hopper: weights are the left operand, expanded in registers.
+//
+// A thread block takes one tile of 64·ROW_GROUPS weight rows by up to TOKENS tokens of one expert, walks along the
+// columns, then takes its next tile. One warp brings weights and activations by bulk copies into a ring of STAGES;
+// warpgroups expand 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many
+// warpgroups share a tile's rows and take the columns in turns. Sums are float32; their order depends on the shape only.
+#pragma once
+#include <cuda_bf16.h>
+
+#include "routing.cuh"
+#include "wgmma.cuh"
+
+namespace spark {
+
+constexpr int CHUNK = 64;                           // columns of a chunk
+constexpr int VALUE_BYTES = 64 * CHUNK / 2;         // 64 rows
+constexpr int CHUNK_BYTES = VALUE_BYTES + 64 * 2;   // and a scale for each row and 32 columns
+constexpr int PLANE_BYTES = CHUNK * 2;              // a row's bytes in one plane of activations
+
+struct Gemm {
+  const uint8_t* weight;     // [experts][row tiles][chunks][CHUNK_BYTES], see layout.py
+  const float* bias;         // [experts][row tiles · 64] in the weights' order of rows
+  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]
+  __nv_bfloat16* out;        // SWIGLU: planes [row tiles / 2][rows][PLANE_BYTES]; else [rows][columns]
+  const int4* tiles;
+  const int32_t* tile_count;
+  int chunks, row_tiles, columns;
+  int64_t rows;
+  float alpha, limit;
+  Routing routing;           // of the first product, see first_tile
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(uint32_t bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity) {
+  asm volatile(
+      "{.reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:}"
+      ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// E8M0 byte 2^(s - 127), kept as the exponent of 2^(s - 1) by layout.py, as a pair of equal bf16.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t scales, int byte) {
+  return __byte_perm(scales, 0, byte == 0 ? 0x4040 : 0x4141) << 7;
+}
+
+// Four E2M1 pairs of a word as bf16 pairs times 2^-126: sign, exponent and mantissa bits go where bf16 has them.
+// layout.py orders the bits so that two pairs need one shift and one mask at most, and few shifts go right: a left
+// shift is a multiplication, whose unit has time; masks and right shifts share the unit that limits decoding.
+__device__ __forceinline__ void expand_word(uint32_t q, uint32_t (&pairs)[4]) {
+  constexpr uint32_t ALL = 0x81C081C0, SIGN = 0x80008000, REST = 0x01C001C0;
+  pairs[0] = q & ALL;
+  pairs[1] = (q << 3) & ALL;
+  pairs[2] = ((q << 6) & REST) | ((q << 1) & SIGN);
+  pairs[3] = ((q >> 3) & REST) | ((q << 2) & SIGN);
+}
+
+// This thread's part of 64 x 64 weights: 16 bytes become four A fragments of the matrix instruction.
+__device__ __forceinline__ void expand(const uint8_t* chunk, int thread, uint32_t* a) {
+  const uint4 q = *reinterpret_cast<const uint4*>(chunk + 16 * thread);
+  const uint32_t scales = *reinterpret_cast<const uint16_t*>(chunk + VALUE_BYTES + 2 * (thread >> 1));
+  const uint32_t words[4] = {q.x, q.y, q.z, q.w}, factor[2] = {scale_pair(scales, 0), scale_pair(scales, 1)};
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    uint32_t pairs[4];
+    expand_word(words[step], pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[4 * step + i] = multiply(pairs[i], factor[i & 1]);
+  }
+}
+
+// REGISTERS: what a multiplying thread gets of those that the copying warpgroup gives up; 0 where all keep their share
+// and a single warp copies.
+template <int ROW_GROUPS_, int SPLIT_, int STEP_, int TOKENS_, int STAGES_, int BLOCKS_, int REGISTERS_ = 0>
+struct Shape {
+  static constexpr int ROW_GROUPS = ROW_GROUPS_, SPLIT = SPLIT_, STEP = STEP_, TOKENS = TOKENS_, STAGES = STAGES_;
+  static constexpr int BLOCKS = BLOCKS_, REGISTERS = REGISTERS_;
+  static constexpr int GROUPS = ROW_GROUPS * SPLIT, THREADS = GROUPS * 128 + (REGISTERS ? 128 : 32);
+  static constexpr int CHUNKS = SPLIT * STEP;  // of one stage
+  static constexpr int X_BYTES = CHUNKS * TOKENS * PLANE_BYTES, W_BYTES = ROW_GROUPS * CHUNKS * CHUNK_BYTES;
+  static constexpr int SUM_BYTES = ROW_GROUPS * (SPLIT - 1) * TOKENS * 64 * 4;
+  // With one chunk a step and few warpgroups to cover for each other, the next step's chunk is expanded while this one
+  // is multiplied; with more chunks a step, that happens within the step.
+  static constexpr bool AHEAD = STEP == 1 && GROUPS * BLOCKS < 4;
+  // Activations first: their swizzle wants addresses that are multiples of 1024, for which 1008 bytes are spare.
+  static constexpr int SHARED_BYTES = 1024 + STAGES * (X_BYTES + W_BYTES + 16) + SUM_BYTES;
+};
+
+// ptxas proves the matrix instructions' overlap only where branches are the same for a whole warp; it learns that here.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// The values exist from here on: nothing of their computation is moved behind the fence that follows.
+template <int COUNT>
+__device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
+template <class S>
+struct Ring {
+  uint32_t x, full;
+  const uint8_t* w;
+  int stage = 0, parity = 0;
+  __device__ Ring(uint8_t* base)
+      : x(shared_address(base)), full(shared_address(base + S::STAGES * (S::X_BYTES + S::W_BYTES))),
+        w(base + S::STAGES * S::X_BYTES) {}
+  __device__ uint32_t full_bar() const { return full + 8 * stage; }
+  __device__ uint32_t empty_bar(int of) const { return full + 8 * (S::STAGES + of); }
+  __device__ void next() {
+    if (++stage == S::STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// The matrix instruction's width for a tile's tokens; each is code of its own, so there are fewer of them around 48.
+__device__ __forceinline__ int matrix_tokens(int tokens) {
+  return tokens > 32 && tokens <= 64 ? (tokens + 15) / 16 * 16 : (tokens + 7) / 8 * 8;
+}
+template <int N>
+__host__ __device__ constexpr int next_width() { return N >= 32 && N < 64 ? N + 16 : N + 8; }
+
+struct Tile {
+  int4 tokens;
+  int row_tile;
+};
+
+template <class S>
+__device__ __forceinline__ Tile tile_at(const Gemm& g, int index, int row_blocks) {
+  return {g.tiles[index / row_blocks], index % row_blocks * S::ROW_GROUPS};
+}
+
+// A block's first tile before the kernel that sorts has ended, so that its weights are on their way already: with few
+// pairs each warp finds it among the routing table's entries. False where it cannot, or where there is none.
+template <class S>
+__device__ __forceinline__ bool first_tile(const Gemm& g, int row_blocks, Tile& tile) {
+  Sorted s;
+  if (!sort_few(g.routing, s)) return false;
+  const unsigned mine = __ballot_sync(~0u, s.first && s.tile == static_cast<int>(blockIdx.x) / row_blocks);
+  if (mine == 0) return false;
+  const int owner = __ffs(mine) - 1;
+  tile.tokens.x = __shfl_sync(~0u, s.expert, owner), tile.tokens.y = __shfl_sync(~0u, s.first_row, owner);
+  tile.tokens.z = __shfl_sync(~0u, s.tokens, owner);
+  tile.row_tile = blockIdx.x % row_blocks * S::ROW_GROUPS;
+  return true;
+}
+
+// One tile's copies.
+template <class S>
+struct Copies {
+  const uint8_t *w, *x;
+  int64_t w_stride, x_stride;
+  int chunks, groups, x_bytes;
+  uint64_t once, keep;
+
+  __device__ Copies(const Gemm& g, const Tile& tile, uint64_t once, uint64_t keep)
+      : w_stride(int64_t{g.chunks} * CHUNK_BYTES), x_stride(g.rows * PLANE_BYTES), chunks(g.chunks),
+        groups(min(S::ROW_GROUPS, g.row_tiles - tile.row_tile)),
+        x_bytes(matrix_tokens(tile.tokens.z) * PLANE_BYTES), once(once), keep(keep) {
+    w = g.weight + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile) * w_stride;
+    x = g.x + int64_t{tile.tokens.y} * PLANE_BYTES;
+  }
+  __device__ void weights(const Ring<S>& ring, int chunk) const {
+    const int here = min(S::CHUNKS, chunks - chunk);
+    barrier_expect(ring.full_bar(), here * (groups * CHUNK_BYTES + x_bytes));
+    for (int r = 0; r < groups; ++r)
+      bulk_copy(shared_address(ring.w) + ring.stage * S::W_BYTES + r * S::CHUNKS * CHUNK_BYTES,
+                w + r * w_stride + int64_t{chunk} * CHUNK_BYTES, here * CHUNK_BYTES, ring.full_bar(), once);
+  }
+  __device__ void activations(const Ring<S>& ring, int chunk) const {
+    for (int k = 0; k < min(S::CHUNKS, chunks - chunk); ++k)
+      bulk_copy(ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES, x + (chunk + k) * x_stride, x_bytes,
+                ring.full_bar(), keep);
+  }
+};
+
+// The copying thread's walk over all tiles of this block. `ahead`: `tile` is its first one, known before the kernel
+// before this one has ended; its weights fill the ring until then.
+template <class S>
+__device__ void produce(const Gemm& g, Ring<S> ring, int row_blocks, bool ahead, const Tile& tile) {
+  uint64_t once, keep;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(keep));
+  if (ahead) {
+    const Copies<S> copies(g, tile, once, keep);
+    Ring<S> filled = ring;
+    for (int i = 0; i < S::STAGES && i * S::CHUNKS < g.chunks; ++i, filled.next()) copies.weights(filled, i * S::CHUNKS);
+  }
+  wait_for_previous_kernel();
+  int chunk = 0;
+  if (ahead) {
+    const Copies<S> copies(g, tile, once, keep);
+    for (int i = 0; i < S::STAGES && chunk < g.chunks; ++i, chunk += S::CHUNKS, ring.next())
+      copies.activations(ring, chunk);
+  }
+  const int tile_number = *g.tile_count * row_blocks;
+  for (int index = blockIdx.x; index < tile_number; index += gridDim.x, chunk = 0) {
+    const Copies<S> copies(g, tile_at<S>(g, index, row_blocks), once, keep);
+    for (; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
+      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      copies.weights(ring, chunk);
+      copies.activations(ring, chunk);
+    }
+  }
+}
+
+// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring behind the tile's last chunk.
+template <class S, int N>
+__device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
+  const int thread = threadIdx.x & 127;
+  const bool releases = (threadIdx.x & 31) == 0;
+  const int first_part = split * S::STEP;
+  uint32_t even[16], odd[16];
+  const auto load = [&](uint32_t (&a)[16], int part) {
+    expand(ring.w + ring.stage * S::W_BYTES + (group * S::CHUNKS + part) * CHUNK_BYTES, thread, a);
+  };
+  const auto issue = [&](uint32_t (&a)[16], int part) {
+    const uint64_t b = wgmma_descriptor(ring.x + ring.stage * S::X_BYTES + part * S::TOKENS * PLANE_BYTES);
+    pin(a);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) Wgmma<N>::run(sum, a + 4 * k, b + 2 * k);  // 16 columns are 32 bytes
+    wgmma_commit();
+  };
+  const auto release = [&](int stage) {
+    if (releases) barrier_arrive(ring.empty_bar(stage));
+  };
+  ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
+  if constexpr (!S::AHEAD) {
+    for (int first = 0; first < g.chunks; first += S::CHUNKS) {
+      barrier_wait(ring.full_bar(), ring.parity);
+      if (S::CHUNKS == 1 || first + first_part + S::STEP <= g.chunks) {
+        load(even, first_part);
+#pragma unroll
+        for (int u = 0; u < S::STEP; ++u) {
+          issue(u & 1 ? odd : even, first_part + u);
+          if (u + 1 < S::STEP) load(u & 1 ? even : odd, first_part + u + 1);
+          wgmma_wait<0>();
+        }
+      } else {  // the tile's last step has fewer chunks
+        for (int part = first_part; first + part < g.chunks && part < first_part + S::STEP; ++part) {
+          load(even, part);
+          issue(even, part);
+          wgmma_wait<0>();
+        }
+      }
+      release(ring.stage);
+      ring.next();
+    }
+  } else {
+    const auto step = [&](uint32_t (&now)[16], uint32_t (&then)[16], bool more) {
+      issue(now, first_part);
+      const int stage = ring.stage;
+      ring.next();
+      if (more) {
+        barrier_wait(ring.full_bar(), ring.parity);
+        load(then, first_part);
+      }
+      wgmma_wait<0>();
+      release(stage);
+    };
+    static_assert(S::SPLIT == 1);
+    barrier_wait(ring.full_bar(), ring.parity);
+    load(even, first_part);
+    int chunk = 0;
+    for (; chunk + 2 < g.chunks; chunk += 2) {
+      step(even, odd, true);
+      step(odd, even, true);
+    }
+    if (chunk + 1 < g.chunks) {
+      step(even, odd, true);
+      step(odd, even, false);
+    } else {
+      step(even, odd, false);
+    }
+  }
+}
+
+__device__ __forceinline__ float activation(float gate, float up, const Gemm& g) {
+  gate = gate > g.limit ? g.limit : gate;  // comparisons, not fminf: a NaN stays one
+  up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
+  return __fdividef((up + 1.0f) * gate, 1.0f + __expf(-g.alpha * gate));
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8, tokens 2(l%4) and one more. Rows 0-7 are gates and
+// 8-15 their ups; transposed through registers, each token's eight features leave as 16 bytes.
+template <int N>
+__device__ __forceinline__ void store_swiglu(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
+                                             const float (&bias)[2]) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int row_tile = tile.row_tile + group;
+  const int byte = warp * 32 + (lane & 1) * 16 + (row_tile & 1) * 8 + (lane & 2) * 2;  // routing.cuh's column order
+  uint8_t* plane = reinterpret_cast<uint8_t*>(g.out) + int64_t{row_tile / 2} * g.rows * PLANE_BYTES;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float low = activation(sum[4 * j] + bias[0], sum[4 * j + 2] + bias[1], g);
+    const float high = activation(sum[4 * j + 1] + bias[0], sum[4 * j + 3] + bias[1], g);
+    const uint32_t pair = transpose_8x8(pack(low, high));
+    const int token = 8 * j + lane / 4;
+    uint8_t* to = plane + int64_t{tile.tokens.y + token} * PLANE_BYTES + (byte ^ ((token & 7) << 4));
+    if (token < tile.tokens.z) *reinterpret_cast<uint32_t*>(to) = pair;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void store_plain(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
+                                            const float (&bias)[2]) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int column = (tile.row_tile + group) * 64 + warp * 16 + (lane & 3) * 2;
+  const bool inside = column < g.columns;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const uint32_t low = transpose_8x8(pack(sum[4 * j] + bias[0], sum[4 * j + 1] + bias[0]));
+    const uint32_t high = transpose_8x8(pack(sum[4 * j + 2] + bias[1], sum[4 * j + 3] + bias[1]));
+    const int token = 8 * j + lane / 4;
+    auto* to = reinterpret_cast<uint32_t*>(g.out + int64_t{tile.tokens.y + token} * g.columns + column);
+    if (inside && token < tile.tokens.z) to[0] = low, to[4] = high;
+  }
+}
+
+// Add up the sums of the warpgroups that share rows, always in the same order; true for the one that has the result.
+template <class S, int N>
+__device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int group, int split) {
+  if constexpr (S::SPLIT > 1) {
+    float* shared = sums + group * (S::SPLIT - 1) * S::TOKENS * 64 + (threadIdx.x & 127);
+    if (split > 0) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) shared[((split - 1) * N / 2 + i) * 128] = sum[i];
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+    if (split == 0) {
+      for (int other = 0; other < S::SPLIT - 1; ++other) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) sum[i] += shared[(other * N / 2 + i) * 128];
+      }
+    }
+    named_barrier(1 + group, S::SPLIT * 128);
+  }
+  return split == 0;
+}
+
+template <class S, bool SWIGLU, int N>
+__device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums) {
+  const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
+  const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT;
+  float sum[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) sum[i] = 0;
+  const bool there = tile.row_tile + group < g.row_tiles;
+  const float* from = g.bias + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile + (there ? group : 0)) * 64;
+  const int row = (thread >> 5) * 16 + (thread & 31) / 4;
+  const float bias[2] = {from[row], from[row + 8]};  // before the long loop, to be here after it
+  multiply_tile<S, N>(g, ring, group, split, sum);
+  if (!combine<S, N>(sum, sums, group, split) || !there) return;
+  if constexpr (SWIGLU) {
+    store_swiglu<N>(g, tile, group, sum, bias);
+  } else {
+    store_plain<N>(g, tile, group, sum, bias);
+  }
+}
+
+// The matrix instruction's width is part of its name: choose the code for this tile's number of tokens.
+template <class S, bool SWIGLU, int N>
+__device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, int width) {
+  if constexpr (N >= S::TOKENS) {
+    consume<S, SWIGLU, S::TOKENS>(g, ring, tile, sums);
+  } else {
+    if (width <= N) {
+      consume<S, SWIGLU, N>(g, ring, tile, sums);
+    } else {
+      consume_width<S, SWIGLU, next_width<N>()>(g, ring, tile, sums, width);
+    }
+  }
+}
+
+template <class S, bool SWIGLU>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __grid_constant__ Gemm g) {
+  extern __shared__ uint8_t raw[];
+  uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+  Ring<S> ring(base);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::STAGES; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int row_blocks = (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS;
+  if (uniform(threadIdx.x >> 7) == S::GROUPS) {
+    if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x < S::GROUPS * 128 + 32) {
+      Tile tile{};
+      bool ahead;
+      if constexpr (SWIGLU) {
+        ahead = first_tile<S>(g, row_blocks, tile);
+      } else {  // the tiles were written by the kernel before the one before
+        ahead = static_cast<int>(blockIdx.x) < *g.tile_count * row_blocks;
+        if (ahead) tile = tile_at<S>(g, blockIdx.x, row_blocks);
+      }
+      if (threadIdx.x == S::GROUPS * 128) produce<S>(g, ring, row_blocks, ahead, tile);
+    }
+  } else {
+    if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
+    Tile tile{};
+    bool known = false;
+    if constexpr (SWIGLU) {
+      known = first_tile<S>(g, row_blocks, tile);
+      wait_for_previous_kernel();
+    }  // the second product's multipliers need not wait: what they read comes by copies that did, or was there before
+    let_next_kernel_start();
+    float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
+    int tile_number = -1;
+    for (int index = blockIdx.x;; index += gridDim.x, known = false) {
+      if (!known) {
+        if (tile_number < 0) tile_number = uniform(*g.tile_count) * row_blocks;
+        if (index >= tile_number) break;
+        tile = tile_at<S>(g, index, row_blocks);
+      }
+      tile.tokens.z = uniform(tile.tokens.z);
+      consume_width<S, SWIGLU, 8>(g, ring, tile, sums, matrix_tokens(tile.tokens.z));
+    }
+  }
+}
+
+}  // namespace spark

@@ -1,0 +1,235 @@
+"""The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++, see gemm.cuh and rows.cuh.
+
+Four launches, five for many tokens: sort tokens by expert and bring them in that order, first product with bias and
+activation, second product with bias, weighted sum. Nothing waits for the device, so CUDA graphs hold it, and the same
+inputs give the same bits. Weights are laid out once by `prepare`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.kernels import tuning
+from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack
+
+CAPABILITY = (9, 0)
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
+ROW_MULTIPLE = 8  # each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
+SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
+FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
+MAX_EXPERTS, MAX_TOP_K = 512, 16
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = (
+        ("ids", POINTER), ("map", POINTER), ("ids_are_64_bit", INT), ("pairs", INT), ("top_k", INT), ("experts", INT),
+        ("global_experts", INT), ("tile_tokens", INT), ("row_of_pair", POINTER), ("tiles", POINTER),
+        ("tile_count", POINTER),
+    )  # fmt: skip
+
+
+class _Gather(ctypes.Structure):
+    _fields_ = (("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG))
+
+
+class _Gemm(ctypes.Structure):
+    _fields_ = (
+        ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER), ("tiles", POINTER),
+        ("tile_count", POINTER), ("chunks", INT), ("row_tiles", INT), ("columns", INT), ("rows", LONG),
+        ("alpha", FLOAT), ("limit", FLOAT), ("routing", _Routing),
+    )  # fmt: skip
+
+
+def available(device: torch.device) -> bool:
+    """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
+    return torch.cuda.get_device_capability(device) == CAPABILITY and _compiler() is not None
+
+
+def prepare(weights: ExpertWeights) -> ExpertWeights:
+    """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if that is still to do.
+
+    Raises NotImplementedError where the device is no Hopper GPU, and ValueError for weights that are not packed.
+    """
+    device = weights.down.weight.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        raise NotImplementedError(
+            f"kernel 'hopper' cannot run on {device} · its instructions exist on compute capability 9.0 only · "
+            "set SPARK_MXFP4_KERNEL=triton"
+        )
+    library()
+    return pack(weights)
+
+
+def moe(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum [T, H] of the experts' outputs for bf16 `x` [T, H]; see `experts.moe`.
+
+    `weights` come from `prepare`; `topk_ids` is int32 or int64 [T, k], at most 16 wide.
+    Raises ValueError for other dtypes, shapes and weights.
+    """
+    _check(x, weights, topk_ids)
+    gate_up, down = weights
+    tokens, top_k = topk_ids.shape
+    result = torch.empty_like(x)
+    if topk_ids.numel() == 0:
+        return result
+    shapes = tuning.shapes(torch.cuda.get_device_name(x.device), tokens * top_k, down.weight.shape[0])
+    shares = topk_weights.to(torch.float32).contiguous()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
+    routed.route(stream)
+    planes = gate_up.weight.shape[1] // 2
+    hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
+    output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
+    routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
+    routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
+    _checked(
+        library().spark_reduce(
+            output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
+            tokens, top_k, x.shape[1], stream,
+        )
+    )  # fmt: skip
+    return result
+
+
+class Routed:
+    """One call's sorted rows on the device: which pair has which row, the tiles, and the activations in that order."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        tokens_of_a_tile: int,
+    ) -> None:
+        self.x, self.ids = x.contiguous(), topk_ids.contiguous()
+        self.map = None if expert_map is None else expert_map.to(torch.int32).contiguous()
+        self.experts, self.chunks = weights.gate_up.weight.shape[0], weights.gate_up.weight.shape[2]
+        self.tokens_of_a_tile = tokens_of_a_tile
+        pairs, device = topk_ids.numel(), x.device
+        spare = min(pairs, self.experts)
+        self.rows = -(-(pairs + (ROW_MULTIPLE - 1) * spare) // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.row_of_pair = torch.empty(pairs, dtype=torch.int32, device=device)
+        self.tiles = torch.empty(spare + pairs // tokens_of_a_tile + 1, 4, dtype=torch.int32, device=device)
+        self.tile_count = torch.empty(1, dtype=torch.int32, device=device)
+        self.sorted = torch.empty((self.chunks * self.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def route(self, stream: int) -> None:
+        """Sort the pairs and bring the activations in that order."""
+        vectors = self.chunks * COLUMNS // 8
+        gather = _Gather(self.x.data_ptr(), self.sorted.data_ptr(), self.x.shape[1] // 2, vectors, self.rows)
+        _checked(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
+
+    def _routing(self) -> _Routing:
+        return _Routing(
+            self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
+            self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
+            self.tokens_of_a_tile, self.row_of_pair.data_ptr(), self.tiles.data_ptr(), self.tile_count.data_ptr(),
+        )  # fmt: skip
+
+    def multiply(
+        self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, stream: int, *, swiglu: bool
+    ) -> None:
+        """Run one grouped product with the kernel of number `shape`, from sorted planes `x` into `out`."""
+        weight, _, bias = projection
+        if bias is None:
+            raise ValueError("weights lack their layout · they were not prepared · pass what hopper.prepare returned")
+        gemm = _Gemm(
+            weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.tiles.data_ptr(),
+            self.tile_count.data_ptr(), weight.shape[2], weight.shape[1], 0 if swiglu else out.shape[-1], self.rows,
+            SWIGLU_ALPHA, SWIGLU_LIMIT, self._routing(),
+        )  # fmt: skip
+        _checked(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the kernels, built with nvcc by torch's extension loader when first used, and cached by it.
+
+    Raises NotImplementedError where there is no nvcc.
+    """
+    from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
+
+    if _compiler() is None:
+        raise NotImplementedError(
+            "kernel 'hopper' cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, "
+            "or set SPARK_MXFP4_KERNEL=triton"
+        )
+    path = cpp_extension.load(
+        name="spark_mxfp4_hopper",
+        sources=[str(FOLDER / "moe.cu"), *map(str, sorted((FOLDER / "hopper_units").glob("*.cu")))],
+        extra_cuda_cflags=list(FLAGS),
+        extra_include_paths=[str(FOLDER)],
+        is_python_module=False,
+    )
+    return bind(str(path))
+
+
+def _compiler() -> Path | None:
+    """Return nvcc, by CUDA_HOME or from PATH, as torch's extension loader will find it."""
+    from torch.utils import cpp_extension  # noqa: PLC0415
+
+    homes = (cpp_extension.CUDA_HOME,) if cpp_extension.CUDA_HOME else ()
+    found = [Path(home) / "bin" / "nvcc" for home in homes if (Path(home) / "bin" / "nvcc").exists()]
+    on_path = shutil.which("nvcc")
+    return found[0] if found else Path(on_path) if on_path else None
+
+
+def bind(path: str) -> ctypes.CDLL:
+    """Load the shared library at `path` and declare its functions."""
+    found = ctypes.CDLL(path)
+    found.spark_error.restype = ctypes.c_char_p
+    found.spark_route.argtypes = (POINTER, POINTER, INT, POINTER)
+    found.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
+    found.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
+    return found
+
+
+@cache
+def tile_tokens(shape: int) -> int:
+    """Return how many tokens a tile of kernel number `shape` can have."""
+    return int(library().spark_shape_tokens(shape))
+
+
+def _checked(error: int) -> None:
+    if error:
+        told = library().spark_error(error).decode()
+        raise RuntimeError(f"a kernel could not be started · CUDA says: {told} · run again with CUDA_LAUNCH_BLOCKING=1")
+
+
+def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> None:
+    gate_up, down = weights
+    problems = {
+        f"x is {x.dtype} {tuple(x.shape)}, not bfloat16 [T, H]": x.dtype != torch.bfloat16 or x.dim() != 2,
+        "the weights are not in this kernel's layout": gate_up.weight.dim() != 4 or down.weight.dim() != 4,
+        f"topk_ids are {topk_ids.dtype}": topk_ids.dtype not in (torch.int32, torch.int64),
+        f"top-k is {topk_ids.shape[-1]}, more than {MAX_TOP_K}": topk_ids.shape[-1] > MAX_TOP_K,
+        f"{down.weight.shape[0]} experts are more than {MAX_EXPERTS}": down.weight.shape[0] > MAX_EXPERTS,
+    }
+    if not any(problems.values()):
+        problems = {
+            "the sizes disagree": gate_up.weight.shape[1] // 2 != down.weight.shape[2]
+            or not (gate_up.weight.shape[2] - 1) * COLUMNS < x.shape[1] <= down.weight.shape[1] * ROWS
+            or gate_up.weight.shape[3] != CHUNK_BYTES
+        }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(f"kernel 'hopper' cannot run · {problem} · pass what hopper.prepare returned and bf16 x")
+
+
+moe.prepare = prepare  # type: ignore[attr-defined]

@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 0
+#include "../unit.cuh"

@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 1
+#include "../unit.cuh"

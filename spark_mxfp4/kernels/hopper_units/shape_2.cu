@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 2
+#include "../unit.cuh"

@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 3
+#include "../unit.cuh"

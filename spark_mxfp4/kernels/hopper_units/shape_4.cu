@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 4
+#include "../unit.cuh"

@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 5
+#include "../unit.cuh"

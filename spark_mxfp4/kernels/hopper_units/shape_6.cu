@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 6
+#include "../unit.cuh"

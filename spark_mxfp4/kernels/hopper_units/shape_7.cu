@@ -1,0 +1,2 @@
+#define SPARK_NUMBER 7
+#include "../unit.cuh"

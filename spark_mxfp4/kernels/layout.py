@@ -1,0 +1,148 @@
+"""The order of bytes in which the Hopper kernel wants MXFP4 weights; chosen once at load, and reversible.
+
+64 rows by 64 columns are one chunk of 2176 bytes. Its first 2048 bytes give each of 128 threads 16 bytes: four words,
+one for each step of the matrix instruction. A word's eight nibbles are the thread's A fragment (PTX ISA, wgmma m64k16:
+rows l/4 and l/4 + 8 of its warp's 16, positions 2(l%4), one more, and both plus 8). The order of columns among the
+positions is ours, if the activations have the same: threads with l%4 below 2 get columns 0-31 of the chunk and the
+others 32-63, so that a thread needs one scale a row. The bits lie so that few shifts and masks bring them to where bf16
+has sign, exponent and mantissa. Then come 128 bytes of scales: for each warp, l/4 and half of the columns those of both
+rows.
+
+Gate and up rows, interleaved in gpt-oss, become eight gates and their eight ups in turns: a thread then holds both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.mxfp4 import BLOCK
+
+ROWS = COLUMNS = 64
+VALUE_BYTES = ROWS * COLUMNS // 2
+CHUNK_BYTES = VALUE_BYTES + ROWS * COLUMNS // BLOCK
+# Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; gemm.cuh's expand_word reads them.
+BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
+FACTOR_BIAS = 126  # a scale byte s is kept as s + 126, the exponent of bf16's 2^(s - 1)
+WIDEST = 128  # above this 2^(s - 1) is no bf16; a weight would be 2 or more, up to 12 at 128
+
+
+def pack(weights: ExpertWeights) -> ExpertWeights:
+    """Return both projections in the kernel's order; see `pack_projection`."""
+    return ExpertWeights(pack_projection(weights.gate_up, paired=True), pack_projection(weights.down, paired=False))
+
+
+def fits(weights: ExpertWeights) -> bool:
+    """Tell whether all scales fit the kernel: none above 2^1 and none NaN. Waits for the device."""
+    return all(p.scales is not None and not bool((p.scales > WIDEST).any()) for p in weights)
+
+
+def unpack(packed: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
+    """Undo `pack` for weights of the sizes H and I, to the bit; biases stay float32."""
+    return ExpertWeights(
+        unpack_projection(packed.gate_up, 2 * intermediate, hidden, paired=True),
+        unpack_projection(packed.down, hidden, intermediate, paired=False),
+    )
+
+
+def pack_projection(projection: Projection, *, paired: bool) -> Projection:
+    """Return `projection` (u8 [E, N, K/2], [E, N, K/32]) in the kernel's order, padded with zeros.
+
+    The result has weight u8 [E, row tiles, chunks, 2176], no scales (they are inside) and bias float32
+    [E, row tiles · 64], zeros where there is none. `paired` says that gate and up rows are interleaved; then the
+    number of row tiles is even. Works expert by expert, so the peak is a few experts above the result.
+    Raises ValueError for dense weights, shapes that are no MXFP4, and scales that do not fit.
+    """
+    weight, scales, bias = projection
+    if scales is None or weight.dim() != 3 or scales.shape != (*weight.shape[:2], weight.shape[2] * 2 // BLOCK):
+        raise ValueError(
+            f"cannot lay out weights of shape {tuple(weight.shape)} · the kernel takes MXFP4, u8 [E, N, K/2], "
+            "with scales [E, N, K/32] · keep SPARK_MXFP4_MODE=packed"
+        )
+    experts, rows, half_columns = weight.shape
+    tiles, chunks = _tiles(rows, paired=paired), -(-2 * half_columns // COLUMNS)
+    order = _row_order(rows, tiles, paired=paired).to(weight.device)
+    if bool((scales > WIDEST).any()):
+        raise ValueError(
+            f"cannot lay out these weights · a scale is above 2^{WIDEST - 127} or NaN · use kernels.fused for the layer"
+        )
+    packed = torch.empty(experts, tiles, chunks, CHUNK_BYTES, dtype=torch.uint8, device=weight.device)
+    sums = torch.zeros(experts, tiles * ROWS, dtype=torch.float32, device=weight.device)
+    for expert in range(experts):
+        packed[expert, ..., :VALUE_BYTES] = _pack_values(_padded(weight[expert], chunks * COLUMNS // 2)[order])
+        packed[expert, ..., VALUE_BYTES:] = _pack_scales(_padded(scales[expert] + FACTOR_BIAS, chunks * 2)[order])
+        if bias is not None:
+            sums[expert] = torch.cat([bias[expert].float(), sums.new_zeros(1)])[order]
+    return Projection(packed, None, sums)
+
+
+def unpack_projection(packed: Projection, rows: int, columns: int, *, paired: bool) -> Projection:
+    """Return what `pack_projection` got: u8 [E, rows, columns/2], [E, rows, columns/32], bias float32 [E, rows]."""
+    weight, _, bias = packed
+    if bias is None or weight.dim() != 4:
+        raise ValueError("cannot undo the layout · these weights are not packed · pass what pack_projection returned")
+    order = _row_order(rows, weight.shape[1], paired=paired).to(weight.device)
+    back = torch.argsort(order, stable=True)[:rows]
+    bytes_, own = [], []
+    for expert in weight:
+        bytes_.append(_unpack_values(expert[..., :VALUE_BYTES])[back, : columns // 2])
+        own.append(_unpack_scales(expert[..., VALUE_BYTES:])[back, : columns // BLOCK] - FACTOR_BIAS)
+    return Projection(torch.stack(bytes_), torch.stack(own), bias[:, back])
+
+
+def _tiles(rows: int, *, paired: bool) -> int:
+    """Return the row tiles: an even number of pairs' tiles, because two of them make one chunk of the next product."""
+    return -(-rows // (2 * ROWS)) * 2 if paired else -(-rows // ROWS)
+
+
+def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
+    """Return for each row of the layout the source's row; `rows`, one behind the last, stands for padding."""
+    order = torch.arange(tiles * ROWS)
+    if paired:  # [tile, warp, gate or up, feature] from the source's [tile, warp, feature, gate or up]
+        order = order.view(tiles, 4, 8, 2).transpose(2, 3).reshape(-1)
+    return order.clamp(max=rows)
+
+
+def _padded(matrix: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return u8 [rows, c] with zero columns up to `columns` and one zero row below."""
+    padded = matrix.new_zeros(matrix.shape[0] + 1, columns)
+    padded[:-1, : matrix.shape[1]] = matrix
+    return padded
+
+
+def _pack_values(matrix: torch.Tensor) -> torch.Tensor:
+    """Turn bytes [tiles · 64, chunks · 32] into [tiles, chunks, 2048]."""
+    # Rows are [tile, warp, half, l/4]; columns [chunk, block, step, bit 2, bit 1], and bit 0 the nibble of a byte.
+    source = matrix.view(-1, 4, 2, 8, matrix.shape[1] // 32, 2, 4, 2, 2)
+    source = source.permute(0, 4, 1, 3, 5, 7, 6, 8, 2)  # tile, chunk, warp, l/4, l%4 (block, bit 2), step, bit 1, half
+    words = torch.zeros(source.shape[:7], dtype=torch.int32, device=matrix.device)
+    for pair, bits in enumerate(BITS):
+        codes = source[..., pair // 2, pair % 2].to(torch.int32)
+        for nibble in (0, 1):
+            for position, bit in enumerate(bits):
+                words |= ((codes >> (4 * nibble + 3 - position)) & 1) << (bit + 16 * nibble)
+    return words.view(torch.uint8).reshape(*words.shape[:2], VALUE_BYTES)
+
+
+def _unpack_values(values: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_values`."""
+    tiles, chunks = values.shape[:2]
+    words = values.contiguous().view(torch.int32).view(tiles, chunks, 4, 8, 2, 2, 4)
+    parts = torch.zeros(*words.shape, 2, 2, dtype=torch.int32, device=values.device)
+    for pair, bits in enumerate(BITS):
+        for nibble in (0, 1):
+            for position, bit in enumerate(bits):
+                parts[..., pair // 2, pair % 2] |= ((words >> (bit + 16 * nibble)) & 1) << (4 * nibble + 3 - position)
+    return parts.permute(0, 2, 8, 3, 1, 4, 6, 5, 7).reshape(tiles * ROWS, chunks * 32).to(torch.uint8)
+
+
+def _pack_scales(matrix: torch.Tensor) -> torch.Tensor:
+    """Turn scale bytes [tiles · 64, chunks · 2] into [tiles, chunks, 128]."""
+    source = matrix.view(-1, 4, 2, 8, matrix.shape[1] // 2, 2)
+    return source.permute(0, 4, 1, 3, 5, 2).reshape(source.shape[0], source.shape[4], -1)
+
+
+def _unpack_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_scales`."""
+    tiles, chunks = scales.shape[:2]
+    return scales.reshape(tiles, chunks, 4, 8, 2, 2).permute(0, 2, 5, 3, 1, 4).reshape(tiles * ROWS, chunks * 2)

@@ -1,0 +1,44 @@
+"""Activations to MXFP8 on the GPU: the same bits as `mxfp4.quantize_mxfp8` gives."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spark_mxfp4.mxfp4 import BLOCK
+
+BLOCKS = 64  # of 32 values, that one program converts
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (E4M3 [R, K], E8M0 u8 [R, K/32]) of `x` (bf16 or float32 [R, K], contiguous, K a multiple of 32)."""
+    elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.uint8, device=x.device)
+    quantize[(triton.cdiv(scales.numel(), BLOCKS),)](x, elements, scales, scales.numel(), BLOCKS=BLOCKS)
+    return elements.view(torch.float8_e4m3fn), scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantize(x_ptr, elements_ptr, scales_ptr, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N803
+    """Convert BLOCKS blocks: scale 2^(floor(log2(largest)) - 8), elements to nearest even, at most 448."""
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block.to(tl.int64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + at, mask=(block < blocks)[:, None], other=0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitude, axis=1)
+    # The exponent field is floor(log2) + 127; a subnormal's 0 gives what the lowest scale gives.
+    scale = tl.maximum((largest >> 23) - 8, 0)
+    finite = largest < 0x7F800000
+    # Divide by 2^(scale - 127) in two exact steps: 2^127 and the rest, which a float32 exponent holds.
+    factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.abs(x * factor)
+    bits = tl.minimum(scaled, 448.0).to(tl.int32, bitcast=True)
+    # To nearest even in integers, the same on every GPU: three bits of mantissa, exponent bias 7 instead of 127; and
+    # below 2^-6 multiples of 2^-9, which is how far a float32 near 2^14 resolves.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    code = tl.where(finite[:, None], tl.where(scaled < 0.015625, subnormal, normal) | sign, 0)
+    tl.store(elements_ptr + at, code.to(tl.uint8), mask=(block < blocks)[:, None])
+    tl.store(scales_ptr + block, tl.where(finite, scale, 255).to(tl.uint8), mask=block < blocks)

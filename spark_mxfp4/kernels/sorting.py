@@ -1,0 +1,89 @@
+"""Sorting pairs of token and expert by expert, in Triton; shapes follow from shapes, so nothing waits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+SCAN = 1024  # pairs that one step looks at
+
+
+class Blocks(NamedTuple):
+    """Pairs in blocks of one expert each: `pairs` i32 [blocks · size] (the number of pairs stands for padding) and
+    `experts` i32 [blocks], -1 for blocks that nobody needs."""  # noqa: D205, D209
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    size: int
+
+
+def sort_into_blocks(
+    topk_ids: torch.Tensor, num_experts: int, size: int, expert_map: torch.Tensor | None = None
+) -> Blocks:
+    """Sort the pairs of `topk_ids` (int [T, k]) by local expert into blocks of `size`, tokens in order within each."""
+    count, device = topk_ids.numel(), topk_ids.device
+    blocks = min(count, num_experts) + count // size
+    ids = topk_ids.contiguous()
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    pairs = torch.empty(blocks * size, dtype=torch.int32, device=device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=device)
+    mapped = ids if expert_map is None else expert_map
+    known = 0 if expert_map is None else expert_map.numel()
+    _count[(num_experts,)](ids, mapped, counts, count, known, SCAN=SCAN)
+    padded_experts = triton.next_power_of_2(num_experts)
+    _place[(num_experts,)](
+        ids, mapped, counts, pairs, experts, count, known, num_experts, blocks,
+        SIZE=size, SCAN=SCAN, EXPERTS=padded_experts,
+    )  # fmt: skip
+    return Blocks(pairs, experts, size)
+
+
+@triton.jit
+def local_expert(ids_ptr, map_ptr, pair, count, known):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, D103
+    ids = tl.load(ids_ptr + pair, mask=pair < count, other=-1).to(tl.int32)
+    if known > 0:
+        ids = tl.load(map_ptr + ids, mask=(ids >= 0) & (ids < known), other=-1).to(tl.int32)
+    return ids
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count(ids_ptr, map_ptr, counts_ptr, count, known, SCAN: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    expert = tl.program_id(0)
+    mine = tl.zeros((SCAN,), tl.int32)
+    for first in range(0, count, SCAN):
+        ids = local_expert(ids_ptr, map_ptr, first + tl.arange(0, SCAN), count, known)
+        mine += (ids == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(mine))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0913, PLR0917
+    ids_ptr, map_ptr, counts_ptr, pairs_ptr, experts_ptr, count, known, experts, blocks,  # noqa: ANN001
+    SIZE: tl.constexpr, SCAN: tl.constexpr, EXPERTS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    expert = tl.program_id(0)
+    every = tl.arange(0, EXPERTS)
+    needed = tl.cdiv(tl.load(counts_ptr + every, mask=every < experts, other=0), SIZE)
+    first_block = tl.sum(tl.where(every < expert, needed, 0))
+    own = tl.load(counts_ptr + expert)
+    begin = first_block * SIZE
+    placed = 0
+    for first in range(0, count, SCAN):
+        pair = first + tl.arange(0, SCAN)
+        mine = local_expert(ids_ptr, map_ptr, pair, count, known) == expert
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(pairs_ptr + begin + placed + rank - 1, pair, mask=mine)
+        placed += tl.sum(mine.to(tl.int32))
+    padding = own + tl.arange(0, SIZE)
+    tl.store(
+        pairs_ptr + begin + padding, tl.full((SIZE,), 0, tl.int32) + count, mask=padding < tl.cdiv(own, SIZE) * SIZE
+    )
+    last = tl.cdiv(own, SIZE)
+    for block in range(last):
+        tl.store(experts_ptr + first_block + block, expert)
+    if expert == experts - 1:
+        for block in range(first_block + last, blocks):
+            tl.store(experts_ptr + block, -1)

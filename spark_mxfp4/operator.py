@@ -1,0 +1,61 @@
+"""A kernel as one torch operator, so that torch.compile does not look into it: which experts are hit is data."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from spark_mxfp4 import registry
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.registry import Kernel
+
+
+def run(
+    kernel: Kernel,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `kernel` makes of its arguments (see `experts.moe`); while torch.compile traces, as an operator.
+
+    The operator finds the kernel again by its name, so a traced graph may be stored and used by another process.
+    """
+    if not torch.compiler.is_compiling():
+        return kernel.function(x, weights, topk_ids, topk_weights, expert_map)
+    output: torch.Tensor = moe_operator(
+        x, *weights.gate_up, *weights.down, topk_ids, topk_weights, expert_map, kernel.name
+    )
+    return output
+
+
+@torch.library.custom_op("spark_mxfp4::moe", mutates_args=())
+def moe_operator(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tuples of them)
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor | None,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scales: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    kernel: str,
+) -> torch.Tensor:
+    """Run the kernel of that name: [T, H] → [T, H]; the operator `spark_mxfp4::moe`."""
+    weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
+    output = _load(kernel).function(x, weights, topk_ids, topk_weights, expert_map)
+    return output.clone() if output is x else output  # an operator must not return its input
+
+
+@moe_operator.register_fake
+def _shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@cache
+def _load(name: str) -> Kernel:
+    return registry.load(name)

@@ -1,0 +1,172 @@
+"""The GPU kernels against float32 on fresh random layers, with outputs poisoned, in graphs, and again and again."""
+
+import math
+
+import pytest
+import torch
+
+from spark_mxfp4.experts import ExpertWeights
+from spark_mxfp4.kernels import fused, gpu, hopper
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.mxfp8 import quantize_rows
+from spark_mxfp4.mxfp4 import quantize_mxfp8
+
+pytestmark = pytest.mark.device
+BF16, W4A8 = 0.006, 0.1  # bf16 between the products; E4M3 activations have three bits of mantissa
+TILES = {
+    "triton bf16": fused.Tiles(64, 16, 64, 4, 3),
+    "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True),
+}
+KERNELS = ("hopper", *TILES)
+
+
+def run(kernel, x, weights, ids, shares, expert_map=None):
+    """Run a kernel with memory that holds NaN where it has not written."""
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
+    del poison
+    if kernel in TILES:
+        return fused.moe(x, weights, ids, shares, expert_map, TILES[kernel])
+    return hopper.moe(x, hopper.prepare(weights), ids, shares, expert_map)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    if request.param == "hopper" and not hopper.available(torch.device("cuda")):
+        pytest.skip("no Hopper GPU, or no nvcc, here")
+    return request.param
+
+
+@pytest.mark.parametrize("routing", ["even", "uneven", "one"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 16, 33, 64, 100, 257, 1000, 2048])
+def test_layer_is_right_for_every_routing_and_repeats_to_the_bit(kernel, tokens, routing):
+    weights = random_weights(16, 320, 224)
+    x = torch.randn(tokens, 320, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, 16, 5, routing)
+    got = run(kernel, x, weights, ids, shares)
+    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+    for _ in range(3):
+        assert torch.equal(got, run(kernel, x, weights, ids, shares))
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "top_k"),
+    [(1, 32, 32, 1), (3, 96, 160, 3), (512, 64, 32, 16), (64, 4096, 1536, 8), (32, 2880, 2880, 4)],
+)
+@pytest.mark.parametrize("tokens", [1, 50, 600])
+def test_layer_is_right_for_every_size(kernel, experts, hidden, intermediate, top_k, tokens):
+    weights = random_weights(experts, hidden, intermediate, bias=experts != 3)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, experts, top_k)
+    got = run(kernel, x, weights, ids.long() if tokens == 50 else ids, shares)
+    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 8192])
+def test_gpt_oss_120b_prefill_is_right(kernel, tokens):
+    weights = random_weights(128, 2880, 2880)
+    x = torch.randn(tokens, 2880, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, 128, 4, "uneven")
+    got = run(kernel, x, weights, ids, shares)
+    assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+
+
+@pytest.mark.parametrize("shape", range(8))
+@pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
+def test_every_hopper_shape_is_right(shape, tokens, monkeypatch):
+    if not hopper.available(torch.device("cuda")):
+        pytest.skip("no Hopper GPU, or no nvcc, here")
+    monkeypatch.setattr("spark_mxfp4.kernels.tuning.shapes", lambda *_: (shape, shape))
+    weights = random_weights(8, 352, 288)
+    x = torch.randn(tokens, 352, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, 8, 4, "uneven")
+    assert error(run("hopper", x, weights, ids, shares), reference(x, weights, ids, shares)) < BF16
+
+
+def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):
+    weights = random_weights(10, 128, 96)
+    x = torch.randn(77, 128, device="cuda").bfloat16()
+    ids, shares = random_routing(77, 10, 3)
+    for local in ([0, 2, 4, 6, 8], [9, 7, 5, 3, 1]):
+        expert_map = torch.full((10,), -1, dtype=torch.int32, device="cuda")
+        expert_map[local] = torch.arange(5, dtype=torch.int32, device="cuda")
+        here = ExpertWeights(*(type(p)(*(tensor[local].contiguous() for tensor in p)) for p in weights))
+        got = run(kernel, x, here, ids, shares, expert_map)
+        assert error(got, reference(x, weights, ids, shares, local)) < (W4A8 if "W4A8" in kernel else BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
+    weights = random_weights(16, 320, 224)
+    prepared = hopper.prepare(weights) if kernel == "hopper" else weights
+    x = torch.randn(tokens, 320, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, 16, 4)
+
+    def layer():
+        if kernel == "hopper":
+            return hopper.moe(x, prepared, ids, shares)
+        return fused.moe(x, prepared, ids, shares, tiles=TILES[kernel])
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layer()
+    for routing in ("even", "one", "uneven"):
+        x.copy_(torch.randn_like(x))
+        for old, new in zip((ids, shares), random_routing(tokens, 16, 4, routing), strict=True):
+            old.copy_(new)
+        got.fill_(torch.nan)
+        graph.replay()
+        assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
+
+
+@pytest.mark.parametrize("scale", [0, 1, 128, 129, 254])
+def test_extreme_scales_are_exact(scale):
+    weights = random_weights(4, 64, 64, bias=False)
+    weights.gate_up.scales[:, ::2] = scale  # the gates, of which the activation keeps at most 7
+    weights.gate_up.weight[:, ::2] = 0x11  # 0.5, so that nothing overflows before that
+    x = torch.rand(9, 64, device="cuda").bfloat16() * (2.0**100 if scale < 2 else 1 / 64)  # ups are beyond their limit
+    ids, shares = random_routing(9, 4, 2)
+    got = gpu.moe(x, gpu.prepare(weights), ids, shares)
+    wanted = reference(x, weights, ids, shares)
+    assert torch.isfinite(wanted).all()
+    assert error(got, wanted) < BF16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_stay_with_their_token(kernel, value):
+    weights = random_weights(4, 64, 64)
+    x = torch.randn(40, 64, device="cuda").bfloat16()
+    x[3, 5] = value
+    ids, shares = random_routing(40, 4, 2)
+    got = run(kernel, x, weights, ids, shares)
+    others = torch.arange(40, device="cuda") != 3
+    assert error(got[others], reference(x, weights, ids, shares)[others]) < (W4A8 if "W4A8" in kernel else BF16)
+    if math.isnan(value):
+        assert got[3].isnan().all()
+
+
+def test_scale_255_makes_the_output_nan():
+    weights = random_weights(2, 64, 64)
+    weights.down.scales[1, 7, 0] = 255
+    x = torch.randn(5, 64, device="cuda").bfloat16()
+    ids = torch.tensor([[0], [1], [0], [1], [0]], dtype=torch.int32, device="cuda")
+    got = gpu.moe(x, gpu.prepare(weights), ids, torch.ones(5, 1, device="cuda"))
+    assert got[[1, 3], 7].isnan().all()
+    assert got.isnan().sum() == 2
+
+
+def test_prepare_and_restore_give_back_every_byte():
+    weights = random_weights(3, 2880, 96)
+    for got, wanted in zip(gpu.restore(gpu.prepare(weights), 2880, 96), weights, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_quantise_to_the_reference_bits(dtype):
+    x = torch.cat([torch.randn(512, 320) * 10.0 ** torch.randint(-37, 37, (512, 1)), torch.randn(512, 320)]).to(dtype)
+    x[0, 0], x[1, 40], x[2] = torch.inf, torch.nan, 0
+    x[3] = 2.0**-130
+    elements, scales = quantize_mxfp8(x)
+    got, got_scales = quantize_rows(x.cuda())
+    assert torch.equal(got_scales.cpu(), scales)
+    assert torch.equal(got.view(torch.uint8).cpu(), elements.view(torch.uint8))

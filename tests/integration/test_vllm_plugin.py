@@ -1,0 +1,401 @@
+"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, refusals by name; no server starts."""
+
+import json
+import pickle
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from serve.tiny import config
+from spark_mxfp4 import registry
+from spark_mxfp4.experts import ExpertWeights, Projection, moe
+
+pytestmark = pytest.mark.integration
+TP_SIZES = [1, 2, 4, 8, 16]  # 2880 / 32 = 90 blocks: only 1 and 2 divide them
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 2880, "num_hidden_layers": 1, "num_local_experts": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 2, "experts_per_token": 2,
+}  # fmt: skip
+EXPERTS = "model.layers.0.mlp.experts."
+VOCABULARY = 201088
+# openai/gpt-oss-20b and -120b, config.json.
+OPENAI = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+SIZES = {
+    "20b": {**OPENAI, "num_hidden_layers": 24, "num_local_experts": 32},
+    "120b": {**OPENAI, "num_hidden_layers": 36, "num_local_experts": 128},
+}
+
+
+def configuration(**changes):
+    """Return config.json with other sizes."""
+    merged = {**config(), **changes}
+    kinds = ["sliding_attention", "full_attention"] * merged["num_hidden_layers"]
+    return {**merged, "layer_types": kinds[: merged["num_hidden_layers"]]}
+
+
+def tensors(sizes):
+    """Yield name, shape and whether it holds bytes, for every tensor of a checkpoint of these sizes."""
+    hidden, heads, keys = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    head = sizes["head_dim"]
+    yield "model.embed_tokens.weight", (VOCABULARY, hidden), False
+    for number in range(sizes["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        yield f"{layer}input_layernorm.weight", (hidden,), False
+        yield f"{layer}post_attention_layernorm.weight", (hidden,), False
+        for name, rows in (("q", heads * head), ("k", keys * head), ("v", keys * head)):
+            yield f"{layer}self_attn.{name}_proj.weight", (rows, hidden), False
+            yield f"{layer}self_attn.{name}_proj.bias", (rows,), False
+        yield f"{layer}self_attn.o_proj.weight", (hidden, heads * head), False
+        yield f"{layer}self_attn.o_proj.bias", (hidden,), False
+        yield f"{layer}self_attn.sinks", (heads,), False
+        yield f"{layer}mlp.router.weight", (sizes["num_local_experts"], hidden), False
+        yield f"{layer}mlp.router.bias", (sizes["num_local_experts"],), False
+        yield from experts(f"{layer}mlp.experts.", sizes)
+    yield "model.norm.weight", (hidden,), False
+    yield "lm_head.weight", (VOCABULARY, hidden), False
+
+
+def experts(prefix, sizes):
+    """Yield one layer's experts."""
+    number, hidden, inner = sizes["num_local_experts"], sizes["hidden_size"], sizes["intermediate_size"]
+    for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        yield f"{prefix}{name}_blocks", (number, rows, columns // 32, 16), True
+        yield f"{prefix}{name}_scales", (number, rows, columns // 32), True
+        yield f"{prefix}{name}_bias", (number, rows), False
+
+
+def inner_columns(inner, ranks, rank):
+    """Return which of the intermediate size's columns a tensor-parallel rank gets: whole blocks of 32."""
+    each = -(-inner // 32 // ranks) * 32
+    return slice(min(rank * each, inner), min((rank + 1) * each, inner))
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Set up vLLM's process groups for a world of one; ranks are then faked, for nothing here talks to another rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
+
+    with set_current_vllm_config(VllmConfig()):
+        place = tmp_path_factory.mktemp("group") / "init"
+        parallel_state.init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+    yield parallel_state
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """Return a function: config.json → vLLM's configuration, as the server makes it."""
+
+    def make(changes, **options):
+        from vllm.engine.arg_utils import EngineArgs
+
+        from spark_mxfp4.vllm_plugin import register
+
+        register()
+        (tmp_path / "config.json").write_text(json.dumps(configuration(**changes)))
+        settings = {
+            "quantization": "spark-mxfp4", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512,
+            "enforce_eager": True, **options,
+        }  # fmt: skip
+        return EngineArgs(model=str(tmp_path), **settings).create_engine_config()
+
+    return make
+
+
+@contextmanager
+def as_rank(groups, rank, ranks):
+    """Let this process pass for one of several tensor-parallel (and so expert-parallel) ranks."""
+    faked = [groups._TP, groups._EP]
+    for group in faked:
+        group.rank_in_group, group.world_size = rank, ranks
+    try:
+        yield
+    finally:
+        for group in faked:
+            group.rank_in_group, group.world_size = 0, 1
+
+
+def build(vllm_config, make, device="cpu"):
+    from vllm.config import set_current_vllm_config
+
+    before = torch.get_default_dtype()
+    vllm_config.compilation_config.static_forward_context.clear()  # each faked rank has layers of the same names
+    torch.set_default_dtype(vllm_config.model_config.dtype)
+    try:
+        with set_current_vllm_config(vllm_config), torch.device(device):
+            return make(vllm_config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def whole_model(vllm_config):
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+    return GptOssForCausalLM(vllm_config=vllm_config)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tensor_of_openais_checkpoints_finds_its_place(one_process, configure, size, ranks):
+    vllm_config = configure(SIZES[size], dtype="bfloat16")
+    with as_rank(one_process, ranks - 1, ranks):
+        model = build(vllm_config, whole_model, "meta")
+        sizes = configuration(**SIZES[size])
+        stored = (
+            (name, torch.empty(shape, dtype=torch.uint8 if packed else torch.bfloat16, device="meta"))
+            for name, shape, packed in tensors(sizes)
+        )
+        loaded = model.load_weights(stored)
+    parameters = dict(model.named_parameters())
+    assert loaded == parameters.keys()
+    bits = sum(8 * p.nbytes for name, p in parameters.items() if "w13_weight" in name or "w2_weight" in name)
+    values = 3 * 2880 * 2880 * sizes["num_local_experts"] * sizes["num_hidden_layers"]
+    # 90 blocks in 4 ranks are 23 each: 92.
+    assert bits / values == pytest.approx(4.25 * (92 / 90 / 4 if ranks == 4 else 1))
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """One layer's experts as a checkpoint holds them, and as the reference takes them."""
+    torch.manual_seed(7)
+    made = {}
+    for name, shape, packed in experts(EXPERTS, configuration(**SMALL)):
+        low, high = (119, 123) if name.endswith("_scales") else (0, 256)
+        made[name] = torch.randint(low, high, shape, dtype=torch.uint8) if packed else torch.randn(shape).bfloat16()
+    projections = []
+    for name in ("gate_up_proj", "down_proj"):
+        blocks, scales, bias = (made[f"{EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales", "bias"))
+        projections.append(Projection(blocks.flatten(-2), scales, bias.float()))
+    return SimpleNamespace(tensors=made, weights=ExpertWeights(*projections))
+
+
+def load_layer(vllm_config, stored):
+    """Build the model, let vLLM load and post-process the experts, and return them."""
+    model = build(vllm_config, whole_model)
+    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
+    return model.model.layers[0].mlp.experts.routed_experts
+
+
+def routing(number):
+    torch.manual_seed(11)
+    shares, ids = torch.topk(torch.rand(23, number), 2)
+    return torch.randn(23, 64), ids.int(), shares
+
+
+def partial_output(layer):
+    """Return what this rank adds to the experts' output, by the road that the server takes."""
+    x, ids, shares = routing(4)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.quant_method.apply(layer, x, shares, ids, None, None)
+
+
+@pytest.mark.parametrize("ranks", TP_SIZES)
+def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, configure, stored, ranks):
+    vllm_config = configure(SMALL)
+    x, ids, shares = routing(4)
+    total, width = torch.zeros_like(x), 0
+    for rank in range(ranks):
+        with as_rank(one_process, rank, ranks):
+            layer = load_layer(vllm_config, stored)
+        mine = inner_columns(2880, ranks, rank)
+        width += check_share(layer, stored.weights, mine, rank)
+        total += partial_output(layer)
+    assert width == 2880
+    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+
+
+def check_share(layer, whole, mine, rank):
+    """Compare a rank's parameters with slices of the whole; return how many of the intermediate columns it has."""
+    rows, columns = slice(2 * mine.start, 2 * mine.stop), mine.stop - mine.start
+    wanted = {
+        "w13_weight": whole.gate_up.weight[:, rows],
+        "w13_weight_scale": whole.gate_up.scales[:, rows],
+        "w13_bias": whole.gate_up.bias[:, rows],
+        "w2_weight": whole.down.weight[..., mine.start // 2 : mine.stop // 2],
+        "w2_weight_scale": whole.down.scales[..., mine.start // 32 : mine.stop // 32],
+        "w2_bias": whole.down.bias if rank == 0 else torch.zeros_like(whole.down.bias),  # added once
+    }
+    for name, part in wanted.items():
+        have = getattr(layer, name).data.to(part.dtype, copy=True)
+        inside = tuple(slice(size) for size in part.shape)
+        assert torch.equal(have[inside], part), name
+        have[inside] = 0
+        assert not have.any(), f"{name}: padding is not zero"
+    return columns
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, configure, stored, ranks):
+    vllm_config = configure(SMALL, enable_expert_parallel=True)
+    x, ids, shares = routing(4)
+    total = torch.zeros_like(x)
+    for rank in range(ranks):
+        with as_rank(one_process, rank, ranks):
+            layer = load_layer(vllm_config, stored)
+        here = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[here])
+        assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[here])
+        assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[here])
+        assert layer.expert_map[here].tolist() == list(range(4 // ranks))
+        assert (layer.expert_map == -1).sum() == 4 - 4 // ranks
+        total += partial_output(layer)
+    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def laid_out(monkeypatch, tmp_path):
+    (tmp_path / "vllm_layout_kernels.py").write_text(
+        "from spark_mxfp4.experts import ExpertWeights, moe\n"
+        "def flip(p):\n"
+        "    return p._replace(weight=p.weight.flip(0).unsqueeze(1), scales=p.scales.flip(0))\n"
+        "def odd(x, weights, topk_ids, topk_weights, expert_map=None):\n"
+        "    back = [p._replace(weight=p.weight.squeeze(1).flip(0), scales=p.scales.flip(0)) for p in weights]\n"
+        "    return moe(x, ExpertWeights(*back), topk_ids, topk_weights, expert_map)\n"
+        "odd.prepare = lambda weights: ExpertWeights(*map(flip, weights))\n"
+        "odd.intermediate_alignment = 128\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm_layout_kernels:odd")
+
+
+def test_a_kernels_layout_takes_the_place_of_the_loaded_bytes(one_process, configure, stored, laid_out):
+    vllm_config = configure(SMALL)
+    x, ids, shares = routing(4)
+    total = torch.zeros_like(x)
+    for rank in range(4):  # 720 columns are 736 by whole blocks, and 768 by this kernel's alignment
+        with as_rank(one_process, rank, 4):
+            layer = load_layer(vllm_config, stored)
+        assert layer.w2_weight.shape == (4, 64, 384)
+        total += partial_output(layer)
+        assert layer.w2_weight.shape == (4, 1, 64, 384)
+    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+
+
+def test_the_compile_cache_knows_kernel_and_mode(one_process, configure, stored):
+    vllm_config = configure(SMALL)
+    before = vllm_config.compute_hash()
+    build(vllm_config, whole_model, "meta")
+    assert vllm_config.additional_config["spark_mxfp4"] == ["torch", "packed"]
+    assert vllm_config.compute_hash() != before
+
+
+def test_the_configuration_travels_to_workers(configure):
+    arrived = pickle.loads(pickle.dumps(configure(SMALL).quant_config))  # noqa: S301 (our own bytes)
+    assert (arrived.kernel_name, arrived.mode) == ("torch", "packed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "it is a model of type 'llama', not 'gpt_oss'",
+        ),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quant_method is 'fp8'"),
+        ({"quantization_config": None}, "its experts are not quantized, not 'mxfp4' · convert it by spark_mxfp4.hf"),
+        ({"swiglu_limit": 5.0}, r"swiglu_alpha and swiglu_limit are \(1.702, 5.0\)"),
+    ],
+)
+def test_other_checkpoints_are_refused_by_name(configure, changes, message):
+    with pytest.raises(ValueError, match=message):
+        configure({**SMALL, **changes})
+
+
+def test_an_unknown_kernel_is_refused_before_weights_are_read(configure, monkeypatch):
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "tritn")
+    with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
+        configure(SMALL)
+
+
+def test_lora_is_refused_by_name(one_process, configure):
+    vllm_config = configure(SMALL, enable_lora=True)
+    with pytest.raises(NotImplementedError, match=r"do not support LoRA \(--enable-lora\)"):
+        build(vllm_config, whole_model, "meta")
+
+
+def layer_facts(**changes):
+    facts = {
+        "is_lora_enabled": False, "activation": "swigluoai", "apply_router_weight_on_input": False, "use_ep": False,
+        "ep_size": 1, **changes,
+    }  # fmt: skip
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    moe_config = SimpleNamespace(
+        is_lora_enabled=facts["is_lora_enabled"], activation=MoEActivation(facts["activation"]), num_experts=128,
+        moe_parallel_config=SimpleNamespace(use_ep=facts["use_ep"], ep_size=facts["ep_size"]),
+    )  # fmt: skip
+    return SimpleNamespace(moe_config=moe_config, apply_router_weight_on_input=facts["apply_router_weight_on_input"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"activation": "silu"}, "activation 'silu'"),
+        ({"apply_router_weight_on_input": True}, "router weights applied to the input"),
+        ({"use_ep": True, "ep_size": 3}, "128 experts spread over 3 ranks"),
+        ({"use_ep": True, "ep_size": 4}, None),
+        ({"ep_size": 3}, None),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from spark_mxfp4.vllm_experts import SparkMxfp4MoEMethod
+
+    def make():
+        return SparkMxfp4MoEMethod(layer_facts(**change), registry.load("torch"), "packed")
+
+    with set_current_vllm_config(VllmConfig()):
+        if message is None:
+            assert make().mode == "packed"
+        else:
+            with pytest.raises(NotImplementedError, match=message):
+                make()
+
+
+def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
+    from spark_mxfp4.vllm_experts import _refuse_unfit
+
+    with pytest.raises(ValueError, match="set SPARK_MXFP4_MODE=packed"):
+        _refuse_unfit(registry.load(), "dequant")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "graphs", "refused"),
+    [("torch", "FULL_AND_PIECEWISE", True), ("torch", "NONE", False), ("vllm_layout_kernels:odd", "FULL", False)],
+)
+def test_on_cuda_a_kernel_that_waits_is_refused_in_graphs(monkeypatch, laid_out, kernel, graphs, refused):
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    from spark_mxfp4 import vllm_experts
+
+    monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    vllm_config = VllmConfig()
+    vllm_config.compilation_config = CompilationConfig(cudagraph_mode=graphs)
+    with set_current_vllm_config(vllm_config):
+        if refused:
+            with pytest.raises(ValueError, match=r"cannot be held in CUDA graphs · .* · add --enforce-eager"):
+                vllm_experts._refuse_unfit(registry.load(kernel), "packed")
+        else:
+            vllm_experts._refuse_unfit(registry.load(kernel), "packed")
+
+
+@pytest.mark.parametrize(("cuda", "cpu", "device"), [(True, False, "cuda"), (False, True, "cpu"), (False, False, None)])
+def test_the_platform_chooses_the_kernel_or_is_refused(monkeypatch, cuda, cpu, device):
+    import vllm.platforms
+
+    from spark_mxfp4.vllm_plugin import device_type
+
+    platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: cpu, device_name="xpu")
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    monkeypatch.delenv("SPARK_MXFP4_KERNEL", raising=False)
+    if device is None:
+        with pytest.raises(NotImplementedError, match="cannot run on xpu"):
+            device_type()
+    else:
+        assert registry.chosen_name(device_type()) == {"cuda": "triton", "cpu": "torch"}[device]

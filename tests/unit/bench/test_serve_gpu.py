@@ -1,0 +1,132 @@
+"""The GPU's serving benchmark against a stand-in server: what it counts, what it refuses, what makes a check fail."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from bench.kernels import serve_gpu, tiny_tokens
+from sparkforge.errors import StartFailedError, UsageError
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers completions as vLLM does; `server.chosen` is the token it likes best, `server.seen` what was asked."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body)
+        self.server.now += 1
+        self.server.most = max(self.server.most, self.server.now)
+        self.send_response(200)
+        self.end_headers()
+        if body.get("stream"):
+            events = [{"choices": [{"text": ""}]} for _ in range(body["max_tokens"] - 1)]  # two tokens in one event
+            events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
+            lines = [*(f"data: {json.dumps(event)}" for event in events), "data: [DONE]", ""]
+            self.wfile.write("\n\n".join(lines).encode())
+        else:
+            self.wfile.write(json.dumps({"choices": [self.answer(body)]}).encode())
+        self.server.now -= 1
+
+    def answer(self, body):
+        if "prompt_logprobs" not in body:
+            return {"token_ids": [self.server.chosen] * body["max_tokens"]}
+        best = str(self.server.chosen)
+        return {
+            "prompt_logprobs": [
+                None,
+                *(
+                    {best: {"logprob": -1.0}, **({} if str(t) == best else {str(t): {"logprob": -3.0}})}
+                    for t in body["prompt"][1:]
+                ),
+            ]
+        }
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def server():
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    made.seen, made.chosen, made.now, made.most = [], 7, 0, 0
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_tokens_are_counted_by_the_servers_word_and_requests_kept_in_flight(server):
+    plan = serve_gpu.Plan(10, 8, (3,), 4, 1.0, 0)
+    url = f"http://127.0.0.1:{server.server_port}/v1/completions"
+    found = asyncio.run(serve_gpu._load(url, 3, 12, plan, 8))
+    assert (found["requests"], found["complete"]) == (12, True)
+    assert found["output_tokens_per_s"] == pytest.approx(12 * 8 / found["seconds"], rel=0.02)
+    assert len(server.seen) == 12
+    assert server.most <= 3
+    assert all(len(body["prompt"]) == 10 and body["max_tokens"] == 8 and body["ignore_eos"] for body in server.seen)
+    assert len({tuple(body["prompt"]) for body in server.seen}) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "environment"),
+    [
+        ("spark", "Using 'SPARK_", {}),
+        ("spark:torch", "Using 'SPARK_TORCH'", {"SPARK_MXFP4_KERNEL": "torch"}),
+        ("marlin", "Using 'MARLIN", {}),
+    ],
+)
+def test_backends_are_found_by_name(name, log, environment):
+    found = serve_gpu.backend_of(name)
+    assert (found.log, dict(found.environment)) == (log, environment)
+
+
+@pytest.mark.parametrize("name", ["cutlass", "triton:torch"])
+def test_other_names_are_refused(name):
+    with pytest.raises(UsageError, match="there is no backend"):
+        serve_gpu.backend_of(name)
+
+
+def test_a_server_that_took_another_backend_is_refused(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("INFO Using 'MARLIN' Mxfp4 MoE backend.\n")
+    assert serve_gpu._chosen("marlin", log) == "Using 'MARLIN' Mxfp4 MoE backend."
+    with pytest.raises(StartFailedError, match="did not take spark"):
+        serve_gpu._chosen("spark", log)
+
+
+def test_a_server_that_ends_is_told_with_its_last_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_gpu, "backend_of", lambda _: serve_gpu.Backend(("--no-such-argument",), "x"))
+    plan = serve_gpu.Plan(10, 8, (1,), 1, 60.0, 1)
+    model = tmp_path / "model"
+    model.mkdir()
+    monkeypatch.setattr(serve_gpu.sys, "executable", "/bin/false")
+    with pytest.raises(StartFailedError, match="ended before it was ready"):
+        next(serve_gpu.measure("spark", model, plan, tmp_path / "log"))
+
+
+def client_of(server):
+    return httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}", trust_env=False)
+
+
+def test_the_same_server_passes_its_own_record(server):
+    with client_of(server) as client:
+        recorded = tiny_tokens.record(client, "tiny")
+        found = tiny_tokens.compare(client, "tiny", recorded)
+    assert found["passed"]
+    assert [row["equal_tokens"] for row in found["prompts"]] == [tiny_tokens.GENERATED] * 3
+
+
+def test_a_server_that_prefers_other_tokens_does_not_pass(server):
+    with client_of(server) as client:
+        recorded = tiny_tokens.record(client, "tiny")
+        server.chosen = 8
+        found = tiny_tokens.compare(client, "tiny", recorded)
+    assert not found["passed"]
+    assert [row["equal_tokens"] for row in found["prompts"]] == [0, 0, 0]
+    assert found["prompts"][0]["worst_gap"] == pytest.approx(2.0)

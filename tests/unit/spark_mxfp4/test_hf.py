@@ -1,0 +1,209 @@
+"""Converting a transformers model in place: the same answers, checkpoint names and bytes, refusals by name."""
+
+import pytest
+import torch
+
+from spark_mxfp4 import hf
+from spark_mxfp4.hf_experts import PackedExperts
+from spark_mxfp4.mxfp4 import dequantize, quantize
+
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers]
+
+
+def test_a_converted_model_gives_the_same_logits_and_tokens(model, answer):
+    logits, tokens = answer(model)
+    assert hf.convert_and_replace(model) is model
+    assert all(isinstance(experts, PackedExperts) for experts in experts_of(model))
+    got, again = answer(model)
+    torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-4)
+    assert again == tokens
+
+
+def test_weights_that_mxfp4_does_not_hold_are_rounded_to_their_nearest(make_model, answer):
+    model = make_model(exact=False)
+    wanted = {name: [quantize(w.t()) for w in getattr(experts_of(model)[1], name)] for name in NAMES}
+    rounded = make_model(exact=False)
+    with torch.no_grad():
+        for experts in experts_of(rounded):
+            for name in NAMES:
+                weight = getattr(experts, name)
+                weight.copy_(dequantize(*quantize(weight.transpose(1, 2).contiguous())).transpose(1, 2))
+    before = answer(model)[0]
+    hf.convert_and_replace(model)
+    for name in NAMES:
+        for expert, (blocks, scales) in enumerate(wanted[name]):
+            state = experts_of(model)[1].state_dict()
+            assert torch.equal(state[f"{name}_blocks"][expert], blocks)
+            assert torch.equal(state[f"{name}_scales"][expert], scales)
+    torch.testing.assert_close(answer(model)[0], answer(rounded)[0], rtol=1e-4, atol=1e-4)
+    assert (answer(model)[0] - before).abs().max() > 0.01  # rounding is not free; the test above is not vacuous
+
+
+def test_bfloat16_stays_bfloat16_and_close(make_model, answer):
+    model = make_model(dtype=torch.bfloat16)
+    logits, _ = answer(model)
+    hf.convert_and_replace(model)
+    assert model.lm_head.weight.dtype == experts_of(model)[0].gate_up_proj_bias.dtype == torch.bfloat16
+    assert (answer(model)[0] - logits).abs().mean() < 0.02 * logits.abs().max()
+
+
+def test_state_dict_has_the_checkpoints_names_and_fills_another_model(make_model, answer):
+    first, second = (hf.convert_and_replace(make_model(seed)) for seed in (1, 2))
+    state = first.state_dict()
+    prefix = "model.layers.2.mlp.experts."
+    assert {key.removeprefix(prefix) for key in state if key.startswith(prefix)} == {
+        name + suffix for name in NAMES for suffix in ("_blocks", "_scales", "_bias")
+    }
+    assert state[f"{prefix}gate_up_proj_blocks"].shape == (5, 192, 2, 16)
+    assert state[f"{prefix}down_proj_scales"].shape == (5, 64, 3)
+    assert not torch.allclose(answer(first)[0], answer(second)[0])
+    assert second.load_state_dict(state) == ([], [])
+    assert torch.equal(answer(first)[0], answer(second)[0])
+
+
+@pytest.mark.parametrize("kernel", ["padded_kernel", "laid_out_kernel"])
+def test_a_kernels_own_sizes_and_layout_are_kept_once_and_taken_back(make_model, answer, request, kernel):
+    kernel = request.getfixturevalue(kernel)
+    plain, other = hf.convert_and_replace(make_model()), hf.convert_and_replace(make_model(), kernel)
+    torch.testing.assert_close(answer(plain)[0], answer(other)[0], rtol=1e-5, atol=1e-5)
+    assert experts_of(other)[0].gate_up_proj_blocks.numel() == 0  # not kept twice
+    wanted, got = plain.state_dict(), other.state_dict()
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[key], got[key]) for key in wanted)
+    assert other.load_state_dict(wanted) == ([], [])
+    assert answer(other)[1] == answer(plain)[1]
+    half = other.to(torch.bfloat16)
+    blocks = half.state_dict()["model.layers.0.mlp.experts.gate_up_proj_blocks"]
+    assert torch.equal(blocks, experts_of(plain)[0].gate_up_proj_blocks)
+    assert answer(half)[0].isfinite().all()
+
+
+def test_converting_again_changes_the_kernel_only(model, answer, padded_kernel):
+    _, tokens = answer(hf.convert_and_replace(model))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    hf.convert_and_replace(model, padded_kernel)
+    assert {experts.kernel.name for experts in experts_of(model)} == {padded_kernel}
+    assert answer(model)[1] == tokens
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_an_interrupted_conversion_is_finished_by_the_next(make_model, answer, monkeypatch):
+    wanted, model = answer(hf.convert_and_replace(make_model())), make_model()
+    calls = []
+
+    def interrupted(dense):
+        calls.append(dense)
+        if len(calls) > 15:  # within the second layer: 5 experts, two projections
+            raise KeyboardInterrupt
+        return quantize(dense)
+
+    monkeypatch.setattr(hf, "quantize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hf.convert_and_replace(model)
+    assert [isinstance(experts, PackedExperts) for experts in experts_of(model)] == [True, False, False]
+    monkeypatch.undo()
+    got = answer(hf.convert_and_replace(model))
+    assert torch.equal(got[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("llama", "type 'llama' · it is dense: it has no experts"),
+        ("mixtral", "type 'mixtral' · its experts are not gpt-oss'"),
+        ("module", "type Linear · it is dense"),
+    ],
+)
+def test_other_models_are_refused_by_name(make, message):
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    small = {
+        "vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1,
+    }  # fmt: skip
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**small)),
+        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**small, num_local_experts=2)),
+        "module": lambda: torch.nn.Linear(2, 2),
+    }[make]()
+    with pytest.raises(ValueError, match=message):
+        hf.convert_and_replace(model)
+
+
+def test_a_model_whose_experts_another_library_replaced_is_refused(model):
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.Identity()
+    with pytest.raises(ValueError, match="another library has replaced them"):
+        hf.convert_and_replace(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 40}, r"layers\.0\.mlp\.experts\.down_proj · 40 inputs are no multiple of 32"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit 5.0, the kernels know 1.702 and 7.0"),
+    ],
+)
+def test_what_the_format_or_the_kernels_cannot_hold_is_refused(make_model, changes, message):
+    model = make_model(exact=False, **changes)
+    with pytest.raises(ValueError, match=message):
+        hf.convert_and_replace(model)
+    assert not any(isinstance(experts, PackedExperts) for experts in experts_of(model))
+
+
+def test_weights_that_are_not_finite_are_refused_by_layer_and_expert(model):
+    with torch.no_grad():
+        experts_of(model)[1].down_proj[3, 5, 7] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj · expert 3 holds NaN or infinity"):
+        hf.convert_and_replace(model)
+
+
+def test_offloaded_weights_are_refused_before_anything_is_changed(model):
+    experts_of(model)[2].to("meta")
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts · its weights are offloaded"):
+        hf.convert_and_replace(model)
+    assert not isinstance(experts_of(model)[0], PackedExperts)
+
+
+def test_an_unknown_kernel_is_refused_before_anything_is_changed(model):
+    with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
+        hf.convert_and_replace(model, "tritn")
+    assert not isinstance(experts_of(model)[0], PackedExperts)
+
+
+def test_the_environment_names_the_kernel(model, monkeypatch, padded_kernel):
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", padded_kernel)
+    hf.convert_and_replace(model)
+    assert padded_kernel in repr(experts_of(model)[0])
+
+
+def test_torch_compile_sees_one_operator_a_layer(model, ids):
+    hf.convert_and_replace(model)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 7, 64)
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(mlp, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x)[0], mlp(x)[0])
+    assert sum("spark_mxfp4" in name for name in seen) == 1
+
+
+def test_progress_is_shown_layer_by_layer_and_can_be_turned_off(make_model, capfd):
+    from transformers.utils import logging
+
+    hf.convert_and_replace(make_model())
+    assert "MXFP4 experts: 100%" in capfd.readouterr().err
+    logging.disable_progress_bar()
+    try:
+        hf.convert_and_replace(make_model())
+    finally:
+        logging.enable_progress_bar()
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,95 @@
+"""The Hopper kernel's order of bytes: every byte comes back, and the order is the one that the CUDA source reads."""
+
+import pytest
+import torch
+
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.kernels.layout import CHUNK_BYTES, VALUE_BYTES, fits, pack, pack_projection, unpack, unpack_projection
+from spark_mxfp4.mxfp4 import dequantize
+
+
+def projection(experts, rows, columns, *, bias=True, scales=129):
+    return Projection(
+        torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8),
+        torch.randint(0, scales, (experts, rows, columns // 32), dtype=torch.uint8),
+        torch.randn(experts, rows) if bias else None,
+    )
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 64), (192, 96), (320, 2880), (32, 160)])
+def test_every_byte_comes_back(rows, columns, paired):
+    given = projection(3, rows, columns)
+    packed = pack_projection(given, paired=paired)
+    assert packed.weight.shape[3] == CHUNK_BYTES
+    assert packed.scales is None
+    back = unpack_projection(packed, rows, columns, paired=paired)
+    assert all(torch.equal(a, b) for a, b in zip(back, given, strict=True))
+
+
+def test_a_layer_comes_back():
+    given = ExpertWeights(projection(2, 192, 160), projection(2, 160, 96))
+    back = unpack(pack(given), 160, 96)
+    assert all(torch.equal(a, b) for p, q in zip(back, given, strict=True) for a, b in zip(p, q, strict=True))
+
+
+def as_the_kernel_reads(chunk):
+    """One chunk [2176] as values [64 rows, 64 columns], by gemm.cuh and routing.cuh written out in plain Python."""
+    values = torch.zeros(64, 64)
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    raw = chunk.tolist()
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for step in range(4):
+            at = 16 * thread + 4 * step
+            q = int.from_bytes(bytes(raw[at : at + 4]), "little")
+            shifted = (
+                q & 0x81C081C0, (q << 3) & 0x81C081C0, (q << 6) & 0x01C001C0 | (q << 1) & 0x80008000,
+                (q >> 3) & 0x01C001C0 | (q << 2) & 0x80008000,
+            )  # fmt: skip
+            for pair, word in enumerate(shifted):
+                row = 16 * warp + lane // 4 + 8 * (pair % 2)
+                scale = raw[VALUE_BYTES + 2 * (thread // 2) + pair % 2]
+                for nibble in range(2):
+                    half = (word >> (16 * nibble)) & 0xFFFF
+                    position = 2 * (lane % 4) + 8 * (pair // 2) + nibble
+                    # copy_row: vector 2 * step + position // 8 holds the pairs of columns 8s + 2v + {0, 4, 32, 36}.
+                    column = 8 * step + 2 * (position // 8) + (0, 4, 32, 36)[position % 8 // 2] + nibble
+                    sign = -1 if half & 0x8000 else 1
+                    values[row, column] = sign * magnitudes[(half >> 6) & 7] * 2.0 ** (scale - 126 - 127)
+    return values
+
+
+def test_the_kernel_reads_what_the_format_means():
+    given = projection(1, 64, 128, scales=120)
+    packed = pack_projection(given, paired=False)
+    dense = dequantize(given.weight.unflatten(-1, (-1, 16)), given.scales)[0]
+    got = torch.cat([as_the_kernel_reads(chunk) for chunk in packed.weight[0, 0]], dim=1)
+    assert torch.equal(got, dense)
+
+
+def test_gates_and_ups_lie_eight_rows_apart_and_padding_is_zero():
+    given = projection(1, 64, 64, scales=120)  # 32 gates and their ups: half of the padded rows
+    packed = pack_projection(given, paired=True)
+    assert packed.weight.shape[1] == 2
+    assert not packed.weight[0, 1, :, :VALUE_BYTES].any()
+    assert not packed.bias[0, 64:].any()
+    dense = dequantize(given.weight.unflatten(-1, (-1, 16)), given.scales)[0]
+    got = as_the_kernel_reads(packed.weight[0, 0, 0])
+    for feature in range(32):
+        row = feature // 8 * 16 + feature % 8
+        assert torch.equal(got[row], dense[2 * feature])
+        assert torch.equal(got[row + 8], dense[2 * feature + 1])
+        assert packed.bias[0, row] == given.bias[0, 2 * feature]
+        assert packed.bias[0, row + 8] == given.bias[0, 2 * feature + 1]
+
+
+def test_scales_that_do_not_fit_and_dense_weights_are_refused():
+    good = projection(1, 64, 64)
+    for scale, fine in ((128, True), (129, False), (255, False)):
+        good.scales[0, 3, 1] = scale
+        assert fits(ExpertWeights(good, good)) is fine
+    with pytest.raises(ValueError, match="a scale is above 2\\^1 or NaN"):
+        pack_projection(good, paired=False)
+    with pytest.raises(ValueError, match="takes MXFP4"):
+        pack_projection(Projection(torch.zeros(1, 64, 64)), paired=False)

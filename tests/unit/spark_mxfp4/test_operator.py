@@ -1,0 +1,65 @@
+"""The operator that torch.compile and vLLM's graphs hold: registered rightly, and equal to the kernel."""
+
+import pytest
+import torch
+
+from spark_mxfp4 import operator, registry
+from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.mxfp4 import quantize
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 32, 2
+
+
+def projection(rows, columns):
+    blocks, scales = quantize(torch.randn(EXPERTS, rows, columns))
+    return Projection(blocks.flatten(-2), scales, torch.randn(EXPERTS, rows))
+
+
+@pytest.fixture
+def arguments():
+    torch.manual_seed(4)
+    weights = ExpertWeights(projection(2 * INTERMEDIATE, HIDDEN), projection(HIDDEN, INTERMEDIATE))
+    shares, ids = torch.topk(torch.rand(9, EXPERTS), TOP_K)
+    return torch.randn(9, HIDDEN), weights, ids, shares
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_torch_finds_nothing_wrong_with_it(arguments, mapped):
+    x, weights, ids, shares = arguments
+    expert_map = torch.tensor([-1, 0, 1, -1, 2, 3], dtype=torch.int32) if mapped else None
+    torch.library.opcheck(operator.moe_operator, (x, *weights.gate_up, *weights.down, ids, shares, expert_map, "torch"))
+
+
+def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
+    x, weights, ids, shares = arguments
+    kernel = registry.load("torch")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def layer(x, ids, shares):
+        return 2 * operator.run(kernel, x, weights, ids, shares)
+
+    for tokens in (9, 5, 7, 6):  # sizes that no other axis has
+        part = [tensor[:tokens].clone() for tensor in (x, ids, shares)]
+        torch.testing.assert_close(layer(*part), 2 * moe(part[0], weights, *part[1:]))
+    assert len(graphs) == 1
+
+
+def test_dense_weights_go_through_it_too(arguments):
+    x, _, ids, shares = arguments
+    dense = ExpertWeights(*(Projection(torch.randn(EXPERTS, n, k)) for n, k in ((64, 64), (64, 32))))
+    got = operator.moe_operator(x, *dense.gate_up, *dense.down, ids, shares, None, "torch")
+    assert torch.equal(got, moe(x, dense, ids, shares))
+
+
+def test_a_kernel_that_returns_its_input_is_copied(arguments, tmp_path, monkeypatch):
+    (tmp_path / "lazy_kernels.py").write_text("def same(x, *rest):\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x, weights, ids, shares = arguments
+    got = operator.moe_operator(x, *weights.gate_up, *weights.down, ids, shares, None, "lazy_kernels:same")
+    assert torch.equal(got, x)
+    assert got.data_ptr() != x.data_ptr()
