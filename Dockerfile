@@ -1,0 +1,163 @@
+# Sparkforge's images, from one file: docs/container.md, docs/decisions/0005-images-from-hashes.md.
+#
+#   docker build --tag sparkforge/vllm:spark .                                   for a DGX Spark (linux/arm64)
+#   docker build --build-arg DEVICE=cpu --tag sparkforge/vllm:embedded .         for a machine without a GPU
+#
+# Every input is named by hash: bases by digest (pins.toml), Debian packages and Python packages by sha256 (locks/).
+
+ARG DEVICE=cuda
+# linux/arm64 and linux/amd64. The cpu base has Python 3.11, the cuda base 3.13: the locks are for these.
+ARG BASE_CUDA=debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f
+ARG BASE_CPU=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
+# wheel: upstream's build and FlashInfer's kernels for ARCH. source: vLLM compiled for ARCH too.
+ARG VLLM_FROM=wheel
+
+# Wheels that your package index lacks: --build-context wheels=FOLDER
+FROM scratch AS wheels
+
+FROM ${BASE_CUDA} AS base-cuda
+FROM ${BASE_CPU} AS base-cpu
+
+# ── base: what every later stage and the runtime stand on ────────────────────────────────────────────────────────────
+# hadolint ignore=DL3006
+FROM base-${DEVICE} AS base
+ARG DEVICE
+ARG TARGETARCH
+ARG DEBIAN_MIRROR=
+ARG DEBIAN_SNAPSHOT=
+RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
+    --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
+    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    sh /mnt/install-debs "/mnt/locks/${DEVICE}-runtime-${TARGETARCH}.txt"
+# Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as.
+RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'spark:x:1000:' >> /etc/group \
+    && mkdir -p /models /run/sparkforge /var/cache/sparkforge \
+    && chown 1000:1000 /run/sparkforge /var/cache/sparkforge
+
+# ── toolchain: ./inv with its environment, and the CUDA compiler ─────────────────────────────────────────────────────
+FROM base AS tools
+ARG DEVICE
+ARG TARGETARCH
+ARG DEBIAN_MIRROR
+ARG DEBIAN_SNAPSHOT
+RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
+    --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
+    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    sh /mnt/install-debs "/mnt/locks/${DEVICE}-build-${TARGETARCH}.txt"
+WORKDIR /opt/sparkforge
+COPY sparkforge/bootstrap.py sparkforge/
+COPY locks/tools.txt locks/
+COPY deploy/with-ca deploy/
+ENV UV_LINK_MODE=copy
+RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=secret,id=ca,required=false \
+    deploy/with-ca python3 sparkforge/bootstrap.py /opt/sparkforge
+COPY pins.toml pyproject.toml ./
+COPY locks/*.txt locks/
+COPY deploy/trim.toml deploy/
+COPY patches/ patches/
+COPY sparkforge/ sparkforge/
+COPY forge/ forge/
+
+FROM tools AS toolchain-cpu
+FROM tools AS toolchain-cuda
+RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=secret,id=ca,required=false \
+    deploy/with-ca .venv/bin/python -m forge.rootfs toolchain --device cuda
+# hadolint ignore=DL3006
+FROM toolchain-${DEVICE} AS toolchain
+
+# ── sources and patches: the tree at /opt/venv, from its lock, with the queues in it ─────────────────────────────────
+FROM toolchain AS sources
+ARG DEVICE
+RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=bind,from=wheels,target=/mnt/wheels \
+    --mount=type=secret,id=ca,required=false \
+    PIP_FIND_LINKS=/mnt/wheels deploy/with-ca .venv/bin/python -m forge.rootfs install --device "$DEVICE"
+
+# ── kernels: FlashInfer's modules for gpt-oss, compiled here because nobody publishes them for 12.1a ─────────────────
+FROM sources AS kernels-cpu
+FROM sources AS kernels-cuda
+ARG JOBS=auto
+# `trial` is one small module: it tries the way in a minute, and makes an image that compiles the rest when it starts.
+ARG KERNEL_SET=gpt-oss
+ENV FLASHINFER_CUDA_ARCH_LIST=12.1a FLASHINFER_MOE_SM120_DTYPES=fp8xfp4
+RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=secret,id=ca,required=false \
+    deploy/with-ca .venv/bin/python -m forge.rootfs kernels --device cuda --set "$KERNEL_SET" --jobs "$JOBS"
+# hadolint ignore=DL3006
+FROM kernels-${DEVICE} AS kernels
+
+# ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
+FROM kernels AS vllm-wheel
+FROM kernels AS vllm-source
+ARG JOBS=auto
+RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=secret,id=ca,required=false \
+    deploy/with-ca .venv/bin/python -m forge.rootfs vllm --device cuda --jobs "$JOBS"
+# hadolint ignore=DL3006
+FROM vllm-${VLLM_FROM} AS vllm
+
+# ── audit: the runtime is copied out of this stage, so what fails here never becomes an image ───────────────────────
+FROM vllm AS audit
+ARG DEVICE
+ARG JOBS=auto
+RUN .venv/bin/python -m forge.rootfs finish --device "$DEVICE" --jobs "$JOBS" \
+    && .venv/bin/python -m forge.rootfs verify --device "$DEVICE"
+
+# ── project: our own files, with the same modes whatever the checkout's umask ────────────────────────────────────────
+FROM base AS project
+WORKDIR /opt/sparkforge
+COPY pins.toml LICENSE ./
+COPY deploy/start deploy/bench deploy/
+COPY patches/ patches/
+COPY sparkforge/ sparkforge/
+COPY spark_mxfp4/ spark_mxfp4/
+COPY validate/ validate/
+COPY serve/ serve/
+COPY --from=audit /opt/image.json ./
+RUN chmod -R u=rwX,go=rX . \
+    && sed -n 's/^  "key": "\(.*\)",$/\1/p' image.json > key \
+    && test -s key \
+    && PYTHONHASHSEED=0 python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash .
+
+# ── runtime ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+FROM base AS runtime-any
+COPY --from=audit /opt/venv /opt/venv
+COPY --from=project /opt/sparkforge /opt/sparkforge
+WORKDIR /opt/sparkforge
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/var/cache/sparkforge \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    SPARKFORGE_RUN=/run/sparkforge
+VOLUME ["/var/cache/sparkforge"]
+EXPOSE 8000
+USER 1000:1000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["/opt/venv/bin/python", "-S", "-m", "serve.healthy"]
+ENTRYPOINT ["/usr/bin/tini", "--", "/opt/sparkforge/deploy/start"]
+
+FROM runtime-any AS runtime-cpu
+ENV SPARKFORGE_PROFILE=embedded
+
+FROM runtime-any AS runtime-cuda
+ENV SPARKFORGE_PROFILE=spark \
+    CUDA_HOME=/opt/venv/lib/python3.13/site-packages/nvidia/cu13 \
+    FLASHINFER_CUDA_ARCH_LIST=12.1a \
+    FLASHINFER_MOE_SM120_DTYPES=fp8xfp4 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+# hadolint ignore=DL3006
+FROM runtime-${DEVICE} AS runtime
+ARG DEVICE
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Sparkforge" \
+      org.opencontainers.image.description="vLLM with gpt-oss in MXFP4 for NVIDIA DGX Spark" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.sparkforge.device="${DEVICE}" \
+      org.sparkforge.manifest="/opt/sparkforge/image.json"

@@ -1,0 +1,102 @@
+"""A real Docker engine, and the product's own files run on it unmodified.
+
+`tests/engine/run` starts a private engine (engine.sh) and these tests. What a registry would give comes from
+`ci.yml`, which adds inputs to the build and changes nothing of the services' hardening.
+"""
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from sparkforge.paths import ROOT
+
+HERE = ROOT / "tests/engine"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/engine" in str(item.path):
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(1500))
+
+
+@dataclass
+class Engine:
+    """The engine that DOCKER_HOST names, through the docker command as a user has it."""
+
+    environment: dict
+
+    def docker(self, *words, check=True, env=None, both=False):
+        command = ["docker", *map(str, words)]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**self.environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
+        return done.stdout + done.stderr if both else done.stdout
+
+    def inspect(self, name):
+        return json.loads(self.docker("inspect", name))[0]
+
+
+@pytest.fixture(scope="session")
+def engine():
+    if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine; .ci/run calls tests/engine/run
+        pytest.skip("needs a private Docker engine: sudo tests/engine/run")
+    ca = os.environ.get("PIP_CERT") or "/etc/ssl/certs/ca-certificates.crt"
+    wheels = os.environ.get("CI_WHEELS") or os.environ.get("PIP_FIND_LINKS") or str(HERE)
+    found = Engine({**os.environ, "CI_CA": ca, "CI_WHEELS": wheels, "COMPOSE_PROGRESS": "plain"})
+    found.docker("version")
+    return found
+
+
+@dataclass
+class Project:
+    """A Compose project of our own files plus additions, on ports of its own."""
+
+    engine: Engine
+    files: tuple
+    env: dict
+
+    def compose(self, *words, check=True):
+        files = [word for name in self.files for word in ("-f", ROOT / name)]
+        return self.engine.docker("compose", "-p", "sparkforge-test", *files, *words, env=self.env, check=check)
+
+    def container(self, service="vllm"):
+        return self.compose("ps", "--all", "--quiet", service).strip()
+
+    def state(self, service="vllm"):
+        return self.engine.inspect(self.container(service))["State"]
+
+    def logs(self, service="vllm"):
+        return self.compose("logs", "--no-color", "--no-log-prefix", service)
+
+    def wait_healthy(self, service="vllm", seconds=900):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            state = self.state(service)
+            assert state["Status"] in ("running", "created"), self.logs(service)[-6000:]
+            if state.get("Health", {}).get("Status") == "healthy":
+                return
+            time.sleep(1)
+        pytest.fail(f"{service} is not healthy: {self.state(service)}\n{self.logs(service)[-6000:]}")
+
+
+@pytest.fixture(scope="session")
+def project(engine, tmp_path_factory):
+    key = tmp_path_factory.mktemp("secrets") / "key"
+    models = tmp_path_factory.mktemp("models")
+    env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models), "KEY": str(key)}
+    made = Project(engine, ("docker-compose.yml", "docker-compose.cpu.yml", "tests/engine/ci.yml"), env)
+    if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already
+        made.compose("build", "vllm")
+    yield made
+    made.compose("--profile", "monitor", "--profile", "bench", "down", "--volumes", "--timeout", "20", check=False)

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# A private Docker engine with buildx and Compose, from Debian packages, on a Debian 12 machine without an image registry.
+#
+#   tests/engine/engine.sh start [STORE]   install, start, make the base image; STORE: overlay2 (default) or containerd
+#   tests/engine/engine.sh env             print what a shell needs to use it: eval "$(tests/engine/engine.sh env)"
+#   tests/engine/engine.sh stop            end it and free what it held; the base images stay in the cache
+#
+# Needs root. Nothing here is used by the product: its Dockerfile and Compose files run unmodified. What this supplies is
+# what a registry would: bases that debootstrap makes stand in for the digests (tests/engine/ci.yml).
+set -euo pipefail
+# The machine's own runc and tini: Debian 13's want a newer libc than Debian 12 has.
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/sparkforge/engine
+place=${SPARKFORGE_ENGINE:-/var/tmp/sparkforge-engine}
+root=$cache/root
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' | sed -n 's,/debian/$,,p' | head -n 1)}/debian
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter)
+
+# apt of Debian 13, beside the machine's own: 12's Docker is too old for Compose's `additional_contexts`.
+apt13() {
+    local work=$cache/apt
+    mkdir -p "$work"/{lists/partial,cache/archives/partial,etc}
+    touch "$work/status"
+    echo "deb [signed-by=$keyring] $mirror trixie main" > "$work/etc/sources.list"
+    apt-get -qq -o Dir::State="$work" -o Dir::State::lists="$work/lists" -o Dir::State::status="$work/status" \
+        -o Dir::Cache="$work/cache" -o Dir::Etc="$work/etc" -o Dir::Etc::sourcelist="$work/etc/sources.list" \
+        -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::parts=/dev/null -o Dir::Etc::preferencesparts=/dev/null \
+        -o APT::Sandbox::User=root "$@"
+}
+
+install_engine() {
+    if ! { command -v debootstrap && command -v iptables && command -v runc && command -v tini; } > /dev/null; then
+        apt-get -qq update
+        apt-get -qq install --yes --no-install-recommends debootstrap iptables runc tini > /dev/null
+    fi
+    [ ! -f "$root/.complete" ] || return 0
+    rm -rf "$root"
+    mkdir -p "$root" "$cache/debs"
+    apt13 update
+    (cd "$cache/debs" && rm -f ./*.deb && apt13 download "${packages[@]}")
+    for package in "$cache"/debs/*.deb; do
+        dpkg -x "$package" "$root"
+    done
+    rm -rf "$cache/debs" "$cache/apt"
+    touch "$root/.complete"
+}
+
+# What the official image of a suite holds, made anew: its package set is debootstrap's minbase.
+make_base() {
+    local suite=$1 tarball=$cache/$1.tar
+    [ ! -f "$tarball" ] || return 0
+    local work
+    work=$(mktemp -d "$cache/base.XXXXXX")
+    debootstrap --variant=minbase "$suite" "$work/$suite" "$mirror" > "$cache/debootstrap-$suite.log"
+    rm -rf "$work/$suite"/var/{cache/apt/archives/*.deb,lib/apt/lists/*,log/*}
+    tar --sort=name --numeric-owner -C "$work/$suite" -cf "$tarball.part" .
+    mv "$tarball.part" "$tarball"
+    rm -rf "$work"
+}
+
+start() {
+    local store=${1:-overlay2}
+    install_engine
+    for suite in bookworm trixie; do make_base "$suite"; done
+    mkdir -p "$place"/{data,bin,config/cli-plugins}
+    ln -sf "$(command -v runc)" "$place/bin/runc"
+    ln -sf "$(command -v tini)" "$place/bin/docker-init"
+    ln -sf "$root"/usr/libexec/docker/cli-plugins/* "$place/config/cli-plugins/"
+    # So that the engine takes a GPU reservation: proves the wiring, not a GPU (docs/container.md).
+    printf '#!/bin/sh\nexit 0\n' > "$place/bin/nvidia-container-runtime-hook"
+    chmod +x "$place/bin/nvidia-container-runtime-hook"
+    cat > "$place/daemon.json" <<EOF
+{"data-root": "$place/data", "exec-root": "$place/exec", "pidfile": "$place/docker.pid",
+ "hosts": ["unix://$place/docker.sock"], "log-level": "warn", "bip": "172.28.0.1/24",
+ "features": {"containerd-snapshotter": $([ "$store" = containerd ] && echo true || echo false)},
+ "default-address-pools": [{"base": "172.27.0.0/16", "size": 24}]}
+EOF
+    PATH=$place/bin:$root/usr/bin:$root/usr/sbin:$PATH setsid dockerd --config-file "$place/daemon.json" \
+        > "$place/dockerd.log" 2>&1 < /dev/null &
+    eval "$(environment)"
+    for _ in $(seq 120); do
+        docker version > /dev/null 2>&1 && break
+        sleep 0.5
+    done
+    docker version > /dev/null || { tail -20 "$place/dockerd.log" >&2; exit 1; }
+    for suite in bookworm trixie; do
+        docker image inspect "sparkforge-ci/debian:$suite-slim" > /dev/null 2>&1 \
+            || docker import "$cache/$suite.tar" "sparkforge-ci/debian:$suite-slim" > /dev/null
+    done
+}
+
+environment() {
+    echo "export SPARKFORGE_ENGINE=$place DOCKER_HOST=unix://$place/docker.sock DOCKER_CONFIG=$place/config PATH=$root/usr/bin:\$PATH"
+}
+
+stop() {
+    if [ -f "$place/docker.pid" ]; then
+        local pid
+        pid=$(cat "$place/docker.pid")
+        eval "$(environment)"
+        docker ps -q 2> /dev/null | xargs -r docker stop -t 5 > /dev/null
+        kill "$pid" 2> /dev/null || true
+        for _ in $(seq 60); do kill -0 "$pid" 2> /dev/null || break; sleep 0.5; done
+    fi
+    grep -o " $place[^ ]*" /proc/self/mounts | tac | xargs -r umount -l
+    rm -rf "$place"
+}
+
+case ${1:-} in
+start | stop) "$@" ;;
+env) environment ;;
+*) sed -n '2,7p' "$0" && exit 2 ;;
+esac

@@ -1,0 +1,154 @@
+"""The Dockerfile says what pins.toml says, and brings nothing in that has no hash."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge import debian, pins
+from sparkforge.paths import ROOT
+
+FILES = ("Dockerfile", "Dockerfile.dev")
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+INSTRUCTION = re.compile(r"^([A-Z]+)\s+((?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def instructions(text):
+    """Yield (word, arguments) of a Dockerfile, comments left out, continued lines joined."""
+    plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for word, rest in INSTRUCTION.findall(plain):
+        yield word, rest.replace("\\\n", " ")
+
+
+def arguments(text):
+    return dict(rest.split("=", 1) for word, rest in instructions(text) if word == "ARG" and "=" in rest)
+
+
+@pytest.mark.parametrize(("stack", "argument"), [("spark", "BASE_CUDA"), ("embedded", "BASE_CPU")])
+def test_the_bases_are_those_of_the_pins(stack, argument):
+    base = pins.load().component(stack, "base")
+    assert arguments(TEXT)[argument] == f"{base.image}:{base.version}@{base.digest}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_image_that_is_not_a_stage_has_a_digest(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    stages = {rest.split()[-1] for word, rest in instructions(text) if word == "FROM" and " AS " in rest}
+    images = [rest.split()[0] for word, rest in instructions(text) if word == "FROM"]
+    for image in images:
+        named = re.sub(r"\$\{(\w+)\}", lambda found: arguments(text)[found[1]], image)
+        assert named == "scratch" or named in stages or "@sha256:" in named, named
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_installed_but_by_lock(name):
+    told = " ".join(rest for word, rest in instructions((ROOT / name).read_text(encoding="utf-8")) if word == "RUN")
+    assert not re.search(r"\b(apt-get|apt|curl|wget|git clone|pip install|uv pip|npm)\b", told)
+    assert "sed -i" not in told
+    assert not [word for word, rest in instructions(TEXT) if word == "ADD"]
+
+
+def test_no_frontend_is_pulled():
+    assert not TEXT.startswith("# syntax=")
+
+
+def test_the_runtime_comes_out_of_the_audit():
+    runtime = TEXT.partition("AS runtime-any")[2]
+    copies = [rest for word, rest in instructions(runtime) if word == "COPY"]
+    assert copies
+    assert all("--from=audit" in copy or "--from=project" in copy for copy in copies)
+    project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
+    assert "COPY --from=audit /opt/image.json" in project
+
+
+def test_the_runtime_is_nobody_and_hands_signals_on():
+    last = dict(instructions(TEXT.partition("AS runtime-any")[2]))
+    assert last["USER"] == "1000:1000"
+    assert last["ENTRYPOINT"].startswith('["/usr/bin/tini", "--"')
+    start = (ROOT / "deploy/start").read_text(encoding="utf-8")
+    assert start.strip().splitlines()[-1].startswith("exec ")
+    assert "serve.healthy" in last["HEALTHCHECK"]
+
+
+def test_the_variables_that_kernels_depend_on_are_the_same_when_built_and_when_served():
+    for name in ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_MOE_SM120_DTYPES"):
+        found = re.findall(rf"{name}=(\S+)", TEXT)
+        assert set(found) in ({"12.1a"}, {"fp8xfp4"})
+        assert len(found) == 2
+
+
+@pytest.mark.parametrize("script", ["start", "install-debs", "with-ca", "bench"])
+def test_scripts_are_programs_that_the_shell_can_read(script):
+    path = ROOT / "deploy" / script
+    assert path.stat().st_mode & 0o111
+    assert subprocess.run(["/bin/sh", "-n", path], check=False).returncode == 0
+
+
+def test_with_ca_tells_every_client_only_if_there_is_one(tmp_path):
+    script = (ROOT / "deploy/with-ca").read_text(encoding="utf-8")
+    secret = tmp_path / "ca"
+    secret.write_text("certificate")
+    moved = tmp_path / "with-ca"
+    moved.write_text(script.replace("/run/secrets/ca", str(secret)))
+    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True).stdout
+    assert f"PIP_CERT={secret}" in told
+    assert f"SSL_CERT_FILE={secret}" in told
+    secret.write_text("")
+    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True, env={}).stdout
+    assert "PIP_CERT" not in told
+
+
+def test_every_debian_set_is_locked_for_both_machines_with_all_that_was_asked_for():
+    for each in debian.sets():
+        for machine in debian.ARCHITECTURES:
+            debs = [deb for stage in debian.STAGES[: debian.STAGES.index(each.stage) + 1]
+                    for deb in debian.read(debian.LOCKS / f"{each.device}-{stage}-{machine}.txt")]  # fmt: skip
+            names = {Path(deb.path).name.partition("_")[0] for deb in debs}
+            assert set(each.wanted) <= names
+            assert all(re.fullmatch(r"[0-9a-f]{64}", deb.sha256) for deb in debs)
+            assert all(Path(deb.path).stem.endswith((f"_{machine}", "_all")) for deb in debs)
+
+
+DEBOOTSTRAP = "deb [signed-by=/k] http://mirror.test/debian x main\n# http://snapshot.test/archive/debian/2025/\n"
+OFFICIAL = """Types: deb
+# http://snapshot.test/archive/debian/20250520T000000Z
+URIs: http://mirror.test/debian
+Suites: trixie trixie-updates
+"""
+
+
+@pytest.mark.parametrize("known", ["", OFFICIAL, DEBOOTSTRAP])
+def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(tmp_path, known):
+    lock, helper = tmp_path / "lock.txt", tmp_path / "helper"
+    lock.write_text("# snapshot 20260101T000000Z\n" + "0" * 64 + "  debian/pool/main/t/tini/tini_1_amd64.deb\n")
+    helper.write_text('#!/bin/sh\necho "$5" >> ' + shlex.quote(str(tmp_path / "asked")) + "\nexit 1\n")
+    helper.chmod(0o755)
+    script = (ROOT / "deploy/install-debs").read_text(encoding="utf-8")
+    script = script.replace("/usr/lib/apt/apt-helper", str(helper)).replace("/var/cache/debs", str(tmp_path / "debs"))
+    archives = {"DEBIAN_MIRROR": "http://mirror.test", "DEBIAN_SNAPSHOT": "http://snapshot.test/archive"}
+    if known:
+        (tmp_path / "sources").write_text(known)
+        script, archives = script.replace("/etc/apt/sources.list ", f"{tmp_path}/sources "), {}
+    script = script.replace("/etc/apt/sources.list.d/*", "")
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, "sh", lock],
+        capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"], **archives},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "tini_1_amd64.deb" in done.stderr
+    assert "./inv pins.debian" in done.stderr
+    assert (tmp_path / "asked").read_text().split() == [
+        "http://mirror.test/debian/pool/main/t/tini/tini_1_amd64.deb",
+        "http://snapshot.test/archive/debian/20260101T000000Z/pool/main/t/tini/tini_1_amd64.deb",
+    ]
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    for name in FILES:
+        done = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout

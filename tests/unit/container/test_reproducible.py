@@ -1,0 +1,95 @@
+"""Comparing two OCI archives: equal means every byte, and what differs is named."""
+
+import hashlib
+import io
+import json
+import tarfile
+
+import pytest
+
+from forge import reproducible
+from sparkforge.errors import NotReproducibleError, UsageError
+
+
+def layer(files):
+    """A layer from name → (content, mode, time)."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, (content, mode, time) in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(content), mode, time
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def archive(path, layers, config=b"{}"):
+    blobs = {f"sha256:{hashlib.sha256(blob).hexdigest()}": blob for blob in (*layers, config)}
+    names = list(blobs)
+    manifest = json.dumps(
+        {"config": {"digest": names[-1]}, "layers": [{"digest": name} for name in names[:-1]]}
+    ).encode()
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    index = json.dumps({"manifests": [{"digest": digest}]}).encode()
+    with tarfile.open(path, "w") as tar:
+        for name, data in {**{reproducible._blob(key): blob for key, blob in blobs.items()},
+                           reproducible._blob(digest): manifest, "index.json": index}.items():  # fmt: skip
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+SAME = {"etc/hosts": (b"1", 0o644, 5), "bin/run": (b"code", 0o755, 5)}
+
+
+def test_the_same_bytes_are_identical(tmp_path):
+    pair = [archive(tmp_path / name, [layer(SAME)]) for name in "ab"]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert report["identical"]
+    reproducible.require_identical(report)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({**SAME, "etc/hosts": (b"2", 0o644, 5)}, "layer 0: etc/hosts: content"),
+        ({**SAME, "etc/hosts": (b"1", 0o600, 5)}, "layer 0: etc/hosts: mode 0o644 and 0o600"),
+        ({**SAME, "etc/hosts": (b"1", 0o644, 6)}, "layer 0: etc/hosts: time 5 and 6"),
+        ({**SAME, "var/log/x": (b"", 0o644, 5)}, "layer 0: var/log/x: only in b"),
+    ],
+)
+def test_what_differs_is_named(tmp_path, changed, told):
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(changed)])]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert not report["identical"]
+    report["differing"] = list(reproducible.differing(pair))
+    assert [line for line in report["differing"] if line.startswith(told)]
+    with pytest.raises(NotReproducibleError, match="layers 0 differ"):
+        reproducible.require_identical(report)
+
+
+def test_another_configuration_alone_is_a_difference(tmp_path):
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(SAME)], b'{"os":"linux"}')]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert not report["configurations equal"]
+    with pytest.raises(NotReproducibleError, match="only the configuration"):
+        reproducible.require_identical(report)
+
+
+def test_a_copy_has_the_modes_of_its_umask(tmp_path):
+    reproducible.copy_checkout(tmp_path / "clone", 0o077)
+    assert (tmp_path / "clone/deploy/start").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "clone/pins.toml").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "clone/forge").stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "clone/.git").exists()
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UsageError, match="no device 'gpu'"):
+        reproducible.show("gpu", "runtime", ())
+
+
+def test_the_two_builds_differ_in_everything_that_must_not_matter():
+    first, second = reproducible.BUILDS
+    for key in ("folder", "umask", "zone", "locale", "jobs"):
+        assert getattr(first, key) != getattr(second, key)
