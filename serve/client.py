@@ -23,14 +23,16 @@ def healthy(url: str) -> bool:
         return False
 
 
-def first_token(url: str, model: str, timeout: float) -> str:
+def first_token(url: str, model: str, timeout: float, key: str = "") -> str:
     """Generate one token and return its text. Raises ServerReplyError if none comes within `timeout` seconds.
+
+    `key` is the server's API key, if it has one.
 
     A healthy server can still be unable to generate: kernels compile, and fail, at the first request.
     """
     body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
     try:
-        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False)
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout, headers=_headers(key), trust_env=False)
         reply.raise_for_status()
         usage, choice = reply.json()["usage"], reply.json()["choices"][0]
     except httpx.HTTPStatusError as error:
@@ -52,7 +54,7 @@ def wait_until_serving(url: str, model: str, deadline: float, still_alive: Calla
     return False
 
 
-def chat(url: str, model: str, message: str, max_tokens: int) -> Iterator[str]:
+def chat(url: str, model: str, message: str, max_tokens: int, key: str = "") -> Iterator[str]:
     """Stream the answer to `message` as pieces of text, reasoning included. Raises ServerReplyError."""
     body = {
         "model": model,
@@ -62,7 +64,12 @@ def chat(url: str, model: str, message: str, max_tokens: int) -> Iterator[str]:
     }
     try:
         with httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, timeout=CHAT_TIMEOUT, trust_env=False
+            "POST",
+            f"{url}/v1/chat/completions",
+            json=body,
+            timeout=CHAT_TIMEOUT,
+            headers=_headers(key),
+            trust_env=False,
         ) as reply:
             if reply.is_error:
                 reply.read()
@@ -71,6 +78,10 @@ def chat(url: str, model: str, message: str, max_tokens: int) -> Iterator[str]:
                 yield from _pieces(event)
     except httpx.HTTPError as error:
         raise ServerReplyError("the answer broke off", repr(error), "./inv logs") from error
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.errors import DeviceError, UsageError
+from sparkforge.errors import SparkforgeError, UsageError
 
-EMBEDDED, DOCKER, AUTO = "embedded", "docker", "auto"
+EMBEDDED, DOCKER, DOCKER_CPU, AUTO = "embedded", "docker", "docker-cpu", "auto"
+NAMES = (AUTO, EMBEDDED, DOCKER, DOCKER_CPU)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+PRODUCT = Path("/sys/class/dmi/id/product_name")  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
 
 
 @dataclass(frozen=True)
@@ -19,25 +21,55 @@ class Choice:
     device: str
     why: str
 
+    @property
+    def container(self) -> bool:
+        """Whether it serves in a container."""
+        return self.device in {DOCKER, DOCKER_CPU}
+
 
 def choose(asked: str) -> Choice:
-    """Turn a word into a device. Raises UsageError for an unknown word, DeviceError while `docker` has no path."""
-    if asked == EMBEDDED:
-        return Choice(EMBEDDED, "you asked for it")
-    if asked == DOCKER:
-        raise DeviceError(
-            "the docker device cannot serve yet",
-            "it comes with the container path, which is not built yet",
-            "./inv up --device embedded",
-        )
+    """Turn a word into a device. Raises UsageError for an unknown word."""
+    if asked in {EMBEDDED, DOCKER, DOCKER_CPU}:
+        return Choice(asked, "you asked for it")
     if asked != AUTO:
+        raise UsageError(f"unknown device {asked!r}", f"the devices are {', '.join(NAMES)}", "./inv up --device auto")
+    if missing := _no_spark():
+        return Choice(EMBEDDED, f"{missing}; vLLM's CPU build serves")
+    return _by_engine()
+
+
+def refuse_profile(profile: str) -> None:
+    """Raise UsageError for a serve profile on the embedded device, which has one of its own."""
+    if profile:
         raise UsageError(
-            f"unknown device {asked!r}", "the devices are auto, embedded and docker", "./inv up --device auto"
+            f"--profile {profile} is for containers",
+            "the embedded device has one set of flags, [profiles.embedded] of serve/profiles.toml",
+            f"./inv up --device docker --profile {profile}",
         )
-    return Choice(EMBEDDED, f"{_machine()}; the container path is not built yet, so vLLM's CPU build serves")
 
 
-def _machine() -> str:
-    gpu = "an NVIDIA driver is loaded" if NVIDIA_DRIVER.exists() else "no NVIDIA driver is loaded"
-    docker = "docker is installed" if shutil.which("docker") else "docker is not installed"
-    return f"{gpu}, {docker}"
+def _no_spark() -> str:
+    """Say what this machine lacks to be a Spark or a relative of it; empty if it is one."""
+    if platform.machine() != "aarch64":
+        return f"this machine is {platform.machine()}, a Spark is aarch64"
+    return "" if NVIDIA_DRIVER.exists() else "no NVIDIA driver is loaded"
+
+
+def _by_engine() -> Choice:
+    """Take Docker if its engine can give a container the GPU."""
+    from serve import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    try:
+        with engine.connected() as client:
+            found = engine.read(client)
+            found.require_gpu()
+    except SparkforgeError as error:
+        return Choice(EMBEDDED, f"{error.what} ({error.fix}); until then vLLM's CPU build serves")
+    return Choice(DOCKER, f"this is {_product()} and Docker {found.version} has the GPU by {found.gpu}")
+
+
+def _product() -> str:
+    try:
+        return PRODUCT.read_text(encoding="utf-8").strip() or "an aarch64 machine with an NVIDIA driver"
+    except OSError:
+        return "an aarch64 machine with an NVIDIA driver"

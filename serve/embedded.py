@@ -5,31 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from serve import launch
-from serve.harmony import offline_environment
+from serve import launch, profiles
 from serve.launch import LOOPBACK, Launch
 from serve.record import Server
+from serve.settings import STEADY, TINY_ID
 from sparkforge import paths
 from sparkforge.console import Steps, say
 from sparkforge.errors import ModelError, ValidationFailedError
 from sparkforge.files import write_json
 from sparkforge.process import run
 
-TINY_ID = "tiny-gpt-oss"
-# vLLM 0.32.0's flags for a small machine, each with its reason.
-FLAGS = (
-    "--dtype=bfloat16",  # as the checkpoint's unquantised layers are stored
-    "--quantization=spark-mxfp4",  # stock vLLM has MXFP4 experts on CPUs with AMX only
-    "--max-model-len=4096",  # the KV cache below holds several such sequences
-    "--max-num-seqs=16",
-    "--enforce-eager",  # compiling takes minutes on two cores and gains nothing at this size
-)
+PROFILE = profiles.named("embedded")
+FLAGS = PROFILE.words()
 ENVIRONMENT = {
-    **offline_environment(),  # the model lies on disk; a start must not wait for a network
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default takes half of the memory
-    "VLLM_PLUGINS": "spark_mxfp4",  # ours alone: another installed plugin is an input that nobody pinned
+    **STEADY,
+    **PROFILE.variables(),
     "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
 }
 

@@ -79,6 +79,12 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
 def stop() -> Server:
     """End the running server with all its children and return its record. Raises NotRunningError."""
+    recorded = record.read()
+    if recorded and recorded.container:  # one that has ended is still there, and goes too
+        from serve import docker_device  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+        docker_device.stop(recorded)
+        return recorded
     server = record.running()
     terminate_session(server.pid)
     record.forget()

@@ -24,15 +24,24 @@ MILESTONES = (
 
 def relevant(log: Path, count: int = LINES_SHOWN) -> list[str]:
     """Return up to `count` last lines that explain a failure, without prefixes; the very last ones if none does."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in _read(log).splitlines()]
+    return telling(_read(log), count)
+
+
+def telling(text: str, count: int = LINES_SHOWN) -> list[str]:
+    """Do the same with a log's text."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip() and not line.lstrip().startswith(("File ", "^", "~"))]
-    telling = list(dict.fromkeys(line for line in lines if _EXPLAINS.search(line)))
-    return (telling or lines)[-count:]
+    explaining = list(dict.fromkeys(line for line in lines if _EXPLAINS.search(line)))
+    return (explaining or lines)[-count:]
 
 
 def milestone(log: Path) -> str:
     """Return what a starting server did last, in words; empty if nothing is known yet."""
-    text = _read(log)
+    return reached_in(_read(log))
+
+
+def reached_in(text: str) -> str:
+    """Do the same with a log's text."""
     reached = [(text.rfind(sign), words) for sign, words in MILESTONES if sign in text]
     return max(reached)[1] if reached else ""
 

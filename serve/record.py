@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparkforge import paths
-from sparkforge.errors import NotRunningError
+from sparkforge.errors import NotRunningError, StorageError
 from sparkforge.files import write_json
 from sparkforge.process import started_at
 
 
 @dataclass(frozen=True)
 class Server:
-    """A started server. `started` is its process's start time, since process ids are used again."""
+    """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
+
+    `started` is the process's start time, since process ids are used again. `key_file` holds its API key, if any.
+    """
 
     pid: int
     started: float
@@ -25,6 +28,8 @@ class Server:
     model_id: str
     device: str
     log: str
+    container: str = ""
+    key_file: str = ""
 
     @property
     def url(self) -> str:
@@ -33,8 +38,29 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Tell whether the very process that was started still runs."""
+        """Tell whether the very process or container that was started still runs."""
+        if self.container:
+            from serve import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+            return engine.runs(self.container)
         return started_at(self.pid) == self.started
+
+    @property
+    def key(self) -> str:
+        """The API key that its clients must send; empty if it has none. Raises StorageError for an unreadable file."""
+        if not self.key_file:
+            return ""
+        try:
+            return Path(self.key_file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"cannot read the API key in {self.key_file}", str(error), f"ls -l {self.key_file}"
+            ) from error
+
+    @property
+    def where(self) -> str:
+        """What runs it, in words."""
+        return f"container {self.container[:12]}" if self.container else f"pid {self.pid}"
 
 
 def record_path() -> Path:
@@ -65,7 +91,7 @@ def running() -> Server:
     server = read()
     if server and server.alive:
         return server
-    why = f"its process {server.pid} has ended; its log is {server.log}" if server else "this checkout started none"
+    why = f"its {server.where} has ended; its log: ./inv logs" if server else "this checkout started none"
     raise NotRunningError("no server is running", why, "./inv up")
 
 

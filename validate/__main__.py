@@ -38,6 +38,9 @@ def parser() -> Parser:
     made.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that will serve")
     made.add_argument("--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm as well")
     made.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="and wait that long for them")
+    made.add_argument(
+        "--numerics-seconds", type=float, default=Options.numerics_seconds, help="and that long to compute"
+    )
     made.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
     return made
 
@@ -58,6 +61,7 @@ def validate(told: argparse.Namespace) -> Report:
             python=told.python,
             deep=told.deep,
             deep_seconds=told.deep_seconds,
+            numerics_seconds=told.numerics_seconds,
         ),
     )
 

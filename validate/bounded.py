@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 POLL = 0.01  # seconds between two looks at the child
 
 
@@ -58,6 +60,41 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         return Answer(code, *texts)
+
+
+def watch(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]) -> int | None:
+    """Run `command` with our own stdout and stderr for at most `seconds`; return its exit code, None if time was up.
+
+    What outlives its time, or an exception such as a signal's in this process, is killed with all its descendants.
+    Raises ProbeError if the program cannot be started.
+    """
+    try:
+        child = subprocess.Popen(
+            [str(word) for word in command], stdin=subprocess.DEVNULL, env=env, start_new_session=True
+        )
+    except OSError as error:
+        raise ProbeError(f"cannot run {command[0]}: {error.strerror}") from error
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            if (code := child.poll()) is not None:
+                return code
+            time.sleep(POLL)
+    finally:
+        if child.poll() is None:
+            _kill_tree(child)
+    return None
+
+
+def _kill_tree(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and what it started; probes sit in sessions of their own, so that its session is not enough."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(child.pid)
+        for process in (*root.children(recursive=True), root):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=0.2)
 
 
 def require(answer: Answer, name: str, seconds: float) -> str:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from validate.checks_hardware import gib
-from validate.finding import Check, Judgement, View, failed, judged, passed
-
-DOWNLOAD = (
-    "hf download openai/gpt-oss-120b --local-dir DIR --exclude 'original/*' 'metal/*'   # resumes; "
-    "./inv up for the tiny model"
-)
+from validate.finding import MODEL_FIX, Check, Judgement, View, failed, judged, passed
 
 
 def some(names: list[str]) -> str:
@@ -41,7 +36,7 @@ CHECKS = (
         "Every shard of the index is there and whole, and so are the tokenizer's files.",
         ("model.shards_missing", "model.shards_damaged", "model.files_missing", "model.weight_bytes"),
         model_files,
-        DOWNLOAD,
+        MODEL_FIX,
     ),
     Check(
         "model-format",

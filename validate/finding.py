@@ -10,6 +10,7 @@ from enum import StrEnum
 from validate.facts import Fact, Facts, Value
 
 DOC = "docs/validation.md"
+MODEL_FIX = "./inv model.fetch openai/gpt-oss-120b   # resumes; a whole folder is named by --model DIR"
 
 
 class Status(StrEnum):
@@ -31,7 +32,14 @@ class Judgement:
 
 
 class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
-    """A check needs a fact that is not known, or that is of another type than it can be."""
+    """A check needs a fact that is not known, or that is of another type than it can be.
+
+    `fix` is the next command where the fact's own absence has one, whatever the check is about.
+    """
+
+    def __init__(self, why: str, fix: str = "") -> None:
+        super().__init__(why)
+        self.fix = fix
 
 
 class View:
@@ -84,7 +92,8 @@ class View:
         if fact is None:
             raise FactMissing(f"{name} is not on the sheet")
         if fact.error is not None:
-            raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})")
+            fix = MODEL_FIX if name.startswith("model.") else ""
+            raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})", fix)
         return fact
 
     def _known(self, name: str) -> Value:
@@ -110,8 +119,8 @@ class Check:
 
     @property
     def deep(self) -> bool:
-        """Whether torch and vllm must be asked."""
-        return any(name.startswith("deep.") for name in self.needs)
+        """Whether torch and vllm must be asked, in a child process of their own."""
+        return any(name.startswith(("deep.", "numerics.")) for name in self.needs)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
     try:
         judgement = check.judge(View(facts))
     except FactMissing as error:
-        judgement = Judgement(Status.FAIL, f"cannot be judged: {error}")
+        judgement = Judgement(Status.FAIL, f"cannot be judged: {error}", error.fix)
     except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
         judgement = Judgement(
             Status.FAIL,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from sparkforge.errors import SparkforgeError, ValidationFailedError, ValidationIncompleteError
-from validate import checkpoint, deep, facts, gpu, machine, software
+from validate import checkpoint, deep, facts, gpu, machine, numerics, software
 from validate.checks import CHECKS
 from validate.facts import Fact, Facts
 from validate.finding import Check, Finding, Status, evaluate, skipped
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """All that a validation found. `seconds` has `facts`, `deep` and `checks`."""
+    """All that a validation found. `seconds` has `facts`, `deep`, `numerics` and `checks`."""
 
     profile: str
     verdict: Verdict
@@ -77,14 +77,18 @@ def run(profile: str, options: Options) -> Report:
     begun = time.monotonic()
     found: dict[str, Fact] = facts.gather(scene, GROUPS)
     shallow = time.monotonic()
-    if options.deep and any(CHECKS[name].deep for name in (*chosen.required, *chosen.advised)):
+    if options.deep and _asks(chosen, "deep."):
         found |= deep.gather(scene)
     deepened = time.monotonic()
+    if options.deep and _asks(chosen, "numerics."):
+        found |= numerics.gather(scene)
+    computed = time.monotonic()
     findings = tuple(_judge(chosen, found, with_deep=options.deep))
     seconds = {
         "facts": shallow - begun,
         "deep": deepened - shallow,
-        "checks": time.monotonic() - deepened,
+        "numerics": computed - deepened,
+        "checks": time.monotonic() - computed,
     }
     return _report(chosen, findings, found, seconds, "this machine")
 
@@ -94,7 +98,14 @@ def rehearse(profile: str, sheet: Facts, origin: str) -> Report:
     chosen = named(profile)
     begun = time.monotonic()
     findings = tuple(_judge(chosen, sheet, with_deep=True))
-    return _report(chosen, findings, sheet, {"facts": 0.0, "deep": 0.0, "checks": time.monotonic() - begun}, origin)
+    seconds = {"facts": 0.0, "deep": 0.0, "numerics": 0.0, "checks": time.monotonic() - begun}
+    return _report(chosen, findings, sheet, seconds, origin)
+
+
+def _asks(profile: Profile, kind: str) -> bool:
+    """Whether a check of the profile needs a fact whose name begins with `kind`."""
+    names = (*profile.required, *profile.advised)
+    return any(need.startswith(kind) for name in names for need in CHECKS[name].needs)
 
 
 def _judge(profile: Profile, found: Facts, *, with_deep: bool) -> list[Finding]:

@@ -61,6 +61,7 @@ class Options:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     deep: bool = True
     deep_seconds: float = 240.0
+    numerics_seconds: float = 180.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ JOURNALS = ".sparkforge-patches.*.d/journal.json"  # there while a patch run is 
 PLUGIN_GROUP = "vllm.general_plugins"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
+AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (flashinfer/jit/env.py, FLASHINFER_AOT_DIR)
 LIBRARY_DIRECTORIES = ("/usr/lib/aarch64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64")
 
 
@@ -191,8 +193,12 @@ def flashinfer_cache(scene: Scene) -> str:
 
 
 def cached_modules(scene: Scene) -> list[str]:
-    """Names of FlashInfer modules whose shared library lies in the cache; empty if the cache is not there."""
-    return sorted(path.stem for path in Path(flashinfer_cache(scene)).glob("*/*.so") if path.parent.name == path.stem)
+    """Names of FlashInfer modules whose shared library lies ready: in the cache, or ahead of time in the package."""
+    places = [Path(flashinfer_cache(scene))]
+    with suppress(ProbeError):
+        places.append(scene.package_directory("flashinfer") / AHEAD_OF_TIME)
+    found = {path.stem for place in places for path in place.glob("*/*.so") if path.parent.name == path.stem}
+    return sorted(found)
 
 
 def _record(key: str) -> Reading:
@@ -207,7 +213,9 @@ READINGS = (
     Reading("flashinfer.version", "package metadata", lambda scene: scene.version("flashinfer-python")),
     Reading("flashinfer.required", "vllm's Requires-Dist", lambda scene: required_version(scene, "flashinfer-python")),
     Reading("flashinfer.cache_directory", "FLASHINFER_WORKSPACE_BASE, FLASHINFER_CUDA_ARCH_LIST", flashinfer_cache),
-    Reading("flashinfer.cached_modules", "files under flashinfer.cache_directory", cached_modules),
+    Reading(
+        "flashinfer.cached_modules", "files under flashinfer.cache_directory and flashinfer/data/aot", cached_modules
+    ),
     Reading("cudnn.version", "package metadata of nvidia-cudnn-cu13, or libcudnn.so.*", cudnn_version),
     Reading("cuda.runtime_version", "package metadata of nvidia-cuda-runtime, or version.json", cuda_runtime_version),
     Reading("jit.nvcc", "CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda", nvcc_path),

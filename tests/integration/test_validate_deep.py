@@ -16,7 +16,9 @@ from forge import patch
 from forge.tree import record_name, store_name
 from serve import tiny
 from sparkforge.paths import ROOT
-from validate import Options, deep
+from validate import Options, deep, numerics
+from validate.checks import CHECKS
+from validate.finding import Status, evaluate
 from validate.scene import Scene
 
 pytestmark = pytest.mark.integration
@@ -128,3 +130,83 @@ def test_argument_that_vllm_does_not_know_is_an_unknown_fact(model, trees):
     facts = told(model, trees["upstream"], args=("--no-such-option",))
     assert facts["deep.moe_backend"].value is None
     assert facts["deep.moe_backend"].error.startswith("SystemExit")
+
+
+# FlashInfer's doors that vLLM's MXFP8 x MXFP4 experts go through, in plain torch. Scales stay in rows: swizzling them
+# is the kernel's own affair. Tested is everything before: selection, weights, scales, biases, quantized input.
+COMPUTING = {
+    "__init__.py": """
+import torch
+torch.accelerator.empty_cache = lambda: None  # vLLM empties the cache of a device that this torch does not have
+def fp4_quantize(): ...
+def nvfp4_block_scale_interleave(): ...
+def block_scale_interleave(scales): return scales
+def mxfp8_quantize(x, **_):
+    blocks = x.float().unflatten(-1, (-1, 32))
+    scale = torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))) - 8)
+    return (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
+""",
+    "fused_moe/core.py": """
+class ActivationType:
+    Swiglu = Geglu = GegluTanh = Relu2 = Silu = Gelu = Identity = 3
+""",
+    "fused_moe/__init__.py": """
+import torch
+E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
+def trtllm_fp4_block_scale_moe(): ...
+def unpack(blocks, scales):
+    blocks, scales = blocks.view(torch.uint8).long(), scales.view(torch.uint8).float()
+    values = torch.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], -1).flatten(-2)
+    return values * torch.exp2(scales - 127).repeat_interleave(32, -1)
+def cutlass_fused_moe(*, input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights,
+                      fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, output,
+                      quant_scales, input_sf, use_mxfp8_act_scaling, **_):
+    assert use_mxfp8_act_scaling and input.dtype == torch.float8_e4m3fn
+    x = (input.float().unflatten(-1, (-1, 32)) * input_sf.view(len(input), -1, 1)).flatten(-2)
+    first, second = unpack(fc1_expert_weights, quant_scales[0]), unpack(fc2_expert_weights, quant_scales[2])
+    output.zero_()
+    for token, (experts, weights) in enumerate(zip(token_selected_experts.tolist(), token_final_scales.tolist())):
+        for expert, weight in zip(experts, weights):
+            up, gate = (first[expert] @ x[token] + fc1_expert_biases[expert].float()).chunk(2)  # up rows come first
+            limit = swiglu_limit[expert]
+            gate, up = gate.clamp(max=limit), torch.minimum(torch.maximum(up, -limit), limit)
+            hidden = (up + swiglu_beta[expert]) * gate * torch.sigmoid(swiglu_alpha[expert] * gate)
+            output[token] += (weight * (second[expert] @ hidden + fc2_expert_biases[expert].float())).to(output.dtype)
+""",
+}
+
+
+@pytest.fixture
+def computing(tmp_path):
+    """A FlashInfer that computes, on the CPU."""
+
+    def computing(change=lambda text: text):
+        for name, text in COMPUTING.items():
+            path = tmp_path / "flashinfer" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(change(text))
+        return tmp_path
+
+    return computing
+
+
+def computed(model, *path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    env |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    args = ("--dtype", "bfloat16")
+    return numerics.gather(Scene(Options(model=model, serve_args=args, environ=env, numerics_seconds=400), "spark"))
+
+
+def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(model, trees, claim, computing):
+    facts = computed(model, computing(), trees["patched"], claim)
+    assert (facts["numerics.kernel"].value, facts["numerics.tolerance"].value) == (FP4, 0.1), facts
+    assert facts["numerics.difference"].error is None
+    assert 0.005 < facts["numerics.difference"].value < 0.06
+    assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.PASS
+
+
+def test_numerics_notice_gate_and_up_in_the_wrong_order(model, trees, claim, computing):
+    path = computing(lambda text: text.replace("up, gate = (first", "gate, up = (first"))
+    facts = computed(model, path, trees["patched"], claim)
+    assert facts["numerics.difference"].value > 0.5, facts
+    assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.FAIL

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from validate import Verdict, rehearse
+from validate import Verdict, numerics, rehearse
 from validate.checks import CHECKS, table
 from validate.deep import SOURCES
 from validate.facts import Fact, load_sheet
@@ -14,7 +14,8 @@ from validate.finding import Check, Status, View, evaluate, passed
 from validate.gate import GROUPS
 from validate.profiles import PROFILES
 
-KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES)
+NUMERICS = {f"numerics.{name}" for name in numerics.NAMES}
+KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES) | NUMERICS
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -74,6 +75,11 @@ def test_unknown_facts_fail_closed(check, error):
     finding = evaluate(check, facts, required=True)
     assert finding.status is Status.FAIL
     assert "cannot be judged" in finding.evidence
+
+
+def test_a_missing_model_is_the_fix_of_every_check_that_needs_it(good):
+    facts = {**good("embedded"), "model.weight_bytes": Fact(None, "test", "/models/x is not a directory")}
+    assert "./inv model.fetch" in evaluate(CHECKS["memory-host"], facts, required=True).fix
 
 
 JSON = st.recursive(

@@ -93,7 +93,12 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
 
     monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: good("spark"))
     report = run("spark", Options(environ=environment(), deep=False))
-    assert {f.check for f in report.of(Status.SKIPPED)} == {"blackwell-class", "moe-backend", "attention-backend"}
+    assert {f.check for f in report.of(Status.SKIPPED)} == {
+        "blackwell-class",
+        "moe-backend",
+        "attention-backend",
+        "numerics",
+    }
     assert report.verdict is Verdict.INCOMPLETE
     assert report.error().exit_code == 32
 

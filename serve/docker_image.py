@@ -1,0 +1,178 @@
+"""What an image is and holds: its labels, layers and digests from the engine, its manifest from inside."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import docker
+
+from serve import docker_compose, engine
+from serve.device import DOCKER_CPU
+from serve.docker_device import BUILD
+from sparkforge.console import say
+from sparkforge.docker_cli import PRUNE, require_plugin
+from sparkforge.errors import DiskFullError, EngineError, ImageMismatchError
+
+MANIFEST_LABEL = "org.sparkforge.manifest"  # where in the image its manifest lies; the Dockerfile sets it
+# Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
+# embedded image, 8 GB in the Spark's (docs/container.md).
+ROOM = {True: 15_000_000_000, False: 35_000_000_000}
+Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
+# What of the manifest must be this checkout's, and what each is called.
+COMPARED = {"patches": "patch queue", "lock": "locked set"}
+
+
+def ready_to_build(device: str) -> list[str | Path]:
+    """Return the words behind `docker` that begin a Compose build of a device's image, once all is there for it.
+
+    Raises an engine's error, EngineToolError without buildx or Compose, DiskFullError.
+    """
+    for plugin in ("buildx", "compose"):
+        require_plugin(plugin)
+    with engine.connected() as client:
+        root = Path(engine.read(client).root)
+        again = client.images.list(name=docker_compose.resolve(device, {}).image)
+    # An engine elsewhere, or in a virtual machine, keeps its files out of sight; a second build has its cache.
+    if root.is_dir() and not again:
+        _require_room(root, ROOM[device == DOCKER_CPU])
+    return docker_compose.compose(device, "--progress", "plain", "build")
+
+
+def _require_room(root: Path, needed: int) -> None:
+    if (free := shutil.disk_usage(root).free) < needed:
+        why = f"{root} has {free / 1e9:.1f} GB free and a first build takes {needed / 1e9:.0f} GB"
+        raise DiskFullError("not enough room to build the image", why, PRUNE)
+
+
+def inspect(device: str, name: str) -> None:
+    """Print labels, platform, digests, provenance and layers of a device's image, or of the image `name`."""
+    with engine.connected() as client:
+        image = _get(client, device, name)
+        for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
+            print(line)
+        manifest = read_manifest(client, image)
+    for key, value in sorted(manifest.items()):
+        print(f"  {key:<10} {_brief(value)}")
+
+
+def verify(device: str, name: str, expected: Expected) -> None:
+    """Say that the image was made from this checkout, or raise ImageMismatchError with every difference.
+
+    `expected` takes the image's processor (amd64, arm64) and tells what this checkout has: a key of COMPARED → name of
+    a queue or a lock → its sha256.
+    """
+    with engine.connected() as client:
+        image = _get(client, device, name)
+        platform = engine.read(client).platform
+        manifest = read_manifest(client, image)
+        wanted = expected(str(image.attrs.get("Architecture", "")))
+        wrong = differences(manifest, wanted)
+    if (found := engine.platform_of(image.attrs)) != platform:
+        wrong.append(f"it is for {found}, the engine is {platform}")
+    if wrong:
+        what = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
+        raise ImageMismatchError(what, "; ".join(wrong), BUILD[device == DOCKER_CPU])
+    kernels = manifest.get("kernels") or {}
+    say(
+        f"{image.short_id}: {', '.join(sorted(wanted['patches']))} and every lock as in this checkout, "
+        f"{len(kernels)} compiled modules of FlashInfer"
+    )
+
+
+def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return in words where an image's manifest is not as expected."""
+    found = []
+    for key, words in COMPARED.items():
+        held, wanted = dict(manifest.get(key) or {}), expected[key]
+        for name in sorted({*held, *wanted}):
+            if held.get(name) != wanted.get(name):
+                sides = f"the image has {_short(held.get(name))}, the checkout {_short(wanted.get(name))}"
+                found.append(f"{words} {name}: {sides}")
+    return found
+
+
+def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations: str) -> list[str]:
+    """Return what the engine knows of an image, for a person; layers by size, in the order of the build."""
+    config = attrs.get("Config") or {}
+    labels = config.get("Labels") or {}
+    layers = [layer for layer in reversed(history) if layer.get("Size")]
+    return [
+        f"{', '.join(attrs.get('RepoTags') or ['no tag'])} · {attrs['Id']}",
+        f"  platform   {engine.platform_of(attrs)} · user {config.get('User') or 'root'} · made {attrs.get('Created')}",
+        f"  size       {_size(int(attrs.get('Size', 0)))} in the engine's storage",
+        f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
+        f"  provenance {attestations}",
+        *(f"  label      {name}={value}" for name, value in sorted(labels.items())),
+        *(f"  layer      {_size(int(layer['Size'])):>9}  {_step(layer)}" for layer in layers),
+    ]
+
+
+def read_manifest(client: docker.DockerClient, image: Any) -> dict[str, Any]:
+    """Return the manifest that the build left in the image, read without running it.
+
+    Raises ImageMismatchError if the image names none: then it is none of ours.
+    """
+    path = (image.attrs.get("Config") or {}).get("Labels", {}) or {}
+    if MANIFEST_LABEL not in path:
+        why = f"it has no label {MANIFEST_LABEL}"
+        raise ImageMismatchError(f"{image.short_id} is no image of Sparkforge", why, BUILD[False])
+    container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
+    try:
+        stream, _ = client.api.get_archive(container, path[MANIFEST_LABEL])
+        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
+            member = archive.extractfile(archive.getmembers()[0])
+            document: dict[str, Any] = json.loads(member.read() if member else b"")
+    except (docker.errors.NotFound, tarfile.TarError, ValueError, IndexError) as error:
+        raise EngineError(f"cannot read {path[MANIFEST_LABEL]} of the image", str(error), BUILD[False]) from error
+    finally:
+        client.api.remove_container(container, v=True, force=True)
+    return document
+
+
+def _get(client: docker.DockerClient, device: str, name: str) -> Any:
+    chosen = name or docker_compose.resolve(device, {}).image
+    try:
+        return client.images.get(chosen)
+    except docker.errors.ImageNotFound as error:
+        how = BUILD[device == DOCKER_CPU]
+        raise engine.missing(chosen, how) from error
+
+
+def _attestations(client: docker.DockerClient, image: str) -> str:
+    """Say whether BuildKit's attestations lie beside the image; engines since API 1.48 tell, on containerd's store."""
+    if tuple(int(part) for part in client.api.api_version.split(".")) < (1, 48):
+        return "in the labels and the manifest; this engine does not tell of attestations"
+    url = client.api._url("/images/{0}/json", image)  # noqa: SLF001 - the SDK has no call with `manifests`
+    answer = client.api._result(client.api._get(url, params={"manifests": 1}), json=True)  # noqa: SLF001
+    kinds = [entry.get("Kind") for entry in answer.get("Manifests") or []]
+    count = kinds.count("attestation")
+    return (
+        f"{count} attestations of BuildKit, the labels and the manifest" if count else "in the labels and the manifest"
+    )
+
+
+def _step(layer: Mapping[str, Any]) -> str:
+    text = " ".join(str(layer.get("CreatedBy", "")).removesuffix("# buildkit").split())
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if len(value) > 10:
+        return f"{len(value)} entries"
+    return ", ".join(f"{name} {_short(str(each))}" for name, each in value.items()) or "none"
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"

@@ -1,0 +1,159 @@
+"""The verbs against a real engine: build, up, status, logs, chat, image.*, a refused validation, down. No GPU."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sparkforge.paths import ROOT
+
+pytestmark = pytest.mark.engine
+
+
+@dataclass
+class Checkout:
+    """A checkout whose verbs are run as a user runs them, with a state, a port and a Compose project of its own."""
+
+    path: Path
+    environment: dict
+    port: int
+    said: list = field(default_factory=list)
+
+    def inv(self, *words, **more):
+        command = [sys.executable, "-m", "invoke", *words]
+        env = {**self.environment, **more}
+        done = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, check=False)
+        self.said.append((words, done.returncode, done.stdout[-3000:], done.stderr[-3000:]))
+        assert "Traceback" not in done.stdout + done.stderr
+        return done
+
+    def good(self, *words, **more):
+        done = self.inv(*words, **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkout(engine, tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **engine.environment,
+        "SPARKFORGE_STATE": str(tmp_path_factory.mktemp("state")),
+        "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml",
+        "COMPOSE_PROJECT_NAME": "sparkforge-verbs",
+    }
+    checkout = Checkout(ROOT, environment, port)
+    checkout.good("build", "--engine", "docker-cpu")
+    yield checkout
+    checkout.inv("down")
+    words = ["docker", "compose", "--project-name", "sparkforge-verbs", "down", "--volumes"]
+    subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def served(checkout):
+    """The embedded image, up."""
+    said = checkout.good("up", "--device", "docker-cpu", "--port", str(checkout.port))
+    assert f"http://127.0.0.1:{checkout.port}/v1" in said
+    assert "device: docker-cpu, because you asked for it" in said
+    assert "first token received" in said
+    return checkout
+
+
+def test_a_served_container_is_told_asked_and_read(served):
+    status = served.good("status")
+    assert f"tiny-gpt-oss at http://127.0.0.1:{served.port}/v1 · healthy, the container says healthy" in status
+    log = served.good("logs")
+    assert "ok   numerics" in log
+    assert "serve: the server may start" in log
+    assert served.good("chat", "Hello", "--max-tokens", "4")
+
+
+def test_a_second_start_is_refused(served):
+    done = served.inv("up", "--device", "docker-cpu", "--port", str(served.port))
+    assert done.returncode == 22, done.stderr
+
+
+def test_the_image_tells_its_layers_and_what_it_holds(checkout):
+    said = checkout.good("image.inspect", "--device", "docker-cpu")
+    assert "platform   linux/" in said
+    assert "label      org.sparkforge.device=cpu" in said
+    assert "layer " in said
+    assert "patches    vllm-0.32.0" in said
+
+
+def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
+    assert "every lock as in this checkout" in checkout.good("image.verify", "--device", "docker-cpu")
+    other = tmp_path / "other"
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "models", ".hypothesis"
+    )
+    shutil.copytree(ROOT, other, ignore=left_out)
+    with (other / "locks" / "embedded.txt").open("a") as lock:
+        lock.write("# changed\n")
+    environment = {key: value for key, value in checkout.environment.items() if key != "PYTHONPATH"}
+    done = Checkout(other, environment, checkout.port).inv("image.verify", "--device", "docker-cpu")
+    assert done.returncode == 68, done.stdout + done.stderr
+    assert "locked set embedded" in done.stderr
+
+
+def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
+    assert "stopped" in served.good("down")
+    assert served.inv("status").returncode == 23
+    listed = ["docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=sparkforge-verbs"]
+    ps = subprocess.run(listed, env=served.environment, capture_output=True, text=True, check=True)
+    assert ps.stdout == ""
+    done = served.inv(
+        "up", "--device", "docker-cpu", "--port", str(served.port), SPARKFORGE_MODEL="/models/that-is-not-there"
+    )
+    assert done.returncode == 30, done.stdout + done.stderr
+    assert "FAIL model-files" in done.stderr
+    assert "./inv model.fetch openai/gpt-oss-120b" in done.stderr
+    assert served.inv("status").returncode == 23
+    ps = subprocess.run(
+        [*listed, "--filter", "status=running"], env=served.environment, capture_output=True, text=True, check=True
+    )
+    assert ps.stdout == ""
+
+
+def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
+    """As `docker compose up` leaves it, without `./inv`, which would stop it at the first refusal."""
+    words = ["docker", "compose", "--project-name", "sparkforge-verbs"]
+    words += [f"--file={name}" for name in ("docker-compose.yml", "docker-compose.cpu.yml", "tests/engine/ci.yml")]
+    env = {**checkout.environment, "PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}
+
+    def compose(*more):
+        return subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+
+    compose("down")
+    compose("up", "--detach", "--no-build", "vllm")
+    container = compose("ps", "--all", "--quiet", "vllm").strip()
+
+    def state():
+        inspect = ["docker", "inspect", container]
+        told = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
+        return told["State"]["Status"], told["State"]["ExitCode"], told["RestartCount"]
+
+    deadline = time.monotonic() + 600
+    while state() != ("exited", 30, 3):
+        assert time.monotonic() < deadline, state()
+        time.sleep(1)
+    log = compose("logs", "--no-log-prefix", "vllm")
+    compose("down")
+    assert log.count("validate · profile embedded") == 1
+    assert log.count("this container was refused") == 3
+    assert "next: " in log.strip().splitlines()[-1]
+
+
+def test_an_engine_that_is_not_there_is_named(checkout, tmp_path):
+    done = checkout.inv("image.verify", "--device", "docker-cpu", DOCKER_HOST=f"unix://{tmp_path}/none.sock")
+    assert done.returncode == 63, done.stderr
+    assert "next: sudo systemctl start docker" in done.stderr

@@ -1,0 +1,368 @@
+"""The container's program, run as a container runs it: real validator, real exec, real signals.
+
+`site` stands for the image's site-packages: metadata of a patched vLLM with our plugin, and in the API server's place
+a small program that writes down what it was started with. Everything else that the validator judges is this machine.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve import entrypoint, settings
+from sparkforge.paths import ROOT
+
+SERVER = textwrap.dedent("""
+    import http.server, json, os, signal, sys, threading
+    words = sys.argv[1:]
+    port = int(words[len(words) - words[::-1].index("--port")])
+
+    class Api(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Api)
+    def drain(*_):
+        print("drained", flush=True)
+        os._exit(7)
+    signal.signal(signal.SIGTERM, drain)
+    told = {"pid": os.getpid(), "argv": words, "env": dict(os.environ)}
+    open(os.environ["TOLD"] + ".tmp", "w").write(json.dumps(told))
+    os.rename(os.environ["TOLD"] + ".tmp", os.environ["TOLD"])
+    server.serve_forever()
+""")
+CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder that stands before site-packages: a vLLM whose record says patched, our plugin, the stand-in server."""
+    site = tmp_path_factory.mktemp("site")
+    server = site / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    server.parent.mkdir(parents=True)
+    for package in (site / "vllm", server.parent.parent, server.parent):
+        (package / "__init__.py").write_text("")
+    server.write_text(SERVER)
+    names = ("VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY", "VLLM_CACHE_ROOT")
+    (site / "vllm" / "envs.py").write_text(f"environment_variables = {dict.fromkeys(names)!r}")
+    queue = ROOT / "patches" / "vllm-0.32.0"
+    series = [line.strip() for line in (queue / "series").read_text().splitlines() if line.strip()]
+    patches = [
+        {"name": name, "sha256": hashlib.sha256((queue / name).read_bytes()).hexdigest()}
+        for name in series
+        if not name.startswith("#")
+    ]
+    record = {"schema": 1, "upstream": "vllm", "version": "0.32.0", "patches": patches, "files": {}}
+    (site / ".sparkforge-patches.vllm.json").write_text(json.dumps(record))
+    for name, version in (("vllm_cpu", "0.32.0"), ("torch", "2.13.0+cpu"), ("sparkforge", "0.1.0")):
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    points = "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm_plugin:register\n"
+    (site / "sparkforge-0.1.0.dist-info" / "entry_points.txt").write_text(points)
+    return site
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "my-gpt-oss"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text("{}")
+    header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    return folder
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Container:
+    """Starts the entrypoint with a container's variables, and ends what it started."""
+
+    def __init__(self, site, folder, model, port):
+        self.run, self.told, self.port = folder / "run", folder / "told.json", port
+        steering = ("VLLM_", "HF_", "SPARKFORGE_", "PYTHONOPTIMIZE")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
+        self.environ = {
+            **kept,
+            "PYTHONPATH": f"{site}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "SPARKFORGE_PROFILE": "embedded",
+            "SPARKFORGE_MODEL": str(model),
+            "SPARKFORGE_RUN": str(self.run),
+            "SPARKFORGE_STATE": str(folder / "state"),
+            "VLLM_CACHE_ROOT": str(folder),
+            "TOLD": str(self.told),
+        }
+        self.started = []
+
+    def start(self, *words, **variables):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "serve.entrypoint", "--port", str(self.port), *words],
+            cwd=ROOT,
+            env={**self.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(child)
+        return child
+
+    def ends(self, *words, **variables):
+        """Start, wait for its end, and return its exit code and output."""
+        child = self.start(*words, **variables)
+        out, _ = child.communicate(timeout=120)
+        assert "Traceback" not in out
+        return child.returncode, out
+
+    def serving(self, child):
+        """Wait until the stand-in server runs and return what it was started with."""
+        deadline = time.monotonic() + 120
+        while not self.told.exists():
+            assert child.poll() is None, child.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return json.loads(self.told.read_text())
+
+    def healthy(self):
+        command = [sys.executable, "-m", "serve.healthy"]
+        return subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False)
+
+    def metric(self, name, **labels):
+        found = [
+            sample.value
+            for family in text_string_to_metric_families((self.run / "sparkforge_validation.prom").read_text())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert len(found) == 1, (name, labels)
+        return found[0]
+
+
+@pytest.fixture
+def container(site, tmp_path, model, port):
+    container = Container(site, tmp_path, model, port)
+    yield container
+    for child in container.started:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_a_green_machine_gets_a_server_that_owns_the_process(container):
+    container.run.mkdir()
+    for stale in ("ready", "validation.json", "sparkforge_validation.prom"):
+        (container.run / stale).write_text("from the start before")
+    assert "cannot read" in container.healthy().stdout
+    child = container.start()
+    told = container.serving(child)
+    assert told["pid"] == child.pid  # exec, no child: signals and exit code are the server's own
+    assert told["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
+    assert "--served-model-name my-gpt-oss --host 0.0.0.0" in " ".join(told["argv"])
+    assert "--quantization=spark-mxfp4" in told["argv"]
+    assert told["argv"][-2:] == ["--port", str(container.port)]
+    assert (told["env"]["VLLM_CPU_KVCACHE_SPACE"], told["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
+    assert json.loads((container.run / "validation.json").read_text())["verdict"] == "serve"
+    assert container.metric("sparkforge_validation_verdict", verdict="serve") == 1
+    assert container.metric("sparkforge_validation_check", check="model-files", status="pass", required="true") == 1
+    assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 0
+    assert container.metric("sparkforge_build_info", profile="embedded", vllm="0.32.0", mode="strict") == 1
+    assert container.metric("sparkforge_validation_timestamp_seconds") > time.time() - 600
+    health = container.healthy()
+    assert (health.returncode, health.stdout) == (0, "healthy\n")
+    child.send_signal(signal.SIGTERM)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 7
+    assert "ok   model-files" in out
+    assert out.endswith("drained\n")
+    assert container.healthy().returncode == 1
+
+
+def test_a_refused_machine_gets_no_server_and_code_30(container, model):
+    (model / "tokenizer.json").unlink()
+    container.run.mkdir()
+    (container.run / "ready").write_text("{}")
+    code, out = container.ends()
+    assert code == 30
+    assert "FAIL model-files" in out
+    assert "next: hf download" in out or "next: ./inv model.fetch" in out
+    assert not (container.run / "ready").exists()
+    assert not container.told.exists()
+    assert json.loads((container.run / "validation.json").read_text())["exit_code"] == 30
+    assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
+    assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 1
+    assert "the validation has not passed" in container.healthy().stdout
+
+
+def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_asks(container, model):
+    (model / "tokenizer.json").unlink()
+    container.ends()
+    code, again = container.ends()
+    assert code == 30
+    assert "was refused" in again
+    assert "ok   port-free" not in again  # the validator did not run
+    assert "model-files: missing files" in again  # the last lines of the log still say why
+    assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
+    (model / "tokenizer.json").write_text("{}")
+    container.environ["SPARKFORGE_MODEL_ID"] = "other"  # another configuration is another container
+    container.serving(container.start())
+    refused = container.run.parent / "state" / "refused.json"
+    kept = json.loads(refused.read_text())
+    refused.write_text(json.dumps({**kept, "ended": kept["ended"] - 3600}))
+    del container.environ["SPARKFORGE_MODEL_ID"]
+    container.started[-1].kill()
+    container.started[-1].wait()
+    container.told.unlink()
+    container.serving(container.start())
+
+
+def test_warn_serves_what_was_refused_and_says_so(container, model):
+    (model / "tokenizer.json").unlink()
+    child = container.start(SPARKFORGE_VALIDATE="warn")
+    container.serving(child)
+    assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
+    assert container.metric("sparkforge_build_info", mode="warn") == 1
+    assert json.loads((container.run / "ready").read_text())["validated"] == "warn"
+    child.terminate()
+    assert "WARNING: model-files: missing files" in child.communicate()[0]
+
+
+def test_off_serves_without_asking(container):
+    child = container.start(SPARKFORGE_VALIDATE="off")
+    container.serving(child)
+    assert not (container.run / "validation.json").exists()
+    child.terminate()
+    out = child.communicate()[0]
+    assert "nothing was validated" in out
+    assert "port-free" not in out
+
+
+def test_secrets_reach_the_server_but_not_its_arguments(container, tmp_path):
+    (tmp_path / "key").write_text("sesame\n")
+    (tmp_path / "token").write_text("hf_x\n")
+    files = {"SPARKFORGE_API_KEY_FILE": tmp_path / "key", "SPARKFORGE_HF_TOKEN_FILE": tmp_path / "token"}
+    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", **{k: str(v) for k, v in files.items()}))
+    assert told["env"]["VLLM_API_KEY"] == "sesame"
+    assert told["env"]["HF_TOKEN_PATH"] == str(tmp_path / "token")
+    assert "sesame" not in " ".join(told["argv"])
+
+
+def test_an_empty_secret_is_none(container, tmp_path):
+    (tmp_path / "key").write_text("\n")
+    child = container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
+    assert "VLLM_API_KEY" not in container.serving(child)["env"]
+
+
+@pytest.mark.parametrize("where", ["absent", "."])
+def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where):
+    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / where))
+    assert code == 28
+    assert "cannot read the API key" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SPARKFORGE_VALIDATE", "stirct"),
+        ("SPARKFORGE_PROFILE", "sprak"),
+        ("SPARKFORGE_SERVE_PROFILE", "quick"),
+        ("SPARKFORGE_VALIDATE_SECONDS", "-1"),
+        ("SPARKFORGE_VALIDATE_SECONDS", "soon"),
+    ],
+)
+def test_a_word_without_meaning_is_refused(container, name, value):
+    code, out = container.ends(**{name: value})
+    assert code == 2
+    assert value in out
+    assert not container.told.exists()
+
+
+def test_a_port_that_is_none_is_refused(container):
+    code, out = container.ends("--port", "many")
+    assert (code, "'many' is no port" in out) == (2, True)
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(container):
+    code, out = container.ends(SPARKFORGE_RUN="/proc/none")
+    assert code == 28
+    assert "cannot write into /proc/none" in out
+
+
+@pytest.fixture
+def hanging(site, tmp_path):
+    """A torch that hangs when the validator's child imports it, and writes its process id before."""
+    folder = tmp_path / "hanging"
+    folder.mkdir()
+    code = f"import os, time\nopen({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (folder / "torch.py").write_text(code)
+    return folder
+
+
+def waits_for(file):
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return int(file.read_text())
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site):
+    path = f"{hanging}:{site}:{ROOT}"
+    code, out = container.ends(
+        PYTHONPATH=path,
+        SPARKFORGE_PROFILE="spark",
+        SPARKFORGE_SERVE_PROFILE="embedded",
+        SPARKFORGE_VALIDATE_SECONDS="12",
+    )
+    assert code == 30
+    assert "FAIL validator  the validator did not end within 12 s" in out
+    assert gone(waits_for(hanging / "pid"))
+    assert json.loads((container.run / "validation.json").read_text())["verdict"] == "refuse"
+    assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1
+
+
+def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site):
+    path = f"{hanging}:{site}:{ROOT}"
+    child = container.start(PYTHONPATH=path, SPARKFORGE_PROFILE="spark", SPARKFORGE_SERVE_PROFILE="embedded")
+    probe = waits_for(hanging / "pid")
+    child.terminate()
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 143
+    assert "Traceback" not in out
+    assert gone(probe)
+
+
+def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkeypatch):
+    told = settings.read({"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_RUN": str(tmp_path)})
+
+    def dies(command, **_more):
+        (tmp_path / "validation.json").write_text(json.dumps({"verdict": "serve", "exit_code": 0}))
+        return -signal.SIGSEGV
+
+    monkeypatch.setattr(entrypoint, "watch", dies)
+    document = entrypoint.validate(told, entrypoint.Server((sys.executable, "-m", "x"), {}, "127.0.0.1", 8000))
+    assert document["verdict"] == "refuse"
+    assert "was killed by signal 11, its report says 0" in document["findings"][0]["evidence"]

@@ -1,0 +1,175 @@
+"""The numerics check notices what a wrong kernel does: each mutation is one that a kernel's author could make."""
+
+import time
+
+import pytest
+import torch
+
+from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from validate import numerics
+from validate import numerics_child as child
+from validate.checks import CHECKS
+from validate.facts import Fact
+from validate.finding import Status, evaluate
+from validate.scene import Options, Scene
+
+CHECK = CHECKS["numerics"]
+# What a kernel may get wrong, as the body of `kernel(x, weights, ids, topk)`; `moe` and `experts` are the right ones.
+MUTATIONS = {
+    "the high nibble first": (
+        "swapped = both(weights, lambda p: p._replace(weight=p.weight >> 4 | p.weight << 4))\n"
+        "    return moe(x, swapped, ids, topk)"
+    ),
+    "nibbles of the down projection only": (
+        "down = weights.down\n"
+        "    down = down._replace(weight=down.weight >> 4 | down.weight << 4)\n"
+        "    return moe(x, weights._replace(down=down), ids, topk)"
+    ),
+    "every scale twice as large": "return moe(x, both(weights, lambda p: p._replace(scales=p.scales + 1)), ids, topk)",
+    "one projection's scale half": (
+        "return moe(x, weights._replace(down=weights.down._replace(scales=weights.down.scales - 1)), ids, topk)"
+    ),
+    "no clamp": "experts.swiglu = lambda g: swiglu(g, limit=1e9)\n    return moe(x, weights, ids, topk)",
+    "gate and up swapped": "experts.swiglu = lambda g: swiglu(g.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))\n"
+    "    return moe(x, weights, ids, topk)",
+    "no down bias": "return moe(x, weights._replace(down=weights.down._replace(bias=None)), ids, topk)",
+    "experts not weighted": "return moe(x, weights, ids, topk * 0 + 0.5)",
+    "one token lost": "out = moe(x, weights, ids, topk)\n    out[3] = 0\n    return out",
+    "a NaN": "out = moe(x, weights, ids, topk)\n    out[0, 0] = float('nan')\n    return out",
+}
+MODULE = """
+import os, time
+from spark_mxfp4 import experts
+from spark_mxfp4.experts import moe, swiglu
+
+def both(weights, change):
+    return type(weights)(*map(change, weights))
+
+def kernel(x, weights, ids, topk, expert_map=None):
+    {body}
+"""
+
+
+@pytest.fixture
+def gathered(tmp_path, environment):
+    """Facts of the check with a kernel of the given body in the registry."""
+
+    def gathered(body, seconds=60.0):
+        (tmp_path / "mutant.py").write_text(MODULE.format(body=body))
+        env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
+        env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+        return numerics.gather(Scene(Options(environ=env, numerics_seconds=seconds), "embedded"))
+
+    return gathered
+
+
+def judge(facts):
+    return evaluate(CHECK, facts, required=True)
+
+
+def test_the_kernel_of_this_checkout_is_right(environment):
+    facts = numerics.gather(Scene(Options(environ=environment()), "embedded"))
+    assert facts["numerics.kernel"].value == "spark_mxfp4 torch"
+    assert 0 < facts["numerics.difference"].value < 0.01
+    finding = judge(facts)
+    assert finding.status is Status.PASS
+    assert "differs from the reference by 0.30%" in finding.evidence
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_refused(gathered, name):
+    facts = gathered(MUTATIONS[name])
+    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"
+    finding = judge(facts)
+    assert finding.status is Status.FAIL, finding.evidence
+    assert not facts["numerics.difference"].value <= child.TOLERANCE["mxfp8"] * 1.5  # MXFP8 would not hide it; NaN too
+
+
+def test_a_kernel_that_hangs_is_given_up(gathered):
+    begun = time.monotonic()
+    facts = gathered("time.sleep(600)", seconds=15.0)
+    assert time.monotonic() - begun < 60
+    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it hung
+    finding = judge(facts)
+    assert finding.status is Status.FAIL
+    assert "did not come back within 15 s" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [("os.abort()", "killed by signal 6"), ("raise RuntimeError('no kernel image')", "RuntimeError: no kernel image")],
+)
+def test_a_kernel_that_crashes_says_how(gathered, body, told):
+    finding = judge(gathered(body))
+    assert finding.status is Status.FAIL
+    assert told in finding.evidence
+
+
+def test_an_interpreter_without_torch_is_refused(tmp_path, environment):
+    (tmp_path / "torch.py").write_text("raise ImportError('no libcudart')")
+    env = environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    finding = judge(numerics.gather(Scene(Options(environ=env), "embedded")))
+    assert finding.status is Status.FAIL
+    assert "no libcudart" in finding.evidence
+
+
+def test_the_reference_agrees_with_the_librarys_own():
+    layer = child.make_layer()
+    weights, ids = layer.routing()
+    packed = ExpertWeights(Projection(*layer.gate_up), Projection(*layer.down))
+    wide = ExpertWeights(*(p._replace(bias=p.bias.float()) for p in packed))
+    assert child.difference(moe(layer.x.float(), wide, ids, weights), child.reference(layer)) < 1e-6
+
+
+def test_the_layer_drives_gates_and_ups_over_the_limit():
+    layer = child.make_layer()
+    both = torch.einsum("erc,tc->ter", child.unpack(*layer.gate_up[:2]), layer.x.double()) + layer.gate_up[2].double()
+    assert 0.02 < (both[..., 0::2] > child.LIMIT).double().mean() < 0.5
+    assert 0.02 < (both[..., 1::2].abs() > child.LIMIT).double().mean() < 0.5
+
+
+def test_unpacking_is_the_formats():
+    blocks = torch.tensor([[0x7F] + [0x21] * 15], dtype=torch.uint8)
+    assert child.unpack(blocks, torch.tensor([[128]], dtype=torch.uint8))[0, :4].tolist() == [-12.0, 12.0, 1.0, 2.0]
+
+
+def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, install, environment, tmp_path):
+    install(site, "flashinfer-python", "0.7.0.post1")
+    scene = Scene(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
+    facts = numerics.gather(scene)
+    finding = judge(facts)
+    assert facts["numerics.state"].value == "not compiled"
+    assert finding.status is Status.WARN
+    assert "./inv build.kernels" in finding.fix
+
+
+@pytest.mark.parametrize("where", ["cache", "ahead of time"])
+def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, environment, tmp_path, where):
+    install(site, "flashinfer-python", "0.7.0.post1")
+    (site / "flashinfer").mkdir()
+    (site / "flashinfer" / "__init__.py").write_text("")
+    cache = tmp_path / ".cache" / "flashinfer" / "0.7.0.post1" / "121a" / "cached_ops"
+    folder = (site / "flashinfer" / "data" / "aot" if where == "ahead of time" else cache) / "fused_moe_120"
+    options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
+    assert not numerics._compiled(Scene(options, "spark"))
+    folder.mkdir(parents=True)
+    (folder / "fused_moe_120.so").write_bytes(b"")
+    assert numerics._compiled(Scene(options, "spark"))
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({"graph_difference": 0.0}, Status.PASS),
+        ({"graph_difference": 1e-6}, Status.FAIL),
+        ({"graph_difference": float("nan")}, Status.FAIL),
+        ({"graph_difference": None}, Status.FAIL),  # on a GPU a graph was asked for
+        ({"difference": 0.11}, Status.FAIL),
+        ({"difference": float("nan")}, Status.FAIL),
+        ({"difference": None}, Status.FAIL),
+    ],
+)
+def test_what_a_gpu_tells_is_judged(good, values, status):
+    facts = good("spark") | {f"numerics.{name}": Fact(value, "test") for name, value in values.items()}
+    assert judge(facts).status is status

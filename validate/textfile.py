@@ -1,0 +1,58 @@
+"""A validation report as a Prometheus textfile: one series for each check and status, 1 where it holds.
+
+Made from the JSON document, so that a report which never came (the validator hung) can be told in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+import sparkforge
+from validate.finding import Status
+from validate.gate import Verdict
+
+NAME = "sparkforge_validation.prom"
+# Label of the build's own description → the fact it is read from.
+BUILD = {"vllm": "vllm.version", "torch": "torch.version", "flashinfer": "flashinfer.version", "gpu": "gpu.name"}
+
+
+def text(document: Mapping[str, Any], mode: str) -> bytes:
+    """Return the textfile of a report's JSON document (docs/validation.md); `mode` is SPARKFORGE_VALIDATE's."""
+    registry = CollectorRegistry()
+    _build(registry, document, mode)
+    check = Gauge(
+        "sparkforge_validation_check",
+        "1 for the status that the check has",
+        ["check", "status", "required"],
+        registry=registry,
+    )
+    for finding in document["findings"]:
+        for status in Status:
+            here = check.labels(finding["check"], str(status), str(finding["required"]).lower())
+            here.set(finding["status"] == status)
+    verdict = Gauge(
+        "sparkforge_validation_verdict", "1 for the verdict that was reached", ["verdict"], registry=registry
+    )
+    for name in Verdict:
+        verdict.labels(str(name)).set(document["verdict"] == name)
+    _times(registry, document)
+    return bytes(generate_latest(registry))
+
+
+def _build(registry: CollectorRegistry, document: Mapping[str, Any], mode: str) -> None:
+    facts = document["facts"]
+    labels = {label: str((facts.get(fact) or {}).get("value") or "") for label, fact in BUILD.items()}
+    labels |= {"sparkforge": sparkforge.__version__, "profile": str(document["profile"]), "mode": mode}
+    Gauge("sparkforge_build_info", "What serves, always 1", list(labels), registry=registry).labels(**labels).set(1)
+
+
+def _times(registry: CollectorRegistry, document: Mapping[str, Any]) -> None:
+    when = Gauge("sparkforge_validation_timestamp_seconds", "When the validation ended, Unix time", registry=registry)
+    when.set(datetime.fromisoformat(document["timestamp"]).timestamp())
+    spent = Gauge("sparkforge_validation_seconds", "Seconds spent, by stage", ["stage"], registry=registry)
+    for stage, seconds in document["seconds"].items():
+        spent.labels(stage).set(seconds)
