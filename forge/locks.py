@@ -28,30 +28,40 @@ NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the 
 # Every Python and machine at once, or one foreign machine that is only installed on, never resolved on.
 EVERYWHERE = ("--universal", "--python-version", "3.11")
 AARCH64 = ("--python-platform", "aarch64-manylinux_2_35", "--python-version", "3.13", "--only-binary", ":all:")
+AMD64 = ("--python-platform", "x86_64-manylinux_2_35", *AARCH64[2:])
 
 
 @dataclass(frozen=True)
 class LockSet:
-    """One requirement set: whom it is resolved for, and with which overrides and constraints."""
+    """One requirement set: whom it is resolved for, and with which overrides and constraints.
+
+    `source` names the .in file if it is another set's: the same requirements, for another machine.
+    """
 
     name: str
     target: tuple[str, ...] = EVERYWHERE
     override: str = ""
     constraint: str = ""
     omit: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def requirements(self) -> str:
+        """The file that it is resolved from."""
+        return f"{self.source or self.name}.in"
 
     @property
     def inputs(self) -> list[Path]:
         """The files that its resolution reads."""
-        names = [f"{self.name}.in", *filter(None, (self.override, self.constraint))]
-        requirements = (LOCKS / f"{self.name}.in").read_text(encoding="utf-8").splitlines()
-        included = [line.split()[1] for line in requirements if line.startswith("-r ")]
+        names = [self.requirements, *filter(None, (self.override, self.constraint))]
+        lines = (LOCKS / self.requirements).read_text(encoding="utf-8").splitlines()
+        included = [line.split()[1] for line in lines if line.startswith("-r ")]
         return [LOCKS / name for name in [*names, *included]]
 
     def header(self) -> str:
         """The locked file's first line: what made it, and from which inputs."""
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in self.inputs)).hexdigest()
-        return f"# Made from locks/{self.name}.in by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
+        return f"# Made from locks/{self.requirements} by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
 
 
 _TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")  # overridden to "never"; see locks/embedded.in
@@ -59,8 +69,12 @@ SETS = (
     LockSet("test", override="embedded.override", omit=_TORCH),
     LockSet("embedded", override="embedded.override", constraint="test.txt", omit=_TORCH),
     LockSet("tools", constraint="test.txt"),
-    LockSet("spark", target=AARCH64),
     LockSet("toolchain"),
+    LockSet("spark", target=AARCH64, constraint="toolchain.txt"),
+    LockSet("spark-amd64", target=AMD64, constraint="toolchain.txt", source="spark"),
+    LockSet("dev"),
+    LockSet("build-vllm", constraint="toolchain.txt"),
+    LockSet("kernels"),
 )
 
 
@@ -87,7 +101,7 @@ def compile_set(lock: LockSet) -> Path:
         work = Path(folder) / output.name  # uv writes in place; a killed run must not leave half a lock
         if output.exists():
             shutil.copyfile(output, work)
-        command = [sys.executable, "-m", "uv", "pip", "compile", f"{lock.name}.in", *lock.target, *_FORM]
+        command = [sys.executable, "-m", "uv", "pip", "compile", lock.requirements, *lock.target, *_FORM]
         command += ["--override", lock.override] if lock.override else []
         command += ["--constraint", lock.constraint] if lock.constraint else []
         omitted = [word for package in lock.omit for word in ("--no-emit-package", package)]
@@ -137,6 +151,7 @@ def install(
     find_links: tuple[Path, ...] = (),
     extra: tuple[str, ...] = (),
     target: Path | None = None,
+    bytecode: bool = True,
 ) -> None:
     """Install a locked set and the requirement lines `extra` into the environment of `python`, or into folder `target`.
 
@@ -153,7 +168,7 @@ def install(
         "--require-hashes",
         "--no-deps",
         "--quiet",
-        "--compile-bytecode",
+        *(["--compile-bytecode"] if bytecode else []),
         "-r",
         str(lock_path(name)),
     ]

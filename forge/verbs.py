@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib import import_module as room  # a room is loaded only by the verb that needs it
 from pathlib import Path
 
@@ -119,6 +120,24 @@ def pins_lock(_ctx: Context) -> None:
     say(f"locked {', '.join(path.name for path in room('forge.locks').compile_all())}")
 
 
+@verb()
+def pins_debian(_ctx: Context) -> None:
+    """Lock the images' Debian packages again, every one by sha256."""
+    room("forge.debian").show()
+
+
+@verb(device="cpu or cuda", more="further arguments for docker buildx build, such as --build-context NAME=PLACE")
+def verify_reproducible(_ctx: Context, device: str = "cpu", more: str = "") -> None:
+    """Build an image twice, as differently as an honest builder could, and compare the bytes."""
+    room("forge.reproducible").show(device, "runtime", shlex.split(more))
+
+
+@verb(output="JSON file for the figures")
+def bench_image(_ctx: Context, output: str = "bench/results/image.json") -> None:
+    """Time cold and warm image builds and a start, weigh the layers, project the Spark's image."""
+    room("bench.image").main(output)
+
+
 @verb(stack="one stack only")
 def pins_update(_ctx: Context, stack: str = "") -> None:
     """Propose newer versions as a diff of pins.toml, with what the patches would do there; changes nothing."""
@@ -129,6 +148,50 @@ def pins_update(_ctx: Context, stack: str = "") -> None:
 def toolchain(_ctx: Context) -> None:
     """Find or install the compilers for 12.1a, and say which they are."""
     room("forge.toolchain").show()
+
+
+@verb(
+    set="gpt-oss, or all: what other options of its server call too",
+    arch="12.1a: the DGX Spark's",
+    jobs="auto: as many as memory and cores allow; or a number",
+    output="folder of the kernels; build and server must see it under the same path",
+    python="interpreter of the environment that serves, with the patched FlashInfer",
+)
+def build_kernels(
+    _ctx: Context,
+    set: str = "gpt-oss",  # noqa: A002 (the flag's name)
+    arch: str = "12.1a",
+    jobs: str = "auto",
+    output: str = "",
+    python: str = "",
+) -> None:
+    """Compile FlashInfer's modules ahead of time, without a GPU, and audit them."""
+    room("forge.kernels").show(set, arch, jobs, output, python)
+
+
+@verb(
+    sources="folder of an unpacked bundle, or with a git checkout for each repository; default: the network",
+    jobs="auto: as many as memory and cores allow; or a number",
+    arch="12.1a: the DGX Spark's; vLLM's CMake files make 12.0 and 12.0f of it",
+    python="interpreter with torch and CUDA to compile against; default: one of our own",
+    output="folder of the overlay",
+    targets="CMake targets with commas; default: all that SM121 uses",
+    into="site-packages that has upstream's wheel: lay the overlay over it",
+)
+def build_vllm(
+    _ctx: Context,
+    sources: str = "",
+    jobs: str = "auto",
+    arch: str = "12.1a",
+    python: str = "",
+    output: str = "",
+    targets: str = "",
+    into: str = "",
+) -> None:
+    """Compile vLLM's own extensions for SM121, without a GPU, audit them, and make an overlay for upstream's wheel."""
+    overlay = room("forge.vllm_build").show(targets, sources, jobs, arch, python, output)
+    if into:
+        room("forge.vllm_overlay").show_put(overlay, into)
 
 
 @verb(

@@ -7,7 +7,13 @@ import pytest
 
 from forge import index
 
-INSTALL = {"git": "sudo apt install git", "c++": "sudo apt install g++", "ninja": "sudo apt install ninja-build"}
+INSTALL = {
+    "git": "sudo apt install git",
+    "c++": "sudo apt install g++",
+    "ninja": "sudo apt install ninja-build",
+    "cmake": "sudo apt install cmake",
+    "chromium": "sudo apt install chromium",
+}
 
 
 @pytest.fixture(autouse=True)
