@@ -2,7 +2,7 @@
 
 `python -m bench.kernels.serve_gpu --out FILE.json` starts a server for each backend, asks it for a fixed number of
 tokens at each concurrency, and ends it. Every figure is written as soon as it is known, for a run that is cut short.
-The model is `serve.dummy`'s: right shapes, zeros for experts, so speed means something and answers do not.
+The model is `serve.dummy`'s: right shapes, random experts, so speed means something and answers do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench.kernels import tiny_tokens
+from bench.kernels import random_weights, tiny_tokens
 from sparkforge.console import say, show_error
 from sparkforge.errors import SparkforgeError, StartFailedError, UsageError
 from sparkforge.files import write_json
@@ -76,6 +76,8 @@ class Plan:
     rounds: int
     ready_seconds: float
     port: int
+    weights: str = random_weights.FORMAT
+    long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
 
 
 def measure(backend: str, model: Path, plan: Plan, log: Path) -> Iterator[dict[str, Any]]:
@@ -84,13 +86,15 @@ def measure(backend: str, model: Path, plan: Plan, log: Path) -> Iterator[dict[s
     Raises StartFailedError if the server ends, is not ready in time, or chose another backend. Ends it in any case.
     """
     begun = time.monotonic()
-    with _server(backend, model, plan, log, ("--load-format", "dummy")) as url:
+    with _server(backend, model, plan, log, ("--load-format", plan.weights)) as url:
         yield {"ready_s": round(time.monotonic() - begun, 1), "backend_line": _chosen(backend, log)}
         for concurrency in plan.concurrencies:
             asyncio.run(_load(url + COMPLETIONS, concurrency, concurrency, plan, min(16, plan.output_tokens)))  # warm
             yield asyncio.run(
                 _load(url + COMPLETIONS, concurrency, concurrency * plan.rounds, plan, plan.output_tokens)
             )
+        for concurrency in plan.long_concurrencies:
+            yield asyncio.run(_load(url + COMPLETIONS, concurrency, concurrency, plan, plan.input_tokens))
 
 
 @contextmanager
@@ -98,14 +102,18 @@ def _server(backend: str, model: Path, plan: Plan, log: Path, weights: tuple[str
     chosen = backend_of(backend)
     top = max(plan.concurrencies)
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies})
+    longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *weights,
         "--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(plan.port),
-        "--max-model-len", str(max(2048, plan.input_tokens + plan.output_tokens + 16)), "--max-num-seqs", str(top),
+        "--max-model-len", str(longest), "--max-num-seqs", str(top),
         "--no-enable-prefix-caching", "--cudagraph-capture-sizes", *(str(s) for s in sizes if s <= max(64, top)),
         *chosen.arguments,
     ]  # fmt: skip
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **chosen.environment}
+    folders = (random_weights.write_entry_point(log.parent / "plugin"), ROOT, os.environ.get("PYTHONPATH", ""))
+    python_path = os.pathsep.join(str(folder) for folder in folders if str(folder))
+    fixed = {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {**os.environ, **fixed, **chosen.environment}
     pid = spawn(command, log=log, env=environment, cwd=log.parent)
     try:
         _wait(pid, f"http://127.0.0.1:{plan.port}", plan.ready_seconds, log)
@@ -194,7 +202,16 @@ async def _complete(client: httpx.AsyncClient, url: str, prompt: list[int], toke
 def main(arguments: Sequence[str]) -> int:
     """Measure the backends that the command line names; returns the exit code."""
     words = _parser().parse_args(arguments)
-    plan = Plan(words.input, words.output, tuple(words.concurrency), words.rounds, words.ready_seconds, words.port)
+    plan = Plan(
+        words.input,
+        words.output,
+        tuple(words.concurrency),
+        words.rounds,
+        words.ready_seconds,
+        words.port,
+        words.weights,
+        tuple(words.long),
+    )
     try:
         for backend in words.backends:
             backend_of(backend)
@@ -210,7 +227,7 @@ def _measure_all(words: argparse.Namespace, plan: Plan) -> int:
     model = words.work / f"gpt-oss-{words.size}"
     make = [sys.executable, "-m", "serve.dummy", str(model), "--size", words.size]
     run(make, cwd=ROOT)
-    result: dict[str, Any] = {"size": words.size, "machine": _machine(), "backends": {}}
+    result: dict[str, Any] = {"size": words.size, "weights": plan.weights, "machine": _machine(), "backends": {}}
     failed = 0
     for backend in words.backends:
         rows = result["backends"].setdefault(backend, {"rows": []})
@@ -262,11 +279,17 @@ def _parser() -> argparse.ArgumentParser:
         "--backends", nargs="+", default=["spark", "triton", "marlin"], help=", ".join(BACKENDS) + ", spark:KERNEL"
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--long", nargs="*", type=int, default=[4, 16], help="concurrencies to repeat with answers as long as prompts"
+    )
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
     parser.add_argument("--ready-seconds", type=float, default=420, help="how long a server may take to start")
     parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument(
+        "--weights", default=random_weights.FORMAT, choices=[random_weights.FORMAT, "dummy"], help="dummy: vLLM's zeros"
+    )
     return parser
 
 

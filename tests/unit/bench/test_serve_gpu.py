@@ -1,14 +1,16 @@
 """The GPU's serving benchmark against a stand-in server: what it counts, what it refuses, what makes a check fail."""
 
 import asyncio
+import importlib.metadata
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+import torch
 
-from bench.kernels import serve_gpu, tiny_tokens
+from bench.kernels import random_weights, serve_gpu, tiny_tokens
 from sparkforge.errors import StartFailedError, UsageError
 
 
@@ -130,3 +132,22 @@ def test_a_server_that_prefers_other_tokens_does_not_pass(server):
     assert not found["passed"]
     assert [row["equal_tokens"] for row in found["prompts"]] == [0, 0, 0]
     assert found["prompts"][0]["worst_gap"] == pytest.approx(2.0)
+
+
+def test_random_weights_fill_experts_and_leave_the_rest():
+    names = {"e.w13_weight": torch.uint8, "e.w2_weight_scale": torch.uint8, "x_norm.weight": torch.bfloat16,
+             "router.weight": torch.bfloat16, "router.bias": torch.bfloat16, "attn": torch.bfloat16}  # fmt: skip
+    made = {name: torch.full((64, 64), 3).to(dtype) for name, dtype in names.items()}
+    random_weights.fill((name, torch.nn.Parameter(t, requires_grad=False)) for name, t in made.items())
+    assert len(made["e.w13_weight"].unique()) == 256
+    assert made["e.w2_weight_scale"].unique().tolist() == list(range(*random_weights.SCALES))
+    assert made["router.weight"].float().std() == pytest.approx(random_weights.ROUTER_DEVIATION, rel=0.1)
+    assert [made[n].unique().tolist() for n in list(names)[2::2]] == [[1.0], [0.0]]
+    assert made["attn"].unique().tolist() == [3.0]
+
+
+def test_python_finds_the_load_formats_entry_point(tmp_path):
+    random_weights.write_entry_point(tmp_path)
+    (package,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    (found,) = package.entry_points
+    assert (found.group, found.load()) == ("vllm.general_plugins", random_weights.register)
