@@ -49,7 +49,7 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def engine():
-    if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine; .ci/run calls tests/engine/run
+    if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine
         pytest.skip("needs a private Docker engine: sudo tests/engine/run")
     ca = os.environ.get("PIP_CERT") or "/etc/ssl/certs/ca-certificates.crt"
     wheels = os.environ.get("CI_WHEELS") or os.environ.get("PIP_FIND_LINKS") or str(HERE)

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import re
+import subprocess
 
 import httpx
 import psutil
@@ -190,8 +191,7 @@ def test_down_ends_every_process(up):
     [
         (["--model", "/nowhere"], 20, "no model in /nowhere"),
         (["--model", os.devnull], 20, "no model in"),
-        (["--device", "tpu"], 2, "auto, embedded and docker"),
-        (["--device", "docker"], 27, "container path"),
+        (["--device", "tpu"], 2, "auto, embedded, docker, docker-cpu"),
         (["--port", "0"], 2, "no port"),
         (["--port", "abc"], 2, "abc"),
     ],
@@ -200,6 +200,15 @@ def test_a_wrong_argument_is_one_clear_error(up, wrong, code, told):
     done = up.inv("up", *wrong)
     assert done.returncode == code, done.stderr
     assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_docker_without_an_engine_is_one_clear_error(up):
+    environment = {**up.environment, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}  # whatever this machine has
+    command = ["./inv", "up", "--device", "docker"]
+    done = subprocess.run(command, cwd=up.path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (62, 63), done.stderr  # no docker command, or nobody behind it
+    assert "Docker" in done.stderr
     assert "Traceback" not in done.stderr
 
 

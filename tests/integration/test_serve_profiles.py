@@ -41,7 +41,7 @@ def test_the_hardware_path_is_what_vllm_reads(parsed, name):
     told = parsed[name]
     assert told["moe"] == "flashinfer_cutlass"
     assert "FLASHINFER" in told["attention"]
-    assert "float8_e4m3fn" in told["activation"]
+    assert "f8e4m3fn" in told["activation"]
     assert "col=32" in told["activation"]  # blocks of 32, which is MX
     assert {5, 10} <= set(told["sizes"])
     assert told["sizes"][-1] >= told["seqs"]
