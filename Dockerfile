@@ -55,7 +55,6 @@ RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     deploy/with-ca python3 sparkforge/bootstrap.py /opt/sparkforge
 COPY pins.toml pyproject.toml ./
 COPY locks/*.txt locks/
-COPY deploy/trim.toml deploy/
 COPY patches/ patches/
 COPY sparkforge/ sparkforge/
 COPY forge/ forge/
@@ -103,6 +102,7 @@ FROM vllm-${VLLM_FROM} AS vllm
 FROM vllm AS audit
 ARG DEVICE
 ARG JOBS=auto
+COPY deploy/trim.toml /opt/sparkforge/deploy/
 RUN .venv/bin/python -m forge.rootfs finish --device "$DEVICE" --jobs "$JOBS" \
     && .venv/bin/python -m forge.rootfs verify --device "$DEVICE"
 

@@ -16,12 +16,15 @@ IMPORTS = (
     "vllm.v1.attention.backends.flashinfer", "vllm.model_executor.layers.fused_moe.oracle.mxfp4",
     "vllm.v1.worker.gpu_worker", "flashinfer", "triton", "spark_mxfp4",
 )  # fmt: skip
-# A driver that answers what imports ask of it, so that libraries that link against libcuda.so.1 can be loaded.
-STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs"
+STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs/libcuda.so"
+# A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.
 LOOK = f"""
 FROM audit AS look
 COPY spark_mxfp4/ /opt/sparkforge/spark_mxfp4/
-RUN ln -s {STUB}/libcuda.so /tmp/libcuda.so.1 && cd /opt/sparkforge \\
+RUN {{ nm -D --defined-only {STUB} | grep -v cuDriverGetVersion \\
+        | sed -n 's/.* T \\(cu.*\\)/int \\1() {{ return 100; }}/p'; \\
+        echo 'int cuDriverGetVersion(int *v) {{ *v = 13000; return 0; }}'; }} > /tmp/driver.c \\
+    && gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 /tmp/driver.c -o /tmp/libcuda.so.1 && cd /opt/sparkforge \\
     && LD_LIBRARY_PATH=/tmp /opt/venv/bin/python -c "import {", ".join(IMPORTS)}" \\
     && cat /opt/image.json && ls /opt/venv/lib/python3.13/site-packages/flashinfer/data/aot
 """
@@ -44,9 +47,10 @@ def built(engine, tmp_path_factory):
     ]
     words += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
     words += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial", ROOT]
-    done = engine.docker(*words, both=True)
-    yield done
-    engine.docker("buildx", "prune", "--all", "--force", check=False)
+    try:
+        yield engine.docker(*words, both=True)
+    finally:  # 18 GB
+        engine.docker("buildx", "prune", "--all", "--force", check=False)
 
 
 def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built):

@@ -1,5 +1,7 @@
 """The development image: starts, sees a mounted checkout, says what must be compiled again."""
 
+import time
+
 import pytest
 
 DEV = ("docker-compose.yml", "docker-compose.dev.yml", "docker-compose.dev.cpu.yml", "tests/engine/ci-dev.yml")
@@ -25,9 +27,18 @@ def dev(engine, project, tmp_path_factory):
     made.compose("down", "--volumes", "--timeout", "5", check=False)
 
 
+def told(dev, text, seconds=120):
+    """Wait until the log holds `text`; return the log."""
+    end = time.monotonic() + seconds
+    while text not in (log := dev.logs("dev")) and time.monotonic() < end:
+        time.sleep(0.5)
+    return log
+
+
 def test_the_mounted_checkout_is_what_python_imports(dev):
-    told = dev.compose("exec", "-T", "dev", "/opt/venv/bin/python", "-c", "import vllm; print(vllm.here)")
-    assert told.strip() == "the checkout"
+    told(dev, "serves")
+    found = dev.compose("exec", "-T", "dev", "/opt/venv/bin/python", "-c", "import vllm; print(vllm.here)")
+    assert found.strip() == "the checkout"
 
 
 def test_its_log_begins_with_what_serves(dev):
@@ -38,13 +49,13 @@ def test_its_log_begins_with_what_serves(dev):
 def test_a_changed_native_source_is_noticed_at_the_next_start(dev):
     (dev.checkout / "csrc/a.cu").write_text("two")
     dev.compose("restart", "--timeout", "1", "dev")
-    dev.compose("exec", "-T", "dev", "true")
-    assert "1 native sources changed, such as csrc/a.cu" in dev.logs("dev")
+    change = "1 native sources changed, such as csrc/a.cu"
+    assert change in told(dev, change)
 
 
 def test_debuggers_and_compilers_are_there(dev):
-    told = dev.compose(
+    found = dev.compose(
         "exec", "-T", "dev", "sh", "-c", "gdb --version | head -1; g++ --version | head -1; git --version"
     )
-    assert told.count("\n") == 3
+    assert found.count("\n") == 3
     dev.compose("exec", "-T", "dev", "/opt/venv/bin/python", "-c", "import debugpy")

@@ -1,5 +1,6 @@
 """The locked compiler on a machine without CUDA: what it makes for 12.1a, ccache, and a cicc that is killed."""
 
+import resource
 import shutil
 import subprocess
 import threading
@@ -71,7 +72,8 @@ def test_it_compiles_hardware_fp4_for_121a_links_and_the_second_time_comes_from_
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     report = build(chain, {"convert.cu": KERNEL}, tmp_path)
     assert not report.units["m/convert.cu"].cached
-    assert 100e6 < Peaks("nvcc of the test").learnt["m/convert.cu"].peak < 2e9
+    learnt = Peaks("nvcc of the test").learnt["m/convert.cu"].peak  # no less than our own process, which forked it
+    assert 100e6 < learnt < max(2e9, 1.01 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     cuobjdump, nvdisasm = toolchain.program("cuobjdump"), toolchain.program("nvdisasm")
     subprocess.run([cuobjdump, "-xelf", "all", "convert.cu.o"], cwd=tmp_path, check=True, capture_output=True)
     (cubin,) = tmp_path.glob("*.cubin")
