@@ -26,6 +26,7 @@ class MoeKernel(Protocol):
     zeros. Without them, both are 32. With a layout of its own it carries two functions more: `prepare(weights)` is
     called once after loading, with packed weights in the checkpoint's order, and returns the ExpertWeights that the
     kernel will be called with; `restore(prepared, hidden, intermediate)` returns the checkpoint's weights again.
+    `variant(prepared)` names which of several implementations will run them, for the log.
     `cuda_graphs = False` says that it waits for the device, so that CUDA graphs cannot hold it.
     """
 
@@ -58,6 +59,11 @@ class Kernel:
         """Undo `prepare` for weights of the sizes H and I."""
         layout: Callable[..., ExpertWeights] | None = getattr(self.function, "restore", None)
         return layout(prepared, hidden, intermediate) if layout else prepared
+
+    def variant(self, prepared: ExpertWeights) -> str:
+        """Return the name of the implementation that `prepared` weights will run on; the kernel's own if it has one."""
+        told: Callable[[ExpertWeights], str] | None = getattr(self.function, "variant", None)
+        return told(prepared) if told else self.name
 
     def padded(self, hidden: int, intermediate: int) -> tuple[int, int]:
         """Return both sizes rounded up to this kernel's alignments."""

@@ -79,7 +79,9 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 delattr(layer, f"{name}_weight_scale")
         weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.mode == "packed":
-            _keep(layer, weights, self.kernel.prepare(weights))
+            prepared = self.kernel.prepare(weights)
+            logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared))
+            _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)

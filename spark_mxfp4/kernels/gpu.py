@@ -49,9 +49,15 @@ def restore(prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWe
     return ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.bfloat16()) for p in plain))
 
 
+def variant(prepared: ExpertWeights) -> str:
+    """Return which kernel will run these weights: "hopper" (CUDA C++) or "triton"."""
+    return "hopper" if _laid_out(prepared) else "triton"
+
+
 def _laid_out(weights: ExpertWeights) -> bool:
     return weights.down.weight.dim() == 4
 
 
 moe.prepare = prepare  # type: ignore[attr-defined]
 moe.restore = restore  # type: ignore[attr-defined]
+moe.variant = variant  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ Gate and up rows, interleaved in gpt-oss, become eight gates and their eight ups
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from spark_mxfp4.experts import ExpertWeights, Projection
@@ -20,9 +22,11 @@ from spark_mxfp4.mxfp4 import BLOCK
 
 ROWS = COLUMNS = 64
 VALUE_BYTES = ROWS * COLUMNS // 2
-CHUNK_BYTES = VALUE_BYTES + ROWS * COLUMNS // BLOCK
+SCALE_BYTES = ROWS * COLUMNS // BLOCK
+CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
 # Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; gemm.cuh's expand_word reads them.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
+AT_ONCE = 8  # experts: enough to keep a GPU busy, and 0.2 GB of temporary tensors at gpt-oss-120b's sizes
 FACTOR_BIAS = 126  # a scale byte s is kept as s + 126, the exponent of bf16's 2^(s - 1)
 WIDEST = 128  # above this 2^(s - 1) is no bf16; a weight would be 2 or more, up to 12 at 128
 
@@ -50,7 +54,7 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
 
     The result has weight u8 [E, row tiles, chunks, 2176], no scales (they are inside) and bias float32
     [E, row tiles · 64], zeros where there is none. `paired` says that gate and up rows are interleaved; then the
-    number of row tiles is even. Works expert by expert, so the peak is a few experts above the result.
+    number of row tiles is even. Works on a few experts at a time, so the peak is that much above the result.
     Raises ValueError for dense weights, shapes that are no MXFP4, and scales that do not fit.
     """
     weight, scales, bias = projection
@@ -68,11 +72,15 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
         )
     packed = torch.empty(experts, tiles, chunks, CHUNK_BYTES, dtype=torch.uint8, device=weight.device)
     sums = torch.zeros(experts, tiles * ROWS, dtype=torch.float32, device=weight.device)
-    for expert in range(experts):
-        packed[expert, ..., :VALUE_BYTES] = _pack_values(_padded(weight[expert], chunks * COLUMNS // 2)[order])
-        packed[expert, ..., VALUE_BYTES:] = _pack_scales(_padded(scales[expert] + FACTOR_BIAS, chunks * 2)[order])
+    for some in map(slice, range(0, experts, AT_ONCE), range(AT_ONCE, experts + AT_ONCE, AT_ONCE)):
+        values = _padded(weight[some], chunks * COLUMNS // 2)[:, order]
+        factors = _padded(scales[some] + FACTOR_BIAS, chunks * 2)[:, order]
+        packed[some, ..., :VALUE_BYTES] = _pack_values(values.flatten(0, 1)).view(-1, tiles, chunks, VALUE_BYTES)
+        packed[some, ..., VALUE_BYTES:] = _pack_scales(factors.flatten(0, 1)).view(
+            -1, tiles, chunks, CHUNK_BYTES - VALUE_BYTES
+        )
         if bias is not None:
-            sums[expert] = torch.cat([bias[expert].float(), sums.new_zeros(1)])[order]
+            sums[some] = _padded(bias[some, :, None].float(), 1)[:, order, 0]
     return Projection(packed, None, sums)
 
 
@@ -103,10 +111,10 @@ def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
     return order.clamp(max=rows)
 
 
-def _padded(matrix: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return u8 [rows, c] with zero columns up to `columns` and one zero row below."""
-    padded = matrix.new_zeros(matrix.shape[0] + 1, columns)
-    padded[:-1, : matrix.shape[1]] = matrix
+def _padded(matrices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return [n, rows, c] with zero columns up to `columns` and one zero row below."""
+    padded = matrices.new_zeros(matrices.shape[0], matrices.shape[1] + 1, columns)
+    padded[:, :-1, : matrices.shape[2]] = matrices
     return padded
 
 
@@ -116,12 +124,21 @@ def _pack_values(matrix: torch.Tensor) -> torch.Tensor:
     source = matrix.view(-1, 4, 2, 8, matrix.shape[1] // 32, 2, 4, 2, 2)
     source = source.permute(0, 4, 1, 3, 5, 7, 6, 8, 2)  # tile, chunk, warp, l/4, l%4 (block, bit 2), step, bit 1, half
     words = torch.zeros(source.shape[:7], dtype=torch.int32, device=matrix.device)
+    for pair, table in enumerate(_pair_words(matrix.device)):
+        words |= table[source[..., pair // 2, pair % 2].int()]
+    return words.view(torch.uint8).reshape(*words.shape[:2], VALUE_BYTES)
+
+
+@cache
+def _pair_words(device: torch.device) -> torch.Tensor:
+    """Return int32 [4, 256]: the bits of a word that each of its four pairs sets, for each byte that a pair can be."""
+    byte = torch.arange(256, dtype=torch.int32)
+    tables = torch.zeros(len(BITS), 256, dtype=torch.int32)
     for pair, bits in enumerate(BITS):
-        codes = source[..., pair // 2, pair % 2].to(torch.int32)
         for nibble in (0, 1):
             for position, bit in enumerate(bits):
-                words |= ((codes >> (4 * nibble + 3 - position)) & 1) << (bit + 16 * nibble)
-    return words.view(torch.uint8).reshape(*words.shape[:2], VALUE_BYTES)
+                tables[pair] |= ((byte >> (4 * nibble + 3 - position)) & 1) << (bit + 16 * nibble)
+    return tables.to(device)
 
 
 def _unpack_values(values: torch.Tensor) -> torch.Tensor:

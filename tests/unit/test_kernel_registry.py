@@ -58,6 +58,13 @@ def test_triton_prepares_and_restores_weights_and_refuses_those_on_a_cpu():
         kernel.prepare(weights)
 
 
+def test_a_kernel_names_the_implementation_that_will_run():
+    plain = ExpertWeights(*(Projection(torch.zeros(1, 64, 16, dtype=torch.uint8)) for _ in range(2)))
+    laid_out = ExpertWeights(*(p._replace(weight=p.weight.unsqueeze(1)) for p in plain))
+    assert registry.load("torch").variant(plain) == "torch"
+    assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
+
+
 def test_without_triton_the_kernel_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [name for name in sys.modules if name.startswith("spark_mxfp4.kernels")]:
