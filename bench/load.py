@@ -20,7 +20,7 @@ from bench.endpoint import Endpoint
 from bench.prompts import Ask
 from bench.samples import Load, Sample
 from bench.schema import Client, Config
-from sparkforge import __version__
+from sparkforge import __version__, sse
 
 NAME = "sparkforge"
 MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless
@@ -107,7 +107,7 @@ async def _pieces(reply: httpx.Response, begun: float, ask: Ask, sample: Sample)
     if not reply.is_success:
         raise StreamError(f"HTTP {reply.status_code}")
     last = begun
-    async for line in reply.aiter_lines():
+    async for line in sse.alines(reply):
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()

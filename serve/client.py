@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from sparkforge import sse
 from sparkforge.errors import ServerReplyError
 
 POLL_SECONDS = 0.25
@@ -86,7 +87,7 @@ def _headers(key: str) -> dict[str, str]:
 
 def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the JSON of each server-sent event up to [DONE]."""
-    for line in reply.iter_lines():
+    for line in sse.lines(reply):
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
