@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from sparkforge.process import run
 
 
 def facts() -> dict[str, Any]:
-    """Return processor, cores, memory (bytes), system, Python, our version and commit, and the time in UTC."""
+    """Return processor, cores, memory (bytes), GPUs, system, Python, our version and commit, and the time in UTC."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "sparkforge": __version__,
@@ -33,6 +35,15 @@ def facts() -> dict[str, Any]:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> list[str]:
+    """Return name and driver of each NVIDIA GPU; none where nvidia-smi is absent or sees none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return run(query).stdout.strip().splitlines() if shutil.which(query[0]) else []
+    except CommandError:
+        return []
 
 
 def _commit() -> str:

@@ -3,6 +3,7 @@
 `python -m bench.kernels.serve_gpu --out FILE.json` starts a server for each backend, asks it for a fixed number of
 tokens at each concurrency, and ends it. Every figure is written as soon as it is known, for a run that is cut short.
 The model is `serve.dummy`'s: right shapes, random experts, so speed means something and answers do not.
+`--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 
 import httpx
 
+from bench import runs
 from bench.kernels import random_weights, tiny_tokens
+from sparkforge import sse
 from sparkforge.console import say, show_error
 from sparkforge.errors import SparkforgeError, StartFailedError, UsageError
 from sparkforge.files import write_json
@@ -32,7 +35,7 @@ from sparkforge.paths import ROOT
 from sparkforge.process import run, spawn, started_at, terminate_session
 
 VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
-SERVED_NAME, COMPLETIONS = "model", "/v1/completions"
+SERVED_NAME, COMPLETIONS = "random-gpt-oss", "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Plan:
     port: int
     weights: str = random_weights.FORMAT
     long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
+    sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
+    client: str = "auto"  # of the harness
 
 
 def measure(backend: str, model: Path, plan: Plan, log: Path) -> Iterator[dict[str, Any]]:
@@ -95,6 +100,19 @@ def measure(backend: str, model: Path, plan: Plan, log: Path) -> Iterator[dict[s
             )
         for concurrency in plan.long_concurrencies:
             yield asyncio.run(_load(url + COMPLETIONS, concurrency, concurrency, plan, plan.input_tokens))
+        if plan.sweep:
+            yield {"harness": _sweep(url, model, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
+
+
+def _sweep(url: str, model: Path, plan: Plan, place: Path) -> str:
+    """Send 1k/1k at the plan's concurrencies through the harness; return the report's path or why there is none."""
+    numbers = ",".join(map(str, plan.sweep))
+    shape = {"isl": "1024", "osl": "1024", "conc": numbers, "client": plan.client, "tokenizer": str(model)}
+    try:
+        return str(runs.measure({"url": url, "output": str(place), **shape}, Path(sys.executable)).page)
+    except SparkforgeError as error:
+        show_error(error)
+        return f"failed: {error}"
 
 
 @contextmanager
@@ -189,7 +207,7 @@ async def _complete(client: httpx.AsyncClient, url: str, prompt: list[int], toke
     counted = 0
     async with client.stream("POST", url, json=body) as reply:
         reply.raise_for_status()
-        async for line in reply.aiter_lines():
+        async for line in sse.alines(reply):
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
@@ -211,6 +229,8 @@ def main(arguments: Sequence[str]) -> int:
         words.port,
         words.weights,
         tuple(words.long),
+        tuple(words.sweep),
+        words.client,
     )
     try:
         for backend in words.backends:
@@ -245,9 +265,9 @@ def _measure_all(words: argparse.Namespace, plan: Plan) -> int:
 
 
 def _check_tiny(words: argparse.Namespace, plan: Plan) -> int:
-    """Serve the tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
+    """Serve the random tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
     model = words.work / "tiny"
-    run([sys.executable, "-m", "serve.tiny", str(model)], cwd=ROOT)
+    run([sys.executable, "-m", "serve.tiny", "--random", str(model)], cwd=ROOT)
     result: dict[str, Any] = {"machine": _machine(), "backends": {}}
     recorded = json.loads(words.tiny.read_text(encoding="utf-8"))
     for backend in words.backends:
@@ -282,6 +302,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--long", nargs="*", type=int, default=[4, 16], help="concurrencies to repeat with answers as long as prompts"
     )
+    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="concurrencies of 1k/1k through the harness")
+    parser.add_argument("--client", default="auto", help="the harness's client: auto, vllm or own")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -110,6 +111,14 @@ def test_a_server_that_ends_is_told_with_its_last_error(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_gpu.sys, "executable", "/bin/false")
     with pytest.raises(StartFailedError, match="ended before it was ready"):
         next(serve_gpu.measure("spark", model, plan, tmp_path / "log"))
+
+
+def test_a_sweep_that_the_harness_refuses_is_told_and_ends_nothing(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        plan = serve_gpu.Plan(10, 8, (1,), 1, 1.0, 0, sweep=(1,), client="own")
+        told = serve_gpu._sweep(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, plan, tmp_path / "harness")
+    assert told.startswith("failed: ")
 
 
 def client_of(server):
