@@ -103,6 +103,7 @@ def files_missing(scene: Scene) -> list[str]:
 
 READINGS = (
     Reading("model.path", "--model", path),
+    Reading("model.config", "config.json", config),
     Reading("model.model_type", "config.json", lambda scene: config(scene)["model_type"]),
     Reading(
         "model.quant_method",

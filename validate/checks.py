@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from validate import checks_hardware, checks_model, checks_numerics, checks_software
+from validate import checks_hardware, checks_model, checks_numerics, checks_software, checks_speed
 from validate.finding import Check, Table
 
 
@@ -17,4 +17,6 @@ def table(*groups: Sequence[Check]) -> Table:
     return named
 
 
-CHECKS = table(checks_hardware.CHECKS, checks_software.CHECKS, checks_numerics.CHECKS, checks_model.CHECKS)
+CHECKS = table(
+    checks_hardware.CHECKS, checks_software.CHECKS, checks_numerics.CHECKS, checks_model.CHECKS, checks_speed.CHECKS
+)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from validate import devices, serving
+from validate.budget import HOST_WORKING_BYTES, share_lines
+from validate.devices import GIB
 from validate.finding import Check, Judgement, View, failed, judged, passed, warned
 
-GIB = 1 << 30
 MIN_DRIVER = 580  # first driver branch with CUDA 13.0 (CUDA 13.0 release notes, table of minimum driver versions)
 RISKY_DRIVERS = range(590, 600)  # public report of hanging CUDA graphs on GB10: conselara.dev, DGX Spark GB10 reference
 MIN_CUDA = (13, 0)  # 12.1a kernels of this stack are built with CUDA 13
-# What a server needs beside its weights before it can take a request. Our own bound: CUDA context, activations and a
-# small KV cache of gpt-oss-120b; not measured on a Spark.
-UNIFIED_WORKING_BYTES = 8 * GIB
-# Measured with the tiny model on x86-64: 3.7 GB PSS (vLLM's CPU build, eager).
-HOST_WORKING_BYTES = 4 * GIB
 # Public reports from GB10 call 0.85-0.87 the safe range: the system itself lives in the same memory.
 SAFE_UTILIZATION = 0.87
 DISK_FAIL, DISK_WARN = 2 * GIB, 10 * GIB  # our own bounds: torch.compile, Triton and FlashInfer caches
@@ -91,6 +88,13 @@ def usable_memory(view: View) -> float:
     return available if view.is_none(limit) else min(available, view.number(limit))
 
 
+def needed_bytes(view: View) -> float:
+    """Bytes that vLLM's share must hold at its start: the plan's lines for one sequence as long as it may be."""
+    model, weights = serving.architecture(view), int(view.number("model.weight_bytes"))
+    lines = share_lines(model, devices.table()["spark"], serving.load(view, model), weights)
+    return sum(line.bytes for line in lines)
+
+
 def memory_unified(view: View) -> Judgement:
     """Enough unified memory is free for the weights, and for what vLLM will ask for at startup."""
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
@@ -98,13 +102,14 @@ def memory_unified(view: View) -> Judgement:
     if not 0 < share <= 1:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
     # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
-    wanted, needed = share * total, weights + UNIFIED_WORKING_BYTES
+    wanted, needed = share * total, needed_bytes(view)
+    room = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
     if free < needed:
-        return failed(f"{gib(free)} free, {gib(needed)} needed: {gib(weights)} of weights and room to work")
+        return failed(f"{gib(free)} free, {gib(needed)} needed: {room}")
     if wanted < needed:
         return failed(
-            f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: weights and room to work",
-            "raise --gpu-memory-utilization",
+            f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {room}",
+            "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both",
         )
     if free < wanted:
         # What is needed is free: a smaller share would serve, with a smaller KV cache.
@@ -192,7 +197,9 @@ CHECKS = (
             "memory.available_bytes",
             "memory.cgroup_headroom_bytes",
             "model.weight_bytes",
+            "model.config",
             "serve.gpu_memory_utilization",
+            "serve.args",
         ),
         memory_unified,
         FREE_MEMORY,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from validate.checks_software import MOE_MODULE
 from validate.finding import Check, Judgement, View, failed, passed, warned
 from validate.numerics import NOT_COMPILED
 
@@ -12,7 +11,9 @@ BUILD = "./inv build.kernels   # then validate again"
 def numerics(view: View) -> Judgement:
     """The layer's output is the reference's, within what rounding explains, and a CUDA graph replays it bit for bit."""
     if view.text("numerics.state") == NOT_COMPILED:
-        return warned(f"not run: {MOE_MODULE} is not compiled yet, and the server's first start will do that", BUILD)
+        return warned(
+            "not run: FlashInfer's MoE module is not compiled yet, and the server's first start will do that", BUILD
+        )
     kernel, found, allowed = (
         view.text("numerics.kernel"),
         view.number("numerics.difference"),

@@ -12,9 +12,9 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2
 MIN_CUDNN, GOOD_CUDNN = (9, 14), (9, 15)
 MOE_BACKEND = "FLASHINFER_CUTLASS_MXFP4_MXFP8"  # the only hardware FP4 path that takes gpt-oss on 12.x
 MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
-MOE_MODULE = "fused_moe_120"  # gen_cutlass_fused_moe_sm120_module, flashinfer/jit/fused_moe.py
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm_plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
+BUILD_MODULES = "./inv build.kernels --python PYTHON --output DIR; set -a; . DIR/kernels-gpt-oss.env"
 REPATCH = "./inv up   # patches the installed vLLM again"
 
 # Variables that older guides for the Spark set and vLLM 0.32.0 no longer knows, with what replaces them.
@@ -108,15 +108,17 @@ def jit_toolchain(view: View) -> Judgement:
 
 
 def sm121_modules(view: View) -> Judgement:
-    """The MoE module is compiled already."""
+    """The MoE module is compiled already, and what was built ahead of time is as it was built."""
     found, where = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
-    if MOE_MODULE not in found:
-        return warned(
-            f"{MOE_MODULE} is not in {where}: the first start compiles 96 units, about 2.4 CPU-hours in all, "
-            "estimated 15 to 25 minutes on a Spark with up to 11 GB of memory a job",
-            "MAX_JOBS=8 for the first start, and keep that directory on a volume",
-        )
-    return passed(f"{len(found)} modules in {where}, {MOE_MODULE} among them")
+    module, filtered = view.text("flashinfer.moe_module"), "_fp8xfp4" in view.text("flashinfer.moe_module")
+    if module not in found:
+        units = "18 units, 10 minutes of CPU time" if filtered else "96 units, 2.4 hours of CPU time"
+        return warned(f"{module} is not in {where}: the first start compiles it ({units})", BUILD_MODULES)
+    if view.is_none("flashinfer.changed_modules"):
+        return passed(f"{len(found)} modules in {where}, {module} among them (no manifest here to compare with)")
+    if changed := view.names("flashinfer.changed_modules"):
+        return failed(f"not as they were built, and so compiled again: {some(changed)}")
+    return passed(f"{len(found)} modules in {where}, {module} among them; all as they were built")
 
 
 def patches_intact(view: View) -> Judgement:
@@ -240,9 +242,14 @@ CHECKS = (
     Check(
         "sm121-modules",
         "FlashInfer's MoE module for SM121 is compiled and cached.",
-        ("flashinfer.cached_modules", "flashinfer.cache_directory"),
+        (
+            "flashinfer.cached_modules",
+            "flashinfer.cache_directory",
+            "flashinfer.moe_module",
+            "flashinfer.changed_modules",
+        ),
         sm121_modules,
-        "export FLASHINFER_WORKSPACE_BASE=/a/volume/that/stays",
+        BUILD_MODULES,
     ),
     Check(
         "patches-intact",

@@ -76,6 +76,13 @@ class View:
             raise _of_type(name, value, "a list of texts")
         return value
 
+    def table(self, name: str) -> dict[str, Value]:
+        """A table of values by name."""
+        value = self._known(name)
+        if not isinstance(value, dict):
+            raise _of_type(name, value, "a table")
+        return value
+
     def version(self, name: str) -> tuple[int, ...]:
         """The leading numbers of a version: 9.20.0.48 → (9, 20, 0, 48), 2.13.0+cpu → (2, 13, 0)."""
         text = self.text(name)

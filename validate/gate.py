@@ -9,14 +9,21 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from sparkforge.errors import SparkforgeError, ValidationFailedError, ValidationIncompleteError
-from validate import checkpoint, deep, facts, gpu, machine, numerics, software
+from validate import checkpoint, deep, facts, gpu, machine, measured, numerics, software
 from validate.checks import CHECKS
 from validate.facts import Fact, Facts
 from validate.finding import Check, Finding, Status, evaluate, skipped
 from validate.profiles import Profile, named
 from validate.scene import Options, Scene
 
-GROUPS = (machine.READINGS, gpu.SMI_READINGS, gpu.CUDA_READINGS, software.READINGS, checkpoint.READINGS)
+GROUPS = (
+    machine.READINGS,
+    gpu.SMI_READINGS,
+    gpu.CUDA_READINGS,
+    software.READINGS,
+    checkpoint.READINGS,
+    measured.READINGS,
+)
 
 
 class Verdict(StrEnum):

@@ -17,7 +17,6 @@ NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_differen
 RAN, NOT_COMPILED = "ran", "not compiled"
 # Stack → whose kernel runs the experts there: our plugin's, or the one that vLLM selects.
 WAYS = {"embedded": "plugin"}
-MODULE = "fused_moe_120"  # FlashInfer's, without which the first call would compile for 15 minutes and more
 
 
 def gather(scene: Scene) -> dict[str, Fact]:
@@ -42,9 +41,12 @@ def gather(scene: Scene) -> dict[str, Fact]:
 
 
 def _compiled(scene: Scene) -> bool:
-    """Whether FlashInfer's MoE module lies ready; if that cannot be told, the child tells what is wrong."""
+    """Whether FlashInfer's MoE module lies ready, without which the first call would compile for minutes.
+
+    If that cannot be told, the child tells what is wrong.
+    """
     try:
-        return MODULE in software.cached_modules(scene)
+        return software.moe_module(scene) in software.cached_modules(scene)
     except Exception:  # noqa: BLE001 - a fact of its own says why
         return True
 

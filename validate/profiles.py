@@ -48,7 +48,7 @@ SPARK = Profile(
         "model-files",
         "model-format",
     ),
-    advised=("shared-memory", "sm121-modules", "offline-hub"),
+    advised=("shared-memory", "sm121-modules", "offline-hub", "measured-speed"),
 )
 EMBEDDED = Profile(
     "embedded",

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -72,13 +72,8 @@ class Scene:
     stack: str
 
     def argument(self, flag: str) -> str | None:
-        """Value of `--flag VALUE` or `--flag=VALUE` among the arguments for the server; the last one wins."""
-        found, words = None, self.options.serve_args
-        for index, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if name.replace("_", "-") == flag:
-                found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
-        return found
+        """Value of a flag among the arguments for the server, as `argument` finds it."""
+        return argument(self.options.serve_args, flag)
 
     @once
     def interpreter(self) -> tuple[str, tuple[str, ...], int]:
@@ -113,6 +108,16 @@ class Scene:
             if (Path(directory) / name / "__init__.py").is_file():
                 return Path(directory) / name
         raise ProbeError(f"no package {name} on the path of {self.options.python}")
+
+
+def argument(words: Sequence[str], flag: str) -> str | None:
+    """Value of `--flag VALUE` or `--flag=VALUE` in a server's arguments; the last one wins, None if there is none."""
+    found = None
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else (words[index + 1] if index + 1 < len(words) else None)
+    return found
 
 
 def _metadata_directories(directory: Path) -> list[Path]:

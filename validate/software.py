@@ -24,6 +24,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 CUDA_ROOT = Path("/usr/local/cuda")  # vLLM's own last resort, vllm/utils/flashinfer.py
 AHEAD_OF_TIME = Path("data/aot")  # below the package; used before the cache (flashinfer/jit/env.py, FLASHINFER_AOT_DIR)
+BUILT = "was changed after it was built"
+MANIFEST = "kernels-gpt-oss.env.manifest.json"  # what `./inv build.kernels` left in the workspace (forge/kernels.py)
 LIBRARY_DIRECTORIES = ("/usr/lib/aarch64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64")
 
 
@@ -148,12 +150,12 @@ def patches_changed(scene: Scene) -> list[str]:
     ]
 
 
-def _difference(path: Path, wanted: str | None) -> str:
+def _difference(path: Path, wanted: str | None, changed: str = "was changed after patching") -> str:
     if wanted is None:
         return "is back, the patches removed it" if path.exists() else ""
     if not path.is_file():
         return "is missing"
-    return "" if sha256_file(path) == wanted else "was changed after patching"
+    return "" if sha256_file(path) == wanted else changed
 
 
 def patches_outdated(scene: Scene) -> list[str] | None:
@@ -186,10 +188,14 @@ def flashinfer_architecture(scene: Scene) -> str:
 
 def flashinfer_cache(scene: Scene) -> str:
     """Directory of FlashInfer's compiled modules: BASE/.cache/flashinfer/VERSION/ARCH/cached_ops (jit/env.py)."""
-    env = scene.options.environ
-    base = Path(env.get("FLASHINFER_WORKSPACE_BASE") or env.get("HOME") or Path.home())
     version = scene.version("flashinfer-python")
-    return str(base / ".cache" / "flashinfer" / version / flashinfer_architecture(scene) / "cached_ops")
+    return str(workspace(scene) / ".cache" / "flashinfer" / version / flashinfer_architecture(scene) / "cached_ops")
+
+
+def workspace(scene: Scene) -> Path:
+    """Directory below which FlashInfer keeps what it compiles."""
+    env = scene.options.environ
+    return Path(env.get("FLASHINFER_WORKSPACE_BASE") or env.get("HOME") or Path.home())
 
 
 def cached_modules(scene: Scene) -> list[str]:
@@ -199,6 +205,35 @@ def cached_modules(scene: Scene) -> list[str]:
         places.append(scene.package_directory("flashinfer") / AHEAD_OF_TIME)
     found = {path.stem for place in places for path in place.glob("*/*.so") if path.parent.name == path.stem}
     return sorted(found)
+
+
+def moe_module(scene: Scene) -> str:
+    """Name of the module that FlashInfer asks for: our patch 0002 adds the types that it is filtered to.
+
+    With several types FlashInfer's order counts, and not the variable's; a server of gpt-oss has one.
+    """
+    types = scene.options.environ.get("FLASHINFER_MOE_SM120_DTYPES", "").replace(" ", "")
+    return "_".join(["fused_moe_120", *filter(None, types.split(","))])
+
+
+def changed_modules(scene: Scene) -> list[str] | None:
+    """What differs from the build's manifest, a line each: its libraries, and the variables that a server must have.
+
+    None if no manifest lies in the workspace: built by FlashInfer itself, or taken into the package.
+    """
+    place = workspace(scene) / MANIFEST
+    if not place.is_file():
+        return None
+    made = json.loads(place.read_text(encoding="utf-8"))
+    files = (
+        (Path(name).stem, _difference(place.parent / name, sha256, BUILT)) for name, sha256 in made["outputs"].items()
+    )
+    environ, wanted = scene.options.environ, made["facts"]["server"]
+    return [
+        *(f"{name} {told}" for name, told in files if told),
+        *(f"{name} is {environ.get(name, 'unset')} and not {value}" for name, value in wanted.items()
+          if environ.get(name) != value),
+    ]  # fmt: skip
 
 
 def _record(key: str) -> Reading:
@@ -216,6 +251,8 @@ READINGS = (
     Reading(
         "flashinfer.cached_modules", "files under flashinfer.cache_directory and flashinfer/data/aot", cached_modules
     ),
+    Reading("flashinfer.moe_module", "environment FLASHINFER_MOE_SM120_DTYPES", moe_module),
+    Reading("flashinfer.changed_modules", f"{MANIFEST} in FlashInfer's workspace", changed_modules),
     Reading("cudnn.version", "package metadata of nvidia-cudnn-cu13, or libcudnn.so.*", cudnn_version),
     Reading("cuda.runtime_version", "package metadata of nvidia-cuda-runtime, or version.json", cuda_runtime_version),
     Reading("jit.nvcc", "CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda", nvcc_path),

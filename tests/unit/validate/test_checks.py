@@ -156,6 +156,25 @@ SPARK_CASES = {
     "share 1.5 fails": ("memory-unified", {"serve.gpu_memory_utilization": 1.5}, Status.FAIL),
     "share too small for the weights": ("memory-unified", {"serve.gpu_memory_utilization": 0.5}, Status.FAIL),
     "a container limit counts": ("memory-unified", {"memory.cgroup_headroom_bytes": 64 << 30}, Status.FAIL),
+    "a long sequence without room": (
+        "memory-unified",
+        {"serve.gpu_memory_utilization": 0.58, "serve.args": ["--max-model-len", "131072"]},
+        Status.FAIL,
+    ),
+    "a short one has room": (
+        "memory-unified",
+        {
+            "serve.gpu_memory_utilization": 0.58,
+            "serve.args": ["--max-model-len=8K", "--max-num-batched-tokens", "4096"],
+        },
+        Status.PASS,
+    ),
+    "a length that vLLM chooses": (
+        "memory-unified",
+        {"serve.gpu_memory_utilization": 0.58, "serve.args": ["--max-model-len", "auto"]},
+        Status.PASS,
+    ),
+    "a length that is no number": ("memory-unified", {"serve.args": ["--max-model-len", "long"]}, Status.FAIL),
     "nvcc missing": ("jit-toolchain", {"jit.nvcc": None}, Status.FAIL),
     "damaged shard": ("model-files", {"model.shards_damaged": ["a: has 3 bytes"]}, Status.FAIL),
     "tokenizer missing": ("model-files", {"model.files_missing": ["tokenizer.json"]}, Status.FAIL),

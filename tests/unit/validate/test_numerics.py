@@ -1,6 +1,7 @@
 """The numerics check notices what a wrong kernel does: each mutation is one that a kernel's author could make."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,10 +153,16 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
     cache = tmp_path / ".cache" / "flashinfer" / "0.7.0.post1" / "121a" / "cached_ops"
     folder = (site / "flashinfer" / "data" / "aot" if where == "ahead of time" else cache) / "fused_moe_120"
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
+    filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
     assert not numerics._compiled(Scene(options, "spark"))
     folder.mkdir(parents=True)
     (folder / "fused_moe_120.so").write_bytes(b"")
     assert numerics._compiled(Scene(options, "spark"))
+    assert not numerics._compiled(Scene(filtered, "spark"))  # FlashInfer would ask for another module
+    other = folder.with_name("fused_moe_120_fp8xfp4")
+    other.mkdir()
+    (other / f"{other.name}.so").write_bytes(b"")
+    assert numerics._compiled(Scene(filtered, "spark"))
 
 
 @pytest.mark.parametrize(

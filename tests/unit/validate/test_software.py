@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from validate import machine, software
+from validate.checks import CHECKS
 from validate.facts import take
+from validate.finding import Status, evaluate
 from validate.scene import Options, Scene
 
 
@@ -200,6 +202,72 @@ def test_flashinfer_cache(scene, site, install, tmp_path, arch, directory):
     }
     made = scene(python=site.parent / "python", environ=env)
     assert fact("flashinfer.cached_modules", made).value == ["fused_moe_120"]
+
+
+@pytest.fixture
+def built(site, install, tmp_path):
+    """A workspace as `./inv build.kernels` leaves it: one library, its manifest; and the server's variables."""
+    install(site, "flashinfer_python", "0.7.0.post1")
+    name = "fused_moe_120_fp8xfp4"
+    library = tmp_path / f".cache/flashinfer/0.7.0.post1/121a/cached_ops/{name}/{name}.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"a library")
+    server = {"FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    outputs = {str(library.relative_to(tmp_path)): hashlib.sha256(b"a library").hexdigest()}
+    manifest = {"outputs": outputs, "facts": {"server": server}}
+    (tmp_path / "kernels-gpt-oss.env.manifest.json").write_text(json.dumps(manifest))
+    return library, server
+
+
+def judged_modules(scene, site, environ):
+    made = scene(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin", **environ})
+    needs = CHECKS["sm121-modules"].needs
+    return evaluate(CHECKS["sm121-modules"], {name: fact(name, made) for name in needs}, required=True)
+
+
+def test_modules_are_compared_with_the_manifest_of_their_build(scene, site, built):
+    library, server = built
+    found = judged_modules(scene, site, server)
+    assert (found.status, found.evidence.endswith("all as they were built")) == (Status.PASS, True)
+    library.write_bytes(b"b library")
+    found = judged_modules(scene, site, server)
+    assert found.status is Status.FAIL
+    assert "fused_moe_120_fp8xfp4 was changed after it was built" in found.evidence
+
+
+def test_another_module_of_the_build_is_missed(scene, site, built, tmp_path):
+    _, server = built
+    place = tmp_path / "kernels-gpt-oss.env.manifest.json"
+    made = json.loads(place.read_text())
+    made["outputs"][".cache/sampling/sampling.so"] = "0" * 64
+    place.write_text(json.dumps(made))
+    found = judged_modules(scene, site, server)
+    assert found.status is Status.FAIL
+    assert "sampling is missing" in found.evidence
+
+
+def test_a_server_with_other_variables_compiles_again(scene, site, built, tmp_path):
+    _, server = built
+    place = tmp_path / "kernels-gpt-oss.env.manifest.json"
+    made = json.loads(place.read_text())
+    made["facts"]["server"]["CXX"] = "/usr/bin/g++-13"
+    place.write_text(json.dumps(made))
+    found = judged_modules(scene, site, server)
+    assert found.status is Status.FAIL
+    assert "CXX is unset and not /usr/bin/g++-13" in found.evidence
+
+
+def test_without_the_manifest_only_the_module_is_asked_for(scene, site, built, tmp_path):
+    library, server = built
+    (tmp_path / "kernels-gpt-oss.env.manifest.json").unlink()
+    assert judged_modules(scene, site, server).status is Status.PASS
+    unfiltered = {name: value for name, value in server.items() if name != "FLASHINFER_MOE_SM120_DTYPES"}
+    assert "fused_moe_120 is not in" in judged_modules(scene, site, unfiltered).evidence  # another module is asked for
+    library.unlink()
+    found = judged_modules(scene, site, server)
+    assert found.status is Status.WARN
+    assert "18 units" in found.evidence
+    assert found.fix.startswith("./inv build.kernels")
 
 
 def test_nvcc_is_sought_by_vllms_rule(scene, tmp_path, monkeypatch):

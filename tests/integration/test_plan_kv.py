@@ -1,0 +1,81 @@
+"""The plan's KV cache is vLLM's own accounting: page sizes, admission, and how many long requests a pool takes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from serve import models
+from validate.architecture import KV_BLOCK, STEPS_UNDER_WAY, parse
+
+pytestmark = pytest.mark.integration
+MODEL = parse(models.load()["gpt-oss-120b"].config, "test")
+# gpt-oss-120b's layers as vLLM describes them to its own KV cache manager, and what that makes of them.
+PROGRAM = """
+import json, sys
+from types import SimpleNamespace as Some
+import torch
+from vllm.v1.core import kv_cache_utils as utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+told = []
+for dtype, length, batched in json.loads(sys.argv[1]):
+    shape = dict(block_size=16, num_kv_heads=8, head_size=64, dtype=getattr(torch, dtype))
+    specs = {
+        f"layer.{n}": FullAttentionSpec(**shape) if n % 2 else SlidingWindowSpec(**shape, sliding_window=128)
+        for n in range(36)
+    }
+    config = Some(
+        model_config=Some(max_model_len=length), max_in_flight_tokens=2 * batched,
+        parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        scheduler_config=Some(max_num_batched_tokens=batched),
+        cache_config=Some(num_gpu_blocks_override=None),
+    )
+    groups = utils._get_kv_cache_groups_uniform_page_size(specs)
+    needed = [(g.kv_cache_spec.max_memory_usage_bytes(config), g.kv_cache_spec.page_size_bytes) for g in groups]
+    per_request = sum(-(-memory // page) for memory, page in needed)
+    pages = {spec.page_size_bytes for spec in specs.values()}
+    block = max(len(g.layer_names) for g in groups) * pages.pop()
+    told.append([block, per_request * block, [len(g.layer_names) for g in groups], len(pages)])
+print("TOLD" + json.dumps(told))
+"""
+CASES = [
+    ("bfloat16", 131_072, 8_192),
+    ("bfloat16", 32_768, 4_096),
+    ("bfloat16", 100, 8_192),
+    ("float8_e4m3fn", 8_192, 2_048),
+]
+
+
+@pytest.fixture(scope="module")
+def told():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(CASES)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(CASES, json.loads(done.stdout.partition("TOLD")[2]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_takes_what_vllm_reserves_for_it(told, case):
+    dtype, length, batched = case
+    kv = "bf16" if dtype == "bfloat16" else "fp8"
+    block, reserved, groups, other_pages = told[case]
+    assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding ones, pages of one size
+    assert block == 18 * KV_BLOCK * MODEL.kv_layer_token(kv)
+    assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
+
+
+def test_two_steps_are_under_way():
+    program = (
+        "from types import SimpleNamespace as S\nfrom vllm.config import VllmConfig\n"
+        "made = S(parallel_config=S(pipeline_parallel_size=1), use_v2_model_runner={}, "
+        "scheduler_config=S(async_scheduling=True))\n"
+        "print('TOLD', VllmConfig.max_concurrent_batches.fget(made))"
+    )
+    for runner in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(runner)], capture_output=True, text=True, check=False
+        )
+        assert done.stdout.split("TOLD")[-1].strip() == str(STEPS_UNDER_WAY), done.stderr[-2000:]

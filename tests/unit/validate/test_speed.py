@@ -1,0 +1,188 @@
+"""The last measured speed: which result counts, when the check warns, and that cited Spark figures would not."""
+
+import json
+import os
+
+import pytest
+
+from serve import models
+from sparkforge import paths
+from validate import cited, devices, measured, speed
+from validate.architecture import parse
+from validate.checks import CHECKS
+from validate.facts import Fact, take
+from validate.finding import Status, evaluate
+from validate.scene import Options, Scene
+
+BIG = parse(models.load()["gpt-oss-120b"].config, "test")
+SPARK = devices.table()["spark"]
+
+
+def result(**more):
+    value = {
+        "format": "sparkforge-bench/1",
+        "passed": True,
+        "config": {
+            "model": "gpt-oss-120b",
+            "url": "http://127.0.0.1:8000",
+            "tp": 1,
+            "isl": 1024,
+            "osl": 128,
+            "conc": 1,
+        },
+        "metrics": {"ttft_ms": {"median": 400.0}, "tpot_ms": {"median": 20.0}},
+        "server": {"device": "docker"},
+        "machine": {"measured_at": "2026-11-21T10:00:00+00:00"},
+    }
+    for path, changed in more.items():
+        *parents, last = path.split("__")
+        place = value
+        for name in parents:
+            place = place[name]
+        place[last] = changed
+    return value
+
+
+def write(name, value, age=0):
+    file = paths.state() / "bench" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(value if isinstance(value, str) else json.dumps(value))
+    os.utime(file, (1_000_000 - age, 1_000_000 - age))
+
+
+def facts(tmp_path, model="gpt-oss-120b"):
+    scene = Scene(Options(model=tmp_path / model), "spark")
+    return {reading.name: take(reading, scene) for reading in measured.READINGS}
+
+
+def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
+    found = facts(tmp_path)
+    assert {fact.value for fact in found.values()} == {None}
+    assert {fact.error for fact in found.values()} == {None}
+    finding = evaluate(CHECKS["measured-speed"], {**good("spark"), **found}, required=False)
+    assert (finding.status, finding.fix) == (Status.PASS, "")
+    assert "nothing was measured" in finding.evidence
+
+
+def test_the_newest_result_counts_by_its_own_time(tmp_path):
+    write("batch_isl1024/result_a.json", result(machine__measured_at="2026-11-21T09:00:00+00:00"))
+    write("accepted/result_b.json", result(metrics__tpot_ms={"median": 30.0}), age=500)
+    found = facts(tmp_path)
+    assert found["measured.file"].value == "result_b.json"
+    assert found["measured.tpot_ms"].value == 30.0
+
+
+NOT_OURS = {
+    "failed": {"passed": False},
+    "without figures": {"metrics": None},
+    "of another model": {"config__model": "tiny-gpt-oss"},
+    "of another machine": {"config__url": "http://10.0.0.7:8000"},
+    "on a processor": {"server__device": "docker-cpu"},
+    "of the embedded device": {"server__device": "embedded"},
+    "of two GPUs": {"config__tp": 2},
+    "of another format": {"format": "something/9"},
+    "without a median": {"metrics__ttft_ms": {}},
+    "with a list": {"config": []},
+    "without a machine": {"machine": None},
+    "with a shape of nothing": {"config__isl": 0},
+    "with words for numbers": {"metrics__tpot_ms": {"median": "20"}},
+    "with a truth for a number": {"config__conc": True},
+}
+
+
+@pytest.mark.parametrize("case", NOT_OURS)
+def test_a_result_that_is_not_ours_does_not_count(tmp_path, case):
+    write("result.json", result(**NOT_OURS[case]))
+    found = facts(tmp_path)
+    assert {fact.value for fact in found.values()} == {None}
+    assert {fact.error for fact in found.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "[" * 50_000, "\ud83d".encode("utf-8", "surrogatepass").decode("latin1")]
+)
+def test_files_that_are_no_results_do_not_matter(tmp_path, text):
+    write("broken.json", text)
+    write("result.json", result())
+    assert facts(tmp_path)["measured.file"].value == "result.json"
+
+
+def judged(good, tmp_path, **more):
+    write("result.json", result(**more))
+    return evaluate(CHECKS["measured-speed"], {**good("spark"), **facts(tmp_path)}, required=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "words"),
+    [
+        ({}, Status.PASS, "decode 50.0 tok/s each"),
+        ({"metrics__tpot_ms": {"median": 80.0}}, Status.WARN, "MARLIN"),  # 12.5 of 54 tok/s
+        ({"metrics__tpot_ms": {"median": 70.0}}, Status.PASS, "26%"),
+        ({"metrics__ttft_ms": {"median": 2_200.0}}, Status.PASS, "9.4 times"),
+        ({"metrics__ttft_ms": {"median": 2_600.0}}, Status.WARN, "JIT"),  # the floor is 235 ms
+        ({"metrics__tpot_ms": None}, Status.PASS, "first token"),
+        (
+            {"config__conc": 16, "metrics__tpot_ms": {"median": 110.0}, "metrics__ttft_ms": {"median": 2_600.0}},
+            Status.PASS,
+            "",
+        ),
+    ],
+)
+def test_far_under_the_plan_warns_with_the_likely_causes(good, tmp_path, more, status, words):
+    finding = judged(good, tmp_path, **more)
+    assert finding.status is status, finding
+    assert words in finding.evidence
+    assert ("./inv doctor" in finding.fix) == (status is Status.WARN)
+
+
+def test_another_gpu_has_no_ceiling(good, tmp_path, with_values):
+    write("result.json", result(metrics__tpot_ms={"median": 9_000.0}))
+    sheet = with_values({**good("spark"), **facts(tmp_path)}, {"gpu.name": "NVIDIA A100"})
+    finding = evaluate(CHECKS["measured-speed"], sheet, required=False)
+    assert finding.status is Status.PASS
+    assert "no ceiling" in finding.evidence
+
+
+def test_the_servers_arguments_count(good, tmp_path, with_values):
+    write("result.json", result(config__isl=100_000, metrics__tpot_ms={"median": 100.0}))
+    sheet = {**good("spark"), **facts(tmp_path)}
+    wide = evaluate(CHECKS["measured-speed"], sheet, required=False).evidence
+    narrow = evaluate(
+        CHECKS["measured-speed"], with_values(sheet, {"serve.args": ["--kv-cache-dtype", "fp8"]}), required=False
+    ).evidence
+    assert wide != narrow
+
+
+def test_cited_spark_figures_pass_the_thresholds():
+    bounds = speed.judging().thresholds
+    rows = cited.against(BIG, SPARK, "Spark")
+    decode = [row.share for row in rows if row.quantity != "prefill"]
+    prefill = [row.share for row in rows if row.quantity == "prefill"]
+    assert min(decode) > 2 * bounds.decode.value
+    assert 1 / min(prefill) < bounds.first_token.value
+    assert (f"{min(s for s in decode):.2f}", f"{1 / max(prefill):.1f} to {1 / min(prefill):.0f}") == (
+        "0.58",
+        "1.9 to 5",
+    )
+    assert "0.58 to 0.92" in bounds.decode.why
+    assert "1.9 to 5 times" in bounds.first_token.why
+
+
+def test_our_own_h200_figure_passes_too():
+    from sparkforge.paths import ROOT
+
+    served = json.loads((ROOT / "bench" / "results" / "serve-h200.json").read_text())["backends"]["spark"]["rows"]
+    for row in served:
+        shape = speed.Measured(
+            row["input_tokens"], row["output_tokens"], row["concurrency"], row["ttft_ms"], row["tpot_ms"]
+        )
+        found = list(speed.compare(BIG, devices.table()["h200"], shape))
+        assert [each.causes for each in found] == ["", ""]
+        if row["concurrency"] == 1:
+            assert f"our own on an H200 {found[0].ratio:.2f}" in speed.judging().thresholds.decode.why
+
+
+def test_the_fact_of_a_result_that_cannot_be_read_is_none(tmp_path, monkeypatch):
+    write("result.json", result())
+    monkeypatch.setattr(measured, "LARGEST", 3)
+    assert facts(tmp_path)["measured.file"] == Fact(None, measured.SOURCE)

@@ -1,0 +1,56 @@
+"""The check of the last measured speed against what the device allows."""
+
+from __future__ import annotations
+
+from validate import speed
+from validate.devices import by_gpu
+from validate.finding import Check, FactMissing, Judgement, View, passed, warned
+from validate.serving import architecture, load
+
+MOST = 10_000_000  # tokens, or requests at once
+DOCTOR = "./inv doctor   # then ./inv bench.perf again"
+
+
+def measured_speed(view: View) -> Judgement:
+    """The last measured first token and decode speed are not far under the computed bounds."""
+    if view.is_none("measured.file"):
+        return passed("nothing was measured here yet (./inv bench.perf)")
+    device = by_gpu(view.text("gpu.name"))
+    if device is None or device.bytes_a_second is None:
+        return passed(
+            f"no memory bandwidth is known for {view.text('gpu.name')}, so there is no ceiling to compare with"
+        )
+    shape = [view.number(f"measured.{name}") for name in ("prompt", "answer", "concurrency")]
+    first = view.number("measured.ttft_ms")
+    if not all(1 <= size <= MOST for size in shape) or first <= 0:
+        raise FactMissing("measured.prompt, answer, concurrency or ttft_ms makes no sense")
+    model = architecture(view)
+    served = load(view, model)
+    between = None if view.is_none("measured.tpot_ms") else view.number("measured.tpot_ms")
+    prompt, answer, concurrency = (int(size) for size in shape)
+    measured = speed.Measured(prompt, answer, concurrency, first, between, served.kv, served.batched)
+    found = list(speed.compare(model, device, measured))
+    evidence = f"{view.text('measured.file')}: {'; '.join(each.told for each in found)}"
+    causes = "; ".join(each.causes for each in found if each.causes)
+    return warned(f"{evidence}. Likely: {causes}", DOCTOR) if causes else passed(evidence)
+
+
+CHECKS = (
+    Check(
+        "measured-speed",
+        "The last measured speed is not far under what memory and arithmetic allow.",
+        (
+            "gpu.name",
+            "model.config",
+            "serve.args",
+            "measured.file",
+            "measured.prompt",
+            "measured.answer",
+            "measured.concurrency",
+            "measured.ttft_ms",
+            "measured.tpot_ms",
+        ),
+        measured_speed,
+        DOCTOR,
+    ),
+)
