@@ -9,6 +9,7 @@ from invoke.context import Context
 
 from bench import verbs as bench_verbs
 from forge import verbs
+from serve import verbs as serve_verbs
 from sparkforge.command import named, verb, whole_number
 from sparkforge.console import Steps, say
 
@@ -31,18 +32,19 @@ def up(
     offline: str = "",
 ) -> None:
     """Set everything up and serve: environment, patches, model, validation, server, first token."""
-    room("forge.offline").use_bundle(offline)
-    number = whole_number("--port", port)
-    choice = room("serve.device").choose(device)
-    say(f"device: {choice.device}, because {choice.why}")
-    room("serve.launch").check_free(number)
-    if choice.container:
-        variables = room("serve.docker_device").variables(model, profile, number)
-        server = room("serve.docker_device").up(choice.device, variables, Steps(4), build_image)
-    else:
-        room("serve.device").refuse_profile(profile)
-        steps = Steps(5)
-        server = room("serve.embedded").up(room("forge.embedded").prepare(steps).python, model, number, steps)
+    with room("serve.failure").remembered():
+        room("forge.offline").use_bundle(offline)
+        number = whole_number("--port", port)
+        choice = room("serve.device").choose(device)
+        say(f"device: {choice.device}, because {choice.why}")
+        room("serve.launch").check_free(number)
+        if choice.container:
+            variables = room("serve.docker_device").variables(model, profile, number)
+            server = room("serve.docker_device").up(choice.device, variables, Steps(4), build_image)
+        else:
+            room("serve.device").refuse_profile(profile)
+            steps = Steps(5)
+            server = room("serve.embedded").up(room("forge.embedded").prepare(steps).python, model, number, steps)
     room("serve.screen").show_ready(server)
     if foreground:
         room("serve.screen").stay(server)
@@ -169,6 +171,8 @@ for each in (
     verbs.cache,
     verbs.clean_cache,
     verbs.verify_reproducible,
+    serve_verbs.plan,
+    serve_verbs.doctor,
 ):
     namespace.add_task(each)
 pins = {"check": verbs.pins_check, "lock": verbs.pins_lock, "debian": verbs.pins_debian, "update": verbs.pins_update}

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from bench import page
 from bench.chart import Point, Series, lines
 from bench.page import Cell, element, section, table
-from bench.redact import redact
 from bench.schema import Result
 from sparkforge.console import say
 from sparkforge.errors import ResultError
 from sparkforge.files import write_atomic
+from sparkforge.redact import redact
 
 HEADS = (
     *("rank", "team", "model", "device", "tok/s/GPU", "tok/s/user", "median E2E ms", "bits/byte", "gate", "load by"),

@@ -20,11 +20,11 @@ import httpx
 from bench import baselines, runs, schema
 from bench.baselines import Figure
 from bench.endpoint import LOOPBACK
-from bench.redact import redact
 from bench.schema import Result
 from sparkforge.console import say
 from sparkforge.errors import ResultError, SubmitError, UsageError
 from sparkforge.files import write_json
+from sparkforge.redact import redact
 
 WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
 LONGEST_WAIT = 60.0  # what a Retry-After may ask for

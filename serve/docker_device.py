@@ -205,7 +205,8 @@ def _refused(text: str, server: Server) -> ValidationFailedError:
 
 def _failed(connected: docker.DockerClient, server: Server, what: str) -> SparkforgeError:
     lines = logs.telling(log_text(connected, server.container)) or ["its log is empty"]
-    return StartFailedError(what, "\n        ".join(lines), f"docker logs {server.container[:12]}")
+    fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
+    return StartFailedError(what, "\n        ".join(lines), fix)
 
 
 def log_text(connected: docker.DockerClient, container: str) -> str:

@@ -122,4 +122,4 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> No
         served, how = False, f"is healthy but cannot generate ({error.why})"
     if not served:
         lines = "\n        ".join(logs.relevant(Path(server.log)) or ["its log is empty"])
-        raise StartFailedError(f"the server {how}", lines, f"less {server.log}")
+        raise StartFailedError(f"the server {how}", lines, f"./inv doctor   # the whole log: less {server.log}")

@@ -78,12 +78,18 @@ def write(server: Server) -> None:
     write_json(record_path(), asdict(server))
 
 
-def read() -> Server | None:
-    """Return the recorded server, dead or alive; None if there is none or the record is unreadable."""
+def read(path: Path | None = None) -> Server | None:
+    """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
+
+    `path` is the record, if it is another state's.
+    """
     try:
-        return Server(**json.loads(record_path().read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        server = Server(**json.loads((path or record_path()).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    numbers = isinstance(server.pid, int) and isinstance(server.port, int) and isinstance(server.started, int | float)
+    texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file)
+    return server if numbers and all(isinstance(text, str) for text in texts) else None
 
 
 def running() -> Server:

@@ -44,7 +44,9 @@ def stay(server: Server) -> None:
     if record.read() == server:  # `./inv down` elsewhere forgets the record
         record.forget()
         raise StartFailedError(
-            "the server ended by itself", "\n        ".join(logs.relevant(Path(server.log))), f"less {server.log}"
+            "the server ended by itself",
+            "\n        ".join(logs.relevant(Path(server.log))),
+            f"./inv doctor   # the whole log: less {server.log}",
         )
 
 

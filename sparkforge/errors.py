@@ -268,6 +268,18 @@ class BakeoffError(SparkforgeError):
     exit_code = 78
 
 
+class ProblemsFoundError(SparkforgeError):
+    """`./inv doctor` found at least one problem; all of them are on stdout, the first one is in the message."""
+
+    exit_code = 80
+
+
+class SignatureError(SparkforgeError):
+    """`serve/signatures.toml` is malformed: an unknown key, a group that nothing fills, a cause that is not there."""
+
+    exit_code = 81
+
+
 class ImageTreeError(SparkforgeError):
     """What is to become an image is not what its locks, patches and tables say."""
 
@@ -350,6 +362,24 @@ class BuildIncompleteError(SparkforgeError):
     """A build ended without what it was to make, or what it made does not fit where it is to go."""
 
     exit_code = 58
+
+
+class PlanInputError(SparkforgeError):
+    """A config.json cannot be planned for: not readable, of another architecture, or with sizes that make no sense."""
+
+    exit_code = 85
+
+
+class ModelTooLargeError(SparkforgeError):
+    """A model, with the context and concurrency that were asked for, does not fit the device's memory."""
+
+    exit_code = 86
+
+
+class PlanTableError(SparkforgeError):
+    """A table that plans are made from is malformed: a device, a threshold, a stored configuration, a cited figure."""
+
+    exit_code = 87
 
 
 def all_errors() -> list[type[SparkforgeError]]:

@@ -1,0 +1,48 @@
+"""The doctor and a real engine: a container that ended, its log, and what it left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from sparkforge.errors import ProblemsFoundError
+from sparkforge.paths import ROOT
+
+IMAGE = os.environ.get("ENGINE_BASE", "sparkforge-ci/debian:bookworm-slim")  # tests/engine/engine.sh made it
+PROJECT = "sparkforge-doctor"
+FINDING = {"check": "memory-host", "status": "fail", "required": True, "evidence": "2 GiB", "fix": "ps aux", "doc": ""}
+REFUSED = {"for": [], "ended": 1.0, "document": {"verdict": "refuse", "findings": [FINDING], "facts": {}}}
+# As the container's program does: the refusal in the folder that stays, words in the log, exit code 30.
+SCRIPT = f"""mkdir /state && echo '{json.dumps(REFUSED)}' > /state/refused.json
+echo 'FAIL memory-host  2 GiB'; echo '       next: ps aux'; echo 'CUDA error: invalid resource handle' >&2; exit 30"""
+
+
+@pytest.fixture
+def ended(engine):
+    labels = {"project": PROJECT, "service": "vllm", "oneoff": "False"}
+    words = [word for name, value in labels.items() for word in ("--label", f"com.docker.compose.{name}={value}")]
+    words += ["--env", "SPARKFORGE_STATE=/state", "--env", "HF_TOKEN=hf_planted_secret", "--network", "none"]
+    container = engine.docker("create", *words, IMAGE, "/bin/sh", "-c", SCRIPT).strip()
+    engine.docker("start", "--attach", container, check=False)
+    yield container
+    engine.docker("rm", "--force", container)
+
+
+def test_a_container_that_was_refused_is_told_and_bundled(engine, ended, tmp_path):
+    env = {**engine.environment, "COMPOSE_PROJECT_NAME": PROJECT, "SPARKFORGE_STATE": str(tmp_path / "state")}
+    place = tmp_path / "support.tar.gz"
+    words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(place)]
+    told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert told.returncode == ProblemsFoundError.exit_code, told.stderr
+    found = json.loads(told.stdout)["problems"]
+    assert [each["id"] for each in found] == ["validation-check", "invalid-resource-handle", "container-ended"]
+    sources = [each["source"] for each in found[0]["places"]]
+    assert sources == [f"{ended[:12]}:/state/refused.json", f"docker logs {ended[:12]}"]
+    with tarfile.open(place) as archive:
+        files = {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
+    assert not [name for name, text in files.items() if "hf_planted_secret" in text]
+    assert '"ExitCode": 30' in files["sparkforge-support/docker/inspect.json"]
+    assert f"sparkforge-support/reports/{ended[:12]}_refused.json" in files

@@ -1,0 +1,49 @@
+"""A real vLLM that cannot start, and the doctor who says why."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from serve import embedded, failure, launch
+from sparkforge.errors import ProblemsFoundError, StartFailedError
+from sparkforge.paths import ROOT
+
+pytestmark = pytest.mark.integration
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
+    python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
+    made = embedded.describe(python, model, model.name, free_port())
+    environment = {name: value for name, value in made.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+    command = (*made.command, "--kv-cache-memory-bytes", str(1 << 20))
+    with pytest.raises(StartFailedError, match="inv doctor"), failure.remembered():
+        launch.start(dataclasses.replace(made, command=command, environment=environment), lambda _: None)
+
+    words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
+    told = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert told.returncode == ProblemsFoundError.exit_code, told.stderr
+    found = json.loads(told.stdout)["problems"]
+    assert [problem["id"] for problem in found] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
+    assert "4096" in found[0]["places"][0]["text"]
+    assert found[1]["causes"] == ["kv-cache-too-small"]
+    assert "logs/" in told.stderr
+    assert (tmp_path / "support.tar.gz").stat().st_size > 1000
+
+
+def test_a_server_that_serves_well_gives_nothing_to_say(up):
+    (up.state / failure.NAME).unlink(missing_ok=True)  # another test may have asked for a wrong model
+    told = up.inv("doctor")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "nothing that is known to go wrong was found" in told.stdout
