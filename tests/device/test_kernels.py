@@ -94,6 +94,15 @@ def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):
         assert error(got, reference(x, weights, ids, shares, local)) < (W4A8 if "W4A8" in kernel else BF16)
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 300])
+def test_where_no_expert_is_here_the_output_is_zero(kernel, tokens):
+    weights = random_weights(4, 128, 96)
+    x = torch.randn(tokens, 128, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, 4, 4)
+    nowhere = torch.full((4,), -1, dtype=torch.int32, device="cuda")
+    assert not run(kernel, x, weights, ids, shares, nowhere).any()
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
     weights = random_weights(16, 320, 224)
