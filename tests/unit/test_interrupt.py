@@ -68,6 +68,14 @@ namespace = Collection(plan, slow, program, shown, stays)
 '''
 
 
+@pytest.fixture(autouse=True)
+def hang_up_is_not_ignored():
+    """Under nohup our children would ignore it as we do."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
 def begin(folder, name, pids=4):
     (folder / "tasks.py").write_text(TASKS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARKFORGE_STATE": str(folder / "state")}
