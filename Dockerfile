@@ -14,6 +14,8 @@ ARG VLLM_FROM=wheel
 
 # Wheels that your package index lacks: --build-context wheels=FOLDER
 FROM scratch AS wheels
+# vLLM's sources for VLLM_FROM=source without git hosts, an unpacked bundle or checkouts: --build-context bundle=FOLDER
+FROM scratch AS bundle
 
 FROM ${BASE_CUDA} AS base-cuda
 FROM ${BASE_CPU} AS base-cpu
@@ -91,10 +93,21 @@ FROM kernels-${DEVICE} AS kernels
 # ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
 FROM kernels AS vllm-wheel
 FROM kernels AS vllm-source
+ARG TARGETARCH
+ARG DEBIAN_MIRROR
+ARG DEBIAN_SNAPSHOT
+RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
+    --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
+    --mount=type=cache,target=/var/cache/debs,sharing=locked \
+    sh /mnt/install-debs "/mnt/locks/cuda-source-${TARGETARCH}.txt"
 ARG JOBS=auto
+# CMake targets with commas, to try the way; none named are all that SM121 uses (docs/vllm-build.md).
+ARG VLLM_TARGETS=
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
+    --mount=type=bind,from=bundle,target=/mnt/bundle \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m forge.rootfs vllm --device cuda --jobs "$JOBS"
+    deploy/with-ca .venv/bin/python -m forge.rootfs vllm --device cuda --jobs "$JOBS" \
+        --sources /mnt/bundle --targets "$VLLM_TARGETS"
 # hadolint ignore=DL3006
 FROM vllm-${VLLM_FROM} AS vllm
 
@@ -116,7 +129,7 @@ COPY sparkforge/ sparkforge/
 COPY spark_mxfp4/ spark_mxfp4/
 COPY validate/ validate/
 COPY serve/ serve/
-COPY --from=audit /opt/image.json ./
+COPY --from=audit /opt/image.json /opt/audit.json ./
 RUN chmod -R u=rwX,go=rX . \
     && sed -n 's/^  "key": "\(.*\)",$/\1/p' image.json > key \
     && test -s key \
@@ -148,6 +161,7 @@ ENV SPARKFORGE_PROFILE=spark \
     CUDA_HOME=/opt/venv/lib/python3.13/site-packages/nvidia/cu13 \
     FLASHINFER_CUDA_ARCH_LIST=12.1a \
     FLASHINFER_MOE_SM120_DTYPES=fp8xfp4 \
+    VLLM_HAS_FLASHINFER_CUBIN=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
@@ -160,4 +174,5 @@ LABEL org.opencontainers.image.title="Sparkforge" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}" \
       org.sparkforge.device="${DEVICE}" \
-      org.sparkforge.manifest="/opt/sparkforge/image.json"
+      org.sparkforge.manifest="/opt/sparkforge/image.json" \
+      org.sparkforge.audit="/opt/sparkforge/audit.json"

@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +24,15 @@ from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 from bench.machine import facts
-from forge import debian, image, index, locks, rootfs
+from forge import debian, envs, image, index, locks, rootfs, trimming
 from serve import client, docker_compose, settings
 from serve.device import DOCKER_CPU
 from sparkforge import paths
 from sparkforge.console import Steps, say
 from sparkforge.docker_cli import docker
-from sparkforge.errors import FetchError
+from sparkforge.errors import FetchError, UsageError
 from sparkforge.files import write_json
+from sparkforge.process import run
 
 READY_SECONDS = 1200.0
 CONTRACT = "tests/unit/container/test_compose.py"
@@ -44,6 +43,7 @@ PYTHON = (3, 13)
 
 def main(output: str) -> None:
     """Measure everything and write the JSON file. Raises the errors of the engine and of the index."""
+    _require_tests()
     steps, told = Steps(5), dict[str, Any]()
     for name, work in (
         ("cold", lambda: {"seconds": timed(lambda: build(no_cache=True))}),
@@ -109,11 +109,17 @@ def start() -> dict[str, Any]:
         docker_compose.down(DOCKER_CPU, {})
 
 
+def _require_tests() -> None:
+    """Raise UsageError without the environment that the contract's tests run in: before an hour of measuring."""
+    if not envs.TEST.python.is_file():
+        why = f"the lines of the contract are counted by {CONTRACT}, and there is no {envs.TEST.python}"
+        raise UsageError("there is nothing to count with", why, "./inv test --fast, then ./inv bench.image")
+
+
 def contract() -> dict[str, int]:
     """Return how many lines of the Compose contract hold, of how many: the tests' own count."""
     result = paths.state() / "contract.xml"
-    command = [sys.executable, "-m", "pytest", "-q", CONTRACT, f"--junitxml={result}"]
-    subprocess.run(command, cwd=paths.ROOT, capture_output=True, check=False)
+    run([envs.TEST.python, "-m", "pytest", "-q", CONTRACT, f"--junitxml={result}"], cwd=paths.ROOT, check=False)
     suite = next(ET.parse(result).iter("testsuite"))  # noqa: S314 - pytest wrote it just now
     lines = int(suite.attrib["tests"])
     return {"lines": lines, "held": lines - int(suite.attrib["failures"]) - int(suite.attrib["errors"])}
@@ -167,8 +173,11 @@ class Ranges(io.RawIOBase):
 def projection() -> dict[str, Any]:
     """Return the bytes of the Spark's tree: every file of every locked aarch64 wheel, and what the table cuts."""
     files = wheel_files("spark", "aarch64")
-    chosen = rootfs.cuts(rootfs.CUDA)
-    cut = {one.name: sum(size for name, size in files.items() if rootfs.is_cut(name, [one])) for one in chosen}
+    chosen = trimming.cuts(rootfs.CUDA)
+    cut = dict.fromkeys((one.name for one in chosen), 0)
+    for path, size in files.items():  # a file that two entries name is the first one's
+        if first := next((one.name for one in chosen if trimming.is_cut(path, [one])), ""):
+            cut[first] += size
     packages = len(debian.read(debian.LOCKS / "cuda-runtime-arm64.txt"))
     return {
         "projection": "sum of the files in the locked aarch64 wheels; no bytecode, kernels or Debian packages in it",
@@ -182,8 +191,21 @@ def projection() -> dict[str, Any]:
 
 def wheel_files(lock: str, machine: str) -> Mapping[str, int]:
     """Return path → bytes of all files that the lock's wheels for `machine` install. Raises FetchError."""
-    text = locks.lock_path(lock).read_text(encoding="utf-8")
-    blocks = [block for block in re.split(r"\n(?=[A-Za-z0-9])", text) if "==" in block.partition("\n")[0]]
+    with index.client() as http, ThreadPoolExecutor(6) as pool:
+        found: dict[str, int] = {}
+        for files in pool.map(lambda url: _files(url, http), wheels(locks.lock_path(lock), machine, http)):
+            found |= files
+    return found
+
+
+def wheels(lock: Path, machine: str, http: httpx.Client) -> list[str]:
+    """Return the address of the wheel that each package of a lock has for `machine`, under a locked hash.
+
+    Raises FetchError for the first package that the index has none of.
+    """
+    blocks = [
+        block for block in re.split(r"\n(?=[A-Za-z0-9])", lock.read_text("utf-8")) if "==" in block.split("\n")[0]
+    ]
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(35, 16, -1)]
     platforms += [f"manylinux2014_{machine}", f"linux_{machine}"]
     tags = [
@@ -191,14 +213,11 @@ def wheel_files(lock: str, machine: str) -> Mapping[str, int]:
         *compatible_tags(PYTHON, f"cp{PYTHON[0]}{PYTHON[1]}", platforms),
     ]
     ranks = {tag: rank for rank, tag in enumerate(tags)}
-    with index.client() as http, ThreadPoolExecutor(6) as pool:
-        found: dict[str, int] = {}
-        for files in pool.map(lambda block: _files(block, ranks, http), blocks):
-            found |= files
-    return found
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(lambda block: _wheel(block, ranks, http), blocks))
 
 
-def _files(block: str, ranks: Mapping[Any, int], http: httpx.Client) -> dict[str, int]:
+def _wheel(block: str, ranks: Mapping[Any, int], http: httpx.Client) -> str:
     package, hashes = block.partition("==")[0].partition("[")[0], set(re.findall(r"sha256:([0-9a-f]{64})", block))
     best: Sequence[tuple[int, str]] = sorted(
         (
@@ -212,5 +231,9 @@ def _files(block: str, ranks: Mapping[Any, int], http: httpx.Client) -> dict[str
     )
     if not best:
         raise FetchError(f"no wheel of {package} fits", "the index lists none with a locked hash", "./inv pins.lock")
-    with zipfile.ZipFile(Ranges(http, best[0][1])) as wheel:
+    return best[0][1]
+
+
+def _files(url: str, http: httpx.Client) -> dict[str, int]:
+    with zipfile.ZipFile(Ranges(http, url)) as wheel:
         return {member.filename: member.file_size for member in wheel.infolist()}

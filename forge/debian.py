@@ -28,7 +28,7 @@ TABLE = ROOT / "deploy/debian.toml"
 LOCKS = ROOT / "locks/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ARCHITECTURES = ("amd64", "arm64")
-STAGES = ("runtime", "build", "dev")
+STAGES = ("runtime", "build", "source", "dev")
 NETWORK = "check the network, then run the same command again"
 _URI = re.compile(r"^'(?P<url>\S+)' \S+ \d+ SHA256:(?P<sha256>[0-9a-f]{64})$")
 
@@ -62,7 +62,7 @@ def sets(table: Path = TABLE) -> list[DebianSet]:
     for device, entry in devices.items():
         wanted: tuple[str, ...] = ()
         for stage in STAGES:
-            wanted += tuple(entry[stage])
+            wanted += tuple(entry.get(stage, ()))
             made.append(DebianSet(device, stage, entry["suite"], wanted))
     return made
 

@@ -12,8 +12,9 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def show(device: str, target: str, more: Sequence[str]) -> None:
         images = [read(archive) for archive in archives]
         report = compare(images)
         if not report["identical"]:
-            report["differing"] = list(differing(archives))[:SHOWN]
-            report["explained"] = explained(archives)
+            found = dict(islice(differing(archives), SHOWN))
+            report["differing"] = [f"{name}: {told}" for name, told in found.items()]
+            report["explained"] = explained(archives, found)
         write_json(_state() / f"reproducible-{device}.json", report)
     for image, each in zip(images, BUILDS, strict=True):
         say(f"{each.name}: {len(image.layers)} layers, archive sha256 {image.archive}")
@@ -151,15 +153,15 @@ def compare(images: Sequence[Image]) -> dict[str, Any]:
     }
 
 
-def differing(archives: Sequence[Path]) -> Iterator[str]:
+def differing(archives: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield each path inside the layers that only one image has, or that differs, and in what."""
     first, second = (dict(_entries(archive)) for archive in archives)
     for name in sorted(first.keys() | second.keys()):
         a, b = first.get(name), second.get(name)
         if a is None or b is None:
-            yield f"{name}: only in {'b' if a is None else 'a'}"
+            yield name, f"only in {'b' if a is None else 'a'}"
         elif a != b:
-            yield f"{name}: " + ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+            yield name, ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
 
 
 def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -174,11 +176,36 @@ def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield f"layer {number}: {entry.name}", {**facts, "content": held}
 
 
-def explained(archives: Sequence[Path]) -> str:
-    """Return what diffoscope says of two archives, or how to get it."""
+def explained(archives: Sequence[Path], names: Collection[str]) -> str:
+    """Return what diffoscope says of the archives' documents and of the files `names` in them, or how to get it."""
     if shutil.which("diffoscope") is None:
         return "install diffoscope for the differences inside files: sudo apt install diffoscope"
-    return run(["diffoscope", "--max-report-size", "20000", *archives], check=False).stdout
+    with tempfile.TemporaryDirectory(dir=archives[0].parent) as place:
+        sides = [Path(place) / side for side in "ab"]
+        for archive, side in zip(archives, sides, strict=True):
+            _take_out(archive, names, side)
+        return run(["diffoscope", "--max-report-size", "20000", *sides], check=False).stdout
+
+
+def _take_out(archive: Path, names: Collection[str], place: Path) -> None:
+    """Write an archive's index, manifest and configuration, and the files `names` of its layers, below `place`."""
+    with tarfile.open(archive) as tar:
+        index = _json(tar, "index.json")
+        manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
+        documents = {"index": index, "manifest": manifest, "config": _json(tar, _blob(manifest["config"]["digest"]))}
+        for name, document in documents.items():
+            write_json(place / f"{name}.json", document)
+        for number, each in enumerate(manifest["layers"]):
+            with tarfile.open(fileobj=tar.extractfile(_blob(each["digest"])), mode="r:*") as layer:
+                for entry in layer:
+                    if (
+                        entry.isreg()
+                        and f"layer {number}: {entry.name}" in names
+                        and (file := layer.extractfile(entry))
+                    ):
+                        target = place / str(number) / entry.name.strip("/")
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(file.read())
 
 
 def require_identical(report: Mapping[str, Any]) -> None:

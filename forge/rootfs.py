@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import tomllib
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +26,19 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from forge import envs, locks, patch, pins, toolchain, torch_cpu
+from forge import envs, locks, patch, pins, toolchain, torch_cpu, trimming
 from forge.pins import Component, Pins
 from sparkforge.console import say, show_error
 from sparkforge.errors import ImageTreeError, SparkforgeError, UsageError
-from sparkforge.files import write_json
+from sparkforge.files import sha256_file, write_atomic, write_json
 from sparkforge.paths import ROOT
 from sparkforge.process import run
 
 CPU, CUDA, ARCH = "cpu", "cuda", "12.1a"
 STACKS = {CPU: "embedded", CUDA: "spark"}
-TRIM = ROOT / "deploy/trim.toml"
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 AHEAD_OF_TIME = "flashinfer/data/aot"
+REPORT = "audit.json"  # beside the manifest
 # Written at install, with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
 
@@ -65,15 +66,6 @@ class Tree:
         if self.device == CPU:
             return "embedded"
         return "spark" if os.uname().machine == "aarch64" else "spark-amd64"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What is left out of an image: paths below site-packages, and why."""
-
-    name: str
-    paths: tuple[str, ...]
-    why: str
 
 
 def install(tree: Tree, more: str = "") -> None:
@@ -154,10 +146,14 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
     take_kernels(tree, built)
 
 
-def compile_vllm(tree: Tree, jobs: str) -> None:
-    """Compile vLLM's own extensions against the tree, and lay them over upstream's. Raises the errors of both."""
+def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
+    """Compile vLLM's own extensions against the tree, and lay them over upstream's. Raises the errors of both.
+
+    `sources` is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
+    """
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
-    overlay = room("forge.vllm_build").show("", "", jobs, ARCH, str(tree.python), "")
+    brought = str(sources) if any(sources.iterdir()) else ""
+    overlay = room("forge.vllm_build").show(targets, brought, jobs, ARCH, str(tree.python), "")
     room("forge.vllm_overlay").show_put(overlay, str(tree.packages))
 
 
@@ -173,64 +169,40 @@ def take_kernels(tree: Tree, built: Path) -> None:
     say(f"{len(modules)} modules of FlashInfer: {', '.join(module.stem for module in modules)}")
 
 
-def cuts(device: str, table: Path | None = None) -> list[Cut]:
-    """Return what the table, deploy/trim.toml unless another is named, leaves out of the device's image."""
-    entries: dict[str, dict[str, Any]] = tomllib.loads((table or TRIM).read_text(encoding="utf-8")).get(device, {})
-    return [Cut(name, tuple(entry["paths"]), entry["why"]) for name, entry in entries.items()]
-
-
-def trim(packages: Path, chosen: Sequence[Cut]) -> dict[str, int]:
-    """Remove what `chosen` names; return the bytes that each freed. Raises ImageTreeError if a path matches nothing.
-
-    A name that no longer exists means that upstream moved something, and with it perhaps the reason.
-    """
-    freed = {}
-    for cut in chosen:
-        freed[cut.name] = 0
-        for pattern in cut.paths:
-            found = sorted(packages.glob(pattern))
-            if not found:
-                why = f"{pattern} of [{cut.name}] matches nothing under {packages}"
-                raise ImageTreeError(
-                    "the trimming table is out of date", why, "look where upstream moved it; edit deploy/trim.toml"
-                )
-            freed[cut.name] += sum(_remove(path) for path in found)
-    return freed
-
-
-def _remove(path: Path) -> int:
-    """Remove a file, link or folder; return its bytes on disk."""
-    if path.is_symlink() or not path.is_dir():
-        size = 0 if path.is_symlink() else path.stat().st_size
-        path.unlink()
-        return size
-    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-    shutil.rmtree(path)
-    return size
-
-
 def finish(tree: Tree, jobs: int) -> None:
     """Trim the tree and make it the same in every build: no volatile files, no times, bytecode in one order."""
-    for name, size in trim(tree.packages, cuts(tree.device)).items():
+    for name, size in trimming.trim(tree.packages, trimming.cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")
     for name in VOLATILE:
         for path in tree.packages.glob(f"*.dist-info/{name}"):
             path.unlink()
+    for record in tree.packages.glob("*.dist-info/RECORD"):
+        forget_volatile(record)
     for path in sorted(tree.packages.rglob("__pycache__")):
         shutil.rmtree(path)
     compile_bytecode(tree, jobs)
+
+
+def forget_volatile(record: Path) -> None:
+    """Take the files that are not kept out of a record, which has their hashes: those are other ones in every build."""
+    lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
+    if kept != lines:
+        write_atomic(record, "".join(kept))
 
 
 def compile_bytecode(tree: Tree, jobs: int) -> None:
     """Compile every package in a process of its own: what a .pyc holds depends on what its process compiled before it.
 
     The image cannot write bytecode (its root is read-only), and without it each of vLLM's processes starts 6 s later.
-    Unchecked hashes instead of times, for the image's times are one epoch (PEP 552).
+    Unchecked hashes instead of times, for the image's times are one epoch (PEP 552). What a .pth file imports when a
+    process starts must not leave bytecode of its own, with times.
     """
+    env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def compile_one(path: Path) -> None:
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
-        run([tree.python, "-m", "compileall", *flags, path], env={"PYTHONHASHSEED": "0"}, check=False)
+        run([tree.python, "-m", "compileall", *flags, path], env=env, check=False)
 
     places = sorted(path for path in tree.packages.iterdir() if path.suffix in ("", ".py") and _holds_python(path))
     with ThreadPoolExecutor(jobs) as pool:
@@ -241,11 +213,20 @@ def _holds_python(path: Path) -> bool:
     return path.suffix == ".py" or (path.is_dir() and next(path.rglob("*.py"), None) is not None)
 
 
-def judge(tree: Tree) -> None:
-    """Audit the machine code that gpt-oss runs on: FlashInfer's modules, and vLLM's libraries. Raises AuditError."""
-    if tree.device == CUDA:
-        files = sorted([*(tree.packages / AHEAD_OF_TIME).rglob("*.so"), *(tree.packages / "vllm").glob("*.so")])
-        room("forge.audit").show(files, machine=os.uname().machine)
+def judge(tree: Tree) -> dict[str, Any]:
+    """Audit the machine code that gpt-oss runs on, FlashInfer's modules and vLLM's libraries; return the report.
+
+    It says nothing of how long that took, or it would be another in every build. The CPU's image has no such code, and
+    its report is empty. Raises AuditError.
+    """
+    if tree.device != CUDA:
+        return {}
+    files = sorted([*(tree.packages / AHEAD_OF_TIME).rglob("*.so"), *(tree.packages / "vllm").glob("*.so")])
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "audit.json"
+        room("forge.audit").show(files, machine=os.uname().machine, output=output)
+        document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return {key: value for key, value in document.items() if key not in ("seconds", "mb_per_second")}
 
 
 def verify(tree: Tree) -> int:
@@ -256,14 +237,18 @@ def verify(tree: Tree) -> int:
     table = pins.load()
     changed = {path for queue in queues(tree.device, table) for path in _patched(tree, queue)}
     changed |= _overlaid(tree)
-    gone = cuts(tree.device)
+    gone = trimming.cuts(tree.device)
     locked_names = _locked(tree.lock) | {"vllm", "torch", "sparkforge"}
     files, wrong = list[tuple[str, str]](), list[str]()
     for record in sorted(tree.packages.glob("*.dist-info/RECORD")):
         name = canonicalize_name(record.parent.name.split("-")[0])
         if name not in locked_names:
             wrong.append(f"{name} is in no lock")
-        files += [(path, sha256) for path, sha256 in _record(record) if path not in changed and not is_cut(path, gone)]
+        files += [
+            (path, sha256)
+            for path, sha256 in _record(record)
+            if path not in changed and not trimming.is_cut(path, gone)
+        ]
     with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter's lock
         found = pool.map(lambda one: _differs(tree.packages / one[0], one[1]), files)
         wrong += [f"{path} {why}" for (path, _), why in zip(files, found, strict=True) if why]
@@ -301,12 +286,6 @@ def _record(record: Path) -> Iterator[tuple[str, str]]:
                 yield path, digest.removeprefix("sha256=")
 
 
-def is_cut(path: str, chosen: Sequence[Cut]) -> bool:
-    """Tell whether `path`, below site-packages, is one that `chosen` leaves out."""
-    whole = Path(path)
-    return any(each.match(pattern) for cut in chosen for pattern in cut.paths for each in (whole, *whole.parents))
-
-
 def _differs(path: Path, sha256: str) -> str:
     if not path.is_file():
         return "is missing"
@@ -338,16 +317,19 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
     "toolchain": lambda _tree, _told: toolchain.show(),
     "install": lambda tree, told: install(tree, told.more),
     "kernels": lambda tree, told: compile_kernels(tree, told.built, told.set, told.jobs),
-    "vllm": lambda tree, told: compile_vllm(tree, told.jobs),
+    "vllm": lambda tree, told: compile_vllm(tree, told.sources, told.targets, told.jobs),
     "finish": lambda tree, told: finish(tree, _jobs(told.jobs)),
     "verify": lambda tree, told: _verify(tree, told.describe),
 }
 
 
 def _verify(tree: Tree, output: Path) -> None:
-    say(f"{verify(tree)} files are as their wheels and patches say")
-    judge(tree)
-    write_json(output, describe(tree))
+    """Judge the tree; leave the report beside the manifest, which names it by hash."""
+    files = verify(tree)
+    say(f"{files} files are as their wheels and patches say")
+    report = output.with_name(REPORT)
+    write_json(report, {"files": files, "code": judge(tree)})
+    write_json(output, {**describe(tree), "audit": {REPORT: sha256_file(report)}})
 
 
 def main(words: Sequence[str]) -> int:
@@ -359,6 +341,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--with", dest="more", default="", help="a further lock to install")
     parser.add_argument("--set", default="gpt-oss", help="a set of forge/kernels.toml")
     parser.add_argument("--built", type=Path, default=Path("/kernels"), help="where the kernels are built")
+    parser.add_argument("--sources", type=Path, default=Path("/mnt/bundle"), help="what vLLM is compiled from")
+    parser.add_argument("--targets", default="", help="CMake targets of vLLM, with commas; none: all that SM121 uses")
     parser.add_argument("--jobs", default="auto")
     parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to say what there is")
     told = parser.parse_args(words)

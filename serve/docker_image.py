@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from sparkforge.console import say
 from sparkforge.docker_cli import PRUNE, require_plugin
 from sparkforge.errors import DiskFullError, EngineError, ImageMismatchError
 
-MANIFEST_LABEL = "org.sparkforge.manifest"  # where in the image its manifest lies; the Dockerfile sets it
+# Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
+MANIFEST_LABEL = "org.sparkforge.manifest"
+AUDIT_LABEL = "org.sparkforge.audit"
 # Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/container.md).
 ROOM = {True: 15_000_000_000, False: 35_000_000_000}
@@ -56,7 +59,7 @@ def inspect(device: str, name: str) -> None:
         image = _get(client, device, name)
         for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
             print(line)
-        manifest = read_manifest(client, image)
+        manifest = _parsed(_read(client, image, MANIFEST_LABEL))
     for key, value in sorted(manifest.items()):
         print(f"  {key:<10} {_brief(value)}")
 
@@ -70,18 +73,19 @@ def verify(device: str, name: str, expected: Expected) -> None:
     with engine.connected() as client:
         image = _get(client, device, name)
         platform = engine.read(client).platform
-        manifest = read_manifest(client, image)
+        manifest, report = (_read(client, image, label) for label in (MANIFEST_LABEL, AUDIT_LABEL))
         wanted = expected(str(image.attrs.get("Architecture", "")))
-        wrong = differences(manifest, wanted)
+        wrong = [*differences(_parsed(manifest), wanted), *unaudited(_parsed(manifest), report)]
     if (found := engine.platform_of(image.attrs)) != platform:
         wrong.append(f"it is for {found}, the engine is {platform}")
     if wrong:
         what = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
         raise ImageMismatchError(what, "; ".join(wrong), BUILD[device == DOCKER_CPU])
-    kernels = manifest.get("kernels") or {}
+    kernels, audit = _parsed(manifest).get("kernels") or {}, _parsed(report)
     say(
         f"{image.short_id}: {', '.join(sorted(wanted['patches']))} and every lock as in this checkout, "
-        f"{len(kernels)} compiled modules of FlashInfer"
+        f"{len(kernels)} compiled modules of FlashInfer; audited in the build: {audit['files']} files hashed, "
+        f"{len(_code(audit))} read for machine code"
     )
 
 
@@ -113,26 +117,57 @@ def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations:
     ]
 
 
-def read_manifest(client: docker.DockerClient, image: Any) -> dict[str, Any]:
-    """Return the manifest that the build left in the image, read without running it.
+def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
+    """Return in words why the audit that lies in an image does not speak for it; nothing if it does.
 
-    Raises ImageMismatchError if the image names none: then it is none of ours.
+    It must be the one that the manifest names by hash, without a violation, and have read every compiled module.
     """
-    path = (image.attrs.get("Config") or {}).get("Labels", {}) or {}
-    if MANIFEST_LABEL not in path:
-        why = f"it has no label {MANIFEST_LABEL}"
-        raise ImageMismatchError(f"{image.short_id} is no image of Sparkforge", why, BUILD[False])
+    named = dict(manifest.get("audit") or {})
+    if hashlib.sha256(report).hexdigest() not in named.values():
+        return ["its audit report is not the one that its manifest names"]
+    audit = _parsed(report)
+    violations = (audit.get("code") or {}).get("violations") or []
+    read = {Path(str(one["path"])).stem for one in _code(audit)}
+    missing = sorted(set(manifest.get("kernels") or {}) - read)
+    return [
+        *(f"its audit found {one['rule']}: {one['file']}" for one in violations[:3]),
+        *(f"{name} was not audited" for name in missing[:3]),
+    ]
+
+
+def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what the audit says of each file with machine code; the CPU's image has none."""
+    return (audit.get("code") or {}).get("files") or []
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Return a document of the image. Raises EngineError if it is none."""
+    try:
+        document: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise EngineError("cannot read what the image says of itself", str(error), BUILD[False]) from error
+    return document
+
+
+def _read(client: docker.DockerClient, image: Any, label: str) -> bytes:
+    """Return the file that a label names, read without running the image.
+
+    Raises ImageMismatchError if the image has no such label: then it is none of ours, or an old one.
+    """
+    labels = (image.attrs.get("Config") or {}).get("Labels", {}) or {}
+    if label not in labels:
+        why = f"it has no label {label}"
+        raise ImageMismatchError(f"{image.short_id} is no image of this Sparkforge", why, BUILD[False])
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
-        stream, _ = client.api.get_archive(container, path[MANIFEST_LABEL])
+        stream, _ = client.api.get_archive(container, labels[label])
         with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
             member = archive.extractfile(archive.getmembers()[0])
-            document: dict[str, Any] = json.loads(member.read() if member else b"")
-    except (docker.errors.NotFound, tarfile.TarError, ValueError, IndexError) as error:
-        raise EngineError(f"cannot read {path[MANIFEST_LABEL]} of the image", str(error), BUILD[False]) from error
+            return member.read() if member else b""
+    except (docker.errors.NotFound, tarfile.TarError, IndexError) as error:
+        raise EngineError(f"cannot read {labels[label]} of the image", str(error), BUILD[False]) from error
     finally:
         client.api.remove_container(container, v=True, force=True)
-    return document
 
 
 def _get(client: docker.DockerClient, device: str, name: str) -> Any:

@@ -100,3 +100,11 @@ def project(engine, tmp_path_factory):
         made.compose("build", "vllm")
     yield made
     made.compose("--profile", "monitor", "--profile", "bench", "down", "--volumes", "--timeout", "20", check=False)
+
+
+@pytest.fixture(scope="session")
+def served(project):
+    """The project with its server up; one start serves the files test_embedded, test_monitor and test_stop."""
+    project.compose("up", "--detach", "--no-build", "vllm")
+    project.wait_healthy()
+    return project

@@ -3,7 +3,8 @@
 #
 #   tests/engine/engine.sh start [STORE]   install, start, make the base image; STORE: overlay2 (default) or containerd
 #   tests/engine/engine.sh env             print what a shell needs to use it: eval "$(tests/engine/engine.sh env)"
-#   tests/engine/engine.sh stop            end it and free what it held; the base images stay in the cache
+#   tests/engine/engine.sh stop            end it and free what it held; the base images stay in the cache. ENGINE_KEEP=1: its
+#                                          data stay too, since 20 GB of small files take minutes to remove
 #
 # Needs root. Nothing here is used by the product: its Dockerfile and Compose files run unmodified. What this supplies is
 # what a registry would: bases that debootstrap makes stand in for the digests (tests/engine/ci.yml).
@@ -16,7 +17,13 @@ place=${SPARKFORGE_ENGINE:-/var/tmp/sparkforge-engine}
 root=$cache/root
 mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' | sed -n 's,/debian/$,,p' | head -n 1)}/debian
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter)
+packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter qemu-user)
+# Which bases a run needs: SUITE-ARCHITECTURE.
+machine=$(dpkg --print-architecture)
+bases=("bookworm-$machine")
+[ -z "${ENGINE_CUDA:-}" ] || bases+=("trixie-$machine")
+[ -z "${ENGINE_ARM64:-}" ] || bases+=(trixie-arm64)
+binfmt=/proc/sys/fs/binfmt_misc
 
 # apt of Debian 13, beside the machine's own: 12's Docker is too old for Compose's `additional_contexts`.
 apt13() {
@@ -35,7 +42,7 @@ install_engine() {
         apt-get -qq update
         apt-get -qq install --yes --no-install-recommends debootstrap iptables runc tini > /dev/null
     fi
-    [ ! -f "$root/.complete" ] || return 0
+    [ "$(cat "$root/.complete" 2> /dev/null)" != "${packages[*]}" ] || return 0
     rm -rf "$root"
     mkdir -p "$root" "$cache/debs"
     apt13 update
@@ -44,26 +51,45 @@ install_engine() {
         dpkg -x "$package" "$root"
     done
     rm -rf "$cache/debs" "$cache/apt"
-    touch "$root/.complete"
+    echo "${packages[*]}" > "$root/.complete"
+}
+
+# Has the kernel run arm64 programs by qemu. Flag F: the kernel opens it now, so that containers need not hold it.
+emulate_arm64() {
+    [ -e $binfmt/register ] || mount -t binfmt_misc binfmt_misc $binfmt
+    [ ! -e $binfmt/sparkforge-aarch64 ] || return 0
+    local magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
+    local mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
+    echo ":sparkforge-aarch64:M::$magic:$mask:$root/usr/bin/qemu-aarch64:F" > $binfmt/register
 }
 
 # What the official image of a suite holds, made anew: its package set is debootstrap's minbase.
 make_base() {
-    local suite=$1 tarball=$cache/$1.tar
+    local suite=${1%-*} architecture=${1#*-} tarball=$cache/$1.tar
     [ ! -f "$tarball" ] || return 0
     local work
     work=$(mktemp -d "$cache/base.XXXXXX")
-    debootstrap --variant=minbase "$suite" "$work/$suite" "$mirror" > "$cache/debootstrap-$suite.log"
-    rm -rf "$work/$suite"/var/{cache/apt/archives/*.deb,lib/apt/lists/*,log/*}
-    tar --sort=name --numeric-owner -C "$work/$suite" -cf "$tarball.part" .
+    debootstrap --variant=minbase --arch="$architecture" "$suite" "$work/$1" "$mirror" > "$cache/debootstrap-$1.log"
+    rm -rf "$work/$1"/var/{cache/apt/archives/*.deb,lib/apt/lists/*,log/*}
+    tar --sort=name --numeric-owner -C "$work/$1" -cf "$tarball.part" .
     mv "$tarball.part" "$tarball"
     rm -rf "$work"
+}
+
+# The base as an image: trixie-slim, and for another architecture than the machine's trixie-slim-arm64.
+import_base() {
+    local suite=${1%-*} architecture=${1#*-}
+    local name=sparkforge-ci/debian:$suite-slim
+    [ "$architecture" = "$machine" ] || name=$name-$architecture
+    docker image inspect "$name" > /dev/null 2>&1 \
+        || docker import --platform "linux/$architecture" "$cache/$1.tar" "$name" > /dev/null
 }
 
 start() {
     local store=${1:-overlay2}
     install_engine
-    for suite in bookworm trixie; do make_base "$suite"; done
+    [ -z "${ENGINE_ARM64:-}" ] || emulate_arm64
+    for base in "${bases[@]}"; do make_base "$base"; done
     mkdir -p "$place"/{data,bin,config/cli-plugins}
     ln -sf "$(command -v runc)" "$place/bin/runc"
     ln -sf "$(command -v tini)" "$place/bin/docker-init"
@@ -85,10 +111,7 @@ EOF
         sleep 0.5
     done
     docker version > /dev/null || { tail -20 "$place/dockerd.log" >&2; exit 1; }
-    for suite in bookworm trixie; do
-        docker image inspect "sparkforge-ci/debian:$suite-slim" > /dev/null 2>&1 \
-            || docker import "$cache/$suite.tar" "sparkforge-ci/debian:$suite-slim" > /dev/null
-    done
+    for base in "${bases[@]}"; do import_base "$base"; done
 }
 
 environment() {
@@ -104,12 +127,13 @@ stop() {
         kill "$pid" 2> /dev/null || true
         for _ in $(seq 60); do kill -0 "$pid" 2> /dev/null || break; sleep 0.5; done
     fi
-    grep -o " $place[^ ]*" /proc/self/mounts | tac | xargs -r umount -l
-    rm -rf "$place"
+    { grep -o " $place[^ ]*" /proc/self/mounts || true; } | tac | xargs -r umount -l
+    [ -n "${ENGINE_KEEP:-}" ] || rm -rf "$place"
+    [ ! -e $binfmt/sparkforge-aarch64 ] || echo -1 > $binfmt/sparkforge-aarch64
 }
 
 case ${1:-} in
 start | stop) "$@" ;;
 env) environment ;;
-*) sed -n '2,7p' "$0" && exit 2 ;;
+*) sed -n '2,8p' "$0" && exit 2 ;;
 esac

@@ -1,9 +1,9 @@
-"""The CUDA stages on amd64: locked toolchain, locked tree, patches, one module compiled and audited inside the build.
+"""The CUDA stages on amd64: locked toolchain, locked tree, patches, one module of FlashInfer and three of vLLM's
+extensions compiled and audited inside the build.
 
 The whole image is not made here. What is made is every stage up to the audit, with the smallest set of kernels.
 """
 
-import json
 import re
 
 import pytest
@@ -13,49 +13,60 @@ from sparkforge.paths import ROOT
 BASE = re.search(r"^ARG BASE_CUDA=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 IMPORTS = (
     "vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.model_executor.models.gpt_oss",
-    "vllm.v1.attention.backends.flashinfer", "vllm.model_executor.layers.fused_moe.oracle.mxfp4",
-    "vllm.v1.worker.gpu_worker", "flashinfer", "triton", "spark_mxfp4",
+    "vllm.v1.attention.backends.flashinfer", "vllm.v1.attention.backends.flash_attn", "vllm.vllm_flash_attn",
+    "vllm.model_executor.layers.fused_moe.oracle.mxfp4", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker",
+    "flashinfer", "flashinfer.fused_moe", "triton", "torch._inductor.compile_fx", "spark_mxfp4",
 )  # fmt: skip
 STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs/libcuda.so"
-# A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.
+AOT = "from flashinfer.jit import env; names = [one.name for one in env.FLASHINFER_AOT_DIR.iterdir()]; "
+AOT += "print('FlashInfer takes', [one.path.name for name in names for one in env.get_aot_artifacts(name)])"
 LOOK = f"""
+FROM scratch AS sheets
 FROM audit AS look
 COPY spark_mxfp4/ /opt/sparkforge/spark_mxfp4/
+COPY validate/ /opt/sparkforge/validate/
+COPY serve/ /opt/sparkforge/serve/
+# A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.
 RUN {{ nm -D --defined-only {STUB} | grep -v cuDriverGetVersion \\
         | sed -n 's/.* T \\(cu.*\\)/int \\1() {{ return 100; }}/p'; \\
         echo 'int cuDriverGetVersion(int *v) {{ *v = 13000; return 0; }}'; }} > /tmp/driver.c \\
-    && gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 /tmp/driver.c -o /tmp/libcuda.so.1 && cd /opt/sparkforge \\
-    && LD_LIBRARY_PATH=/tmp /opt/venv/bin/python -c "import {", ".join(IMPORTS)}" \\
-    && cat /opt/image.json && ls /opt/venv/lib/python3.13/site-packages/flashinfer/data/aot
+    && gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 /tmp/driver.c -o /tmp/libcuda.so.1
+ENV LD_LIBRARY_PATH=/tmp PATH=/opt/venv/bin:/usr/bin:/bin
+RUN python -c "import {", ".join(IMPORTS)}; print('serving is imported')"
+RUN python -c "{AOT}"
+RUN --mount=type=bind,from=sheets,target=/mnt/sheets \\
+    python -m validate --profile spark --no-deep --facts /mnt/sheets/gb10-from-public-documents.json
+RUN du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=/proc --exclude=/sys / && cat /opt/image.json
 """
 
 
-@pytest.fixture(scope="module")
-def built(engine, tmp_path_factory):
-    dockerfile = tmp_path_factory.mktemp("cuda") / "Dockerfile"
-    dockerfile.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
-    words = [
-        "buildx",
-        "build",
-        "--progress=plain",
-        "--file",
-        dockerfile,
-        "--target",
-        "look",
-        "--output",
-        "type=cacheonly",
-    ]
+def command(engine, dockerfile, target, **arguments):
+    """Return the words of a build of `target` for the CUDA device."""
+    words = ["buildx", "build", "--progress=plain", "--file", dockerfile, "--target", target, "--output=type=cacheonly"]
     words += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
-    words += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial", ROOT]
-    try:
-        yield engine.docker(*words, both=True)
-    finally:  # 18 GB
-        engine.docker("buildx", "prune", "--all", "--force", check=False)
+    words += ["--build-context", f"sheets={ROOT / 'tests/unit/validate/sheets'}"]
+    words += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial"]
+    return [*words, *(f"--build-arg={name}={value}" for name, value in arguments.items()), ROOT]
+
+
+@pytest.fixture(scope="module")
+def dockerfile(engine, tmp_path_factory):
+    written = tmp_path_factory.mktemp("cuda") / "Dockerfile"
+    written.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
+    yield written
+    engine.docker("buildx", "prune", "--all", "--force", check=False)  # 18 GB
+
+
+@pytest.fixture(scope="module")
+def built(engine, dockerfile):
+    source = {"VLLM_FROM": "source", "VLLM_TARGETS": "cumem_allocator,spinloop,fs_io_C"}
+    return engine.docker(*command(engine, dockerfile, "look", **source), both=True)
 
 
 def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built):
     assert re.search(r"1 modules in /kernels: \d+ of \d+ units compiled", built)
     assert re.search(r"1 modules of FlashInfer: xqa_", built)
+    assert re.search(r"FlashInfer takes \['xqa_\S+\.so'\]", built)
 
 
 def test_both_queues_are_in_the_tree_and_every_file_was_hashed(built):
@@ -64,9 +75,27 @@ def test_both_queues_are_in_the_tree_and_every_file_was_hashed(built):
     assert int(re.search(r"(\d+) files are as their wheels and patches say", built)[1]) > 20_000
 
 
+def test_extensions_of_vllm_were_compiled_and_laid_over_the_wheels(built):
+    assert re.search(r"cumem_allocator, spinloop, fs_io_C; \d+ of \d+ units compiled", built)
+    assert "site-packages: libraries replaced" in built
+
+
 def test_what_the_table_cuts_is_gone_and_serving_still_imports(built):
     assert "left out: flash-attention-3 (" in built
-    text = "".join(
-        line.partition(" ")[2].partition(" ")[2] for line in built.splitlines() if re.match(r"#\d+ [\d.]+ ", line)
-    )
-    assert json.loads(text[text.index('{  "device"') : text.index("}xqa_") + 1])["device"] == "cuda"
+    assert "left out: tilelang (" in built
+    assert re.search(r"^#\d+ [\d.]+ serving is imported$", built, re.MULTILINE)
+
+
+def test_the_validator_of_the_image_judges_a_sparks_facts(built):
+    assert "ok   moe-backend" in built
+    assert "serve: the server may start" in built
+
+
+def test_all_of_vllm_from_source_names_the_repository_that_is_missing(engine, dockerfile, tmp_path):
+    """Where no git host is: the stage gets as far as its sources, and says what CUTLASS is for and how to bring it."""
+    (tmp_path / "README").write_text("no checkout of CUTLASS\n")
+    words = command(engine, dockerfile, "vllm-source", VLLM_FROM="source")
+    told = engine.docker(*words[:-1], "--build-context", f"bundle={tmp_path}", words[-1], both=True, check=False)
+    assert re.search(r"1 of vLLM's repositories are missing", told)
+    assert "there is no git checkout /mnt/bundle/cutlass" in told
+    assert "./inv bundle.unpack" in told

@@ -1,6 +1,7 @@
 """The verbs against a real engine: build, up, status, logs, chat, image.*, a refused validation, down. No GPU."""
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -91,7 +92,9 @@ def test_the_image_tells_its_layers_and_what_it_holds(checkout):
 
 
 def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
-    assert "every lock as in this checkout" in checkout.good("image.verify", "--device", "docker-cpu")
+    said = checkout.good("image.verify", "--device", "docker-cpu")
+    assert "every lock as in this checkout" in said
+    assert int(re.search(r"audited in the build: (\d+) files hashed", said)[1]) > 5_000
     other = tmp_path / "other"
     left_out = shutil.ignore_patterns(
         ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "models", ".hypothesis"

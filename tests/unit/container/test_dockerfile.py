@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forge import debian, pins
+from forge import debian, pins, rootfs
+from forge import image as builder
+from serve.docker_image import AUDIT_LABEL, MANIFEST_LABEL
 from sparkforge.paths import ROOT
 
 FILES = ("Dockerfile", "Dockerfile.dev")
@@ -62,7 +64,24 @@ def test_the_runtime_comes_out_of_the_audit():
     assert copies
     assert all("--from=audit" in copy or "--from=project" in copy for copy in copies)
     project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
-    assert "COPY --from=audit /opt/image.json" in project
+    assert "COPY --from=audit /opt/image.json /opt/audit.json" in project
+
+
+def test_the_labels_name_the_files_that_the_audit_stage_left():
+    for label, path in ((MANIFEST_LABEL, "image.json"), (AUDIT_LABEL, rootfs.REPORT)):
+        assert f'{label}="/opt/sparkforge/{path}"' in TEXT
+
+
+@pytest.mark.parametrize("way", builder.WAYS)
+def test_each_way_to_vllm_is_a_stage(way):
+    assert re.search(rf"^FROM kernels AS vllm-{way}$", TEXT, re.MULTILINE)
+
+
+def test_compiling_vllm_has_what_its_build_asks_for():
+    stage = TEXT.partition("AS vllm-source")[2].partition("\nFROM ")[0]
+    assert "cuda-source-${TARGETARCH}.txt" in stage
+    assert "from=bundle,target=/mnt/bundle" in stage
+    assert {"cmake", "git", "patch"} <= set(next(one for one in debian.sets() if one.stage == "source").wanted)
 
 
 def test_the_runtime_is_nobody_and_hands_signals_on():

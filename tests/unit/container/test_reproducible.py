@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import tarfile
 
 import pytest
@@ -62,10 +63,26 @@ def test_what_differs_is_named(tmp_path, changed, told):
     pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(changed)])]
     report = reproducible.compare([reproducible.read(one) for one in pair])
     assert not report["identical"]
-    report["differing"] = list(reproducible.differing(pair))
+    report["differing"] = [f"{name}: {what}" for name, what in reproducible.differing(pair)]
     assert [line for line in report["differing"] if line.startswith(told)]
     with pytest.raises(NotReproducibleError, match="layers 0 differ"):
         reproducible.require_identical(report)
+
+
+def test_diffoscope_gets_the_documents_and_the_differing_files_only(tmp_path, monkeypatch):
+    other = {**SAME, "etc/hosts": (b"2", 0o644, 5)}
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(other)])]
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin/diffoscope"
+    script.write_text('#!/bin/sh\nshift 2\ncd "$1" && find . -type f | sort\ndiff -r "$1" "$2" | tail -n 2\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    told = reproducible.explained(pair, dict(reproducible.differing(pair)))
+    assert "./0/etc/hosts\n./config.json\n./index.json\n./manifest.json\n" in told
+    assert "bin/run" not in told
+    assert "digest" in told
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "sudo apt install diffoscope" in reproducible.explained(pair, ())
 
 
 def test_another_configuration_alone_is_a_difference(tmp_path):

@@ -5,11 +5,13 @@ import hashlib
 import json
 import sys
 import venv
+from types import SimpleNamespace
 
 import pytest
 
-from forge import locks, rootfs
-from forge.rootfs import Cut, Tree
+from forge import locks, rootfs, trimming
+from forge.rootfs import Tree
+from forge.trimming import Cut
 from sparkforge.errors import ImageTreeError
 
 
@@ -35,7 +37,7 @@ def tree(tmp_path, monkeypatch):
     (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
     monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
     monkeypatch.setattr(rootfs, "queues", lambda device, table: iter(()))
-    monkeypatch.setattr(rootfs, "TRIM", tmp_path / "trim.toml")
+    monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
     (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
     put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
     return made
@@ -69,25 +71,26 @@ def test_names_are_compared_as_indexes_do(tree):
 
 
 def test_what_the_table_names_goes_and_its_bytes_are_told(tree):
-    assert rootfs.trim(tree.packages, rootfs.cuts(rootfs.CPU)) == {"big": 100}
+    assert trimming.trim(tree.packages, trimming.cuts(rootfs.CPU)) == {"big": 100}
     assert not (tree.packages / "alpha/big.so").exists()
 
 
 def test_a_path_that_matches_nothing_stops_the_build(tree):
     with pytest.raises(ImageTreeError, match="matches nothing"):
-        rootfs.trim(tree.packages, [Cut("gone", ("alpha/none*",), "")])
+        trimming.trim(tree.packages, [Cut("gone", ("alpha/none*",), "")])
 
 
 def test_a_folder_is_cut_with_all_below_it():
     chosen = [Cut("x", ("vllm/third_party/deep_gemm",), ""), Cut("y", ("nccl/*/lib/cu12",), "")]
-    assert rootfs.is_cut("vllm/third_party/deep_gemm/include/a.h", chosen)
-    assert rootfs.is_cut("nccl/ep/lib/cu12/x.so", chosen)
-    assert not rootfs.is_cut("vllm/third_party/deep_gemm_two/a.h", chosen)
-    assert not rootfs.is_cut("nccl/ep/lib/cu13/x.so", chosen)
+    assert trimming.is_cut("vllm/third_party/deep_gemm/include/a.h", chosen)
+    assert trimming.is_cut("nccl/ep/lib/cu12/x.so", chosen)
+    assert not trimming.is_cut("vllm/third_party/deep_gemm_two/a.h", chosen)
+    assert not trimming.is_cut("nccl/ep/lib/cu13/x.so", chosen)
 
 
 def test_every_cut_has_a_reason():
-    assert all(len(cut.why) > 20 and cut.paths for cut in rootfs.cuts(rootfs.CUDA, rootfs.ROOT / "deploy/trim.toml"))
+    table = trimming.ROOT / "deploy/trim.toml"
+    assert all(len(cut.why) > 20 and cut.paths for cut in trimming.cuts(rootfs.CUDA, table))
 
 
 def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
@@ -109,6 +112,29 @@ def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
     assert found[0] == found[1]
     flags = next(iter(found[0].values()))[4:8]
     assert int.from_bytes(flags, "little") == 0b01  # hash-based, unchecked (PEP 552)
+
+
+def test_what_starts_with_every_process_leaves_no_bytecode_with_times(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    venv.create(tmp_path / "venv", symlinks=True)
+    made = Tree(tmp_path / "venv", rootfs.CPU)
+    (made.packages / "hack").mkdir()
+    (made.packages / "hack/__init__.py").write_text("x = 1\n")
+    (made.packages / "a.pth").write_text("import hack\n")
+    rootfs.compile_bytecode(made, 1)
+    (bytecode,) = made.packages.rglob("*.pyc")
+    assert int.from_bytes(bytecode.read_bytes()[4:8], "little") == 0b01
+
+
+def test_a_record_forgets_what_is_not_kept_and_only_that(tree, monkeypatch):
+    monkeypatch.setattr(rootfs, "compile_bytecode", lambda *_: None)
+    record = tree.packages / "alpha-1.0.dist-info/RECORD"
+    before = record.read_text()
+    (record.parent / "uv_cache.json").write_text('{"timestamp": "now"}')
+    record.write_text("alpha-1.0.dist-info/uv_cache.json,sha256=AA,20\n" + before)
+    rootfs.finish(tree, 1)
+    assert record.read_text() == before
+    assert not (record.parent / "uv_cache.json").exists()
 
 
 def test_kernels_go_where_flashinfer_loads_them_as_they_are(tree, tmp_path):
@@ -137,6 +163,50 @@ def test_the_key_follows_the_contents(tree):
     put(tree.packages, "beta_two", {"beta.py": b""})
     assert rootfs.describe(tree)["key"] != first["key"]
     assert json.dumps(first)
+
+
+def test_the_audit_lies_beside_the_manifest_which_names_it_by_hash(tree, tmp_path):
+    manifest, report = tmp_path / "image.json", tmp_path / "audit.json"
+    words = ["verify", "--device", "cpu", "--tree", str(tree.root), "--describe", str(manifest)]
+    assert rootfs.main(words) == 0
+    assert json.loads(report.read_text()) == {"files": 1, "code": {}}
+    named = json.loads(manifest.read_text())["audit"]
+    assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
+    report.unlink()
+    (tree.packages / "alpha/__init__.py").write_bytes(b"")
+    assert rootfs.main(words) != 0
+    assert not report.exists()
+
+
+def test_the_report_on_machine_code_says_nothing_that_differs_from_build_to_build(tree, monkeypatch):
+    def show(files, *, machine, output):
+        found = {"seconds": 1.5, "mb_per_second": 70, "violations": [], "files": [str(path) for path in files]}
+        output.write_text(json.dumps(found))
+
+    module = tree.packages / "flashinfer/data/aot/xqa/xqa.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(b"code")
+    monkeypatch.setattr(rootfs, "room", lambda name: {"forge.audit": SimpleNamespace(show=show)}[name])
+    cuda = Tree(tree.root, rootfs.CUDA)
+    assert rootfs.judge(cuda) == {"violations": [], "files": [str(module)]}
+
+
+@pytest.mark.parametrize("held", [[], ["cutlass"]])
+def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkeypatch, held):
+    asked, bundle = [], tmp_path / "bundle"
+    bundle.mkdir()
+    for name in held:
+        (bundle / name).mkdir()
+    rooms = {
+        "forge.vllm_build": SimpleNamespace(show=lambda *words: asked.append(words) or "the overlay"),
+        "forge.vllm_overlay": SimpleNamespace(show_put=lambda *words: asked.append(words)),
+    }
+    monkeypatch.setattr(rootfs, "room", rooms.__getitem__)
+    monkeypatch.setenv("CUDA_HOME", "")
+    rootfs.compile_vllm(tree, bundle, "spinloop", "3")
+    where = str(bundle) if held else ""
+    assert asked[0] == ("spinloop", where, "3", "12.1a", str(tree.python), "")
+    assert asked[1] == ("the overlay", str(tree.packages))
 
 
 @pytest.mark.parametrize(("words", "code"), [(["finish", "--device", "cpu", "--jobs", "many"], 2)])

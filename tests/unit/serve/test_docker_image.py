@@ -1,6 +1,7 @@
 """What an image tells of itself, read through a fake engine, and how it is compared with this checkout."""
 
 import base64
+import hashlib
 import io
 import json
 import tarfile
@@ -13,33 +14,45 @@ from serve import docker_image
 from sparkforge import errors
 
 PATH = "/opt/sparkforge/image.json"
+AUDIT = "/opt/sparkforge/audit.json"
+CLEAN = {"files": 3, "code": {}}
+LABELS = {"org.sparkforge.manifest": PATH, "org.sparkforge.audit": AUDIT, "a": "b"}
 
 
 @pytest.fixture
 def manifest():
     """The manifest of an image that was made from this very checkout."""
     wanted = builder.expected("amd64", cpu=True)
-    return {**{key: dict(value) for key, value in wanted.items()}, "device": "cpu", "kernels": {}, "key": "k"}
+    queues_and_locks = {key: dict(value) for key, value in wanted.items()}
+    return {**queues_and_locks, "device": "cpu", "kernels": {}, "key": "k", "audit": named(CLEAN)}
+
+
+def named(report):
+    """What a manifest says of its audit report."""
+    return {"audit.json": hashlib.sha256(json.dumps(report).encode()).hexdigest()}
 
 
 @pytest.fixture
 def holding(fake_engine):
-    """Give the fake engine's image a manifest to be read out."""
+    """Give the fake engine's image a manifest and an audit report to be read out."""
 
-    def holding(content, labels=None):
-        config = fake_engine.image["Config"]
-        config["Labels"] = {"org.sparkforge.manifest": PATH, "a": "b"} if labels is None else labels
+    def packed(content):
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as archive:
             text = content if isinstance(content, bytes) else json.dumps(content).encode()
-            entry = tarfile.TarInfo("image.json")
+            entry = tarfile.TarInfo("some.json")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text))
-        stat = base64.b64encode(b'{"name": "image.json"}').decode()
+        return data.getvalue()
+
+    def holding(content, labels=LABELS, report=CLEAN):
+        fake_engine.image["Config"]["Labels"] = labels
+        files = {PATH: packed(content), AUDIT: packed(report)}
+        stat = base64.b64encode(b'{"name": "some.json"}').decode()
         headers = {"X-Docker-Container-Path-Stat": stat}
         routes = {
             r"POST /containers/create": lambda query: (201, {"Id": "abc", "Warnings": []}),
-            r"GET /containers/abc/archive": lambda query: (200, data.getvalue(), headers),
+            r"GET /containers/abc/archive": lambda query: (200, files[query["path"]], headers),
             r"DELETE /containers/abc": lambda query: (204, b""),
         }
         fake_engine.routes = {**routes, **fake_engine.routes}
@@ -76,8 +89,37 @@ def test_other_patches_another_lock_or_platform_are_named(fake_engine, holding, 
 
 def test_a_foreign_image_is_refused(holding):
     holding({}, labels={"maintainer": "somebody"})
-    with pytest.raises(errors.ImageMismatchError, match="no image of Sparkforge"):
+    with pytest.raises(errors.ImageMismatchError, match="no image of this Sparkforge"):
         verify()
+
+
+MODULE = {"path": "/opt/venv/aot/xqa/xqa.so"}
+DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        ({"files": 3, "code": {"violations": [], "files": []}}, "xqa was not audited"),
+        ({"files": 3, "code": {"violations": DIRTY, "files": [MODULE]}}, "its audit found trap-stub: xqa.so"),
+        ({"files": 3, "code": {"violations": [], "files": [MODULE]}}, ""),
+    ],
+)
+def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, told):
+    holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": named(report)}, report=report)
+    if not told:
+        verify()
+        return
+    with pytest.raises(errors.ImageMismatchError) as caught:
+        verify()
+    assert caught.value.why == told
+
+
+def test_an_audit_of_another_build_is_refused(holding, manifest):
+    holding(manifest, report={"files": 4, "code": {}})
+    with pytest.raises(errors.ImageMismatchError) as caught:
+        verify()
+    assert caught.value.why == "its audit report is not the one that its manifest names"
 
 
 def test_an_image_that_is_not_there_names_the_build(fake_engine):
@@ -89,7 +131,7 @@ def test_an_image_that_is_not_there_names_the_build(fake_engine):
 @pytest.mark.parametrize("content", [b"{", b""])
 def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding, content):
     holding(content)
-    with pytest.raises(errors.EngineError, match=r"cannot read /opt/sparkforge/image\.json"):
+    with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
         verify()
     assert fake_engine.asked[-1][0] == "DELETE /containers/abc"
 
