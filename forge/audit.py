@@ -32,7 +32,7 @@ from rich.table import Table
 from forge import toolchain
 from forge.archive import MALFORMED
 from forge.audit_rules import Rules, Violation, judge, judge_modules, load
-from forge.cubins import Binary, Cubin, Reader, Tools
+from forge.cubins import Binary, Cubin, Draft, Reader, Tools
 from sparkforge.console import say
 from sparkforge.errors import AuditError, UsageError
 from sparkforge.files import CHUNK, write_json
@@ -171,19 +171,20 @@ def _members(wheel: Path, machine: str) -> list[Source]:
 
 
 def _read(sources: Sequence[Source], reader: Reader) -> Iterator[tuple[Source, Binary, str]]:
-    """Read files in threads, which wait for programs, and large cubins in processes; the largest first."""
+    """Read files in threads, which unpack wheels, and large cubins in processes; the largest first."""
     sources = sorted(sources, key=lambda one: one.size, reverse=True)
     workers = os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
         reader.pool = pool  # its processes start with the first file that is worth it
-        for source, (binary, told) in zip(sources, threads.map(lambda one: _one(one, reader), sources), strict=True):
-            yield source, binary, told
+        drafts = list(threads.map(lambda one: _one(one, reader), sources))
+    binaries = reader.finished([draft for draft, _ in drafts])
+    yield from zip(sources, binaries, (told for _, told in drafts), strict=True)
 
 
-def _one(source: Source, reader: Reader) -> tuple[Binary, str]:
+def _one(source: Source, reader: Reader) -> tuple[Draft, str]:
     """Read one source; return it with what its wheel says against it."""
     if not source.member:
-        return reader.read(source.path, source.name), ""
+        return reader.draft(source.path, source.name), ""
     with tempfile.TemporaryDirectory(prefix="sparkforge-wheel-") as place:
         file, digest = Path(place) / Path(source.member).name, hashlib.sha256()
         try:
@@ -192,10 +193,10 @@ def _one(source: Source, reader: Reader) -> tuple[Binary, str]:
                     digest.update(chunk)
                     out.write(chunk)
         except (*MALFORMED, OSError) as error:
-            return Binary(source.name, file.stat().st_size, damage=str(error)), ""
+            return Draft(Binary(source.name, file.stat().st_size, damage=str(error))), ""
         got = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
         told = "" if got == source.sha256 else f"its sha256 is not the one in RECORD ({source.sha256})"
-        return reader.read(file, source.name), told
+        return reader.draft(file, source.name), told
 
 
 def _coverage(binary: Binary, rules: Rules) -> Iterator[Coverage]:

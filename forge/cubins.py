@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 
 from forge import elf
-from forge.sass import Decoder, Shapes, count
+from forge.sass import Decoder, Shapes, count, named
 from sparkforge.errors import CommandError
 from sparkforge.process import run
 
+# What is read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a disk.
+READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
+LARGEST = 2 << 30  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
 INLINE = 8 << 20  # bytes of cubins up to which starting other processes costs more than it saves
 
 
@@ -98,11 +102,48 @@ class Scanned:
     samples: dict[int, bytes] = field(default_factory=dict)
 
 
-def scan(path: Path, watch: Watch) -> Scanned:
+@dataclass(frozen=True)
+class Piece:
+    """Where a cubin lies: `size` bytes of the file at `path`, from byte `at` on. `name` is what the report calls it.
+
+    `unpacked` is its size in bytes once it is read, if that is another because it is packed by zstd.
+    """
+
+    path: Path
+    name: str
+    size: int
+    at: int = 0
+    unpacked: int = 0
+
+    def data(self) -> bytes:
+        """Return the cubin. Raises elf.CutError if it cannot be unpacked to its size."""
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            data = file.read(self.size)
+        return _unpacked(data, self.unpacked) if self.unpacked else data
+
+
+def _piece(path: Path, number: int, entry: elf.Entry) -> Piece:
+    name = f"{path.stem}.{number}.sm_{entry.sm}.cubin"  # as cuobjdump counts them
+    return Piece(path, name, entry.size, entry.at, entry.unpacked if entry.packing == elf.ZSTD else 0)
+
+
+def _unpacked(data: bytes, size: int) -> bytes:
+    import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
+
+    try:
+        if zstandard.frame_content_size(data) != size or size > LARGEST:  # before any memory is taken for it
+            raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
+
+
+def scan(piece: Piece, watch: Watch) -> Scanned:
     """Read one cubin without any program. Raises one of elf.MALFORMED."""
-    data = path.read_bytes()
+    data = piece.data()
     read = elf.code(data)
-    cubin = Cubin(path.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability))
+    cubin = Cubin(piece.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability))
     if not cubin.loads:
         return Scanned(cubin)
     kernels, samples = count(read.kernels())
@@ -110,53 +151,88 @@ def scan(path: Path, watch: Watch) -> Scanned:
     return Scanned(replace(cubin, strings=strings), tuple(kernels), samples)
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A file that was read, but for what only nvdisasm can tell: `binary` has no cubins yet, they are in `scanned`."""
+
+    binary: Binary
+    scanned: tuple[Scanned, ...] = ()
+
+
 class Reader:
-    """Reads files, several at once, and remembers what nvdisasm said. Memory: one file's cubins for each worker."""
+    """Reads files, several at once; then has nvdisasm name the shapes of all of them, one call for each target.
+
+    Memory: one cubin for each worker, and the shapes of every kernel (10 MB for vLLM's wheel).
+    """
 
     def __init__(self, tools: Tools, watch: Watch, pool: Executor | None = None) -> None:
         self.tools, self.watch, self.pool = tools, watch, pool
-        self.decoders, self.lock = dict[str, Decoder](), Lock()
+        self.decoders = dict[str, Decoder]()
 
-    def read(self, path: Path, name: str) -> Binary:
+    def draft(self, path: Path, name: str) -> Draft:
         """Read one .cubin, .o or .so. Never raises for a bad file: the result says what is wrong with it."""
         size = path.stat().st_size
         try:
             if elf.is_cubin(path):
-                return Binary(name, size, cubins=self._cubins([path]))
+                return Draft(Binary(name, size), self._scanned([Piece(path, path.name, size)]))
             with elf.opened(path) as opened:
-                host = elf.host(opened)
-            return Binary(name, size, host, self._extracted(path, host.cubins) if host.cubins else ())
+                entries = elf.entries(opened)
+                host = elf.host(opened, entries)
+            carried = [one for one in entries if one.kind == elf.KIND_CUBIN]
+            return Draft(Binary(name, size, host), self._carried(path, carried) if carried else ())
         except elf.MALFORMED as error:
-            return Binary(name, size, damage=str(error) or type(error).__name__)
+            return Draft(Binary(name, size, damage=str(error) or type(error).__name__))
         except CommandError as error:
-            return Binary(name, size, damage=f"{error.what}: {error.why}")
+            return Draft(Binary(name, size, damage=f"{error.what}: {error.why}"))
 
-    def _extracted(self, path: Path, number: int) -> tuple[Cubin, ...]:
+    def _carried(self, path: Path, entries: Sequence[elf.Entry]) -> tuple[Scanned, ...]:
+        """Read the cubins of a file's fatbins where they lie; all as cuobjdump unpacks them if we cannot read one."""
+        if all(one.packing in READABLE for one in entries):
+            return self._scanned([_piece(path, number, one) for number, one in enumerate(entries, 1)])
         with tempfile.TemporaryDirectory(prefix="sparkforge-cubins-") as place:
             run([self.tools.cuobjdump, "-xelf", "all", path.absolute()], cwd=Path(place))
             files = sorted(Path(place).iterdir())
-            if len(files) != number:
-                raise elf.CutError(f"its fatbins list {number} cubins and cuobjdump could unpack {len(files)}")
-            return self._cubins(files)
+            if len(files) != len(entries):
+                raise elf.CutError(f"its fatbins list {len(entries)} cubins and cuobjdump could unpack {len(files)}")
+            return self._scanned([Piece(file, file.name, file.stat().st_size) for file in files])
 
-    def _cubins(self, files: Sequence[Path]) -> tuple[Cubin, ...]:
-        apart = self.pool and sum(file.stat().st_size for file in files) > INLINE
-        scanned = list((self.pool.map if apart and self.pool else map)(scan, files, [self.watch] * len(files)))
-        with self.lock:
-            for target in {one.cubin.target for one in scanned if one.cubin.loads}:
-                decoder = self.decoders.setdefault(target, Decoder(self.tools.nvdisasm, target))
-                decoder.learn({k: v for one in scanned if one.cubin.target == target for k, v in one.samples.items()})
-        return tuple(self._decoded(one) for one in scanned)
+    def _scanned(self, pieces: Sequence[Piece]) -> tuple[Scanned, ...]:
+        apart = self.pool and sum(one.unpacked or one.size for one in pieces) > INLINE
+        return tuple((self.pool.map if apart and self.pool else map)(scan, pieces, [self.watch] * len(pieces)))
+
+    def finished(self, drafts: Sequence[Draft]) -> list[Binary]:
+        """Return the files with their cubins; what nvdisasm cannot read is that file's damage."""
+        with suppress(CommandError):  # the fault of one file, which is found below
+            self._learn([scanned for draft in drafts for scanned in draft.scanned])
+        return [self._finished(draft) for draft in drafts]
+
+    def _finished(self, draft: Draft) -> Binary:
+        try:
+            self._learn(draft.scanned)
+        except CommandError as error:
+            return replace(draft.binary, damage=f"{error.what}: {error.why}")
+        return replace(draft.binary, cubins=tuple(self._decoded(one) for one in draft.scanned))
+
+    def _learn(self, scanned: Sequence[Scanned]) -> None:
+        """Have every shape named that is not yet, all targets at once. Raises CommandError if one cannot be."""
+        samples: dict[str, dict[int, bytes]] = {}
+        for one in scanned:
+            if one.cubin.loads:
+                samples.setdefault(one.cubin.target, {}).update(one.samples)
+        for target in samples.keys() - self.decoders.keys():
+            self.decoders[target] = Decoder(self.tools.nvdisasm, target, self.watch.mnemonics)
+        decoders = [self.decoders[target] for target in samples]
+        with ThreadPoolExecutor(max(1, len(samples))) as threads:
+            list(threads.map(Decoder.learn, decoders, samples.values()))
 
     def _decoded(self, scanned: Scanned) -> Cubin:
         """Return the cubin with the kernels that have a watched mnemonic or name."""
         if not scanned.cubin.loads:
             return scanned.cubin
         decoder, kept = self.decoders[scanned.cubin.target], []
-        mnemonic, name = re.compile(self.watch.mnemonics), re.compile(self.watch.names)
         for one in scanned.kernels:
-            watched = {m: n for m, n in sorted(decoder.named(one).items()) if mnemonic.search(m)}
-            if watched or name.search(one.kernel):
-                kept.append(Kernel(one.kernel, one.instructions, watched))
+            counted = dict(sorted(named(one, decoder.watched).items()))
+            if counted or re.search(self.watch.names, one.kernel):
+                kept.append(Kernel(one.kernel, one.instructions, counted))
         total = sum(one.instructions for one in scanned.kernels)
         return replace(scanned.cubin, kernel_count=len(scanned.kernels), instructions=total, kernels=tuple(kept))

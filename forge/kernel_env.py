@@ -94,11 +94,12 @@ def write(where: Environment, modules: tuple[Module, ...], env: Mapping[str, str
 
 
 def served(chain: Toolchain, table: Table, arch: str, output: Path) -> dict[str, str]:
-    """Return the variables that build and server must have alike, so that the server finds nothing to compile."""
+    """Return the variables of a server that is to find nothing to compile; the build has the same."""
     ours = chain.environment()
     return {
         **{name: ours[name] for name in KEPT},
         **table.environment,
+        **table.server,
         "FLASHINFER_CUDA_ARCH_LIST": arch,
         "FLASHINFER_WORKSPACE_BASE": str(output),
     }

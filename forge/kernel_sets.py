@@ -47,6 +47,7 @@ class Table(_Strict):
     schema_: Literal[1] = Field(alias="schema")
     flashinfer: str
     environment: dict[str, str]
+    server: dict[str, str]
     sets: dict[str, str]
     calls: dict[str, Call]
     not_called: dict[str, str]

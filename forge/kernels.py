@@ -55,6 +55,11 @@ class Order:
         return self.output / f"kernels-{self.name}.env"
 
     @property
+    def lock(self) -> Path:
+        """What compilers hold while they work."""
+        return self.output / ".sparkforge-units.lock"
+
+    @property
     def server(self) -> dict[str, str]:
         """The variables that the server must have."""
         return kernel_env.served(self.chain, kernel_sets.load(), self.arch, self.output)
@@ -129,6 +134,7 @@ def build(order: Order) -> Outcome:
     """
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
+        orphans.wait(order.lock)
         if known := _current(order, inputs):
             return Outcome(0, 0, int(known.facts["units"]), unchanged=True)
         require_space(order.output, ROOM, "the kernels")
@@ -174,12 +180,11 @@ def _compile(order: Order, folders: Mapping[str, Path]) -> Outcome:
     peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
     schedule = jobs.plan([unit.name for unit in units], peaks, memory.measure(), limit=order.limit)
     report = jobs.Report()
-    lock = order.output / ".sparkforge-units.lock"
-    with orphans.ended(lock), Progress(schedule) as progress:
+    with Progress(schedule) as progress:
         try:
             if units:
                 progress.begin()
-                held = [orphans.holding(lock, unit) for unit in units]
+                held = [orphans.holding(order.lock, unit) for unit in units]
                 logs = order.output / "logs"
                 report = jobs.run(held, schedule, peaks, env=order.env, logs=logs, watch=progress.watch)
             _link([folders[name] for name, lines in left.items() if lines], order, schedule)

@@ -6,8 +6,6 @@ Each unit holds a lock, through its compilers, for as long as one of them lives,
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +15,12 @@ from sparkforge.console import say
 WAITING = "compilers of a killed build still work; waiting for them to end"
 
 
-@contextmanager
-def ended(lock: Path) -> Iterator[None]:
-    """Wait until nobody holds `lock`, and go on."""
+def wait(lock: Path) -> None:
+    """Wait until nobody holds `lock`.
+
+    To be done before ninja is asked anything: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores
+    nothing for a compiler whose depfile is gone when it ends.
+    """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
         try:
@@ -27,7 +28,6 @@ def ended(lock: Path) -> Iterator[None]:
         except BlockingIOError:
             say(WAITING)
             fcntl.flock(file, fcntl.LOCK_EX)
-    yield
 
 
 def holding(lock: Path, unit: Unit) -> Unit:

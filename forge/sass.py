@@ -54,11 +54,13 @@ def count(kernels: Iterable[tuple[str, bytes]]) -> tuple[list[Shapes], dict[int,
 
 @dataclass
 class Decoder:
-    """The mnemonics of one target's shapes, as nvdisasm gave them so far."""
+    """The mnemonics of one target's shapes, as nvdisasm gave them so far; apart those that match `watch`."""
 
     nvdisasm: Path
     target: str  # such as sm_121a
+    watch: str = ""
     known: dict[int, str] = field(default_factory=dict)
+    watched: dict[int, str] = field(default_factory=dict)
 
     def learn(self, samples: Mapping[int, bytes]) -> None:
         """Have nvdisasm read the samples of shapes not seen yet: one call, 0.3 s whether for 1 or 1000.
@@ -75,14 +77,18 @@ class Decoder:
         names = {int(at, 16) // WIDTH: name for at, name in LINE.findall(told)}
         if missing := set(range(len(new))) - names.keys():
             raise CommandError(f"nvdisasm left out {len(missing)} instructions", f"for {self.target}", "report this")
-        self.known |= {shape: names[number] for number, shape in enumerate(new)}
+        named = {shape: names[number] for number, shape in enumerate(new)}
+        self.known |= named
+        self.watched |= {shape: name for shape, name in named.items() if re.search(self.watch, name)}
 
-    def named(self, kernel: Shapes) -> Counter[str]:
-        """Return a kernel's count of instructions by mnemonic."""
-        named = Counter[str]()
-        for shape, number in zip(kernel.shapes, kernel.numbers, strict=True):
-            named[self.known[shape]] += number
-        return named
+
+def named(kernel: Shapes, names: Mapping[int, str]) -> Counter[str]:
+    """Return a kernel's count of instructions by mnemonic, of those shapes that `names` has."""
+    found = Counter[str]()
+    for shape, number in zip(kernel.shapes, kernel.numbers, strict=True):
+        if shape in names:
+            found[names[shape]] += number
+    return found
 
 
 def shapes(code: bytes) -> bytearray:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class Toolchain:
         return {
             "CUDA_HOME": str(self.home),
             "PATH": os.pathsep.join([*dict.fromkeys(map(str, places)), os.environ.get("PATH", os.defpath)]),
+            "TMPDIR": tempfile.gettempdir(),  # one that is set and empty makes nvcc write into / and not find it again
             "CXX": str(self.cxx),
             "NVCC_CCBIN": str(self.cxx),
             "CUDAHOSTCXX": str(self.cxx),

@@ -85,6 +85,11 @@ class Order:
         return home() / hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
+    def lock(self) -> Path:
+        """What compilers hold while they work."""
+        return self.folder / "units.lock"
+
+    @property
     def env(self) -> dict[str, str]:
         """The variables of cmake, the compilers and ninja. What lies in the build folder hashes alike in every one."""
         ours = self.chain.environment()
@@ -161,6 +166,7 @@ def build(order: Order) -> Outcome:
         return Outcome(0, 0, int(known.facts["units"]))
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
         begun = time.monotonic()
+        orphans.wait(order.lock)
         configure(order)
         outcome = _compile(order)
         staged = _install(order)
@@ -252,12 +258,12 @@ def _compile(order: Order) -> Outcome:
     units = [unit for unit in every if unit.command[-1] in pending]
     peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
     schedule = jobs.plan([unit.name for unit in units], peaks, memory.measure(), limit=order.limit)
-    report, lock = jobs.Report(), order.folder / "units.lock"
-    with orphans.ended(lock), Progress(schedule) as progress:
+    report = jobs.Report()
+    with Progress(schedule) as progress:
         try:
             if units:
                 progress.begin()
-                held = [orphans.holding(lock, unit) for unit in units]
+                held = [orphans.holding(order.lock, unit) for unit in units]
                 logs = order.folder / "logs"
                 report = jobs.run(held, schedule, peaks, env=order.env, logs=logs, watch=progress.watch)
             run([*command, "-j", str(schedule.max_jobs), *order.targets], env=order.env)

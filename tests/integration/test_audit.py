@@ -3,12 +3,14 @@
 import functools
 import re
 import shutil
+import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from forge import elf, sass, toolchain
+from forge import cubins, elf, sass, toolchain
 from forge.audit import audit
 from forge.audit_rules import load
 from forge.cubins import Tools
@@ -39,7 +41,7 @@ def compiled(home, tmp_path_factory):
         path = tmp_path_factory.mktemp("unit") / f"unit{suffix}"
         gencode = ["-gencode", f"arch={code[0]},code={code[1]}"]
         words = [home / "bin/nvcc", *kind[suffix], *gencode, f"-L{home}/lib64", *flags, UNITS, "-o", path]
-        run(words, env={"CUDA_HOME": str(home)})
+        run(words, env={"CUDA_HOME": str(home), "TMPDIR": tempfile.gettempdir()})
         return path
 
     return made
@@ -133,9 +135,10 @@ def test_truncated_file(build, tools, name, share):
     assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
 
 
-def test_truncated_fatbin_in_a_whole_library(build, tools):
+@pytest.mark.parametrize("mode", ["none", "size"])
+def test_truncated_fatbin_in_a_whole_library(build, tools, mode):
     """The cubin's size says more than there is; cuobjdump alone would print what is left and end with 0."""
-    path = build("one.so", NATIVE, *BOTH)
+    path = build("one.so", NATIVE, *BOTH, f"--compress-mode={mode}")
     with elf.opened(path) as opened:
         start = opened.get_section_by_name(".nv_fatbin")["sh_offset"]
     data = bytearray(path.read_bytes())
@@ -144,6 +147,38 @@ def test_truncated_fatbin_in_a_whole_library(build, tools):
     data[at : at + 8] = (size + 4096).to_bytes(8, "little")
     path.write_bytes(data)
     assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
+
+
+def test_what_nvdisasm_cannot_read_is_the_damage_of_its_own_file(build, tools):
+    good, bad = build("good.cubin", NATIVE, *BOTH), build("bad.cubin", NATIVE, *BOTH)
+    data = bytearray(bad.read_bytes())
+    at = next(at for name, (at, _) in elf.code(bytes(data)).sections.items() if name.startswith(".text."))
+    data[at : at + sass.WIDTH] = b"\xff" * sass.WIDTH
+    bad.write_bytes(data)
+    report = audit([good, bad], tools=tools)
+    assert [(one.rule, Path(one.file).name) for one in report.violations] == [("damaged", "bad.cubin")]
+    assert [(Path(row.file).name, row.fp4) for row in report.coverage] == [("good.cubin", 2)]
+
+
+@pytest.mark.parametrize(("mode", "packing"), [("none", elf.ELF), ("size", elf.ZSTD)])
+def test_cubins_are_read_as_cuobjdump_unpacks_them(build, tools, mode, packing, monkeypatch):
+    extra = "-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_120f,code=sm_120f"
+    path = build("one.so", NATIVE, *BOTH, *extra, f"--compress-mode={mode}")
+    with elf.opened(path) as opened:
+        packings = [one.packing for one in elf.entries(opened) if one.kind == elf.KIND_CUBIN]
+    ours = audit([path], tools=replace(tools, cuobjdump=path.parent / "none"))
+    monkeypatch.setattr(cubins, "READABLE", ())
+    theirs = audit([path], tools=tools)
+    assert packings == [packing] * 6  # for each target ours, and the empty one that nvcc links into a library
+    assert not ours.violations
+    assert ours.coverage == theirs.coverage
+    assert [row.target for row in ours.coverage] == ["sm_120f", "sm_121a", "sm_90a"]
+    assert by_kernel(ours) == by_kernel(theirs)
+
+
+def by_kernel(report):
+    found = [(cubin.target, cubin.size, cubin.kernels) for one in report.binaries for cubin in one.cubins]
+    return sorted(found, key=str)
 
 
 @pytest.mark.parametrize("code", [NATIVE, FAMILY_120, PLAIN], ids="-".join)
@@ -161,7 +196,7 @@ def test_shapes_count_what_nvdisasm_prints(build, tools, code):
     assert len(kernels) == len(parts) == 3 + len(mixed)
     for kernel in kernels:
         full = Counter(name for _, name in sass.LINE.findall(parts[kernel.kernel]))
-        ours = decoder.named(kernel)
+        ours = sass.named(kernel, decoder.known)
         assert {m: n for m, n in ours.items() if watched.search(m)} == {
             m: n for m, n in full.items() if watched.search(m)
         }

@@ -38,6 +38,35 @@ def test_an_unknown_part_is_refused(tmp_path):
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder with the manifest of a build whose every unit was compiled."""
+    monkeypatch.setenv("BENCH_BUILT", "1")
+    facts = {"compiled": 80, "cached": 0, "units": 80, "cpu_seconds": 1380.0, "server": {"CXX": "/usr/bin/g++"}}
+    manifest = {"facts": facts, "seconds": 900.5}
+    (tmp_path / "kernels-gpt-oss.env.manifest.json").write_text(json.dumps(manifest))
+    return build.Site(tmp_path, tmp_path / "python")
+
+
+def test_a_whole_build_of_before_counts(site):
+    found = build.whole(site)
+    assert (found["cpu_seconds"], found["wall_seconds"], found["compiled"]) == (1380.0, 900.5, 80)
+    assert "before this" in found["source"]
+    assert "server" not in found  # it has paths of the machine
+
+
+def test_a_build_that_ccache_helped_is_no_whole_one(site):
+    place = site.output / "kernels-gpt-oss.env.manifest.json"
+    made = json.loads(place.read_text())
+    made["facts"] |= {"compiled": 79, "cached": 1}
+    place.write_text(json.dumps(made))
+    with pytest.raises(UsageError, match="1 of 80 units came from ccache"):
+        build.whole(site)
+    place.unlink()
+    with pytest.raises(UsageError, match="nothing is built"):
+        build.whole(site)
+
+
 def test_each_part_says_what_it_is():
     assert all(part.__doc__ for part in build.PARTS.values())
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -79,10 +80,17 @@ WRITING = os.O_WRONLY | os.O_RDWR
 def killed_before(number, action):
     """Run `action` in a forked process that is killed by SIGKILL before its operation `number` (from 0).
 
-    Returns False if it came to its end before that. No `finally` of ours runs in a killed process.
+    Returns False if it came to its end before that. No `finally` of ours runs in a killed process, so what it leaves in
+    the folder for temporary files is removed here.
     """
+    with tempfile.TemporaryDirectory() as scratch:
+        return _killed_before(number, action, scratch)
+
+
+def _killed_before(number, action, scratch):
     child = os.fork()
     if child == 0:
+        tempfile.tempdir = scratch
         left = number
 
         def hook(event, args):

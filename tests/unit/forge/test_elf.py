@@ -56,11 +56,12 @@ def test_truncated_library_is_damaged(library, tmp_path, share):
     cut.write_bytes(whole[: int(len(whole) * share)])
     rules = load()
     # Neither program may be asked: the file is refused before.
-    binary = Reader(Tools(tmp_path / "none", tmp_path / "none"), rules.watch()).read(cut, "cut.so")
+    reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), rules.watch())
+    (binary,) = reader.finished([reader.draft(cut, "cut.so")])
     assert [one.rule for one in judge(binary, rules)] == ["damaged"]
 
 
 def test_what_is_no_elf_is_damaged(tmp_path):
     path = tmp_path / "x.so"
     path.write_bytes(b"#!/bin/sh\n" * 100)
-    assert Reader(Tools(path, path), load().watch()).read(path, "x.so").damage
+    assert Reader(Tools(path, path), load().watch()).draft(path, "x.so").binary.damage

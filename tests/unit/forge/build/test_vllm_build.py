@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -120,16 +121,22 @@ def test_cmake_making_another_architecture_of_it_is_an_error(order):
 
 
 def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(order, tmp_path):
-    """SIGKILL to the process that builds: its compiler lives on and holds the lock, and the next run waits for it."""
+    """SIGKILL to the process that builds: its compiler lives on and holds the lock, and the next run waits for it.
+
+    It waits before it asks ninja: that would remove the compiler's depfile.
+    """
     made = order("spinloop", "fs_io_C")
     vllm_build.configure(made)
+    words = shlex.split(vllm_build.units_of(made)[0].command[-1])
+    depfile = made.folder / "cmake" / words[words.index("-MF") + 1]
+    depfile.write_text(f"{str(depfile).removesuffix('.d')}: \n")
     ready, lock = tmp_path / "ready", made.folder / "units.lock"
     script = f"""
 import subprocess, time
 from pathlib import Path
 from forge.jobs import Unit
 from forge.orphans import holding
-unit = holding(Path({str(lock)!r}), Unit("u", ("sh", "-c", "touch {ready}; sleep 1; echo late > {tmp_path}/late")))
+unit = holding(Path({str(lock)!r}), Unit("u", ("sh", "-c", "touch {ready}; sleep 1; mv {depfile} {tmp_path}/late")))
 subprocess.Popen(unit.command, start_new_session=True)
 time.sleep(600)
 """
@@ -140,7 +147,7 @@ time.sleep(600)
     builder.wait()
     assert started_at(builder.pid) is None
     done = vllm_build.build(made)
-    assert (tmp_path / "late").exists(), "it went on while the orphan still worked"
+    assert (tmp_path / "late").exists(), "it went on while the orphan still worked, or took its depfile away"
     assert done.units == 2
     assert answer(made.output, "fs_io_C") == 42
 

@@ -99,6 +99,7 @@ def test_it_builds_and_then_there_is_nothing_to_do(site):
     env = dict(line.split("=", 1) for line in site.order.place.read_text().splitlines())
     assert env["FLASHINFER_WORKSPACE_BASE"] == str(site.order.output)
     assert env["FLASHINFER_MOE_SM120_DTYPES"] == "fp8xfp4"
+    assert env["VLLM_HAS_FLASHINFER_CUBIN"] == "1"
     assert counts(kernels.build(site.order)) == (0, 0, 2)
     assert site.library.stat().st_mtime_ns == made
 
@@ -160,6 +161,23 @@ def test_it_waits_for_compilers_of_a_killed_build(site, capsys):
         kernels.build(site.order)
         assert compiler.poll() is not None
     assert "waiting for them" in capsys.readouterr().err
+
+
+def test_what_compilers_of_a_killed_build_still_need_is_left_to_them(site):
+    """Ninja, asked what it would do, removes the depfiles that compilers have written; ccache then stores nothing."""
+    kernels.build(site.order)
+    site.order.place.with_name(f"{site.order.place.name}.manifest.json").unlink()
+    unit = site.library.with_name("csrc_one.o")
+    unit.unlink()
+    depfile = site.library.with_name("csrc_one.o.d")
+    depfile.write_text(f"{unit}: {site.jit}/one.cpp\n")
+    lock = site.order.output / ".sparkforge-units.lock"
+    holds = "import fcntl, os, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH)"
+    code = f"{holds}; print(flush=True); time.sleep(1); sys.exit(not os.path.exists(sys.argv[2]))"
+    with subprocess.Popen([sys.executable, "-c", code, lock, depfile], stdout=subprocess.PIPE) as compiler:
+        compiler.stdout.readline()
+        kernels.build(site.order)
+        assert compiler.wait() == 0, "its depfile was gone"
 
 
 def test_a_unit_holds_the_lock_while_it_runs(site):

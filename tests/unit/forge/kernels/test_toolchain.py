@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +67,17 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
     assert env["PATH"].split(os.pathsep)[:2] == [str(home / "bin"), str(machine)]
     assert env["NVCC_CCBIN"] == env["CXX"] == env["CUDAHOSTCXX"] == str(machine / "c++")
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
+
+
+@pytest.mark.parametrize("told", ["", "/nonexistent"])
+def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, told):
+    """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
+    monkeypatch.setenv("TMPDIR", told)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    place = Path(toolchain.find().environment()["TMPDIR"])
+    assert place.is_absolute()
+    assert place.is_dir()
 
 
 def test_a_wrapper_on_the_path_leads_to_its_cuda(machine, tmp_path):
