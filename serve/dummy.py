@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve import tiny
+from serve import tiny_format, tiny_random
 from serve.harmony import tokenizer_files
 from sparkforge.console import say, show_error
 from sparkforge.errors import SparkforgeError, UsageError
 from sparkforge.files import write_atomic, write_json
 
-# Where they differ from the tiny model; openai/gpt-oss-20b and gpt-oss-120b, config.json.
+# Where they differ from a tiny model; openai/gpt-oss-20b and gpt-oss-120b, config.json.
 COMMON: Mapping[str, Any] = {
     "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
 }  # fmt: skip
@@ -32,7 +32,7 @@ def config(size: str) -> dict[str, Any]:
     """Return config.json of openai/gpt-oss-`size`; raises UsageError for a size that is not in SIZES."""
     if size not in SIZES:
         raise UsageError(f"there is no gpt-oss of size {size!r}", f"known are {', '.join(SIZES)}", "name one of them")
-    merged = {**tiny.config(), **SIZES[size]}
+    merged = {**tiny_format.config(tiny_random.SIZES), **SIZES[size]}
     return {**merged, "layer_types": ["sliding_attention", "full_attention"] * (merged["num_hidden_layers"] // 2)}
 
 

@@ -1,4 +1,4 @@
-"""Compares what a GPU's server makes of the tiny checkpoint with what a CPU's server made of it.
+"""Compares what a GPU's server makes of the random tiny checkpoint with what a CPU's server made of it.
 
 `python -m bench.kernels.tiny_tokens record --url URL --out FILE` writes, on a CPU, the tokens generated greedily and
 the log-probability of every token. `... check --url URL --against FILE --out FILE` asks a server on a GPU for the same.

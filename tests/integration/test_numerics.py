@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serve.tiny import write_tiny
+from serve.tiny import RANDOM, write_tiny
 from sparkforge.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -24,7 +24,7 @@ FAULTS = ["clamp_removed", "sinks_removed", "nibbles_swapped", "scale_off_by_one
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny", RANDOM)
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class ClaimedGB10(CpuPlatform):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.write_tiny(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny.write_tiny(tmp_path_factory.mktemp("model") / "tiny", tiny.RANDOM)
 
 
 def link_or_copy(source, target):

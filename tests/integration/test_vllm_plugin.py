@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serve.tiny import config
+from serve import tiny_random
+from serve.tiny_format import config
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 
@@ -30,7 +31,7 @@ SIZES = {
 
 def configuration(**changes):
     """Return config.json with other sizes."""
-    merged = {**config(), **changes}
+    merged = {**config(tiny_random.SIZES), **changes}
     kinds = ["sliding_attention", "full_attention"] * merged["num_hidden_layers"]
     return {**merged, "layer_types": kinds[: merged["num_hidden_layers"]]}
 

@@ -20,7 +20,7 @@ from openai_harmony import (
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from serve import harmony, tiny
+from serve import harmony, tiny, tiny_random
 from sparkforge.errors import BusyError, ModelError, UsageError
 from sparkforge.files import locked
 from sparkforge.paths import ROOT
@@ -36,7 +36,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.write_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    return tiny.write_tiny(tmp_path_factory.mktemp("tiny") / "model", tiny.RANDOM)
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,12 @@ def test_index_names_the_shard_of_every_tensor_and_their_size(model):
     index = json.loads((model / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == {name: shard for name, (_, _, shard) in shapes(model).items()}
     assert len(set(index["weight_map"].values())) == 2
-    tensors = dict(tiny.tensors())
+    tensors = dict(tiny_random.tensors())
     assert index["metadata"]["total_size"] == sum(len(t.data) for t in tensors.values())
 
 
 def test_tensors_on_disk_are_the_ones_that_were_made(model):
-    name, made = next((n, t) for n, t in tiny.tensors() if n.endswith("1.mlp.experts.down_proj_blocks"))
+    name, made = next((n, t) for n, t in tiny_random.tensors() if n.endswith("1.mlp.experts.down_proj_blocks"))
     with safe_open(model / shapes(model)[name][2], "np") as file:
         assert file.get_tensor(name).tobytes() == made.data
 
@@ -111,7 +111,8 @@ def test_another_process_in_another_locale_writes_the_same_bytes(model, tmp_path
         **os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "LC_ALL": "C", "OMP_NUM_THREADS": "1",
         "TZ": "Asia/Tokyo",
     }  # fmt: skip
-    subprocess.run([sys.executable, "-m", "serve.tiny", tmp_path / "again"], env=environment, check=True, cwd=tmp_path)
+    command = [sys.executable, "-m", "serve.tiny", "--random", tmp_path / "again"]
+    subprocess.run(command, env=environment, check=True, cwd=tmp_path)
     names = {path.name for path in model.iterdir()}
     assert {path.name for path in (tmp_path / "again").iterdir()} == names
     assert all((model / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
@@ -120,7 +121,7 @@ def test_another_process_in_another_locale_writes_the_same_bytes(model, tmp_path
 def test_the_weights_are_the_recipes(model):
     # Changes on purpose only: raise RECIPE together with these.
     files = json.loads((model / tiny.MANIFEST).read_text())["files"]
-    assert tiny.RECIPE == 1
+    assert tiny_random.RECIPE == 1
     assert {name: entry["sha256"][:16] for name, entry in files.items() if name.endswith(".safetensors")} == {
         "model-00001-of-00002.safetensors": "7df43425cee84e94",
         "model-00002-of-00002.safetensors": "cc45eb90ce1e181a",
@@ -137,7 +138,7 @@ def small(monkeypatch):
         return {"tokenizer.json": b"{}", "model.safetensors": b"weights"}
 
     monkeypatch.setattr(tiny, "tokenizer_files", files)
-    monkeypatch.setattr(tiny, "_weight_files", dict)
+    monkeypatch.setattr(tiny, "_weight_files", lambda weights: {})
     return made
 
 
@@ -181,7 +182,7 @@ def test_a_foreign_directory_is_never_overwritten(small, tmp_path):
 
 def test_a_failure_midway_leaves_nothing_and_the_next_run_recovers(small, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(tiny, "_weight_files", lambda: 1 / 0)
+        patch.setattr(tiny, "_weight_files", lambda weights: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny.write_tiny(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
@@ -198,8 +199,17 @@ def test_two_writers_at_once_are_told_apart(small, tmp_path):
 
 
 def test_the_command_tells_wrong_usage(capsys):
-    assert tiny.main([]) == UsageError.exit_code
-    assert "python -m serve.tiny OUT" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        tiny.main([])
+    assert ended.value.code == UsageError.exit_code
+    assert "usage: python -m serve.tiny" in capsys.readouterr().err
+
+
+def test_weights_of_the_other_kind_are_replaced(small, tmp_path):
+    tiny.write_tiny(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"written by recipe trained .* not random 1"):
+        tiny.verify_tiny(tmp_path / "model", tiny.RANDOM)
+    tiny.verify_tiny(tiny.write_tiny(tmp_path / "model", tiny.RANDOM), tiny.RANDOM)
 
 
 def test_the_vocabulary_is_o200k(tmp_path):

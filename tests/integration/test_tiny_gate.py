@@ -1,0 +1,81 @@
+"""The accuracy gate on real vLLM serving the trained tiny model: right weights pass, every broken kernel fails."""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import baselines, gate
+from bench.endpoint import Endpoint
+from serve import client, embedded
+from serve.settings import TINY_ID
+from serve.tiny import write_tiny
+from sparkforge.paths import ROOT
+from sparkforge.process import spawn, started_at, terminate_session
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent
+RIGHT = ["none", "requantized", "mxfp8"]
+WRONG = [
+    "nibbles_swapped", "scale_off_by_one", "clamp_removed", "gate_up_bias_dropped", "down_bias_dropped",
+    "mxfp8_scale_off_by_one",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One server for all faults: its experts read in a file how to compute; see faulty_experts.py."""
+    work = tmp_path_factory.mktemp("gate")
+    (work / "fault").write_text("none")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = embedded.describe(Path(sys.executable), write_tiny(work / "tiny"), TINY_ID, port)
+    environment = {
+        **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
+        "SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault"),
+        "VLLM_CACHE_ROOT": str(work / "cache"),
+    }  # fmt: skip
+    # What one fault has left in the cache must not answer for another.
+    command = [*launch.command, "--no-enable-prefix-caching"]
+    pid = spawn(command, log=work / "log", env=environment, cwd=work)
+    started = started_at(pid)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        up = client.wait_until_serving(url, TINY_ID, time.monotonic() + 600, lambda: started_at(pid) == started)
+        assert up, (work / "log").read_text(errors="replace")[-3000:]
+        yield SimpleNamespace(endpoint=Endpoint(url, TINY_ID), fault=work / "fault", log=work / "log")
+    finally:
+        terminate_session(pid)
+
+
+def verdict(served, fault):
+    table = baselines.load()
+    served.fault.write_text(fault)
+    return gate.run(served.endpoint, table, gate.passage(table, ""))
+
+
+@pytest.mark.parametrize("fault", RIGHT)
+def test_what_computes_rightly_passes(served, fault):
+    found = verdict(served, fault)
+    assert found.passed, [check.told for check in found.checks if not check.ok]
+    assert {"canary: first_token", "canary: content", "canary: tool_call"} <= {check.name for check in found.checks}
+    assert "Using 'SPARK_FAULTY_EXPERTS:FAULTY' Mxfp4 MoE backend" in served.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_fault_fails_by_its_figures(served, fault):
+    found = verdict(served, fault)
+    told = [check.told for check in found.checks if not check.ok]
+    assert any(line.startswith("bits_per_byte is ") and "must be ≤" in line for line in told), found
+
+
+def test_hello_gets_words(served):
+    served.fault.write_text("none")
+    told = "".join(client.chat(served.endpoint.url, TINY_ID, "Hello", 64))
+    assert len(told.split()) > 5, told
+    assert told.isascii()
