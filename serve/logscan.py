@@ -76,16 +76,20 @@ class _Reader:
     """What was found so far, and the blocks that are not at their end."""
 
     def __init__(self, signatures: Sequence[Signature]) -> None:
-        self.signatures, self.open = signatures, list[_Open]()
+        self.signatures, self.open, self.over = signatures, list[_Open](), set[bytes]()
         self.hits: dict[tuple[str, ...], Hit] = {}
 
     def read(self, number: int, piece: bytes) -> None:
         """Take a piece whose first line is `number`."""
         shown = [each for each in self.signatures if any(sign in piece for sign in each.signs)]
-        if not shown and not self.open:
+        ends = {each.until for each in self.signatures if each.until and each.until in piece} - self.over
+        if not shown and not self.open and not ends:
             return
         for offset, line in enumerate(piece.removesuffix(b"\n").split(b"\n")):
-            present = [each for each in shown if any(sign in line for sign in each.signs)]
+            self.over |= {end for end in ends if end in line}
+            present = [
+                each for each in shown if each.until not in self.over and any(sign in line for sign in each.signs)
+            ]
             if present or self.open:
                 text = line[: LONGEST + OVERLAP].decode("utf-8", "replace").rstrip("\r\n")
                 self._line(number + offset, BEFORE.sub("", text), present)

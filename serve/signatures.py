@@ -5,6 +5,7 @@ id = "kebab-case"
 severity = "error"          # error: does not serve, or answers wrongly; warning: serves worse; note: worth knowing
 signs = ["text"]            # a line of a log shows it if it holds one of these, as it stands (bytes are compared: fast)
 regex = '''…(?P<name>…)'''  # left out, or what such a line must match as well; its groups may stand in what, why, fix
+until = "text"              # from the first line that holds this on, it is no problem: a server's orderly end
 block = true                # the lines behind it hold `why:` and `next:`, which become groups (our own errors)
 facts = {"container.oom_killed" = true, "container.restarts" = {at_least = 2}}   # or all of these hold
 what = "what failed"
@@ -34,7 +35,8 @@ from sparkforge.errors import SignatureError
 TABLE = Path(__file__).with_name("signatures.toml")
 EVERY = "*"
 AUDIT, ENGINE, LAST = "audit", "docker-engine", "last-up"  # findings that come from no signature (serve/doctor.py)
-KEYS = {"id", "severity", "signs", "regex", "block", "facts", "what", "why", "fix", "follows", "examples", "seen"}
+TEXTS = {"id", "severity", "regex", "until", "what", "why", "fix"}
+KEYS = TEXTS | {"signs", "block", "facts", "follows", "examples", "seen"}
 OPERATORS = ("is", "at_least", "below")
 
 
@@ -85,6 +87,7 @@ class Signature:
     severity: Severity
     signs: tuple[bytes, ...]
     pattern: re.Pattern[str] | None
+    until: bytes
     block: bool
     facts: tuple[Condition, ...]
     what: str
@@ -148,6 +151,7 @@ def _signature(entry: dict[str, Any]) -> Signature:
         severity=Severity(entry["severity"]),
         signs=tuple(_text(sign).encode() for sign in entry.get("signs", [])),
         pattern=re.compile(entry["regex"]) if "regex" in entry else None,
+        until=_text(entry.get("until", "")).encode(),
         block=bool(entry.get("block", False)),
         facts=tuple(each for fact, wanted in entry.get("facts", {}).items() for each in _conditions(fact, wanted)),
         what=_text(entry["what"]),

@@ -43,6 +43,11 @@ def test_the_first_run_makes_the_environment_and_the_second_does_not(checkout):
     assert (second.returncode, second.stdout, second.stderr) == (0, "invoke up\n", "")
 
 
+def test_help_behind_a_commands_name_is_help_on_it(checkout):
+    told = [inv(checkout, *words).stdout for words in (("up", "--help"), ("up", "-h"), ("up", "--port", "--help"))]
+    assert told == ["invoke --help up\n", "invoke --help up\n", "invoke up --port --help\n"]
+
+
 def test_it_works_from_another_folder(checkout):
     done = subprocess.run(
         [checkout / "inv", "x"],

@@ -27,6 +27,16 @@ def test_a_last_line_without_its_end_counts():
     assert found(b"a\n" + HANDLE) == [("invalid-resource-handle", 2, 1)]
 
 
+DEAD = b"(APIServer pid=7) ERROR 11-21 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: see above\n"
+TOLD_TO_END = b"(APIServer pid=7) INFO 11-21 [launcher.py:254] [shutdown] API server: shutdown triggered\n"
+
+
+def test_an_engine_that_was_told_to_end_is_no_problem_and_one_that_died_before_is():
+    assert found(TOLD_TO_END + b"a\n" + DEAD) == []
+    assert found(TOLD_TO_END, b"x" * (2 << 20) + b"\n", DEAD) == []
+    assert found(DEAD + TOLD_TO_END + DEAD) == [("engine-core-failed", 1, 1)]
+
+
 @given(st.data())
 def test_where_the_bytes_are_cut_does_not_matter(data):
     log = b"a\n" * 3 + HANDLE + b"\n" + ERROR + b"b\n" + FAIL + UNKNOWN % b"X" + b"\nend"
