@@ -69,11 +69,13 @@ namespace = Collection(plan, slow, program, shown, stays)
 
 
 @pytest.fixture(autouse=True)
-def hang_up_is_not_ignored():
-    """Under nohup our children would ignore it as we do."""
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def nothing_is_ignored():
+    """Under nohup our children would ignore SIGHUP as we do, and SIGINT where a shell put us in the background."""
+    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGHUP, former)
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def begin(folder, name, pids=4):

@@ -192,8 +192,8 @@ def test_a_server_that_ended_by_itself_is_told(state):
 
 @pytest.mark.parametrize(("later", "expected"), [(0, "server-starting"), (100_000, "server-silent")])
 def test_a_server_that_runs_and_does_not_answer_is_told_by_its_age(state, monkeypatch, later, expected):
-    clock = time.time
-    monkeypatch.setattr(evidence.time, "time", lambda: clock() + later)
+    began = started_at(os.getpid())
+    monkeypatch.setattr(evidence.time, "time", lambda: began + later)
     with socket.socket() as held:  # bound, not listening: nobody else answers there
         held.bind(("127.0.0.1", 0))
         port, pid = held.getsockname()[1], os.getpid()
