@@ -92,7 +92,9 @@ def build(device: str, target: str, how: Circumstances, work: Path, more: Sequen
     words = ["buildx", "build", "--no-cache", "--provenance=false", "--target", target]
     arguments = {"DEVICE": device, "JOBS": how.jobs, "SOURCE_DATE_EPOCH": epoch()}
     words += [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    words += [*more, "--output", f"type=oci,dest={output},rewrite-timestamp=true", str(place)]
+    # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.
+    form = "rewrite-timestamp=true,compression=gzip,compression-level=1,force-compression=true"
+    words += [*more, "--output", f"type=oci,dest={output},{form}", str(place)]
     env = {"TZ": how.zone, "LC_ALL": how.locale, "LANG": how.locale}
     docker_logged(words, paths.state() / "logs" / f"reproducible-{how.name}.log", lambda _text: None, env)
     shutil.rmtree(place)

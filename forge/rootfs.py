@@ -201,6 +201,7 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def compile_one(path: Path) -> None:
+        """Compile one package, or one module beside the packages."""
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
         run([tree.python, "-m", "compileall", *flags, path], env=env, check=False)
 

@@ -69,6 +69,9 @@ class Toolchain:
             "TMPDIR": tempfile.gettempdir(),  # one that is set and empty makes nvcc write into / and not find it again
             "CXX": str(self.cxx),
             "NVCC_CCBIN": str(self.cxx),
+            # No flags of the user's, and no process id in the names of intermediate files, which the symbols repeat.
+            "NVCC_PREPEND_FLAGS": "",
+            "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
             "CUDAHOSTCXX": str(self.cxx),
             "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(paths.cache() / "ccache")),
             "FLASHINFER_NVCC_LAUNCHER": ccache,

@@ -6,7 +6,7 @@ import shutil
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sparkforge.errors import ImageTreeError
@@ -62,5 +62,5 @@ def _remove(path: Path) -> int:
 
 def is_cut(path: str, chosen: Sequence[Cut]) -> bool:
     """Tell whether `path`, below site-packages, is one that `chosen` leaves out."""
-    whole = Path(path)
-    return any(each.match(pattern) for cut in chosen for pattern in cut.paths for each in (whole, *whole.parents))
+    whole = PurePosixPath("/", path)  # absolute: a relative pattern would match the end of any path
+    return any(each.match(f"/{pattern}") for cut in chosen for pattern in cut.paths for each in (whole, *whole.parents))

@@ -12,10 +12,12 @@ from sparkforge.paths import ROOT
 
 BASE = re.search(r"^ARG BASE_CUDA=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 IMPORTS = (
-    "vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.model_executor.models.gpt_oss",
+    "vllm.entrypoints.openai.api_server", "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.v1.engine.async_llm", "vllm.model_executor.models.gpt_oss",
     "vllm.v1.attention.backends.flashinfer", "vllm.v1.attention.backends.flash_attn", "vllm.vllm_flash_attn",
     "vllm.model_executor.layers.fused_moe.oracle.mxfp4", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker",
     "flashinfer", "flashinfer.fused_moe", "triton", "torch._inductor.compile_fx", "spark_mxfp4",
+    "pydantic_extra_types.language_code",
 )  # fmt: skip
 STUB = "/opt/venv/lib/python3.13/site-packages/nvidia/cu13/lib/stubs/libcuda.so"
 AOT = "from flashinfer.jit import env; names = [one.name for one in env.FLASHINFER_AOT_DIR.iterdir()]; "
@@ -33,6 +35,7 @@ RUN {{ nm -D --defined-only {STUB} | grep -v cuDriverGetVersion \\
     && gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 /tmp/driver.c -o /tmp/libcuda.so.1
 ENV LD_LIBRARY_PATH=/tmp PATH=/opt/venv/bin:/usr/bin:/bin
 RUN python -c "import {", ".join(IMPORTS)}; print('serving is imported')"
+RUN python -c "import torch; print('cuDNN', torch.backends.cudnn.version())"
 RUN python -c "{AOT}"
 RUN --mount=type=bind,from=sheets,target=/mnt/sheets \\
     python -m validate --profile spark --no-deep --facts /mnt/sheets/gb10-from-public-documents.json
@@ -83,6 +86,8 @@ def test_extensions_of_vllm_were_compiled_and_laid_over_the_wheels(built):
 def test_what_the_table_cuts_is_gone_and_serving_still_imports(built):
     assert "left out: flash-attention-3 (" in built
     assert "left out: tilelang (" in built
+    assert "left out: cudnn-engines (" in built
+    assert int(re.search(r"^#\d+ [\d.]+ cuDNN (\d+)$", built, re.MULTILINE)[1]) >= 91500  # 9.15: what torch asks it for
     assert re.search(r"^#\d+ [\d.]+ serving is imported$", built, re.MULTILINE)
 
 

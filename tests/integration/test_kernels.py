@@ -112,6 +112,14 @@ def test_the_audit_saw_tensor_cores_and_the_right_target(built):
     assert decode["mnemonics"]["HMMA.16816.F32.BF16"] >= 64
 
 
+def test_nothing_of_the_run_is_in_the_library(built):
+    """nvcc would write its process id into a symbol's name, and two builds would never be the same bytes."""
+    library = (built.output / next(iter(manifest(built)["outputs"]))).read_bytes()
+    assert b"_GLOBAL__sub_I_xqa_mha.cuda.o.cudafe1.cpp" in library
+    assert b"tmpxft_" not in library
+    assert str(built.base).encode() not in library
+
+
 def test_without_a_change_nothing_is_compiled(built):
     library = built.output / next(iter(manifest(built)["outputs"]))
     before = library.stat().st_mtime_ns

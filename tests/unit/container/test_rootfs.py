@@ -88,6 +88,13 @@ def test_a_folder_is_cut_with_all_below_it():
     assert not trimming.is_cut("nccl/ep/lib/cu13/x.so", chosen)
 
 
+def test_a_cut_begins_at_site_packages():
+    chosen = [Cut("x", ("nccl", "cudnn/*.so"), "")]
+    assert trimming.is_cut("nccl/core/a.py", chosen)
+    assert not trimming.is_cut("nvidia/nccl/lib/libnccl.so.2", chosen)
+    assert not trimming.is_cut("nvidia/cudnn/lib.so", chosen)
+
+
 def test_every_cut_has_a_reason():
     table = trimming.ROOT / "deploy/trim.toml"
     assert all(len(cut.why) > 20 and cut.paths for cut in trimming.cuts(rootfs.CUDA, table))

@@ -69,6 +69,14 @@ def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatc
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
 
 
+def test_flags_that_a_user_has_for_nvcc_change_no_kernel(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-G")
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O0")
+    env = toolchain.find().environment()
+    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")
+
+
 @pytest.mark.parametrize("told", ["", "/nonexistent"])
 def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, told):
     """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
