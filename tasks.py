@@ -42,7 +42,7 @@ def up(
             variables = room("serve.docker_device").variables(model, profile, number)
             server = room("serve.docker_device").up(choice.device, variables, Steps(4), build_image)
         else:
-            room("serve.device").refuse_profile(profile)
+            room("serve.embedded").check(model, profile)
             steps = Steps(5)
             server = room("serve.embedded").up(room("forge.embedded").prepare(steps).python, model, number, steps)
     room("serve.screen").show_ready(server)
@@ -110,7 +110,7 @@ def chat(_ctx: Context, message: str, max_tokens: str = "64") -> None:
     room("serve.screen").show_chat(room("serve.record").running(), message, limit)
 
 
-@verb(fast="unit tests only: offline, seconds", select="pytest's -k expression")
+@verb(fast="unit tests only: offline, minutes", select="pytest's -k expression")
 def test(_ctx: Context, fast: bool = False, select: str = "") -> None:
     """Run the tests in an environment of their own."""
     room("forge.suite").run_tests(fast=fast, select=select)

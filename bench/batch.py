@@ -26,7 +26,7 @@ PLAN = "batch.json"
 
 def root(output: str) -> Path:
     """Return the folder that results go to."""
-    return Path(output).expanduser().absolute() if output else paths.state() / "bench"
+    return paths.typed(output).absolute() if output else paths.state() / "bench"
 
 
 def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:

@@ -216,6 +216,7 @@ def memory(gib: int) -> Callable[[Site], dict[str, Any]]:
     """Return the part that builds the experts' module in a cgroup of so many GiB, each unit compiled anew."""
 
     def part(site: Site) -> dict[str, Any]:
+        """Sizes and times of one build, as `_limited` gives them."""
         return _limited(site, gib << 30)
 
     part.__doc__ = f"The experts' module within {gib} GiB: refused before it begins, or built and never over."

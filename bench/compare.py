@@ -38,6 +38,7 @@ def median_of(pick: Callable[[Request], float | None]) -> Statistic:
     """Return a statistic: the median of what `pick` takes from each request."""
 
     def median(requests: Sequence[Request]) -> float:
+        """0 where no request has such a figure."""
         values = [value for request in requests if (value := pick(request)) is not None]
         return statistics.median(values) if values else 0.0
 

@@ -61,6 +61,7 @@ async def _all(endpoint: Endpoint, config: Config, asks: Sequence[Ask], seconds:
     async with httpx.AsyncClient(**endpoint.options, limits=limits) as http:
 
         async def one(ask: Ask, sample: Sample) -> None:
+            """Wait for a free place, then ask; the sample starts behind the wait, in seconds since the load began."""
             async with places:
                 sample.start = time.perf_counter() - begun
                 await _answer(http, endpoint.model, ask, sample)

@@ -66,6 +66,7 @@ class Bench:
         begun, done = time.monotonic(), [0]
 
         def advance(count: int) -> None:
+            """Count requests that ended, well or not."""
             done[0] += count
             progress(f"{done[0]} of {config.num_prompts}")
 

@@ -138,6 +138,7 @@ def _serve(here: Trial, mode: str) -> dict[str, Any]:
 
 def _tokens_per_second(api: httpx.Client, model: str, concurrency: int) -> float:
     def ask(number: int) -> int:
+        """Tokens that came; each prompt is another, so that no cache answers."""
         body = {
             "model": model,
             "prompt": f"Number {number}",

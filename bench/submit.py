@@ -104,6 +104,7 @@ def as_gradio(names: tuple[str, ...]) -> Callable[[Post, str], None]:
     """Return the competition's form with these columns: call `submit_results`, then read what became of it."""
 
     def post_form(post: Post, again: str) -> None:
+        """Post the columns; `again` is the command for later. Raises SubmitError."""
         call = f"{post.url}/gradio_api/call/submit_results"
         values = columns(post)
         reply = send(call, {"data": [values[name] for name in names]}, again, headers={}, repeatable=False)

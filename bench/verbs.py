@@ -51,7 +51,10 @@ def bench_verb(words: tuple[str, ...], flags: tuple[str, ...]) -> Callable[[Call
     """Make an Invoke task that takes `words` by place and `flags` of the table, and gets them as one mapping."""
 
     def decorate(function: Callable[[Flags], None]) -> Any:
+        """Give Invoke a signature to read flags from; `function` itself takes one mapping."""
+
         def body(_ctx: Any, **told: Any) -> None:
+            """Its name, help and signature are set below, from `function` and the table."""
             function(told)
 
         kind = Parameter.POSITIONAL_OR_KEYWORD

@@ -133,15 +133,18 @@ class _Watched(io.RawIOBase):
         self.inner, self.last = inner, b""
 
     def read(self, size: int = -1) -> bytes:
+        """Read at most MAX_HEADER bytes; whoever asks for more, or for all, asks on a header's word: ReadError."""
         if not 0 <= size <= MAX_HEADER:
             raise tarfile.ReadError(f"a header wants {size} bytes")
         self.last = self.inner.read(size)
         return self.last
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Pass on: members' contents are skipped, not read."""
         return int(self.inner.seek(offset, whence))
 
     def tell(self) -> int:
+        """Pass on: a byte offset in the unpacked stream."""
         return int(self.inner.tell())
 
     def require_end(self) -> None:

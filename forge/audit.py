@@ -125,6 +125,8 @@ def audit(
         known = ", ".join(rules.modules)
         raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"known are {known}", "./inv audit --help")
     broken = list[Violation]()
+    if not paths:
+        raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit PATH[,PATH]")
     sources = [one for path in paths for one in _sources(path, machine, rules, broken)]
     tools = tools or Tools(toolchain.program("cuobjdump"), toolchain.program("nvdisasm"))
     binaries, violations = [], broken

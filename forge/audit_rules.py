@@ -201,6 +201,7 @@ def _missing(target: str, who: str, needs: str, have: int = 0) -> Finding:
 
 def _host(host: Host, rules: HostRules) -> Iterator[Finding]:
     def strays(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+        """Names in which no pattern is found."""
         return [name for name in names if not any(re.search(one, name) for one in patterns)]
 
     checks: dict[str, tuple[object, Callable[[], str]]] = {

@@ -100,6 +100,7 @@ def judged(wish: Wish) -> tuple[str, bool]:
     inputs = {"rules": sha256_file(audit_rules.PATH), **{str(file): sha256_file(file) for file in files}}
 
     def make(temporary: Path) -> Made:
+        """Audit, and keep the report only if no rule is broken. Raises AuditError."""
         report = audit.audit(files)
         write_json(temporary, report.document())
         report.require_clean()

@@ -42,6 +42,7 @@ from sparkforge.process import run
 
 SCHEMA = 1
 BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
+MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
 LOCKS = ("tools", "embedded")  # what ./inv itself runs on, and the embedded device
 MAX_INDEX = 16 << 20
 WRITE_VOCABULARY = "import sys, pathlib; from serve.harmony import write_vocabulary as w; w(pathlib.Path(sys.argv[1]))"
@@ -95,6 +96,7 @@ def make(
     }
 
     def build(temporary: Path) -> Made:
+        """Gather and write the tar; what is made on the way lies beside it and goes in any case."""
         scratch = temporary.with_name(temporary.name.replace(".tmp", ".parts.tmp"))
         try:
             scratch.mkdir()
@@ -117,6 +119,9 @@ def show(output: Path, *, stack: str = "spark", machine: str = "", python: str =
     version = tuple(map(int, python.split("."))) if re.fullmatch(r"3\.\d+", python) else ()
     if python and not version:
         raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "name one such as 3.12")
+    if machine and machine not in MACHINES:
+        told = f"what is pinned is for {' and '.join(MACHINES)}"
+        raise UsageError(f"cannot bundle for {machine}", told, f"--machine {MACHINES[0]}")
     target = Target(machine or platform.machine())
     if version:
         target = Target(target.machine, (version[0], version[1]))
@@ -131,7 +136,7 @@ def show(output: Path, *, stack: str = "spark", machine: str = "", python: str =
 def _inputs(table: Pins, stack: str) -> dict[str, str]:
     """Return the hashes of what decides a bundle's content."""
     found = {f"checkout:{name}": sha256_file(file) for name, file in _checkout()}
-    for name, pin in sources.stack_of(table, stack).git.items():
+    for name, pin in table.stack(stack).git.items():
         copy = manifest.current(sources.git_place(name, pin), "git", gitsource.inputs(pin))
         found |= {f"git:{name}": copy.outputs["listing"]} if copy else {}
     return found | {"vocabulary": str(envs.EMBEDDED.python.exists())}
@@ -163,7 +168,7 @@ def gather(
 
 
 def _source_files(table: Pins, stack: str) -> Iterator[Pick]:
-    for component in sources.stack_of(table, stack).components.values():
+    for component in table.stack(stack).components.values():
         if component.kind == "sdist":
             for name, sha256 in component.files.items():
                 yield Pick(component.package or "", name, sha256)
@@ -191,7 +196,7 @@ def _torch(table: Pins, target: Target) -> Entry | Absent:
 
 def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[Entry | Absent]:
     """Pack each needed repository that was brought."""
-    for name, pin in sources.stack_of(table, stack).git.items():
+    for name, pin in table.stack(stack).git.items():
         place = sources.git_place(name, pin)
         if manifest.current(place, "git", gitsource.inputs(pin)):
             file = scratch / f"{name}.tar"
@@ -262,6 +267,7 @@ class _Hashing:
         self.file, self.digest = file, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
+        """Read, and hash what was read."""
         data: bytes = self.file.read(size)
         self.digest.update(data)
         return data
@@ -283,6 +289,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
                                 "copy it again")  # fmt: skip
 
     def build(temporary: Path) -> Made:
+        """Unpack every member. Raises DiskFullError and ArchiveError."""
         require_space(folder.parent, file.stat().st_size, "the bundle's content")
         temporary.mkdir(parents=True)
         try:

@@ -10,7 +10,6 @@ A compiler that the kernel kills is recognised by its exit code and its last wor
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,12 +20,10 @@ from typing import Literal
 
 from forge import memory
 from forge.memory import Machine
-from forge.ninjafile import COMPILERS
 from forge.peaks import Cost, Peaks
 from sparkforge import interrupt
 from sparkforge.errors import BusyError, CommandError, CompilerKilledError, MemoryShortError, UsageError
 from sparkforge.process import TAIL_LINES, Child, Usage, resident_sizes
-from sparkforge.process import run as run_program
 
 RESERVE = 2 << 30  # bytes left to whatever grows meanwhile: a choice, the same as in FlashInfer's patch 0001
 PAUSE = 0.05  # seconds between two looks at the running programs
@@ -213,6 +210,7 @@ class _Run:
         self.sampled = self.starved = 0.0
 
     def all(self) -> Report:
+        """Run to the end; after a failure start none, let the rest end, raise it. An exception ends all compilers."""
         begun = time.monotonic()
         try:
             while self.running or (not self.failure and (self.queue.waiting or self.again)):
@@ -321,35 +319,11 @@ class _Run:
         return self._log(name).with_suffix(".ccache")
 
 
-def _by_folder(folder: Path, output: str) -> str:
-    return f"{folder.name}/{Path(output).name}"
-
-
-def units_of(
-    folder: Path,
-    ninja: Path,
-    rules: Sequence[str] = COMPILERS,
-    *,
-    named: Callable[[Path, str], str] = _by_folder,
-) -> list[Unit]:
-    """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
-
-    `named` makes a unit's name of the folder and the object; FOLDER/OBJECT unless told otherwise. Ninja does not know
-    what was built past it: with ccache in the commands, a `ninja` afterwards takes each object from there, records it,
-    and links. Raises CommandError if ninja cannot read the file.
-    """
-    found = run_program([ninja, "-C", folder, "-t", "compdb", *rules]).stdout
-    return [
-        Unit(named(folder, row["output"]), ("sh", "-c", row["command"]), Path(row["directory"]))
-        for row in json.loads(found)
-    ]
-
-
 def limit_of(text: str) -> int | None:
     """Return the most jobs that `--jobs` asks for; None for auto. Raises UsageError."""
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "leave --jobs out")
     return int(text)
 

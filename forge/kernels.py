@@ -13,14 +13,24 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge import audit, audit_rules, jobs, kernel_env, kernel_home, kernel_sets, manifest, memory, orphans, toolchain
-from forge.diagnosis import explained
+from forge import (
+    audit,
+    audit_rules,
+    jobs,
+    kernel_env,
+    kernel_home,
+    kernel_sets,
+    manifest,
+    ninja_units,
+    orphans,
+    toolchain,
+)
 from forge.jobs import Plan
 from forge.kernel_env import Environment
-from forge.kernel_progress import Progress
 from forge.kernel_sets import Module
 from forge.manifest import Manifest
 from forge.memory import Machine
@@ -28,7 +38,7 @@ from forge.peaks import Peaks
 from forge.toolchain import Toolchain
 from sparkforge import paths
 from sparkforge.console import say
-from sparkforge.errors import CommandError, KernelsIncompleteError, UsageError
+from sparkforge.errors import KernelsIncompleteError, UsageError
 from sparkforge.files import locked, require_space, sha256_file, write_atomic, write_json
 from sparkforge.process import run
 
@@ -164,53 +174,47 @@ def _current(order: Order, inputs: Mapping[str, str]) -> Manifest | None:
 
 def pending(folder: Path, ninja: Path) -> list[str]:
     """Return the commands that ninja would run in a module's folder. Raises CommandError."""
-    env = {"NINJA_STATUS": "[%f/%t] "}
-    told = run([ninja, "-C", folder, "-f", folder / "build.ninja", "-n", "-v"], env=env).stdout
-    return [line.partition("] ")[2] for line in told.splitlines() if line.startswith("[")]
+    return ninja_units.pending(_ninja(folder, ninja))
+
+
+def _ninja(folder: Path, ninja: Path) -> tuple[str | Path, ...]:
+    return (ninja, "-C", folder, "-f", folder / "build.ninja")
 
 
 def _compile(order: Order, folders: Mapping[str, Path]) -> Outcome:
     """Run the units that ninja would run, as memory allows, and then ninja, which links."""
     ninja = order.where.ninja(order.chain)
-    found = {name: jobs.units_of(folder, ninja) for name, folder in folders.items()}
-    every = [unit for units in found.values() for unit in units]
+    found = {name: ninja_units.found(folder, ninja) for name, folder in folders.items()}
+    every = [unit for each in found.values() for unit in each]
     left = {name: pending(folder, ninja) for name, folder in folders.items()}
     commands = {command for lines in left.values() for command in lines}
-    units = [unit for unit in every if unit.command[-1] in commands]
     peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
-    schedule = jobs.plan([unit.name for unit in units], peaks, memory.measure(), limit=order.limit)
-    report = jobs.Report()
-    with Progress(schedule) as progress:
-        try:
-            if units:
-                progress.begin()
-                held = [orphans.holding(order.lock, unit) for unit in units]
-                logs = order.output / "logs"
-                report = jobs.run(held, schedule, peaks, env=order.env, logs=logs, watch=progress.watch)
-            _link([folders[name] for name, lines in left.items() if lines], order, schedule)
-        except CommandError as error:
-            raise explained(error) from None
+    report, schedule = ninja_units.build(
+        [unit for unit in every if unit.command[-1] in commands],
+        peaks,
+        ninja_units.Site(order.env, order.output / "logs", order.lock, order.limit),
+        partial(_link, [folders[name] for name, lines in left.items() if lines], order),
+    )
     compiled = sum(not done.cached for done in report.units.values())
     return Outcome(
         compiled, len(report.units) - compiled, len(every), cpu_seconds=round(report.cpu_seconds, 1),
         peak=report.peak, budget=schedule.budget, jobs=schedule.jobs,
         each={unit.name: asdict(peaks.cost(unit.name)) for unit in every},
-        modules={name: len(units) for name, units in found.items()},
+        modules={name: len(each) for name, each in found.items()},
         projection=_projected([unit.name for unit in every], peaks),
     )  # fmt: skip
 
 
-def _projected(units: list[str], peaks: Peaks) -> dict[str, float]:
+def _projected(names: list[str], peaks: Peaks) -> dict[str, float]:
     """Return what all units would take on a Spark, by the planner and the costs known here."""
-    wall = jobs.plan(units, peaks, SPARK).seconds()
+    wall = jobs.plan(names, peaks, SPARK).seconds()
     return {"cores": SPARK.cores, "available": SPARK.available, "wall_seconds": round(wall, 1)}
 
 
 def _link(modules: list[Path], order: Order, schedule: Plan) -> None:
     """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory still bounds it."""
     for folder in modules:
-        limit = ("-j", str(schedule.max_jobs))
-        run([order.where.ninja(order.chain), "-C", folder, "-f", folder / "build.ninja", *limit], env=order.env)
+        run([*_ninja(folder, order.where.ninja(order.chain)), "-j", str(schedule.max_jobs)], env=order.env)
 
 
 def _require_finished(order: Order, folders: Mapping[str, Path]) -> None:

@@ -157,21 +157,9 @@ def install(
 
     Files of `find_links` are used where their hash is in the lock. Raises FetchError with uv's last lines.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        "--python",
-        str(python),
-        "--require-hashes",
-        "--no-deps",
-        "--quiet",
-        *(["--compile-bytecode"] if bytecode else []),
-        "-r",
-        str(lock_path(name)),
-    ]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--python", str(python)]
+    command += ["--require-hashes", "--no-deps", "--quiet", "-r", str(lock_path(name))]
+    command += ["--compile-bytecode"] if bytecode else []
     for folder in find_links:
         command += ["--find-links", str(folder)]
     # Copies, for a hard link's ctime changes with every other link, and ccache then sees its headers "modified".

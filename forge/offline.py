@@ -13,6 +13,7 @@ from pathlib import Path
 from forge import index
 from sparkforge.errors import FetchError, HashMismatchError, UsageError
 from sparkforge.files import CHUNK, atomic_file, sha256_file
+from sparkforge.paths import typed
 
 VARIABLE = "SPARKFORGE_OFFLINE"
 INDEX = "index.json"
@@ -34,7 +35,7 @@ def use(folder: Path) -> None:
 def use_bundle(chosen: str) -> None:
     """Use the folder that a command line names; an empty word leaves the network in use."""
     if chosen:
-        use(Path(chosen).expanduser())
+        use(typed(chosen))
 
 
 def folder() -> Path | None:

@@ -117,6 +117,13 @@ class Pins(_Strict):
         for stack in self.stacks.values():
             yield from stack.components.values()
 
+    def stack(self, name: str) -> Stack:
+        """Return one stack. Raises PinError naming the known ones."""
+        if name not in self.stacks:
+            known, first = ", ".join(self.stacks), next(iter(self.stacks))
+            raise PinError(f"there is no stack {name}", f"pins.toml has {known}", f"name one of them: --stack {first}")
+        return self.stacks[name]
+
     def component(self, stack: str, name: str) -> Component:
         """Return one component. Raises PinError if there is none of that name."""
         try:

@@ -116,6 +116,7 @@ class Queue:
 
 def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
     def place(path: str) -> str:
+        """Only the top folder moves, `src/x.py` to `lib/x.py`."""
         folder, slash, rest = path.partition("/")
         return moves.get(folder, folder) + slash + rest
 

@@ -18,7 +18,7 @@ from forge.manifest import Made, Manifest, once
 from forge.pins import Component, GitSource, Pins, Stack
 from sparkforge import paths
 from sparkforge.console import say
-from sparkforge.errors import ArchiveError, FetchError, HashMismatchError, PinError, SparkforgeError
+from sparkforge.errors import ArchiveError, FetchError, HashMismatchError, SparkforgeError
 
 UNPACKER = "1"  # raise it when archive.py or cmake.py would make something else of the same archive
 DIGITS = 12
@@ -50,7 +50,7 @@ def bring(stack: str = "spark", *, table: Pins | None = None, git: bool = True) 
     Raises PinError if upstream hides a dependency that pins.toml lacks, and the errors of `fetch` and `archive`.
     """
     table = table or pins.load()
-    chosen = stack_of(table, stack)
+    chosen = table.stack(stack)
     found = [source for name, component in chosen.components.items() for source in _component(name, component, chosen)]
     repositories = [repository(name, pin, git=git) for name, pin in chosen.git.items()]
     return [*found, *repositories]
@@ -62,7 +62,7 @@ def show(stack: str = "spark", *, git: bool = True) -> None:
     found = bring(stack, table=table, git=git)
     for source in found:
         say(str(source))
-    require_all(found, table.stacks[stack].git)
+    require_all(found, table.stack(stack).git)
 
 
 def require_all(found: list[Source], pinned: Mapping[str, GitSource]) -> None:
@@ -75,18 +75,11 @@ def require_all(found: list[Source], pinned: Mapping[str, GitSource]) -> None:
         )
 
 
-def stack_of(table: Pins, name: str) -> Stack:
-    """Return a stack. Raises PinError naming the known ones."""
-    if name not in table.stacks:
-        raise PinError(f"there is no stack {name}", f"pins.toml has {', '.join(table.stacks)}", "name one of them")
-    return table.stacks[name]
-
-
 def unpacked(stack: str = "spark", *, table: Pins | None = None) -> list[tuple[str, Path]]:
     """Return (component, folder) for each archive of `stack`, brought or not."""
     return [
         (name, place(component, file))
-        for name, component in stack_of(table or pins.load(), stack).components.items()
+        for name, component in (table or pins.load()).stack(stack).components.items()
         for file in component.files
         if component.kind == "sdist" and file.endswith(ARCHIVE)
     ]
@@ -129,6 +122,7 @@ def unpack(component: Component, filename: str) -> tuple[Manifest, bool]:
     target, inputs = place(component, filename), {filename: component.files[filename], "unpacker": UNPACKER}
 
     def make(temporary: Path) -> Made:
+        """Bring and unpack; note what its build files would fetch. Raises FetchError and ArchiveError."""
         file = fetch.fetch(component.package or "", filename, component.files[filename])
         archive.require_room(file, target)
         listing = archive.unpack(file, temporary, top=filename.removesuffix(ARCHIVE))
@@ -160,6 +154,7 @@ def _from_bundle(name: str, pin: GitSource, target: Path) -> tuple[Manifest, boo
     file = Path(offline.folder() or "") / bundled_name(name, pin)
 
     def make(temporary: Path) -> Made:
+        """Unpack the bundle's copy. Raises FetchError and ArchiveError."""
         if not file.is_file():
             raise FetchError(f"cannot bring {name}", "the bundle has no copy", "see absent in its index.json")
         listing = archive.unpack(file, temporary)

@@ -104,10 +104,8 @@ def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Compo
 
 def _named(table: Pins, stack: str) -> dict[str, Component]:
     """Return the queues' folder names that a stack names, each with its component."""
-    if stack not in table.stacks:
-        raise PinError(f"there is no stack {stack}", f"pins.toml has {', '.join(table.stacks)}", "name one of them")
     named: dict[str, Component] = {}
-    for component in sorted(table.stacks[stack].components.values(), key=lambda one: one.kind != "sdist"):
+    for component in sorted(table.stack(stack).components.values(), key=lambda one: one.kind != "sdist"):
         if component.patches:
             named.setdefault(component.patches, component)
     return named

@@ -48,21 +48,8 @@ def fetch_torch(torch: Component) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> None:
-    base = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(folder),
-        "-r",
-        "/dev/stdin",
-    ]
+    base = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    base += ["--only-binary", ":all:", "--dest", str(folder), "-r", "/dev/stdin"]
     reasons = []
     for source in ([], ["--index-url", PYTORCH_CPU_INDEX]):
         try:

@@ -108,6 +108,8 @@ def diff(found: Iterable[Proposal], text: str | None = None) -> str:
 def show(stack: str = "") -> None:
     """Print the diff to stdout, and to people what it leaves out and what the new releases do to the patches."""
     table = pins.load()
+    if stack:
+        table.stack(stack)
     found = proposals(table, stack)
     for proposal in found:
         lacks = f" has no {', '.join(proposal.missing)}: not proposed" if proposal.missing else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib import import_module as room  # a room is loaded only by the verb that needs it
 from pathlib import Path
 
 from invoke.context import Context
 
-from sparkforge.command import verb
+from sparkforge.command import arguments, listed, verb
 from sparkforge.console import say
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
@@ -46,8 +45,7 @@ def bundle_make(
     more: str = "",
 ) -> None:
     """Pack sources, wheels, patches and vocabulary for a machine without a network."""
-    names = [name for name in more.split(",") if name]
-    room("forge.bundle").show(Path(output), stack=stack, machine=machine, python=python, more=names)
+    room("forge.bundle").show(Path(output), stack=stack, machine=machine, python=python, more=listed(more))
 
 
 @verb(sha256="of the whole file, as the one who made it tells you")
@@ -129,7 +127,7 @@ def pins_debian(_ctx: Context) -> None:
 @verb(device="cpu or cuda", more="further arguments for docker buildx build, such as --build-context NAME=PLACE")
 def verify_reproducible(_ctx: Context, device: str = "cpu", more: str = "") -> None:
     """Build an image twice, as differently as an honest builder could, and compare the bytes."""
-    room("forge.reproducible").show(device, "runtime", shlex.split(more))
+    room("forge.reproducible").show(device, "runtime", arguments("--more", more))
 
 
 @verb(output="JSON file for the figures")
@@ -202,9 +200,8 @@ def build_vllm(
 )
 def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output: str = "") -> None:
     """Read what binaries really hold for SM121, kernel by kernel, and refuse what breaks a rule."""
-    places = [Path(path) for path in paths.split(",") if path]
-    modules = [name for name in module.split(",") if name]
-    room("forge.audit").show(places, modules=modules, machine=machine, output=Path(output) if output else None)
+    places = [Path(path) for path in listed(paths)]
+    room("forge.audit").show(places, modules=listed(module), machine=machine, output=Path(output) if output else None)
 
 
 @verb(root=ROOT)
@@ -235,8 +232,8 @@ def clean_cache(
     """Remove compiled FlashInfer modules; never one that a live process uses."""
     room("forge.cache").clean(
         pins=room("forge.pins").load(),
-        names=[name for name in module.split(",") if name],
-        changed=[Path(path) for path in changed.split(",") if path],
+        names=listed(module),
+        changed=[Path(path) for path in listed(changed)],
         stale=stale,
         everything=all,
         dry_run=dry_run,

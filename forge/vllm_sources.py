@@ -58,7 +58,7 @@ def bring(table: Table, targets: Sequence[str], folder: Path | None) -> Inputs:
     `folder` is an unpacked bundle, or has a git checkout for each repository. Raises BuildInputsError naming all that
     is missing, and the errors of `sources`.
     """
-    stack = sources.stack_of(pins.load(), STACK)
+    stack = pins.load().stack(STACK)
     component = stack.components["vllm"]
     if component.version != table.version:
         raise UsageError(

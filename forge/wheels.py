@@ -135,6 +135,7 @@ def picks(lock: Path, target: Target) -> list[Pick]:
     inputs = {"lock": sha256, "target": str(target), "glibc": f"2.{GLIBC}"}
 
     def make(temporary: Path) -> Made:
+        """Ask the index. Raises PinError and FetchError."""
         with client() as http:
             chosen = _ask(lock.read_text(encoding="utf-8"), target, http)
         write_json(temporary, [asdict(pick) for pick in chosen])

@@ -13,6 +13,7 @@ from sparkforge import sse
 from sparkforge.errors import ServerReplyError
 
 POLL_SECONDS = 0.25
+NO_ANSWER = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # JSON of another shape
 CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)  # the first token of a long prompt on a CPU takes minutes
 
 
@@ -35,14 +36,16 @@ def first_token(url: str, model: str, timeout: float, key: str = "") -> str:
     try:
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout, headers=_headers(key), trust_env=False)
         reply.raise_for_status()
-        usage, choice = reply.json()["usage"], reply.json()["choices"][0]
+        told = reply.json()
+        usage, text = told["usage"], told["choices"][0]["text"]
+        count = usage["completion_tokens"]
     except httpx.HTTPStatusError as error:
         raise _refused(error.response) from error
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+    except (httpx.HTTPError, *NO_ANSWER) as error:
         raise ServerReplyError("the server gave no first token", repr(error), "./inv logs") from error
-    if usage.get("completion_tokens") != 1:
+    if count != 1:
         raise ServerReplyError("the server gave no first token", f"it counted {usage}", "./inv logs")
-    return str(choice["text"])
+    return str(text)
 
 
 def wait_until_serving(url: str, model: str, deadline: float, still_alive: Callable[[], bool]) -> bool:
@@ -77,7 +80,7 @@ def chat(url: str, model: str, message: str, max_tokens: int, key: str = "") -> 
                 raise _refused(reply)
             for event in _events(reply):
                 yield from _pieces(event)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, *NO_ANSWER) as error:
         raise ServerReplyError("the answer broke off", repr(error), "./inv logs") from error
 
 
@@ -101,7 +104,7 @@ def _pieces(event: dict[str, Any]) -> Iterator[str]:
         raise ServerReplyError("the server stopped the answer", str(event["error"]), "./inv logs")
     for choice in event.get("choices", []):
         delta = choice.get("delta", {})
-        yield from (text for key in ("reasoning", "reasoning_content", "content") if (text := delta.get(key)))
+        yield from (str(text) for key in ("reasoning", "reasoning_content", "content") if (text := delta.get(key)))
 
 
 def _refused(reply: httpx.Response) -> ServerReplyError:

@@ -42,7 +42,9 @@ def project() -> str:
 
 
 def files(device: str) -> list[Path]:
-    """Return a device's Compose files, the user's own ones last. Raises UsageError for one that is not there."""
+    """Return a device's Compose files, the user's own ones last. Raises UsageError if one is not there."""
+    if device not in FILES:
+        raise UsageError(f"--device {device!r} is no container", f"there are {', '.join(FILES)}", f"--device {DOCKER}")
     own = [name for name in os.environ.get(MORE, "").split(os.pathsep) if name]
     override = [OVERRIDE] if (paths.ROOT / OVERRIDE).exists() else []
     chosen = [paths.ROOT / name for name in (*FILES[device], *override, *own)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import suppress
 
 import docker
 
@@ -46,7 +46,7 @@ def variables(model: str, profile: str, port: int) -> dict[str, str]:
     if profile:
         found["SPARKFORGE_SERVE_PROFILE"] = profiles.named(profile).name
     if model:
-        folder = Path(model).expanduser().absolute()
+        folder = paths.typed(model).absolute()
         model_name(folder)
         found |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL_NAME": folder.name}
         found["SPARKFORGE_MODEL"] = f"/models/{folder.name}"  # docker-cpu, whose default is no folder
@@ -118,7 +118,8 @@ def _start(device: str, env: Mapping[str, str], service: Service, tell: Callable
             _wait(connected, server, tell)
     except BaseException:  # also Ctrl-C: a server that nobody waits for must not stay
         record.forget()
-        docker_compose.stop(device, env)
+        with suppress(SparkforgeError):  # what went wrong first is what to tell
+            docker_compose.stop(device, env)
         raise
     tell("first token received")
     return server

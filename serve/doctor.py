@@ -78,7 +78,7 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
 
 def gather(log: str, state: str) -> Evidence:
     """Return what there is to look at: a log alone if only that is named, else a state folder, engine and machine."""
-    folder = Path(state).expanduser().absolute() if state else paths.state()
+    folder = paths.typed(state).absolute() if state else paths.state()
     if state and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}", "--state names one like .sparkforge", "./inv doctor")
     named = evidence.of_log(log) if log else None
@@ -145,7 +145,7 @@ def _tell(problems: Sequence[Problem], found: Evidence) -> None:
 
 
 def _archive(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = paths.typed(name)
     if not path.name.endswith((".tar.gz", ".tgz")) or path.is_dir():
         raise UsageError(f"--bundle {name} is no archive's name", "it ends with .tar.gz", "--bundle support.tar.gz")
     return path
@@ -173,6 +173,7 @@ def _in_facts(found: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
 
 def _of_signature(signature: Signature, groups: Mapping[str, str], place: Place) -> Problem:
     def filled(text: str) -> str:
+        """Put the groups into `{name}`; one that did not match is empty."""
         return _short(re.sub(r"\{(\w+)\}", lambda found: groups.get(found[1], ""), text))
 
     return Problem(

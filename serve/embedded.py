@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from serve import launch, profiles
+from serve.device import refuse_profile
 from serve.launch import LOOPBACK, Launch
 from serve.record import Server
 from serve.settings import STEADY, TINY_ID
@@ -24,6 +25,13 @@ ENVIRONMENT = {
 }
 
 
+def check(model: str, profile: str) -> None:
+    """Refuse words that will not do before minutes go into an environment. Raises UsageError or ModelError."""
+    refuse_profile(profile)
+    if model:
+        model_name(paths.typed(model).absolute())
+
+
 def up(python: Path, model: str, port: int, steps: Steps) -> Server:
     """Bring model, gate and server up, in this order; return the serving server.
 
@@ -31,7 +39,7 @@ def up(python: Path, model: str, port: int, steps: Steps) -> Server:
     ValidationFailedError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
-        directory = Path(model).expanduser().absolute() if model else write_tiny(python)
+        directory = paths.typed(model).absolute() if model else write_tiny(python)
         model_id = model_name(directory) if model else TINY_ID
         tell(f"{model_id} in {directory}")
     with steps.step("validation", "profile embedded") as tell:
@@ -95,7 +103,7 @@ def model_name(directory: Path) -> str:
             f"cannot read {config.name}: {error.strerror}",
             "./inv up --model FOLDER, where FOLDER holds config.json and the safetensors files",
         ) from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"no model in {directory}",
             f"config.json is no JSON object: {error}",

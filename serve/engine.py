@@ -205,9 +205,17 @@ def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
         return named_by_engine
     for folder in info.get("CDISpecDirs") or []:
         for file in sorted(Path(folder).glob("*")):
-            if file.suffix in {".yaml", ".yml", ".json"} and CDI_ENTRY.search(file.read_text(errors="replace")):
+            if file.suffix in {".yaml", ".yml", ".json"} and CDI_ENTRY.search(_text(file)):
                 return (f"{CDI_KIND} ({file})",)
     return ()
+
+
+def _text(file: Path) -> str:
+    """Return a file's text; one that only root may read, or that is a folder, tells us nothing."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _absent(why: str) -> SparkforgeError:

@@ -129,7 +129,7 @@ def of_log(named: str) -> Log:
     """Return the log that a user named; `-` is stdin. Raises StorageError if it cannot be opened."""
     if named == STDIN:
         return Log("stdin", lambda: iter(lambda: sys.stdin.buffer.read(CHUNK), b""))
-    path = Path(named).expanduser()
+    path = paths.typed(named)
     try:
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
@@ -203,6 +203,7 @@ def size(count: int) -> str:
 
 def _file(path: Path, kind: str = OTHER) -> Log:
     def chunks() -> Iterator[bytes]:
+        """CHUNK bytes at a time: a log may be larger than memory."""
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 yield chunk

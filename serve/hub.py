@@ -80,7 +80,7 @@ def fetch(source: Source, target: Path) -> Path:
 
     Raises FetchError, HashMismatchError, DiskFullError, ModelError, or BusyError if another process brings the same.
     """
-    target = target.expanduser().absolute()
+    target = paths.typed(target).absolute()
     with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
         work = target if target.exists() else target.with_name(f"{target.name}.partial")
         if not work.exists():
@@ -198,6 +198,7 @@ def _bring_all(source: Source, work: Path, files: list[Wanted]) -> None:
     with _bar(source, work, files) as advance, ThreadPoolExecutor(WORKERS) as pool:
 
         def count(size: int) -> None:
+            """Called by every thread for each piece, so it is also where a thread learns that it is to end."""
             if stopping.is_set():
                 raise InterruptedError("another file failed")
             advance(size)
@@ -220,6 +221,7 @@ def _bar(source: Source, work: Path, files: list[Wanted]) -> Iterator[Callable[[
         advance(sum(_size(_part(work, file)) for file in files))
 
         def counted(size: int) -> None:
+            """Take bytes from several threads."""
             with lock:
                 advance(size)
 

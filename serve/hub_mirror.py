@@ -11,6 +11,7 @@ from serve.hub import NOTE, Wanted
 from sparkforge.console import say
 from sparkforge.errors import FetchError
 from sparkforge.files import CHUNK
+from sparkforge.paths import typed
 
 BLOB = re.compile(r"[0-9a-f]{64}")  # in a Hugging Face cache, a large file is a link to a blob named by its sha256
 
@@ -20,7 +21,7 @@ class Mirror:
 
     def __init__(self, folder: Path, repository: str, revision: str) -> None:
         """Find the checkpoint. Raises FetchError if the folder holds none of this repository and revision."""
-        self.folder = _find(folder.expanduser().absolute(), repository, revision)
+        self.folder = _find(typed(folder).absolute(), repository, revision)
         self.name = f"{repository} in {folder}"
         noted, self.hashes = self._note()
         self.revision = noted or revision or self.folder.name

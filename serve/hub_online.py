@@ -75,14 +75,17 @@ def _progress(advance: Callable[[int], None]) -> Any:
     """Return a class with the few methods of tqdm that the library calls."""
 
     class Progress:
+        """Stands in for tqdm: takes its arguments, shows nothing, passes the bytes on."""
+
         def __init__(self, *_args: object, **_more: object) -> None:
             pass
 
         def update(self, count: float | None = 1) -> None:
+            """Pass on `count` bytes; the signature is tqdm's."""
             advance(int(count or 0))
 
         def close(self) -> None:
-            pass
+            """Nothing is open."""
 
         def __enter__(self) -> Self:
             return self

@@ -6,12 +6,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve import client, logs, record
 from serve.record import Server
-from sparkforge import paths
+from sparkforge import interrupt, paths
 from sparkforge.errors import AlreadyRunningError, PortTakenError, ServerReplyError, StartFailedError, UsageError
 from sparkforge.files import locked
 from sparkforge.process import spawn, started_at, terminate_session
@@ -65,16 +66,13 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
     Raises AlreadyRunningError, PortTakenError or StartFailedError; whenever it raises, nothing is left running.
     """
-    with locked(paths.state() / "serve.lock", "start a server"):
+    with locked(paths.state() / "serve.lock", "start a server"), ExitStack() as stack:
         check_free(launch.port, launch.host)
-        server = _spawn(launch)
-        try:
-            _wait(server, launch, progress)
-        except BaseException:  # also Ctrl-C: a server that nobody waits for must not stay
-            terminate_session(server.pid)
-            record.forget()
-            raise
-        return server
+        with interrupt.held():  # none may run that we do not know of
+            server = _spawn(launch)
+            stack.push(lambda kind, *_: _end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
+        _wait(server, launch, progress)
+    return server
 
 
 def stop() -> Server:
@@ -86,9 +84,13 @@ def stop() -> Server:
         docker_device.stop(recorded)
         return recorded
     server = record.running()
+    _end(server)
+    return server
+
+
+def _end(server: Server) -> None:
     terminate_session(server.pid)
     record.forget()
-    return server
 
 
 def _spawn(launch: Launch) -> Server:
@@ -106,12 +108,17 @@ def _spawn(launch: Launch) -> Server:
         device=launch.device,
         log=str(log),
     )
-    record.write(server)
+    try:
+        record.write(server)
+    except BaseException:  # such as a full disk: nobody would find it
+        terminate_session(pid)
+        raise
     return server
 
 
 def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> None:
     def alive() -> bool:
+        """Asked again and again while we wait, so it also tells how far the log has come."""
         progress(logs.milestone(Path(server.log)) or "starting")
         return server.alive
 

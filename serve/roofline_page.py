@@ -49,6 +49,7 @@ def _profile(name: str) -> Profile:
 
 def _experts(model: Architecture, device: Device) -> str:
     def rows() -> Iterator[tuple[str, ...]]:
+        """A row a number of tokens: weights of the experts that they touch, over the memory's bandwidth."""
         for tokens in TOKENS:
             hit = roofline.experts_touched(model.experts, model.top_k, tokens)
             layer = hit * model.expert_bytes
@@ -62,6 +63,7 @@ def _experts(model: Architecture, device: Device) -> str:
 
 def _decode(model: Architecture, device: Device, flags: dict[str, Profile]) -> str:
     def rows() -> Iterator[tuple[str, ...]]:
+        """Four rows a profile: one, four and all users BEHIND tokens deep, and one user at the longest context."""
         for name, profile in flags.items():
             longest, together = profile.longest(model.longest), profile.load(Load(1, 1)).sequences
             for batch, behind in ((1, BEHIND), (4, BEHIND), (together, BEHIND), (1, longest)):
@@ -76,6 +78,7 @@ def _decode(model: Architecture, device: Device, flags: dict[str, Profile]) -> s
 
 def _prefill(model: Architecture, device: Device, flags: dict[str, Profile]) -> str:
     def rows() -> Iterator[tuple[str, ...]]:
+        """Three rows a profile: prompts of BEHIND, of PIECE and of the longest; the times of its steps add up."""
         for name, profile in flags.items():
             load = profile.load(Load(1, 1))
             for prompt in (BEHIND, PIECE, profile.longest(model.longest)):
@@ -97,6 +100,7 @@ def _prefill(model: Architecture, device: Device, flags: dict[str, Profile]) -> 
 
 def _memory(model: Architecture, device: Device, flags: dict[str, Profile]) -> str:
     def rows() -> Iterator[tuple[str, ...]]:
+        """A row a profile: what its share leaves for keys and values, and how many sequences that holds."""
         for name, profile in flags.items():
             longest, share = profile.longest(model.longest), profile.number("--gpu-memory-utilization", 0)
             own = device.model_copy(update={"most": device.most.model_copy(update={"value": share})})

@@ -12,14 +12,8 @@ from serve.harmony import VOCAB_SIZE
 
 HEAD_DIM = 64
 BLOCK = 32  # MXFP4 elements that share one scale (OCP Microscaling Formats v1.0, table 1)
-# safetensors' names of types, and numpy's.
-DTYPES = {
-    "BF16": "<u2",
-    "U8": "u1",
-    "I8": "i1",
-    "I32": "<i4",
-    "F32": "<f4",
-}  # bfloat16 as words
+# safetensors' names of types, and numpy's; bfloat16, which numpy lacks, as words.
+DTYPES = {"BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4", "F32": "<f4"}
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Raises Invoke's Exit, which prints nothing, for everything but a fault of ours."""
         try:
             with interrupt.caught():
                 result = function(*args, **kwargs)
@@ -59,6 +61,7 @@ def verb(**flags: str) -> Callable[[Callable[..., None]], Any]:
     """Make an Invoke task of a function; `flags` are the help texts of its parameters."""
 
     def decorate(function: Callable[..., None]) -> Any:
+        """`json_` is the flag --json: a parameter may not be called as what it would hide."""
         return task(help={name.strip("_").replace("_", "-"): text for name, text in flags.items()})(command(function))
 
     return decorate
@@ -70,6 +73,19 @@ def whole_number(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{flag} {text!r} is no number", "it takes a whole number", "./inv --help") from None
+
+
+def listed(text: str) -> list[str]:
+    """Return the words between commas, none of them empty."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def arguments(flag: str, text: str) -> list[str]:
+    """Return `text` cut as a shell would cut it. Raises UsageError for a quotation that does not end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} {text!r} cannot be read", str(error), f"{flag} 'WORD WORD'") from None
 
 
 def named(flag: str, word: str, known: Mapping[str, V]) -> V:

@@ -46,6 +46,7 @@ class Steps:
         begun, last = time.monotonic(), [detail]
 
         def update(text: str) -> None:
+            """The last detail stands in the finished step's line too."""
             last[0] = text
             status.update(f"{label} · {text}")
 

@@ -18,6 +18,7 @@ class _Cutter:
         self.rest = b""
 
     def feed(self, piece: bytes) -> list[str]:
+        """Return the lines that `piece` ends, without their ends."""
         *whole, self.rest = (self.rest + piece).split(b"\n")
         return [_text(line) for line in whole]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -104,6 +106,15 @@ def require(answer: Answer, name: str, seconds: float) -> str:
     if answer.code != 0:
         raise ProbeError(f"{name} {ending(answer.code)}: {answer.last_line() or 'it printed nothing'}")
     return answer.stdout
+
+
+def entries(answers: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects that a child appended to `answers`, one a line, but for the line that it died in."""
+    found = []
+    for line in answers.read_text(encoding="utf-8").splitlines() if answers.is_file() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def ending(code: int) -> str:

@@ -130,6 +130,7 @@ def most_tokens(model: Architecture, device: Device, load: Load) -> int:
     """The longest that `load.concurrency` sequences can be, at most the model's own limit; 0 if they do not fit."""
 
     def enough(tokens: int) -> bool:
+        """True up to some length: more tokens never take less memory."""
         return fits(model, device, Load(tokens, load.concurrency, load.kv, load.batched, load.sequences))
 
     return largest(enough, model.longest)

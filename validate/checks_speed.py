@@ -8,13 +8,18 @@ from validate.finding import Check, FactMissing, Judgement, View, passed, warned
 from validate.serving import architecture, load
 
 MOST = 10_000_000  # tokens, or requests at once
+# A container's state is a volume of its own; the host's is not mounted, since Docker would make a missing one as root.
+NOTHING = (
+    "nothing was measured here yet (./inv bench.perf); a container does not see what was measured from its host: "
+    "./inv plan MODEL --device this, on the host, compares that"
+)
 DOCTOR = "./inv doctor   # then ./inv bench.perf again"
 
 
 def measured_speed(view: View) -> Judgement:
     """The last measured first token and decode speed are not far under the computed bounds."""
     if view.is_none("measured.file"):
-        return passed("nothing was measured here yet (./inv bench.perf)")
+        return passed(NOTHING)
     device = by_gpu(view.text("gpu.name"))
     if device is None or device.bytes_a_second is None:
         return passed(

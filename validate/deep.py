@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from validate import checkpoint, deep_child
-from validate.bounded import Answer, ProbeError, ask, ending
+from validate.bounded import Answer, ProbeError, ask, ending, entries
 from validate.facts import Fact
 from validate.scene import Scene
 
@@ -25,7 +25,7 @@ def gather(scene: Scene) -> dict[str, Fact]:
             why = _why(ask(command, seconds=options.deep_seconds, env=options.environ), options.deep_seconds)
         except ProbeError as error:
             why = str(error)
-        told = _told(answers)
+        told = {one["name"]: Fact(one["value"], one["source"], one["error"]) for one in entries(answers)}
     return {name: told.get(name, Fact(None, source, why)) for name, source in SOURCES.items()}
 
 
@@ -33,16 +33,3 @@ def _why(answer: Answer, seconds: float) -> str:
     if answer.code is None:
         return f"torch and vllm did not answer within {seconds:g} s"
     return f"the child process {ending(answer.code)} before it could tell: {answer.last_line() or 'no output'}"
-
-
-def _told(answers: Path) -> dict[str, Fact]:
-    if not answers.is_file():
-        return {}
-    found = {}
-    for line in answers.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the child died while it wrote this line
-        found[entry["name"]] = Fact(entry["value"], entry["source"], entry["error"])
-    return found

@@ -56,6 +56,7 @@ def gather(scene: Scene, groups: Sequence[Sequence[Reading]], deadline: float = 
     facts: dict[str, Fact] = {}
 
     def work(readings: Sequence[Reading]) -> None:
+        """Read one group, one after another; a reading that hangs costs those behind it."""
         for reading in readings:
             facts[reading.name] = take(reading, scene)
 

@@ -83,6 +83,7 @@ def _smi(field: str) -> Reading:
 
 def _cuda(name: str, key: str, function: str) -> Reading:
     def read(scene: Scene) -> object:
+        """Raises ProbeError where CUDA has no device, or no such answer for it."""
         if key not in libcuda(scene):
             raise ProbeError("libcuda sees no device")
         return libcuda(scene)[key]

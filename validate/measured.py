@@ -93,6 +93,7 @@ def _age(file: Path) -> float:
 
 def _reading(name: str) -> Reading:
     def read(scene: Scene) -> Any:
+        """None if nothing was measured, which is an answer."""
         found = last(scene)
         return None if found is None else found[name]
 

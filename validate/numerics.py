@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from validate import checkpoint, software
-from validate.bounded import Answer, ProbeError, ask, ending
+from validate.bounded import Answer, ProbeError, ask, ending, entries
 from validate.facts import Fact
 from validate.scene import Scene
 
@@ -35,9 +35,9 @@ def gather(scene: Scene) -> dict[str, Fact]:
             why = _why(answer, options.numerics_seconds)
         except ProbeError as error:
             why = str(error)
-        told = _told(answers)
-    missing = {name: Fact(None, SOURCE, why) for name in NAMES}
-    return {f"numerics.{name}": fact for name, fact in {**missing, "state": Fact(RAN, SOURCE), **told}.items()}
+        told = {one["name"]: Fact(one["value"], SOURCE) for one in entries(answers)}
+    missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
+    return {**missing, "numerics.state": Fact(RAN, SOURCE), **told}
 
 
 def _compiled(scene: Scene) -> bool:
@@ -55,16 +55,3 @@ def _why(answer: Answer, seconds: float) -> str:
     if answer.code is None:
         return f"the layer did not come back within {seconds:g} s"
     return f"the child process {ending(answer.code)}: {answer.last_line() or 'no output'}"
-
-
-def _told(answers: Path) -> dict[str, Fact]:
-    if not answers.is_file():
-        return {}
-    found = {}
-    for line in answers.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the child died while it wrote this line
-        found[entry["name"].removeprefix("numerics.")] = Fact(entry["value"], SOURCE)
-    return found

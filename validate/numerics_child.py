@@ -52,6 +52,7 @@ def make_layer() -> Layer:
     random = torch.Generator().manual_seed(20261121)
 
     def projection(rows: int, columns: int, scale: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Blocks u8 [E, rows, columns / 2], E8M0 scales from `scale` to `scale` + 2, bias bf16 [E, rows]."""
         blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=random, dtype=torch.uint8)
         steps = torch.randint(0, 3, (EXPERTS, rows, columns // BLOCK), generator=random, dtype=torch.uint8)
         return blocks, steps + scale, 4 * torch.randn(EXPERTS, rows, generator=random).to(torch.bfloat16)
@@ -135,6 +136,7 @@ def _vllm_call(method: Any, holder: Any, layer: Layer, device: torch.device, con
     topk, ids = (part.to(device) for part in layer.routing())
 
     def call() -> torch.Tensor:
+        """Run the layer; bf16 [TOKENS, HIDDEN]: what vLLM padded is cut off again."""
         with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
             if method.is_monolithic:
                 out = method.apply_monolithic(holder, padded, logits)
@@ -221,6 +223,7 @@ def main(request: str, answers: str) -> None:
     told = json.loads(request)
 
     def tell(name: str, value: Any) -> None:
+        """Append a line and close the file: a crash in the next line must not lose it."""
         with Path(answers).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": f"numerics.{name}", "value": value}) + "\n")
 

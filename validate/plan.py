@@ -1,7 +1,7 @@
 """`./inv plan`: what a model needs of a device, what fits, how fast it can be at best, and which serve profile to take.
 
 A plan is computed from sizes and cited figures; measured is only what `--device this` reads of the machine.
-`plan.schema.json` is made from this (`python3 -m validate.plan`); a test keeps them equal.
+`python3 -m validate.plan` prints `plan.schema.json`, made from `plan_document`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sparkforge import paths
 from sparkforge.errors import ModelTooLargeError, PlanInputError, UsageError
@@ -20,137 +20,27 @@ from validate import architecture, budget, choose, cited, devices, measured, roo
 from validate.architecture import KV_BYTES, Architecture
 from validate.budget import Load
 from validate.choose import Profile, Verdict
-from validate.cited import Against
 from validate.devices import GIB, Device
-from validate.tables import TOLD, Record
+from validate.plan_document import (
+    Asked,
+    BudgetRow,
+    DecodeRow,
+    DeviceRow,
+    Fit,
+    KvRow,
+    MeasuredRow,
+    ModelRow,
+    Plan,
+    PrefillRow,
+    WeightRow,
+)
+from validate.tables import TOLD
 
 BATCHES = (1, 4, 16)  # of the decode table, beside the one that was asked for
 PROMPTS = (1024, 8192)  # of the prefill table, beside the context
 CITED_MODEL, CITED_GPU, CITED_NAMES = "gpt-oss-120b", "GB10", "Spark"
 MOST_SEQUENCES = 100_000
 DEFAULT_CONTEXT, DEFAULT_CONCURRENCY = 8192, "4"
-
-
-class Asked(Record):
-    """What was asked for. `kv` is bf16 or fp8; auto is the model's own, bf16."""
-
-    context: int
-    concurrency: int
-    kv: str
-    resident_bytes: int
-
-
-class ModelRow(Record):
-    """The model. `on_disk` is the checkpoint's real size where it is known, `computed` the sum of the parts; bytes."""
-
-    name: str
-    source: str
-    computed: int
-    on_disk: int | None
-    on_disk_source: str
-
-
-class DeviceRow(Record):
-    """The device with its figures and their sources."""
-
-    name: str
-    described: Device
-
-
-class WeightRow(Record):
-    """Weights of one kind over all layers."""
-
-    name: str
-    form: str
-    bytes: int
-
-
-class KvRow(Record):
-    """One layer type's KV cache. Bytes: a token in one layer, and all such layers of one sequence at the context."""
-
-    layers: str
-    count: int
-    layer_token_bytes: int
-    tokens_kept: int
-    sequence_bytes: int
-
-
-class BudgetRow(Record):
-    """One use of memory; `share`: it counts against --gpu-memory-utilization."""
-
-    name: str
-    bytes: int
-    share: bool
-    how: str
-
-
-class Fit(Record):
-    """What fits. `missing_bytes` is above 0 if what was asked for does not; shares are of the device's memory."""
-
-    fits: bool
-    missing_bytes: int
-    needed_share: float
-    most_share: float
-    most_sequences: int
-    most_tokens: int
-
-
-class DecodeRow(Record):
-    """A decode step at best. Tokens a second; `best_total`: if all tokens chose the same experts. None: not known."""
-
-    batch: int
-    context: int
-    experts: float
-    bytes: int
-    intensity: float
-    bound: str
-    seconds: float | None
-    each: float | None
-    total: float | None
-    best_total: float | None
-
-
-class PrefillRow(Record):
-    """Reading one prompt alone at best; `seconds` is its time to the first token. None: not known."""
-
-    prompt: int
-    chunk: int
-    intensity: float
-    bound: str
-    seconds: float | None
-    rate: float | None
-
-
-class MeasuredRow(Record):
-    """What `./inv bench.perf` last measured on this machine against its bound; `causes` where it is far under."""
-
-    told: str
-    measured: float
-    computed: float
-    causes: str
-
-
-class Plan(Record):
-    """All of it."""
-
-    format: Literal["sparkforge-plan/1"] = "sparkforge-plan/1"
-    established: Literal["computed"] = "computed"
-    asked: Asked
-    model: ModelRow
-    device: DeviceRow
-    weights: list[WeightRow]
-    kv: list[KvRow]
-    memory_bytes: int
-    budget: list[BudgetRow]
-    left_bytes: int
-    fit: Fit
-    decode: list[DecodeRow]
-    prefill: list[PrefillRow]
-    profiles: list[Verdict]
-    recommended: str
-    advice: str
-    cited: list[Against]
-    measured: list[MeasuredRow]
 
 
 @dataclass(frozen=True)
@@ -223,19 +113,8 @@ def make(of: Subject, name: str, on: Device, load: Load, profiles: Mapping[str, 
         load = profiles[chosen.name].load(load)
     made = budget.make(model, on, load)
     return Plan(
-        asked=Asked(
-            context=load.context,
-            concurrency=load.concurrency,
-            kv=load.kv,
-            resident_bytes=int(on.resident.value * GIB),
-        ),
-        model=ModelRow(
-            name=of.name,
-            source=of.source,
-            computed=model.weight_bytes(),
-            on_disk=of.on_disk,
-            on_disk_source=of.on_disk_source,
-        ),
+        asked=_asked(load, on),
+        model=_model(of),
         device=DeviceRow(name=name, described=on),
         weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts()],
         kv=_kv(model, load),
@@ -244,9 +123,7 @@ def make(of: Subject, name: str, on: Device, load: Load, profiles: Mapping[str, 
         left_bytes=made.left,
         fit=_fit(model, on, load),
         decode=[_decode(model, on, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
-        prefill=[
-            _prefill(model, on, load, prompt) for prompt in sorted({*PROMPTS, load.context}) if prompt <= model.longest
-        ],
+        prefill=[_prefill(model, on, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
         profiles=found,
         recommended=chosen.name if chosen else "",
         advice=_advice(model, on, load, chosen, nearest),
@@ -271,6 +148,21 @@ def require_fit(plan: Plan) -> None:
 def schema() -> str:
     """Return `plan.schema.json` as it must be."""
     return json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n"
+
+
+def _asked(load: Load, on: Device) -> Asked:
+    resident = int(on.resident.value * GIB)
+    return Asked(context=load.context, concurrency=load.concurrency, kv=load.kv, resident_bytes=resident)
+
+
+def _model(of: Subject) -> ModelRow:
+    return ModelRow(
+        name=of.name,
+        source=of.source,
+        computed=of.model.weight_bytes(),
+        on_disk=of.on_disk,
+        on_disk_source=of.on_disk_source,
+    )
 
 
 def _whole(flag: str, text: str, most: int) -> int:

@@ -12,7 +12,8 @@ from sparkforge.console import console, say
 from validate import plan as plans
 from validate.choose import Profile
 from validate.devices import GIB
-from validate.plan import CITED_NAMES, Plan
+from validate.plan import CITED_NAMES
+from validate.plan_document import Plan
 
 UNKNOWN = "-"
 QUANTITIES = {"interactivity": "each", "output_throughput": "all", "prefill": "prefill"}

@@ -33,6 +33,7 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 
     @functools.cache
     def kept(*args: Any) -> tuple[T | None, Exception | None]:
+        """`functools.cache` forgets what raised, so an exception is returned."""
         try:
             return function(*args), None
         except Exception as error:  # noqa: BLE001 - raised again for every caller below
@@ -40,6 +41,7 @@ def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
 
     @functools.wraps(function)
     def answer(*args: *Arguments) -> T:
+        """Return what was answered the first time, or raise what was raised."""
         value, error = kept(*args)
         if error is not None:
             raise error

@@ -26,7 +26,10 @@ def register() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: PLC0415
 
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
+        """The dummy loader, and then `fill`."""
+
         def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+            """Parameters are where they will serve; nothing is copied."""
             super().load_weights(model, model_config)
             fill(model.named_parameters())
 

@@ -179,6 +179,7 @@ async def _load(url: str, concurrency: int, requests: int, plan: Plan, output_to
     async with httpx.AsyncClient(timeout=600, trust_env=False, limits=limits) as client:
 
         async def one(prompt: list[int]) -> tuple[float, float, int]:
+            """Wait for a free place, then ask: what `_complete` returns, whose clock starts behind the wait."""
             async with limit:
                 return await _complete(client, url, prompt, output_tokens)
 

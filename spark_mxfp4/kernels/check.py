@@ -17,6 +17,7 @@ def random_weights(
     """Return a layer of random bytes, with biases in bfloat16."""
 
     def projection(rows: int, columns: int) -> Projection:
+        """Blocks u8 [E, rows, columns / 2], scales u8 [E, rows, columns / 32], bias [E, rows]."""
         weight = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
         scales = torch.randint(*SCALES, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
         return Projection(weight, scales, torch.randn(experts, rows, device=device).bfloat16() if bias else None)

@@ -112,11 +112,16 @@ def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> N
             raise ValueError(f"kernel 'triton' cannot run · {problem} · pass MXFP4 experts, or use kernel 'torch'")
 
 
-# Triton's functions are typed by their launch, not by Python: mypy sees the launchers above.
+# Within a kernel every argument is a tl.tensor: a pointer to the first element, a number, or a tile in registers.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights_bf16(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _weights_bf16(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
     """E2M1 bytes [ROWS, COLUMNS / 2] and E8M0 bytes [ROWS, COLUMNS / 32] to bf16 [ROWS, COLUMNS], exact."""
     both = tl.join(codes & 15, codes >> 4).reshape(ROWS, COLUMNS // 32, 32).to(tl.uint32)
     # Sign, exponent and mantissa where float32 has them: the value times 2^-126, for the subnormal 0.5 too.
@@ -129,7 +134,7 @@ def _weights_bf16(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights_e4m3(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _weights_e4m3(codes: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:  # noqa: N803
     """E2M1 bytes [ROWS, COLUMNS / 2] to E4M3 [ROWS, COLUMNS], each the value times 2^-6, exact."""
     low = ((codes << 4) & 0x80) | ((codes << 2) & 0x1C)
     high = (codes & 0x80) | ((codes >> 2) & 0x1C)
@@ -137,13 +142,19 @@ def _weights_e4m3(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ig
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def grouped_gemm(  # type: ignore[no-untyped-def] # noqa: ANN201, PLR0913, PLR0917
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr,  # noqa: ANN001
-    pairs, rows, columns, alpha, limit,  # noqa: ANN001
+def grouped_gemm(  # noqa: PLR0913, PLR0917
+    x_ptr: tl.tensor, x_scales_ptr: tl.tensor, w_ptr: tl.tensor, w_scales_ptr: tl.tensor, bias_ptr: tl.tensor,
+    out_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
+    pairs: tl.tensor, rows: tl.tensor, columns: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
     TOP_K: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    """One tile of ROWS weight rows by TOKENS pairs of one expert; TOP_K above 0 means the first product."""
+) -> None:  # fmt: skip
+    """One tile of ROWS weight rows by TOKENS pairs of one expert; TOP_K above 0 means the first product.
+
+    `x_ptr` [T or pairs, columns] and `out_ptr` [pairs, rows or rows / 2] are row-major, `w_ptr` u8 [E, rows,
+    columns / 2], `w_scales_ptr` u8 [E, rows, columns / 32], `bias_ptr` [E, rows]; `x_scales_ptr` u8 [·, columns / 32]
+    is read if SCALED. `pairs_ptr` and `experts_ptr` are those of `sorting.Blocks`, in blocks of TOKENS.
+    """
     row_blocks = tl.cdiv(rows, ROWS)
     block = tl.program_id(0) // row_blocks
     expert = tl.load(experts_ptr + block).to(tl.int64)
@@ -200,10 +211,11 @@ def grouped_gemm(  # type: ignore[no-untyped-def] # noqa: ANN201, PLR0913, PLR09
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0913, PLR0917
-    output_ptr, ids_ptr, map_ptr, shares_ptr, result_ptr, pairs, known, experts, width,  # noqa: ANN001
+def _reduce(  # noqa: PLR0913, PLR0917
+    output_ptr: tl.tensor, ids_ptr: tl.tensor, map_ptr: tl.tensor, shares_ptr: tl.tensor, result_ptr: tl.tensor,
+    pairs: tl.tensor, known: tl.tensor, experts: tl.tensor, width: tl.tensor,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Add up a token's experts in the order of its routing, so that every run gives the same bits."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

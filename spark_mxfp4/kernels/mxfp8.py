@@ -20,8 +20,17 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def quantize(x_ptr, elements_ptr, scales_ptr, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N803
-    """Convert BLOCKS blocks: scale 2^(floor(log2(largest)) - 8), elements to nearest even, at most 448."""
+def quantize(
+    x_ptr: tl.tensor,
+    elements_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    blocks: tl.tensor,
+    BLOCKS: tl.constexpr,  # noqa: N803
+) -> None:
+    """Convert BLOCKS of `blocks` blocks: scale 2^(floor(log2(largest)) - 8), elements to nearest even, at most 448.
+
+    `x_ptr` and `elements_ptr` (E4M3 as u8) are contiguous, 32 elements a block; `scales_ptr` is E8M0, u8, one a block.
+    """
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = block.to(tl.int64)[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + at, mask=(block < blocks)[:, None], other=0).to(tl.float32)

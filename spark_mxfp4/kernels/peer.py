@@ -37,6 +37,7 @@ def measure(model: measuring.Model, tokens: tuple[int, ...]) -> list[dict[str, A
         hit = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
 
         def once(i: int, x: torch.Tensor = x, routes: list[Any] = routes) -> None:
+            """Both products with layer and routing number `i`, in turn, so that no weights stay in the cache."""
             data, gather, scatter = routes[i % len(routes)]
             (w1, p1, b1), (w2, p2, b2) = layers[i % len(layers)]
             hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=activation)

@@ -41,8 +41,11 @@ def sort_into_blocks(
     return Blocks(pairs, experts, size)
 
 
-@triton.jit
-def local_expert(ids_ptr, map_ptr, pair, count, known):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, D103
+@triton.jit  # type: ignore[untyped-decorator]
+def local_expert(
+    ids_ptr: tl.tensor, map_ptr: tl.tensor, pair: tl.tensor, count: tl.tensor, known: tl.tensor
+) -> tl.tensor:
+    """Return the local experts, i32, of `pair` (below `count`): through a map of `known` experts, -1 for none."""
     ids = tl.load(ids_ptr + pair, mask=pair < count, other=-1).to(tl.int32)
     if known > 0:
         ids = tl.load(map_ptr + ids, mask=(ids >= 0) & (ids < known), other=-1).to(tl.int32)
@@ -50,7 +53,10 @@ def local_expert(ids_ptr, map_ptr, pair, count, known):  # type: ignore[no-untyp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count(ids_ptr, map_ptr, counts_ptr, count, known, SCAN: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _count(
+    ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, count: tl.tensor, known: tl.tensor,
+    SCAN: tl.constexpr,  # noqa: N803
+) -> None:  # fmt: skip
     expert = tl.program_id(0)
     mine = tl.zeros((SCAN,), tl.int32)
     for first in range(0, count, SCAN):
@@ -60,10 +66,11 @@ def _count(ids_ptr, map_ptr, counts_ptr, count, known, SCAN: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0913, PLR0917
-    ids_ptr, map_ptr, counts_ptr, pairs_ptr, experts_ptr, count, known, experts, blocks,  # noqa: ANN001
+def _place(  # noqa: PLR0913, PLR0917
+    ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
+    count: tl.tensor, known: tl.tensor, experts: tl.tensor, blocks: tl.tensor,
     SIZE: tl.constexpr, SCAN: tl.constexpr, EXPERTS: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+) -> None:  # fmt: skip
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     needed = tl.cdiv(tl.load(counts_ptr + every, mask=every < experts, other=0), SIZE)

@@ -5,7 +5,7 @@ import errno
 import pytest
 from invoke.exceptions import Exit
 
-from sparkforge.command import command, whole_number
+from sparkforge.command import arguments, command, listed, whole_number
 from sparkforge.errors import FetchError, UsageError
 
 
@@ -55,3 +55,11 @@ def test_a_word_that_is_no_number_is_refused():
     assert whole_number("--port", "8000") == 8000
     with pytest.raises(UsageError, match="--port"):
         whole_number("--port", "x")
+
+
+def test_words_between_commas_and_words_of_a_shell():
+    assert listed("a, b,,c,") == ["a", "b", "c"]
+    assert listed("") == []
+    assert arguments("--more", "--build-context 'a b=c'") == ["--build-context", "a b=c"]
+    with pytest.raises(UsageError, match="--more"):
+        arguments("--more", "'a")

@@ -1,11 +1,11 @@
 import re
 
-from sparkforge import errors
+from sparkforge import error_page, errors
 from sparkforge.paths import ROOT
 
 
 def test_every_error_has_an_exit_code_of_its_own():
-    codes = [c.exit_code for c in errors.all_errors()]
+    codes = [c.exit_code for c in error_page.all_errors()]
     assert len(codes) == len(set(codes))
     assert all(0 < code < 126 for code in codes)  # 126 and up are the shell's
 
@@ -15,7 +15,7 @@ def test_message_has_three_parts():
 
 
 def test_docs_hold_the_table_as_the_code_has_it():
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == errors.page()
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == error_page.page()
 
 
 def test_every_error_lives_in_the_one_table():

@@ -108,3 +108,8 @@ def test_what_has_no_meaning_is_refused(tmp_path):
 
 def test_missing_module(tmp_path, extension):
     assert rules_of(wheel(tmp_path, extension), modules=["fused_moe_120"]) == ["missing-module"]
+
+
+def test_nothing_is_no_clean_audit():
+    with pytest.raises(UsageError, match="nothing is named"):
+        audit([], tools=NONE)

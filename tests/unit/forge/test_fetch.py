@@ -44,7 +44,7 @@ class Index(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
     server.file_requests, server.behave = 0, lambda handler: handler.reply(200, DATA)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

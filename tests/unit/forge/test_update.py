@@ -1,7 +1,10 @@
 from dataclasses import dataclass, field
 
+import pytest
+
 from forge import update
 from forge.pins import Component
+from sparkforge.errors import PinError
 
 TEXT = """\
 [stacks.s.components.a]
@@ -64,3 +67,8 @@ def test_the_diff_changes_the_one_table_only():
             '+files."a-1.1.tar.gz" = "2222"',
         ]
         assert not [line for line in lines if line.startswith(("-", "+")) and untouched in line]
+
+
+def test_a_stack_that_is_not_pinned_is_refused():
+    with pytest.raises(PinError, match="no stack nope"):
+        update.show("nope")

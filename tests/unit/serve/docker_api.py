@@ -37,7 +37,7 @@ class FakeEngine:
         }
         handler = type("Handler", (Handler,), {"engine": self})
         self.server = Server(str(socket), handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def frames(self):
         """The log as the API multiplexes it: stream, three zeros, length, bytes."""

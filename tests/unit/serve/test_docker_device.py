@@ -41,7 +41,7 @@ def api():
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
@@ -214,6 +214,22 @@ def test_compose_files_of_the_user_come_last(checkout, fake_engine, monkeypatch,
     monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", "none.yml")
     with pytest.raises(errors.UsageError, match=r"none\.yml"):
         docker_compose.files("docker")
+
+
+def test_a_start_that_fails_is_told_although_stopping_fails_too(checkout, fake_engine, docker_command):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text() in {" up --detach", " stop vllm"}:
+            (rule / "code").write_text("1")
+            (rule / "err").write_text("port is already allocated" if "up" in (rule / "pattern").read_text() else "no")
+    with pytest.raises(errors.PortTakenError):
+        up()
+    assert called(docker_command, " stop vllm")
+
+
+@pytest.mark.parametrize("device", ["embedded", "foo"])
+def test_a_device_without_a_container_is_refused(checkout, device):
+    with pytest.raises(errors.UsageError, match="docker, docker-cpu"):
+        docker_compose.files(device)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"services": {"vllm": {"image": "x"}}}'])

@@ -51,6 +51,7 @@ def test_an_older_engine_names_only_the_folders_of_cdi(fake_engine, tmp_path, na
     fake_engine.info["CDISpecDirs"] = [str(tmp_path / "none"), str(tmp_path / "cdi")]
     (tmp_path / "cdi" / "other.yaml").write_text("kind: example.com/nic\n")
     assert look().gpu == ""
+    (tmp_path / "cdi" / "a-folder.yaml").mkdir()
     (tmp_path / "cdi" / name).write_text(text)
     assert look().gpu.startswith("CDI device nvidia.com/gpu")
 

@@ -34,7 +34,7 @@ def answering():
                 pass
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         servers.append(server)
         return server.server_address
 

@@ -1,6 +1,7 @@
 """Start and stop, with a small real server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves."""
 
 import os
+import signal
 import socket
 import sys
 import textwrap
@@ -8,11 +9,14 @@ import textwrap
 import psutil
 import pytest
 
-from serve import client, launch, logs, record, screen
+from serve import client, embedded, launch, logs, record, screen
 from serve.launch import Launch
+from sparkforge import interrupt
 from sparkforge.errors import (
     AlreadyRunningError,
     BusyError,
+    DiskFullError,
+    ModelError,
     NotRunningError,
     PortTakenError,
     ServerReplyError,
@@ -44,6 +48,10 @@ SERVER = textwrap.dedent("""
                 return self.stream()
             if behaviour == "cannot generate":
                 return self.reply(500, {"error": {"message": "no kernel image is available"}})
+            if behaviour == "answers a list":
+                return self.reply(200, ["hi"])
+            if behaviour == "answers null":
+                return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
             count = 0 if behaviour == "lies" else 1
             self.reply(200, {"choices": [{"text": "hi"}], "usage": {"completion_tokens": count}})
 
@@ -52,6 +60,8 @@ SERVER = textwrap.dedent("""
             self.end_headers()
             for piece in ({"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}, {"content": None}):
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": piece}]}).encode() + b"\\n\\n")
+            if behaviour.startswith("{") or behaviour.startswith("["):
+                self.wfile.write(b"data: " + behaviour.encode() + b"\\n\\n")
             self.wfile.write(b"" if behaviour == "truncates" else b"data: [DONE]\\n\\n")
 
         def reply(self, status, value):
@@ -125,6 +135,8 @@ def test_every_process_of_a_server_ends_with_it(begin):
         ("dies", "RuntimeError: no such kernel"),
         ("cannot generate", "no kernel image is available"),
         ("lies", "completion_tokens"),
+        ("answers a list", "TypeError"),
+        ("answers null", "TypeError"),
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, told):
@@ -148,6 +160,28 @@ def test_ctrl_c_while_starting_leaves_nothing(begin, port, monkeypatch):
 
     monkeypatch.setattr(client, "wait_until_serving", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        begin()
+    nothing_is_left(begin, port)
+
+
+def test_a_server_that_cannot_be_recorded_is_ended(begin, port, monkeypatch):
+    def full(_server):
+        raise DiskFullError("cannot write", "the file system is full", "free some space")
+
+    monkeypatch.setattr(record, "write", full)
+    with pytest.raises(DiskFullError):
+        begin()
+    nothing_is_left(begin, port)
+
+
+def test_ctrl_c_while_it_is_recorded_leaves_nothing(begin, port, monkeypatch, nothing_is_ignored):
+    def interrupted(server):
+        os.kill(os.getpid(), signal.SIGINT)
+        write(server)
+
+    write = record.write
+    monkeypatch.setattr(record, "write", interrupted)
+    with interrupt.caught(), pytest.raises(KeyboardInterrupt):
         begin()
     nothing_is_left(begin, port)
 
@@ -196,6 +230,12 @@ def test_a_stream_that_breaks_off_is_an_error_after_what_came(begin, capsys):
     assert "Hello" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("event", ["{not json", "[1]", '{"choices": 5}', '{"choices": [{"delta": null}]}'])
+def test_a_stream_of_another_shape_is_an_error(begin, event):
+    with pytest.raises(ServerReplyError, match="broke off"):
+        screen.show_chat(begin(event), "hello", 8)
+
+
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
     with pytest.raises(NotRunningError, match="no log"):
         screen.show_log(follow=False)
@@ -224,6 +264,15 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
     monkeypatch.setattr(logs, "follow", interrupted)
     screen.stay(server)
     nothing_is_left(begin, port)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"model_type": "llama"}'])
+def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError):
+        embedded.check(str(tmp_path), "")
+    with pytest.raises(UsageError, match="--profile safe"):
+        embedded.check("", "safe")
 
 
 def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):

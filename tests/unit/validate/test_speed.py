@@ -62,6 +62,7 @@ def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
     finding = evaluate(CHECKS["measured-speed"], {**good("spark"), **found}, required=False)
     assert (finding.status, finding.fix) == (Status.PASS, "")
     assert "nothing was measured" in finding.evidence
+    assert "--device this, on the host" in finding.evidence
 
 
 def test_the_newest_result_counts_by_its_own_time(tmp_path):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge import jobs, peaks
+from forge import jobs, ninja_units, peaks
 from forge.jobs import RESERVE, Queue, Unit
 from forge.memory import Machine
 from forge.peaks import Cost, Peaks
-from sparkforge.errors import BusyError, CommandError, CompilerKilledError, MemoryShortError
+from sparkforge.errors import BusyError, CommandError, CompilerKilledError, MemoryShortError, UsageError
 from sparkforge.process import started_at
 
 MB = 10**6
@@ -309,10 +309,20 @@ def test_the_compilations_of_a_ninja_file_are_units_that_make_its_objects(cached
     folder, ninja = cached.folders["page"], Path(shutil.which("ninja"))
     for path in folder.glob("*.o"):
         path.unlink()
-    units = jobs.units_of(folder, ninja)
+    units = ninja_units.found(folder, ninja)
     assert [unit.name for unit in units] == ["page/page_kernel.cuda.o", "page/page_binding.o"]
     known = Peaks("test")
     known.learnt = {unit.name: Cost(GIB, 1.0) for unit in units}
     made = jobs.plan([unit.name for unit in units], known, Machine(1 << 40, 2))
     jobs.run(units, made, known, env={}, logs=tmp_path / "logs", machine=lambda: Machine(1 << 40, 2))
     assert sorted(path.name for path in folder.glob("*.o")) == ["page_binding.o", "page_kernel.cuda.o"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "²", "two", ""])
+def test_a_number_of_jobs_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="--jobs"):
+        jobs.limit_of(text)
+
+
+def test_auto_is_no_limit():
+    assert (jobs.limit_of("auto"), jobs.limit_of("3")) == (None, 3)

@@ -277,3 +277,9 @@ def test_a_kill_at_any_step_of_packing_or_unpacking_leaves_nothing_half_trusted(
 
     assert kit.kill_at_each_step(pack, check_pack) >= 8
     assert kit.kill_at_each_step(unpack, check_unpack) >= 20
+
+
+@pytest.mark.parametrize("words", [{"machine": "arm64"}, {"python": "2.7"}])
+def test_a_machine_or_python_that_nothing_is_pinned_for_is_refused(tmp_path, words):
+    with pytest.raises(UsageError):
+        bundle.show(tmp_path / "b.tar", **words)

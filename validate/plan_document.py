@@ -1,0 +1,135 @@
+"""A plan as a document, sparkforge-plan/1: what `./inv plan --json` prints, and what its tables show.
+
+`plan.schema.json` is made from this (`python3 -m validate.plan`); a test keeps them equal.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from validate.choose import Verdict
+from validate.cited import Against
+from validate.devices import Device
+from validate.tables import Record
+
+
+class Asked(Record):
+    """What was asked for. `kv` is bf16 or fp8; auto is the model's own, bf16."""
+
+    context: int
+    concurrency: int
+    kv: str
+    resident_bytes: int
+
+
+class ModelRow(Record):
+    """The model. `on_disk` is the checkpoint's real size where it is known, `computed` the sum of the parts; bytes."""
+
+    name: str
+    source: str
+    computed: int
+    on_disk: int | None
+    on_disk_source: str
+
+
+class DeviceRow(Record):
+    """The device with its figures and their sources."""
+
+    name: str
+    described: Device
+
+
+class WeightRow(Record):
+    """Weights of one kind over all layers."""
+
+    name: str
+    form: str
+    bytes: int
+
+
+class KvRow(Record):
+    """One layer type's KV cache. Bytes: a token in one layer, and all such layers of one sequence at the context."""
+
+    layers: str
+    count: int
+    layer_token_bytes: int
+    tokens_kept: int
+    sequence_bytes: int
+
+
+class BudgetRow(Record):
+    """One use of memory; `share`: it counts against --gpu-memory-utilization."""
+
+    name: str
+    bytes: int
+    share: bool
+    how: str
+
+
+class Fit(Record):
+    """What fits. `missing_bytes` is above 0 if what was asked for does not; shares are of the device's memory."""
+
+    fits: bool
+    missing_bytes: int
+    needed_share: float
+    most_share: float
+    most_sequences: int
+    most_tokens: int
+
+
+class DecodeRow(Record):
+    """A decode step at best. Tokens a second; `best_total`: if all tokens chose the same experts. None: not known."""
+
+    batch: int
+    context: int
+    experts: float
+    bytes: int
+    intensity: float
+    bound: str
+    seconds: float | None
+    each: float | None
+    total: float | None
+    best_total: float | None
+
+
+class PrefillRow(Record):
+    """Reading one prompt alone at best; `seconds` is its time to the first token. None: not known."""
+
+    prompt: int
+    chunk: int
+    intensity: float
+    bound: str
+    seconds: float | None
+    rate: float | None
+
+
+class MeasuredRow(Record):
+    """What `./inv bench.perf` last measured on this machine against its bound; `causes` where it is far under."""
+
+    told: str
+    measured: float
+    computed: float
+    causes: str
+
+
+class Plan(Record):
+    """All of it."""
+
+    format: Literal["sparkforge-plan/1"] = "sparkforge-plan/1"
+    established: Literal["computed"] = "computed"
+    asked: Asked
+    model: ModelRow
+    device: DeviceRow
+    weights: list[WeightRow]
+    kv: list[KvRow]
+    memory_bytes: int
+    budget: list[BudgetRow]
+    left_bytes: int
+    fit: Fit
+    decode: list[DecodeRow]
+    prefill: list[PrefillRow]
+    profiles: list[Verdict]
+    recommended: str
+    advice: str
+    cited: list[Against]
+    measured: list[MeasuredRow]
