@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -16,13 +15,7 @@ from sparkforge.paths import ROOT
 pytestmark = pytest.mark.integration
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch):
+def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
     made = embedded.describe(python, model, model.name, free_port())

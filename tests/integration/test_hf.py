@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from serve.tiny import RANDOM, write_tiny
 from spark_mxfp4 import hf
 from sparkforge.paths import ROOT
 
@@ -20,8 +19,8 @@ GENERATED = 16
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("models") / "tiny", RANDOM)
+def checkpoint(random_model):
+    return random_model
 
 
 def unmodified(checkpoint, dtype=torch.float32):

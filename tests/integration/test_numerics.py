@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serve.tiny import RANDOM, write_tiny
 from sparkforge.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -23,8 +22,8 @@ FAULTS = ["clamp_removed", "sinks_removed", "nibbles_swapped", "scale_off_by_one
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("models") / "tiny", RANDOM)
+def model(random_model):
+    return random_model
 
 
 @pytest.fixture(scope="module")

@@ -1,59 +1,28 @@
-"""The three patches for vLLM 0.32.0, proven by vLLM's own code: each asked in a pristine and in a patched tree.
+"""The three patches for vLLM 0.32.0, proven by vLLM's own code: each asked in a pristine and in a patched tree."""
 
-The trees are copies of the installed package. It may be patched already, so the pristine one is made by reversing.
-"""
-
-import importlib.util
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from forge import patch
-from forge.tree import record_name, store_name
-from sparkforge.paths import ROOT
 from sparkforge.process import run
 
 pytestmark = pytest.mark.integration
-RECORD, STORE = record_name("vllm"), store_name("vllm")
 
 HERE = Path(__file__).parent
-QUEUE = ROOT / "patches" / "vllm-0.32.0"
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 STAYS_OFF = f"stays off the FP4 tensor cores of compute capability 12.x: '{FP4}' cannot be used since "
 
 
-def link_or_copy(source, target):
-    """Hard links keep the 400 MB of binaries out of the copy; neither Python nor forge writes a file in place."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def copy_of_vllm(directory):
-    installed = Path(importlib.util.find_spec("vllm").origin).parent.parent
-    shutil.copytree(installed / "vllm", directory / "vllm", copy_function=link_or_copy)
-    if (installed / RECORD).exists():
-        shutil.copy2(installed / RECORD, directory / RECORD)
-        shutil.copytree(installed / STORE, directory / STORE)
-    patch.reverse(directory)
-    return directory
+@pytest.fixture(scope="module")
+def pristine(vllm_trees):
+    return vllm_trees.upstream
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    return copy_of_vllm(tmp_path_factory.mktemp("pristine"))
-
-
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory):
-    tree = copy_of_vllm(tmp_path_factory.mktemp("patched"))
-    patch.apply(tree, patch.Queue.load(QUEUE))
-    return tree
+def patched(vllm_trees):
+    return vllm_trees.patched
 
 
 def ask(tree, program, *words, question=None):

@@ -1,7 +1,6 @@
 """The accuracy gate on real vLLM serving the trained tiny model: right weights pass, every broken kernel fails."""
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -27,13 +26,11 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, free_port):
     """One server for all faults: its experts read in a file how to compute; see faulty_experts.py."""
     work = tmp_path_factory.mktemp("gate")
     (work / "fault").write_text("none")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     launch = embedded.describe(Path(sys.executable), write_tiny(work / "tiny"), TINY_ID, port)
     environment = {
         **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),

@@ -5,24 +5,16 @@ CUDA), then answers "CUDA, 12.1"; a made-up FlashInfer has the names that vLLM l
 selector are vLLM's own.
 """
 
-import importlib.util
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
-from forge import patch
-from forge.tree import record_name, store_name
-from serve import tiny
-from sparkforge.paths import ROOT
 from validate import Options, deep, numerics
 from validate.checks import CHECKS
 from validate.finding import Status, evaluate
 from validate.scene import Scene
 
 pytestmark = pytest.mark.integration
-RECORD, STORE = record_name("vllm"), store_name("vllm")
 
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
@@ -49,31 +41,13 @@ class ClaimedGB10(CpuPlatform):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.write_tiny(tmp_path_factory.mktemp("model") / "tiny", tiny.RANDOM)
-
-
-def link_or_copy(source, target):
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def model(random_model):
+    return random_model
 
 
 @pytest.fixture(scope="module")
-def trees(tmp_path_factory):
-    """Two copies of the installed vLLM: as upstream ships it, and patched. forge never writes a file in place."""
-    installed = Path(importlib.util.find_spec("vllm").origin).parent.parent
-    made = {}
-    for name in ("upstream", "patched"):
-        tree = made[name] = tmp_path_factory.mktemp(name)
-        shutil.copytree(installed / "vllm", tree / "vllm", copy_function=link_or_copy)
-        if (installed / RECORD).exists():
-            shutil.copy2(installed / RECORD, tree / RECORD)
-            shutil.copytree(installed / STORE, tree / STORE)
-        patch.reverse(tree)
-    patch.apply(made["patched"], patch.Queue.load(ROOT / "patches" / "vllm-0.32.0"))
-    return made
+def trees(vllm_trees):
+    return vars(vllm_trees)
 
 
 @pytest.fixture(scope="module")

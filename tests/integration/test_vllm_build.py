@@ -73,6 +73,7 @@ def order(chain, cmake, tmp_path_factory):
     interpreter = Interpreter(Path(sys.executable), cmake, torch, place, versions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKFORGE_STATE", str(place / "state"))
+        patch.setenv("CUDA_HOME", str(chain.home))  # else the audit's nvdisasm is installed once more, into that state
         patch.setenv("PYTHONPATH", str(cmake.parent.parent))  # its bin/cmake is a Python script
         patch.setattr(vllm_build, "CLEARED", tuple(name for name in vllm_build.CLEARED if name != "PYTHONPATH"))
         patch.setattr(vllm_build, "OPTIONS", (*vllm_build.OPTIONS, f"-DCMAKE_PROJECT_vllm_extensions_INCLUDE={HOOK}"))

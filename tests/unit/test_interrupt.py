@@ -68,14 +68,7 @@ namespace = Collection(plan, slow, program, shown, stays)
 '''
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_ignored():
-    """Under nohup our children would ignore SIGHUP as we do, and SIGINT where a shell put us in the background."""
-    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    yield
-    for number, handler in former.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("nothing_is_ignored")
 
 
 def begin(folder, name, pids=4):

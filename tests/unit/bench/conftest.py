@@ -192,7 +192,7 @@ def stub():
 
 @pytest.fixture
 def endpoint(stub):
-    return Endpoint(stub.url, MODEL, read_seconds=0.3)
+    return Endpoint(stub.url, MODEL, read_seconds=60.0)
 
 
 @pytest.fixture(scope="session")
@@ -223,11 +223,11 @@ def passage():
 
 @pytest.fixture
 def bench(stub, endpoint, table):
-    """A bench whose gate is green, with our own client; a load of it may take a second."""
+    """A bench whose gate is green, with our own client; patient, for a busy machine is no liar."""
     made = gate.run(endpoint, table, PASSAGE)
     stub.asked.clear()
     stub.bodies.clear()
-    return Bench(endpoint, Loader(None, "", 1.0), table, made, TEXT, load.client())
+    return Bench(endpoint, Loader(None, "", 60.0), table, made, TEXT, load.client())
 
 
 @pytest.fixture

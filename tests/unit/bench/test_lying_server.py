@@ -35,7 +35,8 @@ def reasons(bench, config, **changes):
 @pytest.mark.parametrize("lie", LIES)
 def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     stub.lie = lie
-    told, result = reasons(bench, config)
+    patience = {"endpoint": replace(bench.endpoint, read_seconds=0.3), "loader": replace(bench.loader, limit=1.0)}
+    told, result = reasons(replace(bench, **patience), config)
     assert "6 of 6 requests failed" in told
     assert LIES[lie] in told
     assert result.metrics is None

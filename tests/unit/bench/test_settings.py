@@ -73,13 +73,13 @@ def test_a_setting_without_meaning_is_named(endpoint, table, flags, told):
 
 
 def test_the_served_model_is_found_or_refused(stub):
-    assert settings.endpoint(Settings({}, {}), stub.url + "/v1", 1.0).model == "honest-model"
+    assert settings.endpoint(Settings({}, {}), stub.url + "/v1", 60.0).model == "honest-model"
     with pytest.raises(UsageError, match="does not serve 'other'"):
-        settings.endpoint(Settings({"model": "other"}, {}), stub.url, 1.0)
+        settings.endpoint(Settings({"model": "other"}, {}), stub.url, 60.0)
     with pytest.raises(UsageError, match="is no URL"):
-        settings.endpoint(Settings({}, {}), "ftp://x", 1.0)
+        settings.endpoint(Settings({}, {}), "ftp://x", 60.0)
     with pytest.raises(ServerReplyError, match="does not answer"):
-        settings.endpoint(Settings({"port": "9"}, {}), "", 1.0)
+        settings.endpoint(Settings({"port": "9"}, {}), "", 60.0)
 
 
 def test_every_cited_figure_and_threshold_has_source_and_date(table):
@@ -167,7 +167,7 @@ def serving(stub):
 
 def test_this_checkouts_server_is_the_default(stub, serving):
     serving()
-    found = settings.endpoint(Settings({}, {}), "", 1.0)
+    found = settings.endpoint(Settings({}, {}), "", 60.0)
     assert found.url == stub.url
     told = context.server(found)
     assert (told.device, told.version) == ("embedded", "0.0-stub")
@@ -177,16 +177,16 @@ def test_this_checkouts_server_is_the_default(stub, serving):
 def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
     serving(started=1.0)
     assert context.record() is None
-    assert context.server(settings.endpoint(Settings({}, {}), stub.url, 1.0)).device == ""
+    assert context.server(settings.endpoint(Settings({}, {}), stub.url, 60.0)).device == ""
 
 
 def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path):
     (tmp_path / "key").write_text("kept-secret\n")
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"))
-    settings.endpoint(Settings({}, {}), "", 1.0).tokenize("x")
+    settings.endpoint(Settings({}, {}), "", 60.0).tokenize("x")
     assert stub.bodies[-1][2]["Authorization"] == "Bearer kept-secret"
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"), port=1)
-    settings.endpoint(Settings({}, {}), stub.url, 1.0).tokenize("x")
+    settings.endpoint(Settings({}, {}), stub.url, 60.0).tokenize("x")
     assert "Authorization" not in stub.bodies[-1][2]
 
 
