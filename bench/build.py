@@ -28,7 +28,7 @@ from bench.machine import facts
 from sparkforge import paths
 from sparkforge.console import console, say
 from sparkforge.errors import CommandError, UsageError
-from sparkforge.files import write_json
+from sparkforge.files import require_writable, write_json
 from sparkforge.paths import ROOT
 from sparkforge.process import Child, run
 
@@ -90,16 +90,17 @@ def main(output: str, only: str, kernels: str, python: str) -> None:
         )
     ours = paths.state() / "envs" / "kernels" / "bin" / "python"
     site = Site(Path(kernels).absolute() if kernels else paths.state() / "kernels", Path(python) if python else ours)
-    result = _load(Path(output))
+    place = require_writable(paths.typed(output))
+    result = _load(place)
     for part in chosen:
         say(f"{part}: {(PARTS[part].__doc__ or '').splitlines()[0]}")
         begun, load = time.monotonic(), os.getloadavg()
         figures = PARTS[part](site)
         shared = {"load_before": [round(one, 2) for one in load], "seconds": round(time.monotonic() - begun, 1)}
         result[part] = {"machine": {**facts(), **shared}, **figures}
-        write_json(Path(output), result)
+        write_json(place, result)
     _show(result)
-    say(f"saved {output}; on a shared machine read CPU-seconds, not seconds")
+    say(f"saved {place}; on a shared machine read CPU-seconds, not seconds")
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from sparkforge import paths
 from sparkforge.console import Steps, say
 from sparkforge.docker_cli import docker
 from sparkforge.errors import FetchError, UsageError
-from sparkforge.files import write_json
+from sparkforge.files import require_writable, write_json
 from sparkforge.process import run
 
 READY_SECONDS = 1200.0
@@ -43,6 +43,7 @@ PYTHON = (3, 13)
 
 def main(output: str) -> None:
     """Measure everything and write the JSON file. Raises the errors of the engine and of the index."""
+    place = require_writable(paths.typed(output))
     _require_tests()
     steps, told = Steps(5), dict[str, Any]()
     for name, work in (
@@ -57,8 +58,8 @@ def main(output: str) -> None:
             tell(f"{told[name].get('seconds', told[name].get('bytes'))}")
     told["contract"] = contract()
     told["reproducible"] = reproducible()
-    write_json(Path(output), {"schema": 1, "machine": facts(), **told})
-    say(f"written to {output}")
+    write_json(place, {"schema": 1, "machine": facts(), **told})
+    say(f"written to {place}")
 
 
 def timed(work: Callable[[], object]) -> float:

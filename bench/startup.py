@@ -24,8 +24,9 @@ import psutil
 from rich.table import Table
 
 from bench.machine import facts
+from sparkforge import paths
 from sparkforge.console import console, say
-from sparkforge.files import write_json
+from sparkforge.files import require_writable, write_json
 from sparkforge.paths import ROOT
 from sparkforge.process import run, session_members
 
@@ -81,6 +82,7 @@ def trial() -> Iterator[Trial]:
 
 def main(output: str) -> None:
     """Measure everything, print the tables and save them with the machine's facts."""
+    place = require_writable(paths.typed(output))
     with trial() as here:
         say("cold: empty .venv, empty caches")
         result: dict[str, Any] = {"machine": facts(), "cold": here.up()}
@@ -97,8 +99,8 @@ def main(output: str) -> None:
         for c in CONCURRENCIES
     }
     _show(result)
-    write_json(Path(output), result)
-    say(f"saved {output}")
+    write_json(place, result)
+    say(f"saved {place}")
 
 
 def _again(here: Trial) -> dict[str, float]:

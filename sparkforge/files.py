@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sparkforge.errors import BusyError, DiskFullError
+from sparkforge.errors import BusyError, DiskFullError, UsageError
 
 CHUNK = 1 << 20
 
@@ -91,6 +91,22 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
             "free some space, or set SPARKFORGE_STATE and SPARKFORGE_CACHE to a larger disk",
         )
+
+
+def require_writable(path: Path) -> Path:
+    """Return `path`, whose folder is made, if a file can be put there: asked before minutes go into what it will hold.
+
+    Raises UsageError.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        told = error.strerror or str(error)
+        raise UsageError(f"cannot write {path}", told, "name a file in a folder of yours: --output FILE") from error
+    return path
 
 
 @contextmanager

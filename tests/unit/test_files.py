@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from sparkforge.errors import BusyError, DiskFullError
-from sparkforge.files import atomic_file, locked, require_space, write_atomic, write_json
+from sparkforge.errors import BusyError, DiskFullError, UsageError
+from sparkforge.files import atomic_file, locked, require_space, require_writable, write_atomic, write_json
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
@@ -61,3 +61,17 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
     holder.communicate()
     with locked(tmp_path / "lock", "make it"):
         pass
+
+
+def test_a_place_for_results_is_made_and_left_empty(tmp_path):
+    place = tmp_path / "new" / "result.json"
+    assert require_writable(place) == place
+    assert list(place.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "file/below.json", "/proc/1/result.json"])
+def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, name):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match="cannot write"):
+        require_writable(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
