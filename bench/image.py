@@ -25,6 +25,7 @@ from packaging.utils import parse_wheel_filename
 
 from bench.machine import facts
 from forge import debian, envs, image, index, locks, rootfs, trimming
+from forge.reproducible import DEVICES
 from serve import client, docker_compose, settings
 from serve.device import DOCKER_CPU
 from sparkforge import paths
@@ -127,9 +128,11 @@ def contract() -> dict[str, int]:
 
 
 def reproducible() -> dict[str, Any]:
-    """Return what the last `./inv verify-reproducible` found; empty if there was none."""
-    found = paths.state() / "reproducible-cpu.json"
-    return dict(json.loads(found.read_text(encoding="utf-8"))) if found.is_file() else {}
+    """Return what the last `./inv verify-reproducible` found, by device; empty if there was none."""
+    places = {device: paths.state() / f"reproducible-{device}.json" for device in DEVICES}
+    return {
+        device: json.loads(found.read_text(encoding="utf-8")) for device, found in places.items() if found.is_file()
+    }
 
 
 @dataclass
