@@ -119,8 +119,9 @@ COPY deploy/trim.toml /opt/sparkforge/deploy/
 RUN .venv/bin/python -m forge.rootfs finish --device "$DEVICE" --jobs "$JOBS" \
     && .venv/bin/python -m forge.rootfs verify --device "$DEVICE"
 
-# ── project: our own files, with the same modes whatever the checkout's umask ────────────────────────────────────────
+# ── project: our own files, with the same modes and times whatever the checkout's ────────────────────────────────────
 FROM base AS project
+ARG SOURCE_DATE_EPOCH=0
 WORKDIR /opt/sparkforge
 COPY pins.toml LICENSE ./
 COPY deploy/start deploy/bench deploy/
@@ -133,7 +134,8 @@ COPY --from=audit /opt/image.json /opt/audit.json ./
 RUN chmod -R u=rwX,go=rX . \
     && sed -n 's/^  "key": "\(.*\)",$/\1/p' image.json > key \
     && test -s key \
-    && PYTHONHASHSEED=0 python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash .
+    && PYTHONHASHSEED=0 python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash . \
+    && find . -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +
 
 # ── runtime ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 FROM base AS runtime-any

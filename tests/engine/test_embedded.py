@@ -65,6 +65,13 @@ def test_the_image_holds_no_compiler_no_pip_and_no_caches(served):
     assert [line for line in told.split() if not line.endswith(":")] == []
 
 
+def test_no_time_of_the_checkout_is_in_the_image(served):
+    """An older file of a checkout keeps its time through rewrite-timestamp, which only lowers those that are newer."""
+    told = served.compose("exec", "-T", "vllm", "find", "/opt/sparkforge", "-mindepth", "1", "-printf", "%T@\\n")
+    assert len(told.split()) > 200
+    assert len(set(told.split())) == 1
+
+
 def test_the_image_says_what_it_is(served):
     labels = served.engine.inspect("sparkforge/vllm:embedded")["Config"]["Labels"]
     held = json.loads(served.compose("exec", "-T", "vllm", "cat", "/opt/sparkforge/image.json"))
