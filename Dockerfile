@@ -1,15 +1,12 @@
-# Sparkforge's images, from one file: docs/container.md, docs/decisions/0005-images-from-hashes.md.
+# The images of the stacks that stand on Debian, from one file: docs/concepts/images.md, docs/decisions/0005-images-from-hashes.md.
 #
-#   docker build --tag sparkforge/vllm:spark .                                   for a DGX Spark (linux/arm64)
-#   docker build --build-arg DEVICE=cpu --tag sparkforge/vllm:embedded .         for a machine without a GPU
+#   docker build --tag sparkforge/vllm:spark .                                     for a DGX Spark (linux/arm64)
+#   docker build --build-arg STACK=embedded --tag sparkforge/vllm:embedded .       for a machine without a GPU
 #
 # Every input is named by hash: bases by digest (pins.toml), Debian packages and Python packages by sha256 (locks/).
 
-ARG DEVICE=cuda
-# linux/arm64 and linux/amd64. The cpu base has Python 3.11, the cuda base 3.13: the locks are for these.
-ARG BASE_CUDA=debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f
-ARG BASE_CPU=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
-# wheel: upstream's build and FlashInfer's kernels for ARCH. source: vLLM compiled for ARCH too.
+ARG STACK=spark
+# wheel: upstream's build and FlashInfer's kernels for 12.1a. source: vLLM compiled for it too.
 ARG VLLM_FROM=wheel
 
 # Wheels that your package index lacks: --build-context wheels=FOLDER
@@ -17,78 +14,88 @@ FROM scratch AS wheels
 # vLLM's sources for VLLM_FROM=source without git hosts, an unpacked bundle or checkouts: --build-context bundle=FOLDER
 FROM scratch AS bundle
 
-FROM ${BASE_CUDA} AS base-cuda
-FROM ${BASE_CPU} AS base-cpu
+# ── What each device stands on, and each stack on its device. linux/arm64 and linux/amd64; the Debian packages are
+# locks/debian/DEVICE-…, and the locks of Python packages are for Python 3.13 (cuda) and 3.11 (cpu) ──────────────────
+FROM debian:trixie-slim@sha256:a29215f6a35e51e22adffa17f89e9d2ef06214e64a2bad10d765c46aea49f11f AS base-cuda
+# What kernels are compiled with, and what a server needs so that it takes them.
+ENV SPARKFORGE_DEVICE=cuda \
+    SPARKFORGE_PROFILE=spark \
+    FLASHINFER_CUDA_ARCH_LIST=12.1a \
+    FLASHINFER_MOE_SM120_DTYPES=fp8xfp4 \
+    VLLM_HAS_FLASHINFER_CUBIN=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+FROM debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251 AS base-cpu
+ENV SPARKFORGE_DEVICE=cpu \
+    SPARKFORGE_PROFILE=embedded
+
+FROM base-cuda AS base-spark
+FROM base-cuda AS base-spark-next
+FROM base-cpu AS base-embedded
 
 # ── base: what every later stage and the runtime stand on ────────────────────────────────────────────────────────────
 # hadolint ignore=DL3006
-FROM base-${DEVICE} AS base
-ARG DEVICE
+FROM base-${STACK} AS base
 ARG TARGETARCH
 ARG DEBIAN_MIRROR=
 ARG DEBIAN_SNAPSHOT=
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/${DEVICE}-runtime-${TARGETARCH}.txt"
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-${TARGETARCH}.txt"
 # Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as.
 RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'spark:x:1000:' >> /etc/group \
     && mkdir -p /models /run/sparkforge /var/cache/sparkforge \
     && chown 1000:1000 /run/sparkforge /var/cache/sparkforge
+ARG STACK
+ENV SPARKFORGE_STACK=${STACK}
 
 # ── toolchain: ./inv with its environment, and the CUDA compiler ─────────────────────────────────────────────────────
 FROM base AS tools
-ARG DEVICE
 ARG TARGETARCH
 ARG DEBIAN_MIRROR
 ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/${DEVICE}-build-${TARGETARCH}.txt"
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-build-${TARGETARCH}.txt"
 WORKDIR /opt/sparkforge
-COPY sparkforge/bootstrap.py sparkforge/
+COPY sparkforge/__init__.py sparkforge/
+COPY sparkforge/core/__init__.py sparkforge/core/bootstrap.py sparkforge/core/errors.py sparkforge/core/
 COPY locks/tools.txt locks/
 COPY deploy/with-ca deploy/
 ENV UV_LINK_MODE=copy
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca python3 sparkforge/bootstrap.py /opt/sparkforge
+    deploy/with-ca python3 -B -m sparkforge.core.bootstrap /opt/sparkforge
 COPY pins.toml pyproject.toml ./
-COPY locks/*.txt locks/
+COPY locks/*.txt locks/*.toml locks/
 COPY patches/ patches/
 COPY sparkforge/ sparkforge/
-COPY forge/ forge/
+COPY spark_mxfp4/pyproject.toml spark_mxfp4/
 
-FROM tools AS toolchain-cpu
-FROM tools AS toolchain-cuda
+FROM tools AS toolchain
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m forge.rootfs toolchain --device cuda
-# hadolint ignore=DL3006
-FROM toolchain-${DEVICE} AS toolchain
+    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs toolchain --stack "$SPARKFORGE_STACK"
 
 # ── sources and patches: the tree at /opt/venv, from its lock, with the queues in it ─────────────────────────────────
 FROM toolchain AS sources
-ARG DEVICE
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=wheels,target=/mnt/wheels \
     --mount=type=secret,id=ca,required=false \
-    PIP_FIND_LINKS=/mnt/wheels deploy/with-ca .venv/bin/python -m forge.rootfs install --device "$DEVICE"
+    PIP_FIND_LINKS=/mnt/wheels deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs install --stack "$SPARKFORGE_STACK"
 
 # ── kernels: FlashInfer's modules for gpt-oss, compiled here because nobody publishes them for 12.1a ─────────────────
-FROM sources AS kernels-cpu
-FROM sources AS kernels-cuda
+FROM sources AS kernels
 ARG JOBS=auto
 # `trial` is one small module: it tries the way in a minute, and makes an image that compiles the rest when it starts.
-ARG KERNEL_SET=gpt-oss
-ENV FLASHINFER_CUDA_ARCH_LIST=12.1a FLASHINFER_MOE_SM120_DTYPES=fp8xfp4
+ARG KERNEL_SET=
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m forge.rootfs kernels --device cuda --set "$KERNEL_SET" --jobs "$JOBS"
-# hadolint ignore=DL3006
-FROM kernels-${DEVICE} AS kernels
+    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs kernels --stack "$SPARKFORGE_STACK" --set "$KERNEL_SET" \
+        --jobs "$JOBS"
 
 # ── vllm: as it came, or compiled ────────────────────────────────────────────────────────────────────────────────────
 FROM kernels AS vllm-wheel
@@ -99,37 +106,37 @@ ARG DEBIAN_SNAPSHOT
 RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
-    sh /mnt/install-debs "/mnt/locks/cuda-source-${TARGETARCH}.txt"
+    sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-source-${TARGETARCH}.txt"
 ARG JOBS=auto
-# CMake targets with commas, to try the way; none named are all that SM121 uses (docs/vllm-build.md).
+# CMake targets with commas, to try the way; none named are all that SM121 uses (docs/concepts/vllm-extensions.md).
 ARG VLLM_TARGETS=
 RUN --mount=type=cache,target=/root/.cache,sharing=locked \
     --mount=type=bind,from=bundle,target=/mnt/bundle \
     --mount=type=secret,id=ca,required=false \
-    deploy/with-ca .venv/bin/python -m forge.rootfs vllm --device cuda --jobs "$JOBS" \
+    deploy/with-ca .venv/bin/python -m sparkforge.image.rootfs vllm --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
         --sources /mnt/bundle --targets "$VLLM_TARGETS"
 # hadolint ignore=DL3006
 FROM vllm-${VLLM_FROM} AS vllm
 
 # ── audit: the runtime is copied out of this stage, so what fails here never becomes an image ───────────────────────
 FROM vllm AS audit
-ARG DEVICE
 ARG JOBS=auto
 COPY deploy/trim.toml /opt/sparkforge/deploy/
-RUN .venv/bin/python -m forge.rootfs finish --device "$DEVICE" --jobs "$JOBS" \
-    && .venv/bin/python -m forge.rootfs verify --device "$DEVICE"
+RUN .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
+    && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK"
 
 # ── project: our own files, with the same modes and times whatever the checkout's ────────────────────────────────────
+# Python finds our packages in packages/, which holds nothing else; pins, locks and patches are beside it.
 FROM base AS project
 ARG SOURCE_DATE_EPOCH=0
 WORKDIR /opt/sparkforge
-COPY pins.toml LICENSE ./
+COPY pins.toml pyproject.toml LICENSE ./
 COPY deploy/start deploy/bench deploy/
+COPY locks/patched.toml locks/
 COPY patches/ patches/
-COPY sparkforge/ sparkforge/
-COPY spark_mxfp4/ spark_mxfp4/
-COPY validate/ validate/
-COPY serve/ serve/
+COPY sparkforge/ packages/sparkforge/
+COPY spark_mxfp4/ packages/spark_mxfp4/
+COPY validate/ packages/validate/
 COPY --from=audit /opt/image.json /opt/audit.json ./
 RUN chmod -R u=rwX,go=rX . \
     && sed -n 's/^  "key": "\(.*\)",$/\1/p' image.json > key \
@@ -138,43 +145,31 @@ RUN chmod -R u=rwX,go=rX . \
     && find . -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +
 
 # ── runtime ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-FROM base AS runtime-any
+FROM base AS runtime
 COPY --from=audit /opt/venv /opt/venv
 COPY --from=project /opt/sparkforge /opt/sparkforge
 WORKDIR /opt/sparkforge
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/var/cache/sparkforge \
     PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONPATH=/opt/sparkforge/packages \
+    PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1 \
+    SPARKFORGE_ROOT=/opt/sparkforge \
     SPARKFORGE_RUN=/run/sparkforge
 VOLUME ["/var/cache/sparkforge"]
 EXPOSE 8000
 USER 1000:1000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
-    CMD ["/opt/venv/bin/python", "-S", "-m", "serve.healthy"]
+    CMD ["/opt/venv/bin/python", "-S", "-m", "sparkforge.serve.health"]
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/sparkforge/deploy/start"]
 
-FROM runtime-any AS runtime-cpu
-ENV SPARKFORGE_PROFILE=embedded
-
-FROM runtime-any AS runtime-cuda
-ENV SPARKFORGE_PROFILE=spark \
-    CUDA_HOME=/opt/venv/lib/python3.13/site-packages/nvidia/cu13 \
-    FLASHINFER_CUDA_ARCH_LIST=12.1a \
-    FLASHINFER_MOE_SM120_DTYPES=fp8xfp4 \
-    VLLM_HAS_FLASHINFER_CUBIN=1 \
-    NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
-
-# hadolint ignore=DL3006
-FROM runtime-${DEVICE} AS runtime
-ARG DEVICE
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Sparkforge" \
       org.opencontainers.image.description="vLLM with gpt-oss in MXFP4 for NVIDIA DGX Spark" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}" \
-      org.sparkforge.device="${DEVICE}" \
+      org.sparkforge.stack="${SPARKFORGE_STACK}" \
       org.sparkforge.manifest="/opt/sparkforge/image.json" \
       org.sparkforge.audit="/opt/sparkforge/audit.json"

@@ -91,17 +91,14 @@ def moe(
     bounds = offsets.tolist()
     hit = [expert for expert, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
     rows = [slice(bounds[expert], bounds[expert + 1]) for expert in hit]
-    here = pairs[: bounds[-1]]
+    local = pairs[: bounds[-1]]
     result = torch.zeros(topk_ids.numel(), x.shape[-1], dtype=torch.float32, device=x.device)
     if hit:
-        inputs = x[here // topk_ids.shape[-1]]
+        inputs = x[local // topk_ids.shape[-1]]
         hidden = swiglu(_project(inputs, weights.gate_up, hit, rows).float()).to(x.dtype)
         output = _project(hidden, weights.down, hit, rows).float()
-        result[here] = output * topk_weights.flatten()[here].float().unsqueeze(-1)
+        result[local] = output * topk_weights.flatten()[local].float().unsqueeze(-1)
     return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)
-
-
-moe.cuda_graphs = False  # type: ignore[attr-defined]  # it waits to learn which experts are hit; see registry.MoeKernel
 
 
 def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:

@@ -8,11 +8,11 @@ import torch
 
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection
-from spark_mxfp4.registry import Kernel
+from spark_mxfp4.kernel import MoeKernel
 
 
 def run(
-    kernel: Kernel,
+    kernel: MoeKernel,
     x: torch.Tensor,
     weights: ExpertWeights,
     topk_ids: torch.Tensor,
@@ -24,7 +24,7 @@ def run(
     The operator finds the kernel again by its name, so a traced graph may be stored and used by another process.
     """
     if not torch.compiler.is_compiling():
-        return kernel.function(x, weights, topk_ids, topk_weights, expert_map)
+        return kernel.run(x, weights, topk_ids, topk_weights, expert_map)
     output: torch.Tensor = moe_operator(
         x, *weights.gate_up, *weights.down, topk_ids, topk_weights, expert_map, kernel.name
     )
@@ -47,7 +47,7 @@ def moe_operator(  # noqa: PLR0913, PLR0917 (an operator takes tensors, not tupl
 ) -> torch.Tensor:
     """Run the kernel of that name: [T, H] → [T, H]; the operator `spark_mxfp4::moe`."""
     weights = ExpertWeights(Projection(gate_up, gate_up_scales, gate_up_bias), Projection(down, down_scales, down_bias))
-    output = _load(kernel).function(x, weights, topk_ids, topk_weights, expert_map)
+    output = _load(kernel).run(x, weights, topk_ids, topk_weights, expert_map)
     return output.clone() if output is x else output  # an operator must not return its input
 
 
@@ -57,5 +57,5 @@ def _shape(x: torch.Tensor, *_rest: object) -> torch.Tensor:
 
 
 @cache
-def _load(name: str) -> Kernel:
+def _load(name: str) -> MoeKernel:
     return registry.load(name)

@@ -1,3 +1,20 @@
-"""The ground that every room stands on: errors, console, files, processes, paths. It imports none of them."""
+"""Reproducible builds of vLLM and gpt-oss for NVIDIA DGX Spark; docs/concepts/architecture.md shows the packages."""
 
-__version__ = "0.1.0"
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+
+def _version() -> str:
+    """Return the version in pyproject.toml, or in the metadata of an installed copy, which has no pyproject.toml."""
+    try:
+        text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        try:
+            return metadata.version("sparkforge")
+        except metadata.PackageNotFoundError:
+            return "unknown"
+    return str(tomllib.loads(text)["project"]["version"])
+
+
+__version__ = _version()

@@ -1,31 +1,48 @@
 """What every test gets: a state and a cache of its own, and a word when a program that it needs is missing."""
 
+import functools
+import itertools
 import os
+import random
 import shutil
 import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
 
+import httpx
 import pytest
-
-from forge import index
 
 INSTALL = {
     "git": "sudo apt install git",
     "c++": "sudo apt install g++",
+    "cc": "sudo apt install gcc",
     "ninja": "sudo apt install ninja-build",
     "cmake": "sudo apt install cmake",
     "chromium": "sudo apt install chromium",
 }
 
-# Where pytest has several workers (forge/suite.py) a file stays with one of them, and so do the files of one kind here:
-# they share a server and its ports, the installed compilers (one process at a time), or copies of a tree. The longest
-# come first; what runs on an engine or a GPU comes when test_road.py has ended its server.
+# Where pytest has several workers (sparkforge/cli/suite.py) a file stays with one of them, and so do the files of one
+# kind here: they share a server and its ports, the installed compilers (one process at a time), or copies of a tree.
+# The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its server.
 KINDS = {
     "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "doctor", "road"))),
     "compiles": tuple(
         f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels", "toolchain", "vllm_build")
     ),
-    "asks vLLM": ("integration/test_routing_patch.py", "integration/test_validate_deep.py"),
+    "asks vLLM": (
+        "integration/test_routing_patch.py",
+        "integration/test_upstream_check.py",
+        "integration/test_validate_deep.py",
+    ),
 }
+
+# What `./inv test --fast` does not install: a test that imports one of them is skipped there.
+LEFT_OUT = {"torch", "transformers", "safetensors", "triton", "vllm", "openai_harmony", "tokenizers", "kernels"}
+
+# A hook of git's sets these, and the git of a test would then write into the repository that the hook runs for.
+for name in [name for name in os.environ if name.startswith("GIT_")]:
+    del os.environ[name]
 
 
 def kind(nodeid):
@@ -42,6 +59,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    if config.option.dist == "worksteal":  # `--fast` runs nothing that shares a server or a compiler
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByKind(LoadFileScheduling):
@@ -52,19 +71,52 @@ def pytest_xdist_make_scheduler(config, log):
     return ByKind(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def certificates():
+    """Read the certificates once for all clients of httpx that trust the default ones; each would take 10 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = httpx.create_ssl_context
+        cached = functools.cache(lambda trust_env, *_files: read(trust_env=trust_env))
+
+        def create(verify=True, cert=None, trust_env=True):
+            files = map(os.environ.get, ("SSL_CERT_FILE", "SSL_CERT_DIR"))
+            return cached(trust_env, *files) if verify is True and not cert else read(verify, cert, trust_env)
+
+        patch.setattr("httpx._transports.default.create_ssl_context", create)
+        yield
+
+
+@pytest.fixture(scope="session")
+def state_folders(tmp_path_factory):
+    """Yield a folder for each test; `mktemp` would read the list of all folders for each of them."""
+    parent = tmp_path_factory.mktemp("places")
+    return (parent / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_places(tmp_path_factory, monkeypatch, request):
+def own_places(state_folders, monkeypatch, request):
     if request.node.get_closest_marker("integration"):
         return  # these bring real files; the shared cache, verified by hash, saves downloading them again
-    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path_factory.mktemp("state")))
-    monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    place = next(state_folders)
+    for name in ("state", "cache"):
+        (place / name).mkdir(mode=0o700, parents=True)
+        monkeypatch.setenv(f"SPARKFORGE_{name.upper()}", str(place / name))
 
 
-@pytest.fixture(autouse=True)
-def own_index():
-    """Forget which package index a test had pip name: the next test may have another."""
-    yield
-    index.pip_config.cache_clear()
+@pytest.fixture(scope="session")
+def free_port():
+    """Return a function: a port that nobody has, and that no outgoing connection gets before it is used."""
+    outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(20_000, outgoing) or range(20_000, 60_000)
+
+    def free_port():
+        while True:
+            port = random.SystemRandom().choice(ports)
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+
+    return free_port
 
 
 @pytest.fixture
@@ -80,6 +132,43 @@ def nothing_is_ignored():
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+def left_out(error):
+    """Return why a test is skipped that raised `error`; empty if that is a failure."""
+    if os.environ.get("SPARKFORGE_TEST_FAST") and isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
+        return f"--fast installs no {package}" if package in LEFT_OUT else ""
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skip a file that imports at its top what --fast leaves out."""
+    module = yield
+    load = module._getobj
+
+    def load_or_skip():
+        try:
+            return load()
+        except module.CollectError as error:
+            if reason := left_out(error.__cause__):
+                pytest.skip(reason, allow_module_level=True)
+            raise
+
+    module._getobj = load_or_skip
+    return module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skip a test that imports while it runs what --fast leaves out."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if reason := left_out(error):
+            pytest.skip(reason)
+        raise
 
 
 def pytest_runtest_setup(item):

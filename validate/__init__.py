@@ -1,10 +1,10 @@
-"""Startup gate: facts → checks → report → exit code.
+"""The startup validator: facts → checks → report → exit code.
 
-`run(profile, Options(...))` validates this machine and returns a Report; `Report.require_green()` raises unless the
-server may start. `python -m validate` is the same as a command.
+`run(profile, Options(...))` validates this machine and returns a ValidationReport; its `require_green()` raises unless
+the server may start. `python -m validate` is the same as a command.
 """
 
-from validate.gate import Report, Verdict, rehearse, run
-from validate.scene import Options
+from validate.facts.target import Options
+from validate.gate import ValidationReport, Verdict, rehearse, run
 
-__all__ = ["Options", "Report", "Verdict", "rehearse", "run"]
+__all__ = ["Options", "ValidationReport", "Verdict", "rehearse", "run"]

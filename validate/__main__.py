@@ -3,94 +3,96 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sparkforge.console import show_error
-from sparkforge.errors import SparkforgeError, UsageError
-from sparkforge.files import write_json
-from validate import Options, Report, rehearse, run
-from validate.facts import load_sheet
+from sparkforge.core.console import echo, show_error
+from sparkforge.core.declare import declare
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.files import write_json
+from validate import Options, ValidationReport, rehearse, run
+from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
 from validate.report import as_document, exit_code, lines, one_line
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are UsageErrors."""
-
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing and exiting."""
         raise UsageError("validate cannot read its arguments", message, "python -m validate --help")
 
 
-def parser() -> Parser:
-    """The command's arguments."""
-    made = Parser(prog="python -m validate", description=__doc__, allow_abbrev=False)
-    made.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
-    made.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
-    made.add_argument("--json", type=Path, metavar="OUT", help="write the report there too")
-    made.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
-    made.add_argument("--host", help="the address the server will listen on")
-    made.add_argument("--port", type=int, metavar="N", help="the port the server will take")
-    made.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="the share vLLM will be told to take")
-    made.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that will serve")
-    made.add_argument("--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm as well")
-    made.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="and wait that long for them")
-    made.add_argument(
-        "--numerics-seconds", type=float, default=Options.numerics_seconds, help="and that long to compute"
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments; it raises UsageError."""
+    parser = _Parser(prog="python -m validate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--profile", required=True, help=f"one of {', '.join(PROFILES)}")
+    parser.add_argument("--stack", help="the stack of pins.toml that is installed (default: the profile's)")
+    parser.add_argument("--facts", type=Path, metavar="FILE.json", help="rehearse on a recorded sheet")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report there too")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the model directory")
+    parser.add_argument("--host", help="the address the server will listen on")
+    parser.add_argument("--port", type=int, metavar="N", help="the port the server will take")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="the share of memory for vLLM")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter that will serve")
+    parser.add_argument(
+        "--deep", action=argparse.BooleanOptionalAction, default=True, help="ask torch and vllm, in a child"
     )
-    made.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
-    return made
+    parser.add_argument("--deep-seconds", type=float, default=Options.deep_seconds, help="limit for that")
+    parser.add_argument("--numerics-seconds", type=float, default=Options.numerics_seconds, help="limit to compute")
+    parser.add_argument(
+        "--serve-args", nargs=argparse.REMAINDER, default=[], help="everything after it goes to the server"
+    )
+    return parser
 
 
-def validate(told: argparse.Namespace) -> Report:
-    """Run or rehearse, as the arguments say."""
-    if told.facts is not None:
-        sheet = load_sheet(told.facts)
-        return rehearse(told.profile, sheet, one_line(f"recorded sheet {told.facts}{_origin(told.facts)}"))
+def validate(arguments: argparse.Namespace) -> ValidationReport:
+    """Validate this machine, or rehearse on a recorded sheet."""
+    if arguments.facts is not None:
+        sheet, origin = load_sheet(arguments.facts), read_json(arguments.facts).get("origin")
+        name = f"recorded sheet {arguments.facts}" + (f" ({origin})" if isinstance(origin, str) else "")
+        return rehearse(arguments.profile, sheet, one_line(name))
     return run(
-        told.profile,
+        arguments.profile,
         Options(
-            model=told.model,
-            host=told.host,
-            port=told.port,
-            gpu_memory_utilization=told.gpu_memory_utilization,
-            serve_args=tuple(told.serve_args),
-            python=told.python,
-            deep=told.deep,
-            deep_seconds=told.deep_seconds,
-            numerics_seconds=told.numerics_seconds,
+            stack=arguments.stack,
+            model=arguments.model,
+            host=arguments.host,
+            port=arguments.port,
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
+            serve_args=tuple(arguments.serve_args),
+            python=arguments.python,
+            deep=arguments.deep,
+            deep_seconds=arguments.deep_seconds,
+            numerics_seconds=arguments.numerics_seconds,
         ),
     )
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Validate, print, write; return the exit code."""
     try:
-        told = parser().parse_args(words)
-        report = validate(told)
+        arguments = make_parser().parse_args(argv)
+        report = validate(arguments)
         for line in lines(report):
-            print(line, flush=True)
-        if told.json is not None:
-            _write(told.json, as_document(report))
+            echo(line)
+        if arguments.json is not None:
+            try:
+                write_json(arguments.json, as_document(report))
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write the report to {arguments.json}", str(error.strerror), "name a writable file"
+                ) from error
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
+    except Exception as error:
+        declared = declare(error)
+        if declared is None:
+            raise
+        show_error(declared)
+        return declared.exit_code
     return exit_code(report)
-
-
-def _origin(path: Path) -> str:
-    told: Any = json.loads(path.read_text(encoding="utf-8")).get("origin")
-    return f" ({told})" if isinstance(told, str) else ""
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    try:
-        write_json(path, document)
-    except OSError as error:
-        raise UsageError(f"cannot write the report to {path}", str(error.strerror), "name a writable file") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gate: gathers facts, judges every check of a profile, and says whether the server may start."""
+"""The gate: gathers facts, judges every check of a profile, and decides whether the server may start."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from sparkforge.errors import SparkforgeError, ValidationFailedError, ValidationIncompleteError
-from validate import checkpoint, deep, facts, gpu, machine, measured, numerics, software
+from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
-from validate.facts import Fact, Facts
-from validate.finding import Check, Finding, Status, evaluate, skipped
+from validate.checks.finding import Check, Finding, Status, evaluate, skipped
+from validate.facts import checkpoint, deep, gpu, machine, measured, numerics, patches, software
+from validate.facts.fact import Fact, Facts, gather
+from validate.facts.target import Options, Target
 from validate.profiles import Profile, named
-from validate.scene import Options, Scene
 
 GROUPS = (
     machine.READINGS,
     gpu.SMI_READINGS,
     gpu.CUDA_READINGS,
     software.READINGS,
+    patches.READINGS,
     checkpoint.READINGS,
     measured.READINGS,
 )
@@ -35,8 +36,8 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that a validation found. `seconds` has `facts`, `deep`, `numerics` and `checks`."""
+class ValidationReport:
+    """The result of a validation. `seconds` has `facts`, `deep`, `numerics` and `checks`."""
 
     profile: str
     verdict: Verdict
@@ -47,105 +48,92 @@ class Report:
     origin: str
 
     def of(self, *statuses: Status, required: bool | None = None) -> list[Finding]:
-        """Findings with one of `statuses`, and of the given severity if one is given."""
+        """Findings with one of `statuses`; only required ones, or only advised ones, if `required` says so."""
         return [f for f in self.findings if f.status in statuses and required in (None, f.required)]
 
     def error(self) -> SparkforgeError | None:
-        """The error that stands for this report; None if the server may start."""
+        """The error that says why the server must not start; None if it may."""
         if self.verdict is Verdict.REFUSE:
-            worst = self.of(Status.FAIL)
-            return ValidationFailedError(
-                f"{len(worst)} of {len(self.findings)} checks failed in profile {self.profile}",
-                "; ".join(f"{f.check}: {f.evidence}" for f in worst[:3]),
-                worst[0].fix,
+            fails = self.of(Status.FAIL)
+            return RefusalError(
+                f"{len(fails)} of {len(self.findings)} checks failed in profile {self.profile}",
+                "; ".join(f"{f.check}: {f.evidence}" for f in fails[:3]),
+                fails[0].fix,
+                code="validation.failed",
             )
         if self.verdict is Verdict.INCOMPLETE:
-            left = self.of(Status.SKIPPED, required=True)
-            return ValidationIncompleteError(
-                f"{len(left)} required checks of profile {self.profile} were skipped",
-                "; ".join(f"{f.check}: {f.evidence}" for f in left[:3]),
-                left[0].fix,
+            skips = self.of(Status.SKIPPED, required=True)
+            return RefusalError(
+                f"{len(skips)} required checks of profile {self.profile} were skipped",
+                "; ".join(f"{f.check}: {f.evidence}" for f in skips[:3]),
+                skips[0].fix,
+                code="validation.incomplete",
             )
         return None
 
     def require_green(self) -> None:
-        """Raise ValidationFailedError or ValidationIncompleteError unless the server may start."""
+        """Raise RefusalError unless the server may start."""
         if (error := self.error()) is not None:
             raise error
 
 
-def run(profile: str, options: Options) -> Report:
+def run(profile: str, options: Options) -> ValidationReport:
     """Validate this machine for `profile`. Raises UsageError for an unknown profile and nothing else.
 
     Deep facts are gathered only if `options.deep` and a check of the profile needs one.
     """
     chosen = named(profile)
-    scene = Scene(options, chosen.stack)
-    begun = time.monotonic()
-    found: dict[str, Fact] = facts.gather(scene, GROUPS)
-    shallow = time.monotonic()
-    if options.deep and _asks(chosen, "deep."):
-        found |= deep.gather(scene)
-    deepened = time.monotonic()
-    if options.deep and _asks(chosen, "numerics."):
-        found |= numerics.gather(scene)
-    computed = time.monotonic()
-    findings = tuple(_judge(chosen, found, with_deep=options.deep))
-    seconds = {
-        "facts": shallow - begun,
-        "deep": deepened - shallow,
-        "numerics": computed - deepened,
-        "checks": time.monotonic() - computed,
-    }
-    return _report(chosen, findings, found, seconds, "this machine")
+    needs = {need.partition(".")[0] for name in chosen.severities for need in CHECKS[name].needs}
+    target = Target(options, options.stack or chosen.stack)
+    start = time.monotonic()
+    facts: dict[str, Fact] = gather(target, GROUPS)
+    seconds = {"facts": time.monotonic() - start}
+    for name, module in (("deep", deep), ("numerics", numerics)):
+        start = time.monotonic()
+        if options.deep and name in needs:
+            facts |= module.gather(target)
+        seconds[name] = time.monotonic() - start
+    return _judge(chosen, facts, seconds, "this machine", with_deep=options.deep)
 
 
-def rehearse(profile: str, sheet: Facts, origin: str) -> Report:
-    """Judge a recorded sheet as `profile` would; nothing of this machine is looked at. Raises UsageError as `run`."""
-    chosen = named(profile)
-    begun = time.monotonic()
-    findings = tuple(_judge(chosen, sheet, with_deep=True))
-    seconds = {"facts": 0.0, "deep": 0.0, "numerics": 0.0, "checks": time.monotonic() - begun}
-    return _report(chosen, findings, sheet, seconds, origin)
+def rehearse(profile: str, sheet: Facts, origin: str) -> ValidationReport:
+    """Judge a recorded sheet as `profile` would; nothing of this machine is read. Raises UsageError as `run`."""
+    return _judge(named(profile), sheet, dict.fromkeys(("facts", "deep", "numerics"), 0.0), origin, with_deep=True)
 
 
-def _asks(profile: Profile, kind: str) -> bool:
-    """Whether a check of the profile needs a fact whose name begins with `kind`."""
-    names = (*profile.required, *profile.advised)
-    return any(need.startswith(kind) for name in names for need in CHECKS[name].needs)
-
-
-def _judge(profile: Profile, found: Facts, *, with_deep: bool) -> list[Finding]:
-    chosen = {**dict.fromkeys(profile.required, True), **dict.fromkeys(profile.advised, False)}
-    return [_one(check, found, chosen[name], with_deep) for name, check in CHECKS.items() if name in chosen]
-
-
-def _one(check: Check, found: Facts, required: bool, with_deep: bool) -> Finding:
-    if check.deep and not with_deep:
-        return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
-    if any(name.startswith("model.") for name in check.needs) and _no_model(found):
-        return skipped(check, "no model directory was given", "add --model DIR", required=required)
-    return evaluate(check, found, required=required)
-
-
-def _no_model(found: Facts) -> bool:
-    fact = found.get("model.path")
-    return fact is not None and fact.value is None and fact.error is None
-
-
-def _report(
-    profile: Profile,
-    findings: tuple[Finding, ...],
-    found: Facts,
-    seconds: Mapping[str, float],
-    origin: str,
-) -> Report:
+def _judge(
+    profile: Profile, facts: Facts, seconds: Mapping[str, float], origin: str, *, with_deep: bool
+) -> ValidationReport:
+    start = time.monotonic()
+    severities = profile.severities
+    findings = tuple(
+        _evaluate(check, facts, required=severities[name], with_deep=with_deep)
+        for name, check in CHECKS.items()
+        if name in severities
+    )
     if not findings or any(f.status is Status.FAIL for f in findings):
         verdict = Verdict.REFUSE
     elif any(f.status is Status.SKIPPED and f.required for f in findings):
         verdict = Verdict.INCOMPLETE
     else:
         verdict = Verdict.SERVE
-    rounded = {name: round(value, 3) for name, value in seconds.items()}
-    stamp = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(profile.name, verdict, findings, dict(found), rounded, stamp, origin)
+    seconds = {**seconds, "checks": time.monotonic() - start}
+    return ValidationReport(
+        profile=profile.name,
+        verdict=verdict,
+        findings=findings,
+        facts=dict(facts),
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+        timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
+        origin=origin,
+    )
+
+
+def _evaluate(check: Check, facts: Facts, *, required: bool, with_deep: bool) -> Finding:
+    if check.deep and not with_deep:
+        return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
+    model = facts.get("model.path")
+    no_model = model is not None and model.value is None and model.error is None
+    if no_model and any(name.startswith("model.") for name in check.needs):
+        return skipped(check, "no model directory was given", "add --model DIR", required=required)
+    return evaluate(check, facts, required=required)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkforge.errors import UsageError
+from sparkforge.core.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A named choice of checks. `stack` is the table of pins.toml whose versions are expected."""
+    """A named choice of checks. `stack` is the table of pins.toml whose versions are expected, unless one is named."""
 
     name: str
     summary: str
     stack: str
     required: tuple[str, ...]
     advised: tuple[str, ...]
+
+    @property
+    def severities(self) -> dict[str, bool]:
+        """Every check of the profile, and whether it is required."""
+        return {**dict.fromkeys(self.required, True), **dict.fromkeys(self.advised, False)}
 
 
 SPARK = Profile(
@@ -79,6 +84,6 @@ PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED)}
 def named(name: str) -> Profile:
     """Return the profile called `name`. Raises UsageError if there is none."""
     if name not in PROFILES:
-        there = ", ".join(PROFILES)
-        raise UsageError(f"no profile {name!r}", f"there are {there}", "python -m validate --profile spark")
+        names = ", ".join(PROFILES)
+        raise UsageError(f"no profile {name!r}", f"there are {names}", "python -m validate --profile spark")
     return PROFILES[name]

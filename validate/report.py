@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from validate.facts import SCHEMA, as_json
-from validate.finding import Finding, Status
-from validate.gate import Report, Verdict
+from validate.checks.finding import Status
+from validate.facts.fact import SCHEMA, as_json
+from validate.gate import ValidationReport, Verdict
 
 MARKS = {Status.PASS: "ok  ", Status.WARN: "WARN", Status.FAIL: "FAIL", Status.SKIPPED: "skip"}
 CLOSING = {
@@ -17,17 +18,19 @@ CLOSING = {
 }
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: ValidationReport) -> Iterator[str]:
     """One line per check with its evidence; under each that did not pass, its fix and where to read on."""
     yield f"validate · profile {report.profile} · {report.origin} · {report.timestamp}"
     width = max((len(finding.check) for finding in report.findings), default=0)
     for finding in report.findings:
         yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
-        yield from _advice(finding)
+        if finding.status in (Status.WARN, Status.FAIL) or (finding.status is Status.SKIPPED and finding.required):
+            yield f"       next: {one_line(finding.fix)}"
+            yield f"       read: {finding.doc}"
     yield closing(report)
 
 
-def closing(report: Report) -> str:
+def closing(report: ValidationReport) -> str:
     """The verdict, the counts and the seconds in one line."""
     counts = ", ".join(
         f"{len(report.of(status))} {word}"
@@ -38,8 +41,8 @@ def closing(report: Report) -> str:
             (Status.SKIPPED, "skipped"),
         )
     )
-    took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
-    return f"{report.verdict}: {CLOSING[report.verdict]} · {counts} · {took}"
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
+    return f"{report.verdict}: {CLOSING[report.verdict]} · {counts} · {times}"
 
 
 def one_line(text: str) -> str:
@@ -47,8 +50,8 @@ def one_line(text: str) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
-def as_document(report: Report) -> dict[str, Any]:
-    """The report as JSON values (docs/validation.md, "JSON report"). It can be read again by --facts."""
+def as_document(report: ValidationReport) -> dict[str, Any]:
+    """The report as JSON values (docs/concepts/validation.md, "JSON report"). It can be read again by --facts."""
     return {
         "schema": SCHEMA,
         "profile": report.profile,
@@ -57,28 +60,12 @@ def as_document(report: Report) -> dict[str, Any]:
         "timestamp": report.timestamp,
         "origin": report.origin,
         "seconds": dict(report.seconds),
-        "findings": [
-            {
-                "check": f.check,
-                "status": str(f.status),
-                "required": f.required,
-                "evidence": f.evidence,
-                "fix": f.fix,
-                "doc": f.doc,
-            }
-            for f in report.findings
-        ],
+        "findings": [{**asdict(finding), "status": str(finding.status)} for finding in report.findings],
         "facts": as_json(report.facts),
     }
 
 
-def exit_code(report: Report) -> int:
-    """0 if the server may start, else the exit code of the error that stands for the report."""
+def exit_code(report: ValidationReport) -> int:
+    """0 if the server may start, else the exit code of its error."""
     error = report.error()
     return 0 if error is None else error.exit_code
-
-
-def _advice(finding: Finding) -> Iterator[str]:
-    if finding.status in (Status.WARN, Status.FAIL) or (finding.status is Status.SKIPPED and finding.required):
-        yield f"       next: {one_line(finding.fix)}"
-        yield f"       read: {finding.doc}"

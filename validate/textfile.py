@@ -1,6 +1,6 @@
 """A validation report as a Prometheus textfile: one series for each check and status, 1 where it holds.
 
-Made from the JSON document, so that a report which never came (the validator hung) can be told in the same way.
+Made from the JSON document, so that a validator that hung can be reported in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 import sparkforge
-from validate.finding import Status
+from validate.checks.finding import Status
 from validate.gate import Verdict
 
 NAME = "sparkforge_validation.prom"
@@ -21,7 +21,7 @@ BUILD = {"vllm": "vllm.version", "torch": "torch.version", "flashinfer": "flashi
 
 
 def text(document: Mapping[str, Any], mode: str) -> bytes:
-    """Return the textfile of a report's JSON document (docs/validation.md); `mode` is SPARKFORGE_VALIDATE's."""
+    """Return the textfile of a report's JSON document; `mode` is SPARKFORGE_VALIDATE's."""
     registry = CollectorRegistry()
     _build(registry, document, mode)
     check = Gauge(
@@ -32,8 +32,8 @@ def text(document: Mapping[str, Any], mode: str) -> bytes:
     )
     for finding in document["findings"]:
         for status in Status:
-            here = check.labels(finding["check"], str(status), str(finding["required"]).lower())
-            here.set(finding["status"] == status)
+            labels = (finding["check"], str(status), str(finding["required"]).lower())
+            check.labels(*labels).set(finding["status"] == status)
     verdict = Gauge(
         "sparkforge_validation_verdict", "1 for the verdict that was reached", ["verdict"], registry=registry
     )

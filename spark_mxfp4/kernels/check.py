@@ -32,12 +32,12 @@ def random_routing(
 
     `even` draws experts alike, `uneven` prefers a few so that others get no token, `one` sends every token to the same.
     """
-    liking = torch.randn(tokens, experts, device=device)
+    scores = torch.randn(tokens, experts, device=device)
     if kind == "uneven":
-        liking += 4 * torch.linspace(1, 0, experts, device=device) ** 6
+        scores += 4 * torch.linspace(1, 0, experts, device=device) ** 6
     if kind == "one":
-        liking = torch.arange(experts, 0, -1, device=device).float().expand(tokens, experts)
-    ids = liking.topk(top_k, dim=1).indices.int()
+        scores = torch.arange(experts, 0, -1, device=device).float().expand(tokens, experts)
+    ids = scores.topk(top_k, dim=1).indices.int()
     return ids, torch.softmax(torch.randn(tokens, top_k, device=device), dim=-1)
 
 
@@ -49,10 +49,10 @@ def reference(
     for expert in torch.unique(ids).tolist():
         if expert < 0 or (local is not None and expert not in local):
             continue
-        token, place = (ids == expert).nonzero(as_tuple=True)
+        token, position = (ids == expert).nonzero(as_tuple=True)
         hidden = swiglu(_product(x[token].float(), weights.gate_up, expert))
         output = _product(hidden, weights.down, expert)
-        total.index_add_(0, token, output * shares[token, place].unsqueeze(-1))
+        total.index_add_(0, token, output * shares[token, position].unsqueeze(-1))
     return total
 
 
@@ -64,6 +64,6 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def _product(x: torch.Tensor, projection: Projection, expert: int) -> torch.Tensor:
     weight, scales, bias = projection
     if scales is None:
-        raise ValueError("the reference wants packed weights · these are dense · pass MXFP4 experts")
+        raise ValueError("the reference takes packed weights · these are dense · pass MXFP4 experts")
     dense = dequantize(weight[expert].view(*scales.shape[1:], BLOCK_BYTES), scales[expert])
     return x @ dense.T + (0 if bias is None else bias[expert].float())

@@ -1,4 +1,4 @@
-"""The mixture of experts in Triton, for any GPU that Triton knows; the way on compute capability 12.x.
+"""The mixture of experts in Triton, for any GPU that Triton knows; the kernel on compute capability 12.x.
 
 Weights stay as the checkpoint has them. They are the left operand of each product, expanded in registers: to bf16, or,
 for many tokens on compute capability 12.x, to E4M3 with their E8M0 scales for the block-scaled matrix instruction
@@ -115,7 +115,7 @@ def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> N
 # Within a kernel every argument is a tl.tensor: a pointer to the first element, a number, or a tile in registers.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _weights_bf16(
     codes: tl.tensor,
     scales: tl.tensor,
@@ -133,7 +133,7 @@ def _weights_bf16(
     return (small * 8.507059173023462e37 * factor).to(tl.bfloat16).reshape(ROWS, COLUMNS)  # 2^126
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _weights_e4m3(codes: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:  # noqa: N803
     """E2M1 bytes [ROWS, COLUMNS / 2] to E4M3 [ROWS, COLUMNS], each the value times 2^-6, exact."""
     low = ((codes << 4) & 0x80) | ((codes << 2) & 0x1C)
@@ -141,7 +141,7 @@ def _weights_e4m3(codes: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -
     return tl.join(low, high).reshape(ROWS, COLUMNS).to(tl.float8e4nv, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def grouped_gemm(  # noqa: PLR0913, PLR0917
     x_ptr: tl.tensor, x_scales_ptr: tl.tensor, w_ptr: tl.tensor, w_scales_ptr: tl.tensor, bias_ptr: tl.tensor,
     out_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
@@ -162,7 +162,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
         return
     row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
     pair = tl.load(pairs_ptr + block * TOKENS + tl.arange(0, TOKENS))
-    there = pair < pairs
+    valid = pair < pairs
     source = pair // TOP_K if TOP_K > 0 else pair
     inside = row < rows
     # One expert's weights and all activations have offsets below 2^31: half the registers of 64-bit pointers.
@@ -183,12 +183,12 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
         )  # fmt: skip
         x = tl.load(
             x_ptr + source[None, :] * columns + column[:, None],
-            mask=there[None, :] & (column < columns)[:, None], other=0,
+            mask=valid[None, :] & (column < columns)[:, None], other=0,
         )  # fmt: skip
         if SCALED:
             x_scales = tl.load(
                 x_scales_ptr + source[:, None] * (columns // 32) + of_scale[None, :],
-                mask=there[:, None] & (of_scale < columns // 32)[None, :], other=0,
+                mask=valid[:, None] & (of_scale < columns // 32)[None, :], other=0,
             )  # fmt: skip
             w = _weights_e4m3(codes, ROWS, COLUMNS)
             x = x.to(tl.float8e4nv, bitcast=True)
@@ -207,10 +207,10 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
         row = tl.program_id(0) % row_blocks * (ROWS // 2) + tl.arange(0, ROWS // 2)
         rows = rows // 2
     at = out_ptr + pair[None, :] * rows + row[:, None]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=there[None, :] & (row < rows)[:, None])
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=valid[None, :] & (row < rows)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _reduce(  # noqa: PLR0913, PLR0917
     output_ptr: tl.tensor, ids_ptr: tl.tensor, map_ptr: tl.tensor, shares_ptr: tl.tensor, result_ptr: tl.tensor,
     pairs: tl.tensor, known: tl.tensor, experts: tl.tensor, width: tl.tensor,

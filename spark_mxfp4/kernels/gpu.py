@@ -6,58 +6,50 @@ everywhere else, and for layers with scales above 2^1, it is the Triton kernel, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spark_mxfp4.experts import ExpertWeights
-from spark_mxfp4.kernels import fused, hopper, layout
+from spark_mxfp4.kernel import FunctionKernel, MoeKernel
+from spark_mxfp4.kernels import fused, layout
+from spark_mxfp4.kernels.hopper import HopperKernel
 
 
-def moe(
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H]; `weights` as `prepare` returned them."""
-    kernel = hopper.moe if _laid_out(weights) else fused.moe
-    return kernel(x, weights, topk_ids, topk_weights, expert_map)
+class GpuKernel(MoeKernel):
+    """HopperKernel or `fused.moe`, chosen for each layer by `prepare`."""
 
+    def __init__(self, name: str = "triton") -> None:
+        super().__init__(name)
+        self._hopper, self._triton = HopperKernel("hopper"), FunctionKernel("triton", fused.moe)
 
-def prepare(weights: ExpertWeights) -> ExpertWeights:
-    """Return `weights` (packed MXFP4, as in the checkpoint) in the order that the chosen kernel wants.
+    def run(self, x: torch.Tensor, weights: ExpertWeights, *routing: Any, **keywords: Any) -> torch.Tensor:
+        """See MoeKernel."""
+        return self._chosen(weights).run(x, weights, *routing, **keywords)
 
-    Biases that are not bfloat16 say that activations will not be either; those layers stay with Triton.
-    Raises NotImplementedError for weights that are not on a CUDA device.
-    """
-    device = weights.down.weight.device
-    if device.type != "cuda":
-        raise NotImplementedError(
-            f"kernel 'triton' cannot run on {device} · it needs an NVIDIA GPU · set SPARK_MXFP4_KERNEL=torch"
-        )
-    in_bfloat16 = all(p.bias is None or p.bias.dtype == torch.bfloat16 for p in weights)
-    if hopper.available(device) and in_bfloat16 and layout.fits(weights):
-        return hopper.prepare(weights)
-    return weights
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return `weights` (packed MXFP4, as in the checkpoint) in the order that the chosen kernel wants.
 
+        Biases that are not bfloat16 say that activations will not be either; those layers stay with Triton.
+        Raises NotImplementedError for weights that are not on a CUDA device.
+        """
+        device = weights.down.weight.device
+        if device.type != "cuda":
+            raise NotImplementedError(
+                f"kernel 'triton' cannot run on {device} · it needs an NVIDIA GPU · set SPARK_MXFP4_KERNEL=torch"
+            )
+        in_bfloat16 = all(p.bias is None or p.bias.dtype == torch.bfloat16 for p in weights)
+        if self._hopper.available(device) and in_bfloat16 and layout.fits(weights):
+            return self._hopper.prepare(weights)
+        return weights
 
-def restore(prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
-    """Undo `prepare` for weights of the sizes H and I: the checkpoint's bytes, biases in bfloat16 as they were."""
-    if not _laid_out(prepared):
-        return prepared
-    plain = layout.unpack(prepared, hidden, intermediate)
-    return ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.bfloat16()) for p in plain))
+    def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
+        """Return the checkpoint's bytes, biases in bfloat16 as they were."""
+        return self._chosen(prepared).restore(prepared, hidden, intermediate)
 
+    def variant(self, prepared: ExpertWeights) -> str:
+        """Return which kernel will run these weights: "hopper" (CUDA C++) or "triton"."""
+        return self._chosen(prepared).name
 
-def variant(prepared: ExpertWeights) -> str:
-    """Return which kernel will run these weights: "hopper" (CUDA C++) or "triton"."""
-    return "hopper" if _laid_out(prepared) else "triton"
-
-
-def _laid_out(weights: ExpertWeights) -> bool:
-    return weights.down.weight.dim() == 4
-
-
-moe.prepare = prepare  # type: ignore[attr-defined]
-moe.restore = restore  # type: ignore[attr-defined]
-moe.variant = variant  # type: ignore[attr-defined]
+    def _chosen(self, weights: ExpertWeights) -> MoeKernel:
+        return self._hopper if weights.down.weight.dim() == 4 else self._triton

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import tuning
-from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack
+from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
@@ -48,61 +49,69 @@ class _Gemm(ctypes.Structure):
     )  # fmt: skip
 
 
-def available(device: torch.device) -> bool:
-    """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
-    return torch.cuda.get_device_capability(device) == CAPABILITY and _compiler() is not None
+class HopperKernel(MoeKernel):
+    """The CUDA C++ kernels, for weights that `prepare` has laid out."""
 
+    @staticmethod
+    def available(device: torch.device) -> bool:
+        """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
+        return torch.cuda.get_device_capability(device) == CAPABILITY and _compiler() is not None
 
-def prepare(weights: ExpertWeights) -> ExpertWeights:
-    """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if that is still to do.
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
 
-    Raises NotImplementedError where the device is no Hopper GPU, and ValueError for weights that are not packed.
-    """
-    device = weights.down.weight.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        raise NotImplementedError(
-            f"kernel 'hopper' cannot run on {device} · its instructions exist on compute capability 9.0 only · "
-            "set SPARK_MXFP4_KERNEL=triton"
-        )
-    library()
-    return pack(weights)
+        Raises NotImplementedError where the device is no Hopper GPU, and ValueError for weights that are not packed.
+        """
+        device = weights.down.weight.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+            raise NotImplementedError(
+                f"kernel 'hopper' cannot run on {device} · its instructions exist on compute capability 9.0 only · "
+                "set SPARK_MXFP4_KERNEL=triton"
+            )
+        library()
+        return pack(weights)
 
+    def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
+        """Undo `prepare`: the checkpoint's bytes, biases in bfloat16."""
+        plain = unpack(prepared, hidden, intermediate)
+        return ExpertWeights(*(p._replace(bias=None if p.bias is None else p.bias.bfloat16()) for p in plain))
 
-def moe(
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum [T, H] of the experts' outputs for bf16 `x` [T, H]; see `experts.moe`.
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum [T, H] of the experts' outputs for bf16 `x` [T, H]; see `experts.moe`.
 
-    `weights` come from `prepare`; `topk_ids` is int32 or int64 [T, k], at most 16 wide.
-    Raises ValueError for other dtypes, shapes and weights.
-    """
-    _check(x, weights, topk_ids)
-    gate_up, down = weights
-    tokens, top_k = topk_ids.shape
-    result = torch.empty_like(x)
-    if topk_ids.numel() == 0:
+        `weights` come from `prepare`; `topk_ids` is int32 or int64 [T, k], at most 16 wide.
+        Raises ValueError for other dtypes, shapes and weights.
+        """
+        _check(x, weights, topk_ids)
+        gate_up, down = weights
+        tokens, top_k = topk_ids.shape
+        result = torch.empty_like(x)
+        if topk_ids.numel() == 0:
+            return result
+        shapes = tuning.shapes(torch.cuda.get_device_name(x.device), tokens * top_k, down.weight.shape[0])
+        shares = topk_weights.to(torch.float32).contiguous()
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
+        routed.route(stream)
+        planes = gate_up.weight.shape[1] // 2
+        hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
+        output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
+        routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
+        routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
+        _checked(
+            library().spark_reduce(
+                output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
+                tokens, top_k, x.shape[1], stream,
+            )
+        )  # fmt: skip
         return result
-    shapes = tuning.shapes(torch.cuda.get_device_name(x.device), tokens * top_k, down.weight.shape[0])
-    shares = topk_weights.to(torch.float32).contiguous()
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
-    routed.route(stream)
-    planes = gate_up.weight.shape[1] // 2
-    hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
-    output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
-    routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
-    routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
-    _checked(
-        library().spark_reduce(
-            output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
-            tokens, top_k, x.shape[1], stream,
-        )
-    )  # fmt: skip
-    return result
 
 
 class Routed:
@@ -148,7 +157,9 @@ class Routed:
         """Run one grouped product with the kernel of number `shape`, from sorted planes `x` into `out`."""
         weight, _, bias = projection
         if bias is None:
-            raise ValueError("weights lack their layout · they were not prepared · pass what hopper.prepare returned")
+            raise ValueError(
+                "weights lack their layout · they were not prepared · pass what HopperKernel.prepare returned"
+            )
         gemm = _Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.tiles.data_ptr(),
             self.tile_count.data_ptr(), weight.shape[2], weight.shape[1], 0 if swiglu else out.shape[-1], self.rows,
@@ -184,20 +195,20 @@ def _compiler() -> Path | None:
     """Return nvcc, by CUDA_HOME or from PATH, as torch's extension loader will find it."""
     from torch.utils import cpp_extension  # noqa: PLC0415
 
-    homes = (cpp_extension.CUDA_HOME,) if cpp_extension.CUDA_HOME else ()
-    found = [Path(home) / "bin" / "nvcc" for home in homes if (Path(home) / "bin" / "nvcc").exists()]
+    if cpp_extension.CUDA_HOME and (nvcc := Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        return nvcc
     on_path = shutil.which("nvcc")
-    return found[0] if found else Path(on_path) if on_path else None
+    return Path(on_path) if on_path else None
 
 
 def bind(path: str) -> ctypes.CDLL:
     """Load the shared library at `path` and declare its functions."""
-    found = ctypes.CDLL(path)
-    found.spark_error.restype = ctypes.c_char_p
-    found.spark_route.argtypes = (POINTER, POINTER, INT, POINTER)
-    found.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
-    found.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
-    return found
+    loaded = ctypes.CDLL(path)
+    loaded.spark_error.restype = ctypes.c_char_p
+    loaded.spark_route.argtypes = (POINTER, POINTER, INT, POINTER)
+    loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
+    loaded.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
+    return loaded
 
 
 @cache
@@ -208,8 +219,10 @@ def tile_tokens(shape: int) -> int:
 
 def _checked(error: int) -> None:
     if error:
-        told = library().spark_error(error).decode()
-        raise RuntimeError(f"a kernel could not be started · CUDA says: {told} · run again with CUDA_LAUNCH_BLOCKING=1")
+        message = library().spark_error(error).decode()
+        raise RuntimeError(
+            f"a kernel could not be started · CUDA says: {message} · run again with CUDA_LAUNCH_BLOCKING=1"
+        )
 
 
 def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> None:
@@ -229,7 +242,6 @@ def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> N
         }
     for problem, present in problems.items():
         if present:
-            raise ValueError(f"kernel 'hopper' cannot run · {problem} · pass what hopper.prepare returned and bf16 x")
-
-
-moe.prepare = prepare  # type: ignore[attr-defined]
+            raise ValueError(
+                f"kernel 'hopper' cannot run · {problem} · pass what HopperKernel.prepare returned and bf16 x"
+            )

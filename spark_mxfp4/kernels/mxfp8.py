@@ -19,7 +19,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return elements.view(torch.float8_e4m3fn), scales
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def quantize(
     x_ptr: tl.tensor,
     elements_ptr: tl.tensor,

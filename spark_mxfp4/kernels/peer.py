@@ -15,18 +15,18 @@ from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details import layout
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, Projection
-from spark_mxfp4.kernels import measure as measuring
+from spark_mxfp4.kernels import timing
 from spark_mxfp4.kernels.check import random_weights
 
 Prepared = tuple[Any, Any, torch.Tensor]  # weights, precision with the scales, bias
 
 
-def measure(model: measuring.Model, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(model: timing.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
     """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is."""
     options.update_opt_flags_constraints({"split_k": 1})
     layers = [
         tuple(_prepared(p) for p in random_weights(model.experts, model.hidden, model.intermediate))
-        for _ in range(measuring.LAYERS)
+        for _ in range(timing.LAYERS)
     ]
     specs = FnSpecs("swiglu", triton_kernels.swiglu.swiglu_fn, ("alpha", "limit"))
     activation = FusedActivation(specs, (SWIGLU_ALPHA, SWIGLU_LIMIT), 2)
@@ -43,8 +43,8 @@ def measure(model: measuring.Model, tokens: tuple[int, ...]) -> list[dict[str, A
             hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=activation)
             matmul_ogs(hidden, w2, b2, data, scatter_indx=scatter, precision_config=p2, gammas=data.gate_scal)
 
-        rows.append(measuring.figures(model, number, hit, measuring.graph_time(once, measuring.count_of(number))))
-        measuring._say("peer", rows[-1])  # noqa: SLF001 (one module in two files)
+        rows.append(timing.figures(model, number, hit, timing.graph_time(once, timing.count_of(number))))
+        timing.print_row("peer", rows[-1])
     return rows
 
 
@@ -52,7 +52,7 @@ def _prepared(projection: Projection) -> Prepared:
     values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     factors, factor_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
     if projection.scales is None or projection.bias is None:
-        raise ValueError("the peer wants packed weights and a bias · these lack one · pass random_weights")
+        raise ValueError("the peer takes packed weights and a bias · these lack one · pass random_weights")
     scales = torch.nn.functional.pad(projection.scales, (0, -projection.scales.shape[-1] % 4))
     weight = convert_layout(wrap_torch_tensor(projection.weight.transpose(-2, -1), dtype=FP4), values, **value_options)
     scale = convert_layout(wrap_torch_tensor(scales.transpose(-2, -1)), factors, **factor_options)

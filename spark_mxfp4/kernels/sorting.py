@@ -41,7 +41,7 @@ def sort_into_blocks(
     return Blocks(pairs, experts, size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def local_expert(
     ids_ptr: tl.tensor, map_ptr: tl.tensor, pair: tl.tensor, count: tl.tensor, known: tl.tensor
 ) -> tl.tensor:
@@ -52,7 +52,7 @@ def local_expert(
     return ids
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _count(
     ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, count: tl.tensor, known: tl.tensor,
     SCAN: tl.constexpr,  # noqa: N803
@@ -65,7 +65,7 @@ def _count(
     tl.store(counts_ptr + expert, tl.sum(mine))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place(  # noqa: PLR0913, PLR0917
     ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
     count: tl.tensor, known: tl.tensor, experts: tl.tensor, blocks: tl.tensor,

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from spark_mxfp4.experts import ExpertWeights
-from spark_mxfp4.kernels import fused, gpu, hopper
+from spark_mxfp4.kernels import fused
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.gpu import GpuKernel
+from spark_mxfp4.kernels.hopper import HopperKernel
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
 from spark_mxfp4.mxfp4 import quantize_mxfp8
 
@@ -17,6 +19,7 @@ TILES = {
     "triton bf16": fused.Tiles(64, 16, 64, 4, 3),
     "triton W4A8": fused.Tiles(128, 64, 128, 4, 2, scaled=True),
 }
+HOPPER, GPU = HopperKernel("hopper"), GpuKernel()
 KERNELS = ("hopper", *TILES)
 
 
@@ -26,12 +29,12 @@ def run(kernel, x, weights, ids, shares, expert_map=None):
     del poison
     if kernel in TILES:
         return fused.moe(x, weights, ids, shares, expert_map, TILES[kernel])
-    return hopper.moe(x, hopper.prepare(weights), ids, shares, expert_map)
+    return HOPPER.run(x, HOPPER.prepare(weights), ids, shares, expert_map)
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    if request.param == "hopper" and not hopper.available(torch.device("cuda")):
+    if request.param == "hopper" and not HOPPER.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
     return request.param
 
@@ -73,7 +76,7 @@ def test_gpt_oss_120b_prefill_is_right(kernel, tokens):
 @pytest.mark.parametrize("shape", range(8))
 @pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
 def test_every_hopper_shape_is_right(shape, tokens, monkeypatch):
-    if not hopper.available(torch.device("cuda")):
+    if not HOPPER.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
     monkeypatch.setattr("spark_mxfp4.kernels.tuning.shapes", lambda *_: (shape, shape))
     weights = random_weights(8, 352, 288)
@@ -106,13 +109,13 @@ def test_where_no_expert_is_here_the_output_is_zero(kernel, tokens):
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_graph_follows_new_inputs_and_routings(kernel, tokens):
     weights = random_weights(16, 320, 224)
-    prepared = hopper.prepare(weights) if kernel == "hopper" else weights
+    prepared = HOPPER.prepare(weights) if kernel == "hopper" else weights
     x = torch.randn(tokens, 320, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, 16, 4)
 
     def layer():
         if kernel == "hopper":
-            return hopper.moe(x, prepared, ids, shares)
+            return HOPPER.run(x, prepared, ids, shares)
         return fused.moe(x, prepared, ids, shares, tiles=TILES[kernel])
 
     layer()
@@ -135,7 +138,7 @@ def test_extreme_scales_are_exact(scale):
     weights.gate_up.weight[:, ::2] = 0x11  # 0.5, so that nothing overflows before that
     x = torch.rand(9, 64, device="cuda").bfloat16() * (2.0**100 if scale < 2 else 1 / 64)  # ups are beyond their limit
     ids, shares = random_routing(9, 4, 2)
-    got = gpu.moe(x, gpu.prepare(weights), ids, shares)
+    got = GPU.run(x, GPU.prepare(weights), ids, shares)
     wanted = reference(x, weights, ids, shares)
     assert torch.isfinite(wanted).all()
     assert error(got, wanted) < BF16
@@ -159,14 +162,14 @@ def test_scale_255_makes_the_output_nan():
     weights.down.scales[1, 7, 0] = 255
     x = torch.randn(5, 64, device="cuda").bfloat16()
     ids = torch.tensor([[0], [1], [0], [1], [0]], dtype=torch.int32, device="cuda")
-    got = gpu.moe(x, gpu.prepare(weights), ids, torch.ones(5, 1, device="cuda"))
+    got = GPU.run(x, GPU.prepare(weights), ids, torch.ones(5, 1, device="cuda"))
     assert got[[1, 3], 7].isnan().all()
     assert got.isnan().sum() == 2
 
 
 def test_prepare_and_restore_give_back_every_byte():
     weights = random_weights(3, 2880, 96)
-    for got, wanted in zip(gpu.restore(gpu.prepare(weights), 2880, 96), weights, strict=True):
+    for got, wanted in zip(GPU.restore(GPU.prepare(weights), 2880, 96), weights, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 

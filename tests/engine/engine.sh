@@ -21,7 +21,7 @@ packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheu
 # Which bases a run needs: SUITE-ARCHITECTURE.
 machine=$(dpkg --print-architecture)
 bases=("bookworm-$machine")
-[ -z "${ENGINE_CUDA:-}" ] || bases+=("trixie-$machine")
+[ -z "${ENGINE_CUDA:-}${ENGINE_NGC:-}" ] || bases+=("trixie-$machine")
 [ -z "${ENGINE_ARM64:-}" ] || bases+=(trixie-arm64)
 binfmt=/proc/sys/fs/binfmt_misc
 
@@ -94,7 +94,7 @@ start() {
     ln -sf "$(command -v runc)" "$place/bin/runc"
     ln -sf "$(command -v tini)" "$place/bin/docker-init"
     ln -sf "$root"/usr/libexec/docker/cli-plugins/* "$place/config/cli-plugins/"
-    # So that the engine takes a GPU reservation: proves the wiring, not a GPU (docs/container.md).
+    # So that the engine takes a GPU reservation: proves the wiring, not a GPU (docs/concepts/images.md).
     printf '#!/bin/sh\nexit 0\n' > "$place/bin/nvidia-container-runtime-hook"
     chmod +x "$place/bin/nvidia-container-runtime-hook"
     cat > "$place/daemon.json" <<EOF
@@ -127,8 +127,10 @@ stop() {
         kill "$pid" 2> /dev/null || true
         for _ in $(seq 60); do kill -0 "$pid" 2> /dev/null || break; sleep 0.5; done
     fi
-    { grep -o " $place[^ ]*" /proc/self/mounts || true; } | tac | xargs -r umount -l
-    [ -n "${ENGINE_KEEP:-}" ] || rm -rf "$place"
+    { grep -o " ${place}[^ ]*" /proc/self/mounts || true; } | tac | xargs -r umount -l
+    # Renamed first: an engine must not start on a store of which a part is removed. Takes along what a killed stop left.
+    [ -n "${ENGINE_KEEP:-}" ] || [ ! -e "$place" ] || mv "$place" "$place.removed.$$"
+    rm -rf "$place".removed.*
     [ ! -e $binfmt/sparkforge-aarch64 ] || echo -1 > $binfmt/sparkforge-aarch64
 }
 

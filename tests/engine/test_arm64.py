@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from bench.image import wheels
-from forge import index, locks
-from sparkforge.paths import ROOT
+from sparkforge.bench.image import wheels
+from sparkforge.core.paths import ROOT
+from sparkforge.pins import index, locks
 
-BASE = re.search(r"^ARG BASE_CUDA=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 LOOK = """
 FROM toolchain AS look
 RUN echo "machine $(uname -m), $(python3 --version), $(tini --version)" \\

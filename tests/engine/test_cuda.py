@@ -8,9 +8,10 @@ import re
 
 import pytest
 
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
+from sparkforge.patching.series import Queue
 
-BASE = re.search(r"^ARG BASE_CUDA=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 IMPORTS = (
     "vllm.entrypoints.openai.api_server", "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.v1.engine.async_llm", "vllm.model_executor.models.gpt_oss",
@@ -25,9 +26,10 @@ AOT += "print('FlashInfer takes', [one.path.name for name in names for one in en
 LOOK = f"""
 FROM scratch AS sheets
 FROM audit AS look
-COPY spark_mxfp4/ /opt/sparkforge/spark_mxfp4/
-COPY validate/ /opt/sparkforge/validate/
-COPY serve/ /opt/sparkforge/serve/
+COPY sparkforge/ /opt/sparkforge/packages/sparkforge/
+COPY spark_mxfp4/ /opt/sparkforge/packages/spark_mxfp4/
+COPY validate/ /opt/sparkforge/packages/validate/
+ENV PYTHONPATH=/opt/sparkforge/packages PYTHONSAFEPATH=1 SPARKFORGE_ROOT=/opt/sparkforge
 # A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.
 RUN {{ nm -D --defined-only {STUB} | grep -v cuDriverGetVersion \\
         | sed -n 's/.* T \\(cu.*\\)/int \\1() {{ return 100; }}/p'; \\
@@ -73,9 +75,11 @@ def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built
 
 
 def test_both_queues_are_in_the_tree_and_every_file_was_hashed(built):
-    assert "vllm-0.32.0: 3 patches" in built
-    assert "flashinfer-0.7.0.post1: 3 patches" in built
-    assert int(re.search(r"(\d+) files are as their wheels and patches say", built)[1]) > 20_000
+    for name in ("vllm-0.32.0", "flashinfer-0.7.0.post1"):
+        assert f'"{name}": "{Queue.load(ROOT / "patches" / name).sha256}"' in built
+    files, wheels = re.search(r"(\d+) files are as their wheels say, (\d+) wheels are ours", built).groups()
+    assert int(files) > 20_000
+    assert wheels == "2"
 
 
 def test_extensions_of_vllm_were_compiled_and_laid_over_the_wheels(built):

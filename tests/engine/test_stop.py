@@ -1,19 +1,37 @@
 """How the embedded container ends: on SIGTERM, and when its validation fails. After the tests that need it running."""
 
+import http.client
 import json
+import os
+import signal
 import threading
 import time
-import urllib.error
 import urllib.request
 
 URL = "http://127.0.0.1:18000"
 MODEL = "tiny-gpt-oss"
 
 
+def test_a_dead_engine_ends_the_container_with_a_code_and_docker_starts_it_again(served):
+    """vLLM's API server calls it success when its engine dies; `on-failure` must see a failure."""
+    container = served.container()
+    before = served.engine.inspect(container)["RestartCount"]
+    rows = served.engine.docker("top", container, "-eo", "pid,args").splitlines()
+    (engine_core,) = [int(row.split()[0]) for row in rows if "EngineCore" in row]
+    os.kill(engine_core, signal.SIGKILL)
+    end = time.monotonic() + 300
+    while served.engine.inspect(container)["RestartCount"] == before and time.monotonic() < end:
+        time.sleep(0.5)
+    assert served.engine.inspect(container)["RestartCount"] == before + 1
+    assert "the server ended by itself; exit code 24" in served.logs()
+    served.wait_healthy()
+
+
 def test_sigterm_lets_a_running_answer_end_and_leaves_no_orphan(served):
     pid = served.state()["Pid"]
-    answer = []
+    answer, answering = [], threading.Event()
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
 
     def ask():
         request = urllib.request.Request(
@@ -21,13 +39,16 @@ def test_sigterm_lets_a_running_answer_end_and_leaves_no_orphan(served):
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                answer.append(json.loads(reply.read())["usage"]["completion_tokens"])
-        except (urllib.error.URLError, OSError, ValueError) as error:
+                for line in reply:
+                    answering.set()
+                    if line.startswith(b"data: {") and (usage := json.loads(line[6:]).get("usage")):
+                        answer.append(usage["completion_tokens"])
+        except (OSError, http.client.HTTPException, ValueError) as error:
             answer.append(repr(error))
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.5)
+    assert answering.wait(120), answer
     begun = time.monotonic()
     served.compose("stop", "vllm")
     took = time.monotonic() - begun

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.engine
 
@@ -41,18 +40,15 @@ class Checkout:
 
 
 @pytest.fixture(scope="module")
-def checkout(engine, tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def checkout(engine, tmp_path_factory, free_port):
     environment = {
         **engine.environment,
         "SPARKFORGE_STATE": str(tmp_path_factory.mktemp("state")),
         "SPARKFORGE_COMPOSE_FILES": "tests/engine/ci.yml",
         "COMPOSE_PROJECT_NAME": "sparkforge-verbs",
     }
-    checkout = Checkout(ROOT, environment, port)
-    checkout.good("build", "--engine", "docker-cpu")
+    checkout = Checkout(ROOT, environment, free_port())
+    checkout.good("build", "--engine", "docker", "--stack", "embedded")
     yield checkout
     checkout.inv("down")
     words = ["docker", "compose", "--project-name", "sparkforge-verbs", "down", "--volumes"]
@@ -80,19 +76,19 @@ def test_a_served_container_is_told_asked_and_read(served):
 
 def test_a_second_start_is_refused(served):
     done = served.inv("up", "--device", "docker-cpu", "--port", str(served.port))
-    assert done.returncode == 22, done.stderr
+    assert done.returncode == 24, done.stderr
 
 
 def test_the_image_tells_its_layers_and_what_it_holds(checkout):
-    said = checkout.good("image.inspect", "--device", "docker-cpu")
+    said = checkout.good("image.inspect", "--stack", "embedded")
     assert "platform   linux/" in said
-    assert "label      org.sparkforge.device=cpu" in said
+    assert "label      org.sparkforge.stack=embedded" in said
     assert "layer " in said
     assert "patches    vllm-0.32.0" in said
 
 
 def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
-    said = checkout.good("image.verify", "--device", "docker-cpu")
+    said = checkout.good("image.verify", "--stack", "embedded")
     assert "every lock as in this checkout" in said
     assert int(re.search(r"audited in the build: (\d+) files hashed", said)[1]) > 5_000
     other = tmp_path / "other"
@@ -103,14 +99,14 @@ def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
     with (other / "locks" / "embedded.txt").open("a") as lock:
         lock.write("# changed\n")
     environment = {key: value for key, value in checkout.environment.items() if key != "PYTHONPATH"}
-    done = Checkout(other, environment, checkout.port).inv("image.verify", "--device", "docker-cpu")
-    assert done.returncode == 68, done.stdout + done.stderr
+    done = Checkout(other, environment, checkout.port).inv("image.verify", "--stack", "embedded")
+    assert done.returncode == 12, done.stdout + done.stderr
     assert "locked set embedded" in done.stderr
 
 
 def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     assert "stopped" in served.good("down")
-    assert served.inv("status").returncode == 23
+    assert served.inv("status").returncode == 24
     listed = ["docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=sparkforge-verbs"]
     ps = subprocess.run(listed, env=served.environment, capture_output=True, text=True, check=True)
     assert ps.stdout == ""
@@ -120,7 +116,7 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     assert done.returncode == 30, done.stdout + done.stderr
     assert "FAIL model-files" in done.stderr
     assert "./inv model.fetch openai/gpt-oss-120b" in done.stderr
-    assert served.inv("status").returncode == 23
+    assert served.inv("status").returncode == 24
     ps = subprocess.run(
         [*listed, "--filter", "status=running"], env=served.environment, capture_output=True, text=True, check=True
     )
@@ -130,8 +126,9 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
 def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
     """As `docker compose up` leaves it, without `./inv`, which would stop it at the first refusal."""
     words = ["docker", "compose", "--project-name", "sparkforge-verbs"]
-    words += [f"--file={name}" for name in ("docker-compose.yml", "docker-compose.cpu.yml", "tests/engine/ci.yml")]
+    words += [f"--file={name}" for name in ("docker-compose.yml", "tests/engine/ci.yml")]
     env = {**checkout.environment, "PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}
+    env["SPARKFORGE_STACK"] = "embedded"
 
     def compose(*more):
         return subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
@@ -157,6 +154,6 @@ def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
 
 
 def test_an_engine_that_is_not_there_is_named(checkout, tmp_path):
-    done = checkout.inv("image.verify", "--device", "docker-cpu", DOCKER_HOST=f"unix://{tmp_path}/none.sock")
-    assert done.returncode == 63, done.stderr
+    done = checkout.inv("image.verify", "--stack", "embedded", DOCKER_HOST=f"unix://{tmp_path}/none.sock")
+    assert done.returncode == 62, done.stderr
     assert "next: sudo systemctl start docker" in done.stderr

@@ -1,37 +1,44 @@
-"""What several files use: the whole road, vLLM as upstream ships it and patched, a tiny checkpoint, a free port."""
+"""What several files use: the whole road, vLLM as upstream ships it and patched, and a tiny checkpoint."""
 
 import importlib.util
 import json
 import os
-import random
+import platform
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from forge import patch
-from forge.tree import record_name, store_name
-from serve import tiny
-from sparkforge.paths import ROOT
+from sparkforge import pins
+from sparkforge.core.files import write_atomic
+from sparkforge.core.paths import ROOT
+from sparkforge.models import tiny
+from sparkforge.patching import upstream, wheels
+from sparkforge.patching.series import Queue
+from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.sources import trees
 
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info", ".hypothesis"
 )
 
 
+COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|cpp|c89|c99|clang|clang\+\+|ld|as)([-.].*)?")
+
+
 @dataclass
 class Checkout:
-    """A fresh copy of the checkout and the port its server gets."""
+    """A fresh copy of the checkout, the port its server gets, and a folder of all programs but compilers."""
 
     path: Path
     port: int
+    programs: Path
 
     @property
     def url(self):
@@ -43,8 +50,12 @@ class Checkout:
 
     @property
     def environment(self):
-        ours = ("SPARKFORGE_STATE", "PYTHONPATH", "OMP_NUM_THREADS")  # set for pytest (forge/suite.py), not by a user
-        return {key: value for key, value in os.environ.items() if key not in ours}
+        ours = (
+            "SPARKFORGE_STATE",
+            "PYTHONPATH",
+            "OMP_NUM_THREADS",
+        )  # set for pytest (sparkforge/cli/suite.py), not by a user
+        return {**{key: value for key, value in os.environ.items() if key not in ours}, "PATH": str(self.programs)}
 
     def inv(self, *args):
         command = ["./inv", *args]
@@ -52,26 +63,17 @@ class Checkout:
 
 
 @pytest.fixture(scope="session")
-def free_port():
-    """Return a function: a port that nobody has, and that no outgoing connection gets before it is used."""
-    outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = range(20_000, outgoing) or range(20_000, 60_000)
-
-    def free_port():
-        while True:
-            port = random.SystemRandom().choice(ports)
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-
-    return free_port
-
-
-@pytest.fixture(scope="session")
 def fresh(tmp_path_factory, free_port):
-    path = tmp_path_factory.mktemp("fresh") / "checkout"
+    """Return a checkout in a folder with a space and a letter beyond ASCII, on a machine without a compiler."""
+    path = tmp_path_factory.mktemp("fresh") / "check out ä"
     shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
-    checkout = Checkout(path, free_port())
+    programs = path.with_name("programs")
+    programs.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            if not COMPILER.fullmatch(program.name) and not (programs / program.name).is_symlink():
+                (programs / program.name).symlink_to(program)
+    checkout = Checkout(path, free_port(), programs)
     yield checkout
     checkout.inv("down")
     shutil.rmtree(path / ".sparkforge", ignore_errors=True)  # gigabytes
@@ -125,15 +127,39 @@ def link_or_copy(source, target):
 
 @pytest.fixture(scope="session")
 def vllm_trees(tmp_path_factory):
-    """Copies of the installed vLLM: `upstream`, made by reversing for it may be patched already, and `patched`."""
+    """Copies of the installed vLLM: `patched`, as its wheel has it, and `upstream`, as upstream's has it."""
     installed = Path(importlib.util.find_spec("vllm").origin).parent.parent
-    record, store = record_name("vllm"), store_name("vllm")
-    made = SimpleNamespace(upstream=tmp_path_factory.mktemp("upstream"), patched=tmp_path_factory.mktemp("patched"))
-    for tree in (made.upstream, made.patched):
+    copies = SimpleNamespace(upstream=tmp_path_factory.mktemp("upstream"), patched=tmp_path_factory.mktemp("patched"))
+    for tree in (copies.upstream, copies.patched):
         shutil.copytree(installed / "vllm", tree / "vllm", copy_function=link_or_copy)
-        if (installed / record).exists():
-            shutil.copy2(installed / record, tree / record)
-            shutil.copytree(installed / store, tree / store)
-        patch.reverse(tree)
-    patch.apply(made.patched, patch.Queue.load(ROOT / "patches" / "vllm-0.32.0"))
-    return made
+    component = pins.load().component("embedded", "vllm")
+    queue = Queue.load(ROOT / "patches" / component.patches)
+    wheel = wheels.fetch_upstream(component, choose_pinned(component, TargetMachine(platform.machine())).filename)
+    for path, content in upstream.members(wheel, None, set(queue.paths)).items():
+        write_atomic(copies.upstream / path, content)  # renamed: the installed file keeps its bytes
+        for compiled in (copies.upstream / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
+            compiled.unlink()
+    return copies
+
+
+@pytest.fixture(scope="session")
+def next_trees(tmp_path_factory):
+    """vLLM's Python of the stack spark-next, from its source archive: `upstream`, and `patched` by its queue.
+
+    There is no CPU build of it. Its Python runs on the test environment's torch with VLLM_TARGET_DEVICE=cpu, which is
+    upstream's own way to take the CPU's platform without compiled extensions.
+    """
+    component = pins.load().component("spark-next", "vllm")
+    (filename,) = component.files
+    trees.unpack_archive(component, filename)
+    source, queue = trees.tree_folder(component, filename), Queue.load(ROOT / "patches" / component.patches)
+    unpacked = SimpleNamespace(upstream=tmp_path_factory.mktemp("upstream"), patched=tmp_path_factory.mktemp("patched"))
+    for tree in (unpacked.upstream, unpacked.patched):
+        for name in ("vllm", "vllm.egg-info"):
+            shutil.copytree(source / name, tree / name, copy_function=link_or_copy)
+    for change in (change for applied in queue.patches for change in applied.changes):
+        file = unpacked.patched / change.path
+        content = change.apply(file.read_bytes())
+        file.unlink()  # a hard link
+        file.write_bytes(content)
+    return unpacked

@@ -69,6 +69,3 @@ def faulty(x, weights, topk_ids, topk_weights, expert_map=None):
         x = through_mxfp8(x, off)
         experts.swiglu = lambda gate_up: through_mxfp8(swiglu(gate_up), off)
     return moe(x, weights, topk_ids, topk_weights, expert_map)
-
-
-faulty.cuda_graphs = False

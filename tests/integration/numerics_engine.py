@@ -27,7 +27,7 @@ GENERATED = 16
 # name of the run → model dtype, mode, kernel, whether torch.compile traces the model
 ENGINES = {
     "float32": ("float32", "packed", "torch", False),
-    "float32 dequant padded": ("float32", "dequant", "numerics_kernels:padded", False),
+    "float32 dequant padded": ("float32", "dequant", "numerics_kernels:Padded", False),
     "bfloat16": ("bfloat16", "packed", "torch", False),
     "float32 traced": ("float32", "packed", "torch", True),
 }

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from forge import cubins, elf, sass, toolchain
-from forge.audit import audit
-from forge.audit_rules import load
-from forge.cubins import Tools
-from sparkforge.process import run
+from sparkforge.audit import cubins, elf, sass
+from sparkforge.audit.cubins import Tools
+from sparkforge.audit.report import audit_files
+from sparkforge.audit.rules import load
+from sparkforge.compile import toolchain
+from sparkforge.core.process import run
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
 UNITS = Path(__file__).with_name("fp4_units.cu")
@@ -71,7 +72,7 @@ def rules_of(report):
 @pytest.mark.parametrize("code", [NATIVE, FAMILY, FAMILY_120], ids="-".join)
 @pytest.mark.parametrize("name", ["one.cubin", "fp4_one.o", "fp4_one.so"])
 def test_hardware_fp4_passes(build, tools, code, name):
-    report = audit([build(name, code, *BOTH)], tools=tools)
+    report = audit_files([build(name, code, *BOTH)], tools=lambda: tools)
     report.require_clean()
     (row,) = report.coverage
     assert (row.target, row.loads, row.kernels, row.fp4, row.block_scaled) == (code[1], True, 3, 2, 1)
@@ -79,52 +80,54 @@ def test_hardware_fp4_passes(build, tools, code, name):
 
 
 def test_architecture_without_suffix(build, tools):
-    found = rules_of(audit([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=tools))
+    found = rules_of(audit_files([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=lambda: tools))
     assert found == {"arch-suffix": 2}  # the file, and the conversion in it
 
 
 def test_software_under_the_right_label(build, tools):
     path = build("one.cubin", MISLABELLED, "-DWITH_CONVERSION")
-    report = audit([path], tools=tools)
+    report = audit_files([path], tools=lambda: tools)
     assert report.coverage[0].target == "sm_121a"  # the label is right
     assert rules_of(report) == {"software-fp4": 1}
     assert "compute_121 assembled as sm_121a" in report.violations[0].detail
 
 
 def test_trap_stubs(build, tools):
-    report = audit([build("one.o", MISLABELLED, "-DWITH_GEMM")], tools=tools)
+    report = audit_files([build("one.o", MISLABELLED, "-DWITH_GEMM")], tools=lambda: tools)
     assert rules_of(report) == {"trap-stub": 1, "trap-string": 1}
     assert report.coverage[0].stubs == 1
 
 
 def test_software_emulated_conversion_in_a_unit_that_only_its_name_gives_away(build, tools):
     flags = "-DWITH_CONVERSION", "-Dcvt_fp32_to_fp4=quantise"
-    assert rules_of(audit([build("nvfp4_quantise.o", MISLABELLED, *flags)], tools=tools)) == {"software-fp4": 1}
-    assert not rules_of(audit([build("nvfp4_quantise.o", NATIVE, *flags)], tools=tools))
+    assert rules_of(audit_files([build("nvfp4_quantise.o", MISLABELLED, *flags)], tools=lambda: tools)) == {
+        "software-fp4": 1
+    }
+    assert not rules_of(audit_files([build("nvfp4_quantise.o", NATIVE, *flags)], tools=lambda: tools))
 
 
 def test_wrong_architecture_is_no_support(build, tools):
-    report = audit([build("one.so", HOPPER)], tools=tools)
+    report = audit_files([build("one.so", HOPPER)], tools=lambda: tools)
     assert rules_of(report) == {"wrong-arch": 1}
     assert not report.coverage[0].loads
 
 
 def test_two_targets_in_one_file_are_listed_apart(build, tools):
     extra = "-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_120,code=compute_120"
-    report = audit([build("one.so", NATIVE, *extra)], tools=tools)
+    report = audit_files([build("one.so", NATIVE, *extra)], tools=lambda: tools)
     assert [(row.target, row.loads) for row in report.coverage] == [("sm_121a", True), ("sm_90a", False)]
     assert report.binaries[0].host.ptx == ("compute_120",)
 
 
 def test_swapped_and_missing_modules(build, tools, tmp_path):
     other = build("cached_ops/sampling/sampling.so", NATIVE)
-    assert rules_of(audit([tmp_path], modules=["fused_moe_120"], tools=tools)) == {"missing-module": 1}
+    assert rules_of(audit_files([tmp_path], modules=["fused_moe_120"], tools=lambda: tools)) == {"missing-module": 1}
     place = tmp_path / "cached_ops/fused_moe_120/fused_moe_120.so"
     place.parent.mkdir()
     shutil.copyfile(other, place)
-    assert rules_of(audit([place], modules=["fused_moe_120"], tools=tools)) == {"swapped-library": 1}
+    assert rules_of(audit_files([place], modules=["fused_moe_120"], tools=lambda: tools)) == {"swapped-library": 1}
     shutil.copyfile(other, place.parent / "page.so")
-    assert rules_of(audit([place.parent / "page.so"], tools=tools)) == {"swapped-library": 1}
+    assert rules_of(audit_files([place.parent / "page.so"], tools=lambda: tools)) == {"swapped-library": 1}
 
 
 @pytest.mark.parametrize("name", ["one.cubin", "one.o", "one.so"])
@@ -132,7 +135,7 @@ def test_swapped_and_missing_modules(build, tools, tmp_path):
 def test_truncated_file(build, tools, name, share):
     path = build(name, NATIVE, *BOTH)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
+    assert rules_of(audit_files([path], tools=lambda: tools)) == {"damaged": 1}
 
 
 @pytest.mark.parametrize("mode", ["none", "size"])
@@ -146,7 +149,7 @@ def test_truncated_fatbin_in_a_whole_library(build, tools, mode):
     size = int.from_bytes(data[at : at + 8], "little")
     data[at : at + 8] = (size + 4096).to_bytes(8, "little")
     path.write_bytes(data)
-    assert rules_of(audit([path], tools=tools)) == {"damaged": 1}
+    assert rules_of(audit_files([path], tools=lambda: tools)) == {"damaged": 1}
 
 
 def test_what_nvdisasm_cannot_read_is_the_damage_of_its_own_file(build, tools):
@@ -155,7 +158,7 @@ def test_what_nvdisasm_cannot_read_is_the_damage_of_its_own_file(build, tools):
     at = next(at for name, (at, _) in elf.code(bytes(data)).sections.items() if name.startswith(".text."))
     data[at : at + sass.WIDTH] = b"\xff" * sass.WIDTH
     bad.write_bytes(data)
-    report = audit([good, bad], tools=tools)
+    report = audit_files([good, bad], tools=lambda: tools)
     assert [(one.rule, Path(one.file).name) for one in report.violations] == [("damaged", "bad.cubin")]
     assert [(Path(row.file).name, row.fp4) for row in report.coverage] == [("good.cubin", 2)]
 
@@ -166,9 +169,9 @@ def test_cubins_are_read_as_cuobjdump_unpacks_them(build, tools, mode, packing, 
     path = build("one.so", NATIVE, *BOTH, *extra, f"--compress-mode={mode}")
     with elf.opened(path) as opened:
         packings = [one.packing for one in elf.entries(opened) if one.kind == elf.KIND_CUBIN]
-    ours = audit([path], tools=replace(tools, cuobjdump=path.parent / "none"))
+    ours = audit_files([path], tools=lambda: replace(tools, cuobjdump=path.parent / "none"))
     monkeypatch.setattr(cubins, "READABLE", ())
-    theirs = audit([path], tools=tools)
+    theirs = audit_files([path], tools=lambda: tools)
     assert packings == [packing] * 6  # for each target ours, and the empty one that nvcc links into a library
     assert not ours.violations
     assert ours.coverage == theirs.coverage

@@ -7,7 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from bench import schema
+from sparkforge.bench import schema
+from sparkforge.core.errors import BenchmarkError
 
 pytestmark = pytest.mark.integration
 SHAPE = ["--isl", "32", "--osl", "8", "--warmups", "1", "--num-prompts", "4"]
@@ -56,7 +57,7 @@ def test_gate_load_report_and_post(up, board, tmp_path):
     assert (m.completed, m.total_input_tokens, m.total_output_tokens) == (4, 4 * 32, 4 * 8)
     assert {check.name for check in result.checks} >= {"the server's own counter agrees"}
     assert result.server.version.startswith("0.32.0")
-    assert set(result.server.startup_seconds) == {"environment", "patches", "model", "validation", "server"}
+    assert set(result.server.startup_seconds) == {"environment", "model", "validation", "server"}
     assert result.server.memory_bytes["pss"] > 1e9
     assert {finding["status"] for finding in result.server.findings} == {"pass"}
     assert "Validator" in (place / "report.html").read_text()
@@ -75,7 +76,7 @@ def test_vllms_own_client_goes_through_the_same_judge(up, tmp_path):
 
 
 def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
-    table = up.path / "bench" / "baselines.toml"
+    table = up.path / "sparkforge" / "bench" / "baselines.toml"
     text = table.read_text()
     try:
         row = r'(model = "tiny-gpt-oss"\ntext = "persuasion-24"\nat_most = { bits_per_byte = )[0-9.]+'
@@ -85,6 +86,6 @@ def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
         done = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--client", "own", "--output", str(tmp_path))
     finally:
         table.write_text(text)
-    assert done.returncode == 70, done.stderr
+    assert done.returncode == BenchmarkError.exit_code, done.stderr
     assert re.search(r"bits_per_byte is 1\.\d+ and must be ≤ 1\.0000: off by 0\.", done.stderr), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["accuracy.json"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
-from bench import baselines, leaderboard, report, schema
-from bench.leaderboard import Row
+from sparkforge.bench import baselines, leaderboard, report, schema
+from sparkforge.bench.leaderboard import TeamResult
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("chromium")]
 SAMPLE = Path(__file__).parents[1] / "unit" / "bench" / "sample.json"  # the embedded model, measured
@@ -111,8 +111,8 @@ def pages(tmp_path_factory):
     bad = {**shaped(sample, 32, 1).model_dump(), "passed": False, "metrics": None, "requests": [], "checks": [lie]}
     results.append(schema.Result.model_validate(bad))
     report.write(folder / "report.html", results, baselines.load())
-    rows = [Row(team, result) for team in ("A & B", "C") for result in results[:3]]
-    (folder / "board.html").write_text(leaderboard.build(rows, ["x.json: no result"], "Leaderboard"))
+    rows = [TeamResult(team, result) for team in ("A & B", "C") for result in results[:3]]
+    (folder / "board.html").write_text(leaderboard.render(rows, ["x.json: no result"], "Leaderboard"))
     return folder
 
 
@@ -123,7 +123,7 @@ def shaped(sample, conc, factor):
     told["metrics"]["e2el_ms"] = {"mean": 2000 * factor, "median": 2000 * factor, "p99": 2600 * factor}
     told["metrics"]["interactivity"] = 60 / factor
     result = schema.Result.model_validate(told)
-    cited = baselines.ratios(result.metrics, (1024, 1024, conc), baselines.load().figures)
+    cited = baselines.compute_ratios(result.metrics, (1024, 1024, conc), baselines.load().figures)
     return result.model_copy(update={"ratios": cited})
 
 

@@ -1,21 +1,21 @@
-"""What happens to FP4 code without the suffix, in every way it happens. docs/troubleshooting.md shows the same."""
+"""What happens to FP4 code without the suffix, in each of three ways: docs/guide/troubleshooting.md."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from forge import toolchain
-from forge.audit import audit
-from forge.cubins import Tools
-from forge.diagnosis import explained
-from sparkforge.errors import AuditError, CommandError
-from sparkforge.paths import ROOT
-from sparkforge.process import run
+from sparkforge.audit.cubins import Tools
+from sparkforge.audit.report import audit_files
+from sparkforge.compile import toolchain
+from sparkforge.compile.diagnosis import explained
+from sparkforge.core.errors import AuditError, ProcessError
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
 UNITS = Path(__file__).with_name("fp4_units.cu")
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
 OLD, NEW = "Instruction 'cvt with .e2m1x2' not supported", "Feature 'cvt.e2m1x2.f32' not supported"
 
 
@@ -48,7 +48,9 @@ def newer_ptxas():
 def test_ptxas_refuses_inline_ptx_and_our_error_says_why(home, tmp_path, which, wording):
     ptxas = home / "bin/ptxas" if which == "13.0" else newer_ptxas()
     source = ptx(home, tmp_path, "sm_121")
-    with pytest.raises(CommandError, match=r"not supported on \.target 'sm_121'") as caught:
+    with pytest.raises(
+        ProcessError, match=r"not supported on \.target 'sm_121'", check=lambda error: error.code == "process.failed"
+    ) as caught:
         run([ptxas, "-arch", "sm_121", source, "-o", tmp_path / "x.cubin"])
     assert wording in caught.value.why
     assert wording in PAGE.read_text(encoding="utf-8")
@@ -58,7 +60,7 @@ def test_ptxas_refuses_inline_ptx_and_our_error_says_why(home, tmp_path, which, 
 
 
 def test_nvcc_refuses_it_too(home, tmp_path):
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises(ProcessError, check=lambda error: error.code == "process.failed") as caught:
         nvcc(home, tmp_path / "x.cubin", ("compute_121", "sm_121a"), "-DWITH_INLINE_PTX")
     assert "without the a suffix" in explained(caught.value).why
 
@@ -82,7 +84,7 @@ def test_silent_failures_compile_and_the_audit_refuses_them(home, tmp_path, flag
     done = nvcc(home, path, ("compute_121", "sm_121a"), flag)
     assert "error" not in done.stderr  # silent: that is the failure
     with pytest.raises(AuditError, match=rule) as caught:
-        audit([path], tools=tools).require_clean()
+        audit_files([path], tools=lambda: tools).require_clean()
     assert "compute_121a,code=sm_121a" in caught.value.fix
     nvcc(home, path, ("compute_121a", "sm_121a"), flag)
-    audit([path], tools=tools).require_clean()
+    audit_files([path], tools=lambda: tools).require_clean()

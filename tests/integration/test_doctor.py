@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from serve import embedded, failure, launch
-from sparkforge.errors import ProblemsFoundError, StartFailedError
-from sparkforge.paths import ROOT
+from sparkforge.core.errors import RefusalError, ServerError
+from sparkforge.core.paths import ROOT
+from sparkforge.serve import embedded, failure, launch
 
 pytestmark = pytest.mark.integration
 
@@ -21,12 +21,15 @@ def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch,
     made = embedded.describe(python, model, model.name, free_port())
     environment = {name: value for name, value in made.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
     command = (*made.command, "--kv-cache-memory-bytes", str(1 << 20))
-    with pytest.raises(StartFailedError, match="inv doctor"), failure.remembered():
+    with (
+        pytest.raises(ServerError, match="inv doctor", check=lambda error: error.code == "server.start"),
+        failure.remembered(),
+    ):
         launch.start(dataclasses.replace(made, command=command, environment=environment), lambda _: None)
 
     words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
     told = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    assert told.returncode == ProblemsFoundError.exit_code, told.stderr
+    assert told.returncode == RefusalError.exit_code, told.stderr
     found = json.loads(told.stdout)["problems"]
     assert [problem["id"] for problem in found] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
     assert "4096" in found[0]["places"][0]["text"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from spark_mxfp4 import hf
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
 # Lengths below and above the sliding window of 128 tokens.

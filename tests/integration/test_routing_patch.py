@@ -1,4 +1,4 @@
-"""The three patches for vLLM 0.32.0, proven by vLLM's own code: each asked in a pristine and in a patched tree."""
+"""The patches for vLLM, proven by vLLM's own code, of each stack: each asked in a pristine and in a patched tree."""
 
 import json
 import sys
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.process import run
+from sparkforge.core.process import run
+from sparkforge.upstream import experts
 
 pytestmark = pytest.mark.integration
 
@@ -15,14 +16,19 @@ FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 STAYS_OFF = f"stays off the FP4 tensor cores of compute capability 12.x: '{FP4}' cannot be used since "
 
 
-@pytest.fixture(scope="module")
-def pristine(vllm_trees):
-    return vllm_trees.upstream
+@pytest.fixture(scope="module", params=["vllm_trees", "next_trees"])
+def trees(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
-def patched(vllm_trees):
-    return vllm_trees.patched
+def pristine(trees):
+    return trees.upstream
+
+
+@pytest.fixture(scope="module")
+def patched(trees):
+    return trees.patched
 
 
 def ask(tree, program, *words, question=None):
@@ -71,9 +77,9 @@ FALLS_BACK = {
 
 def selections(tree):
     cases = [{"capability": c, "flashinfer": f, "config": config} for c, f, config in CASES.values()]
-    answers = ask(tree, "mxfp4_selection.py", question=cases)
-    assert {answer["source"] for answer in answers} == {str(tree / "vllm")}
-    return dict(zip(CASES, answers, strict=True))
+    answer = ask(tree, experts.PROGRAM, question={"cases": cases})
+    assert answer["source"] == str(tree / "vllm")
+    return dict(zip(CASES, answer["selections"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +104,7 @@ def test_patched_vllm_picks_hardware_fp4_on_12x(after, case):
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - CHANGED - FALLS_BACK.keys()))
 def test_everything_else_is_chosen_as_before(before, after, case):
-    assert after[case] == before[case] | {"source": after[case]["source"]}
+    assert after[case] == before[case]
     assert case == "spark afp8" or after[case]["backend"] != FP4
 
 

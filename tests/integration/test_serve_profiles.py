@@ -1,18 +1,23 @@
-"""vLLM's own parser takes every flag of every serve profile, and makes of it what the profile says."""
+"""The parser of each stack's own vLLM takes each flag of each serve profile, and makes of it what it says."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from serve import profiles
+from sparkforge import pins
+from sparkforge.serve import profiles
+from validate.facts import deep_child
 
 pytestmark = pytest.mark.integration
 PROGRAM = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+import json, runpy, sys
+from vllm import __version__ as version
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = make_arg_parser(FlexibleArgumentParser())
-told = {}
+parser = runpy.run_path(sys.argv[2])["server_options"]().make_arg_parser(FlexibleArgumentParser())
+told = {"version": version}
 for name, words in json.loads(sys.argv[1]).items():
     made = parser.parse_args(["--model", "/x", *words])
     quantised = made.quantization_config
@@ -25,15 +30,18 @@ print("TOLD" + json.dumps(told))
 """
 
 
-@pytest.fixture(scope="module")
-def parsed():
-    import subprocess
-    import sys
-
-    words = json.dumps({name: profile.words() for name, profile in profiles.load().items()})
-    done = subprocess.run([sys.executable, "-c", PROGRAM, words], capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module", params=["spark", "spark-next"])
+def parsed(request):
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
+    if request.param == "spark-next":  # the other stack's version is the installed one
+        environment["PYTHONPATH"] = str(request.getfixturevalue("next_trees").upstream)
+    words = json.dumps({name: profile.arguments() for name, profile in profiles.load(stack=request.param).items()})
+    command = [sys.executable, "-P", "-c", PROGRAM, words, deep_child.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.partition("TOLD")[2])
+    told = json.loads(done.stdout.partition("TOLD")[2])
+    assert told["version"].partition("+")[0] == pins.load().component(request.param, "vllm").version
+    return told
 
 
 @pytest.mark.parametrize("name", ["safe", "fast", "long-context"])

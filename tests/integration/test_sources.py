@@ -1,5 +1,6 @@
 """The sources of both stacks as the package index has them: unpacked, judged, patched, followed back to their pins."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from forge import archive, bundle, fetch, hidden, manifest, offline, patch, pins, provenance, sources
-from forge.patch import Queue
-from forge.wheels import Pick
-from sparkforge import paths
-from sparkforge.errors import PinError
+from sparkforge import pins
+from sparkforge.core import manifest, paths
+from sparkforge.core.errors import InputError
+from sparkforge.patching import provenance
+from sparkforge.patching.series import Queue
+from sparkforge.pins.wheels import Pick
+from sparkforge.sources import archive, bundle, fetch, hidden, offline, trees
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +32,7 @@ def state(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(state):
-    return {stack: sources.bring(stack, git=False) for stack in ("spark", "ngc-25.12")}
+    return {stack: trees.fetch_sources(stack, git=False) for stack in ("spark", "ngc-25.12")}
 
 
 # name → (needed by gpt-oss on compute capability 12.1, the variable that takes a copy), as read in vLLM 0.32.0's files
@@ -54,7 +57,7 @@ HIDDEN = {
 
 def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
     pinned = pins.load().stacks["spark"].git.values()
-    declared = manifest.load(sources.unpacked("spark")[0][1]).facts["declared"]
+    declared = manifest.load(trees.list_trees("spark")[0][1]).facts["declared"]
     assert {one["name"]: one["override"] for one in declared} == {
         name: variable for name, (_, variable) in HIDDEN.items()
     }
@@ -65,24 +68,24 @@ def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
 
 def test_every_source_is_there_and_a_second_run_reads_nothing_anew(found):
     for stack, brought in found.items():
-        files = [one for one in brought if one.place]
+        files = [one for one in brought if one.path]
         assert files
-        again = sources.bring(stack, git=False)
-        assert [one.state for one in again if one.place] == [
+        again = trees.fetch_sources(stack, git=False)
+        assert [one.state for one in again if one.path] == [
             "file" if one.state == "file" else "unchanged" for one in files
         ]
 
 
 def test_the_trees_are_what_their_listings_say(found):
     for stack in found:
-        for _, place in sources.unpacked(stack):
+        for _, place in trees.list_trees(stack):
             check = ["sha256sum", "--check", "--quiet", "--strict", f"../{place.name}.sha256"]
             assert subprocess.run(check, cwd=place, check=False).returncode == 0
             assert archive.tree_sha256(archive.read_listing(place)) == manifest.load(place).outputs["listing"]
 
 
 def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
-    place = dict(sources.unpacked("spark"))["flashinfer"]
+    place = dict(trees.list_trees("spark"))["flashinfer"]
     component = pins.load().component("spark", "flashinfer")
     (wheel,) = (fetch.cached(name, sha) for name, sha in component.files.items() if name.endswith(".whl"))
     listing = archive.read_listing(place)
@@ -103,11 +106,11 @@ def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
 
 
 def sha_of(data):
-    return bundle.Entry.of("", data).sha256
+    return bundle.BundleMember.of("", data).sha256
 
 
 def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
-    place = sources.unpacked("spark")[0][1]
+    place = trees.list_trees("spark")[0][1]
     pinned = pins.load().stacks["spark"].git
     for file in (place / "cmake").rglob("*.cmake"):
         (tmp_path / file.relative_to(place)).parent.mkdir(parents=True, exist_ok=True)
@@ -118,29 +121,35 @@ def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
     hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
     main = tmp_path / "CMakeLists.txt"
     main.write_text(main.read_text().replace('"v4.7.1"', '"v4.8.0"'))
-    with pytest.raises(PinError, match=r"cutlass v4.8.0 .* is pinned as cutlass at v4.7.1"):
+    with pytest.raises(
+        InputError,
+        match=r"cutlass v4.8.0 .* is pinned as cutlass at v4.7.1",
+        check=lambda error: error.code == "input.pins",
+    ):
         hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
     shutil.copy(place / "CMakeLists.txt", main)
     (tmp_path / "cmake/external_projects/newcomer.cmake").write_text(
         "FetchContent_Declare(newcomer GIT_REPOSITORY https://example.org/n.git GIT_TAG 1)"
     )
-    with pytest.raises(PinError, match=r"newcomer 1 from https://example.org/n.git .* is not in pins.toml"):
+    with pytest.raises(
+        InputError,
+        match=r"newcomer 1 from https://example.org/n.git .* is not in pins.toml",
+        check=lambda error: error.code == "input.pins",
+    ):
         hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
 
 
-def test_a_file_that_the_real_queue_patches_is_followed_to_the_sdist(found):
+def test_a_file_of_the_sdist_and_one_of_the_patched_wheel_are_followed_to_their_pins(found):
     component = pins.load().component("spark", "vllm")
-    place = sources.unpacked("spark")[0][1]
+    place = trees.list_trees("spark")[0][1]
+    embedded = pins.load().component("embedded", "vllm")
     queue = Queue.load(paths.ROOT / "patches" / component.patches)
-    patch.apply(place, queue)
-    try:
-        for path in queue.paths:
-            chain = provenance.provenance(place / path)
-            assert chain[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
-            assert {link.sha256 for link in chain} & {one.sha256 for one in queue.patches}
-        assert next(one.state for one in sources.bring("spark", git=False)) == "unchanged"
-    finally:
-        patch.reverse(place)
+    site_packages = Path(importlib.util.find_spec("vllm").origin).parent.parent
+    for path in queue.paths:
+        assert provenance.provenance(place / path)[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
+        chain = provenance.provenance(site_packages / path)
+        assert chain[-1].sha256 in embedded.files.values()
+        assert {link.sha256 for link in chain} & {patch.sha256 for patch in queue.patches}
 
 
 def test_pip_and_uv_install_from_a_bundles_index_and_from_nothing_else(tmp_path, monkeypatch):
@@ -155,16 +164,19 @@ def test_pip_and_uv_install_from_a_bundles_index_and_from_nothing_else(tmp_path,
         )
         out.writestr("tiny_thing-1+cpu.dist-info/RECORD", "")
     pick = Pick("Tiny.Thing", filename, fetch.sha256_file(tmp_path / filename))
-    pages = [bundle.Entry.of(path, text.encode()) for path, text in bundle.index_pages([pick]).items()]
+    pages = [bundle.BundleMember.of(path, text.encode()) for path, text in bundle.index_pages([pick]).items()]
     bundle.write(
-        tmp_path / "b.tar", [bundle.Entry.of(f"files/{pick.sha256}/{filename}", tmp_path / filename), *pages], [], {}
+        tmp_path / "b.tar",
+        [bundle.BundleMember.of(f"files/{pick.sha256}/{filename}", tmp_path / filename), *pages],
+        [],
+        {},
     )
     bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
     offline.use(tmp_path / "out")
     lock = tmp_path / "lock.txt"
     lock.write_text(f"tiny-thing==1+cpu --hash=sha256:{pick.sha256}\n")
     words = ["--quiet", "--require-hashes", "--no-deps", "-r", str(lock), "--target"]
-    from forge.locks import uv_environment
+    from sparkforge.pins.locks import uv_environment
 
     for program, env in (("pip", {}), ("uv pip", uv_environment())):
         target = tmp_path / program.replace(" ", "-")
@@ -184,6 +196,6 @@ def run(command, env):
 
 
 def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(found):
-    value = json.loads(manifest.beside(sources.unpacked("spark")[0][1]).read_text())
+    value = json.loads(manifest.beside(trees.list_trees("spark")[0][1]).read_text())
     assert set(value) == {"schema", "stage", "inputs", "outputs", "tools", "facts", "seconds"}
     assert value["inputs"]["vllm-0.32.0.tar.gz"] == pins.load().component("spark", "vllm").files["vllm-0.32.0.tar.gz"]

@@ -5,21 +5,23 @@ import sys
 
 import pytest
 
-from forge import locks
-from sparkforge.process import run
+from sparkforge.core.process import run
+from sparkforge.pins import locks
 
 pytestmark = pytest.mark.integration
 
 
 def resolve(text, place):
     (place / "lock.txt").write_text(text)
-    words = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", place / "tree", *locks.AARCH64]
+    words = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", place / "tree"]
+    words += locks.load().targets["aarch64"]
     words += ["--no-deps", "--require-hashes", "-r", place / "lock.txt"]
     return run(words, env=locks.uv_environment(), check=False)
 
 
-def test_the_whole_aarch64_runtime_resolves(tmp_path):
-    text = locks.lock_path("spark").read_text(encoding="utf-8")
+@pytest.mark.parametrize("stack", ["spark", "spark-next"])
+def test_the_whole_aarch64_runtime_resolves(tmp_path, stack):
+    text = locks.lock_path(stack).read_text(encoding="utf-8")
     locked = re.findall(r"^[A-Za-z0-9._-]+(?:\[.*\])?==", text, re.MULTILINE)
     told = resolve(text, tmp_path)
     assert told.returncode == 0, told.stderr

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import baselines, gate
-from bench.endpoint import Endpoint
-from serve import client, embedded
-from serve.settings import TINY_ID
-from serve.tiny import write_tiny
-from sparkforge.paths import ROOT
-from sparkforge.process import spawn, started_at, terminate_session
+from sparkforge.bench import baselines, gate
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.models.tiny import write_tiny
+from sparkforge.serve import client, embedded
+from sparkforge.serve.settings import TINY_ID
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent

@@ -5,13 +5,15 @@ import shutil
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
 
-from forge import jobs, memory, toolchain
-from forge.jobs import Unit
-from forge.peaks import Cost, Peaks
+from sparkforge.compile import jobs, toolchain
+from sparkforge.compile.jobs import Unit
+from sparkforge.compile.peaks import Cost, Peaks
+from sparkforge.core import memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
 KERNEL = """
@@ -64,7 +66,7 @@ def build(chain, sources, folder, watch=lambda *_: None, cores=2):
     peaks = Peaks("nvcc of the test")
     peaks.learnt = {unit.name: Cost(10**9, 1.0) for unit in units}
     machine = memory.Machine(memory.measure().available, cores)
-    made = jobs.plan([unit.name for unit in units], peaks, machine)
+    made = jobs.make_schedule([unit.name for unit in units], peaks, machine)
     return jobs.run(units, made, peaks, env=chain.environment(), logs=folder / "logs", watch=watch)
 
 
@@ -95,8 +97,9 @@ def kill_first_cicc(killed):
     while not killed.is_set():
         for process in psutil.process_iter(["name", "cmdline"]):
             if process.info["name"] == "cicc" and any("sort.cu" in word for word in process.info["cmdline"] or ()):
-                process.kill()
-                killed.set()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    killed.set()
         time.sleep(0.005)
 
 

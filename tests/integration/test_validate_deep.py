@@ -5,17 +5,23 @@ CUDA), then answers "CUDA, 12.1"; a made-up FlashInfer has the names that vLLM l
 selector are vLLM's own.
 """
 
+import json
 import os
 
 import pytest
 
-from validate import Options, deep, numerics
+from sparkforge import pins
+from sparkforge.core.paths import ROOT
+from validate import Options, Verdict, rehearse
 from validate.checks import CHECKS
-from validate.finding import Status, evaluate
-from validate.scene import Scene
+from validate.checks.finding import Status, evaluate
+from validate.facts import deep, numerics
+from validate.facts.fact import Fact
+from validate.facts.target import Target
 
 pytestmark = pytest.mark.integration
 
+SHEET = ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json"
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
@@ -70,7 +76,7 @@ def told(model, *path, args=()):
     env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     env |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
     options = Options(model=model, serve_args=("--dtype", "bfloat16", *args), environ=env)
-    return deep.gather(Scene(options, "spark"))
+    return deep.gather(Target(options, "spark"))
 
 
 def test_cpu_is_told_as_it_is(model, trees):
@@ -82,6 +88,7 @@ def test_cpu_is_told_as_it_is(model, trees):
     assert "the patch is not applied" in facts["deep.is_blackwell_class"].error
 
 
+@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
 @pytest.mark.parametrize(
     ("tree", "args", "backend"),
     [
@@ -91,13 +98,40 @@ def test_cpu_is_told_as_it_is(model, trees):
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )
-def test_moe_backend_on_a_claimed_gb10(model, trees, claim, tree, args, backend):
-    facts = told(model, trees[tree], claim, args=args)
+def test_moe_backend_on_a_claimed_gb10(request, model, release, claim, tree, args, backend):
+    facts = told(model, vars(request.getfixturevalue(release))[tree], claim, args=args)
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
     assert facts["deep.moe_backend"].value == backend
     # Asked before the configuration stands, the plugin is still the CPU's platform: the method is there, and says no.
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
+
+
+def sheet_of(stack):
+    """The recorded sheet of a GB10, with the versions of another stack in place of the default one's."""
+    text, table = SHEET.read_text(encoding="utf-8"), pins.load()
+    for name, component in table.stack(stack).components.items():
+        text = text.replace(f'"{table.component("spark", name).version}', f'"{component.version}')
+    facts = json.loads(text)["facts"]
+    return {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in facts.items()}
+
+
+@pytest.mark.parametrize(
+    ("tree", "verdict", "evidence"),
+    [
+        ("upstream", Verdict.REFUSE, "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4),
+        ("patched", Verdict.SERVE, f"vLLM selects {FP4}"),
+    ],
+)
+def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(model, next_trees, claim, tree, verdict, evidence):
+    """The sheet of spark-next, with what this vLLM answers in place of what is recorded."""
+    answers = told(model, vars(next_trees)[tree], claim)
+    chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
+    report = rehearse("spark", {**sheet_of("spark-next"), **chosen}, "test")
+    assert report.verdict is verdict
+    (finding,) = (finding for finding in report.findings if finding.check == "moe-backend")
+    assert finding.evidence == evidence
+    assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
 
 
 def test_argument_that_vllm_does_not_know_is_an_unknown_fact(model, trees):
@@ -168,7 +202,7 @@ def computed(model, *path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     env |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
     args = ("--dtype", "bfloat16")
-    return numerics.gather(Scene(Options(model=model, serve_args=args, environ=env, numerics_seconds=400), "spark"))
+    return numerics.gather(Target(Options(model=model, serve_args=args, environ=env, numerics_seconds=400), "spark"))
 
 
 def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(model, trees, claim, computing):

@@ -1,7 +1,7 @@
 """vLLM's real sources: the table of targets, whole C++ extensions, and CUDA units compiled for 12.1a and audited.
 
 torch without CUDA stands in for torch with CUDA, whose libraries are gigabytes: the headers are the same, and so is the
-machine code (docs/vllm-build.md). What includes CUTLASS is not compiled here: it comes by git.
+machine code (docs/concepts/vllm-extensions.md). What includes CUTLASS is not compiled here: it comes by git.
 """
 
 import os
@@ -14,16 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from forge import audit, jobs, locks, manifest, memory, toolchain, vllm_build, vllm_sources, vllm_targets
-from forge.peaks import Peaks
-from forge.vllm_build import Order
-from forge.vllm_env import Interpreter
-from sparkforge.errors import ToolchainError
-from sparkforge.process import run
+from sparkforge.audit.report import audit_files
+from sparkforge.compile import jobs, toolchain
+from sparkforge.compile.peaks import Peaks
+from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.vllm import sources as vllm_sources
+from sparkforge.compile.vllm import targets as vllm_targets
+from sparkforge.compile.vllm.build import ExtensionOrder
+from sparkforge.compile.vllm.environment import Interpreter
+from sparkforge.core import manifest, memory
+from sparkforge.core.errors import CompileError
+from sparkforge.core.process import run
+from sparkforge.pins import locks
 
 pytestmark = pytest.mark.integration
 HOOK = Path(__file__).with_name("cuda_without_torch_cuda.cmake")
-TABLE = vllm_targets.load()
+TABLE = vllm_targets.load("0.32.0")
 WHOLE = ("cumem_allocator", "spinloop", "fs_io_C")
 LOAD = """
 import ctypes, importlib.util, sys
@@ -47,7 +53,7 @@ def cannot(why, hint):
 def chain():
     try:
         return toolchain.find("12.1a", minimum_cxx=12)  # less than a whole vLLM needs: see HOOK
-    except ToolchainError as error:
+    except CompileError as error:
         cannot(error.why, error.fix)
 
 
@@ -70,15 +76,15 @@ def order(chain, cmake, tmp_path_factory):
     place = tmp_path_factory.mktemp("vllm")
     torch = run([sys.executable, "-c", "import torch; print(torch.__version__)"]).stdout.strip()
     versions = {"torch": torch, "built for python": sys.version.split()[0], "cmake": "locked"}
-    interpreter = Interpreter(Path(sys.executable), cmake, torch, place, versions)
+    interpreter = Interpreter(Path(sys.executable), cmake, versions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKFORGE_STATE", str(place / "state"))
         patch.setenv("CUDA_HOME", str(chain.home))  # else the audit's nvdisasm is installed once more, into that state
         patch.setenv("PYTHONPATH", str(cmake.parent.parent))  # its bin/cmake is a Python script
         patch.setattr(vllm_build, "CLEARED", tuple(name for name in vllm_build.CLEARED if name != "PYTHONPATH"))
         patch.setattr(vllm_build, "OPTIONS", (*vllm_build.OPTIONS, f"-DCMAKE_PROJECT_vllm_extensions_INCLUDE={HOOK}"))
-        sources = vllm_sources.bring(TABLE, WHOLE, None)
-        yield Order(WHOLE, "12.1a", place / "overlay", chain, interpreter, sources, TABLE)
+        sources = vllm_sources.fetch_sources(TABLE, WHOLE, None, "spark")
+        yield ExtensionOrder(WHOLE, "12.1a", place / "overlay", chain, interpreter, sources, TABLE)
 
 
 def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says(order):
@@ -130,11 +136,11 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
     assert all("sm_12" in one or "compute_" in one for one in code), "else nothing of it runs on 12.1"
     units = [every[name] for name in UNITS]
     peaks = Peaks("test")
-    plan = jobs.plan(list(UNITS), peaks, memory.measure())
+    plan = jobs.make_schedule(list(UNITS), peaks, memory.measure())
     jobs.run(units, plan, peaks, env=wider.env, logs=order.folder / "logs")
     for unit, (target, name, needs) in zip(units, UNITS.values(), strict=True):
         file = unit.cwd / re.search(r" -o (\S+\.o)$", unit.command[-1])[1]
-        report = audit.audit([file])
+        report = audit_files([file], tools=toolchain.audit_tools)
         report.require_clean()
         assert [row.target for row in report.coverage] == [target]
         kernels = [one for binary in report.binaries for cubin in binary.cubins for one in cubin.kernels]

@@ -1,17 +1,26 @@
-"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, refusals by name; no server starts."""
+"""vLLM's own loader of gpt-oss with our experts: every name, every rank's share, refusals by name; no server starts.
+
+It runs on the release that is installed; test_vllm_releases.py runs it on each other release that the plugin supports.
+"""
 
 import json
+import os
 import pickle
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 
-from serve import tiny_random
-from serve.tiny_format import config
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.vllm import versions
+from sparkforge import pins
+from sparkforge.models import tiny_random
+from sparkforge.models.tiny_format import config
 
 pytestmark = pytest.mark.integration
 TP_SIZES = [1, 2, 4, 8, 16]  # 2880 / 32 = 90 blocks: only 1 and 2 divide them
@@ -89,14 +98,11 @@ def one_process(tmp_path_factory):
 
 @pytest.fixture
 def configure(tmp_path):
-    """Return a function: config.json → vLLM's configuration, as the server makes it."""
+    """Return a function: config.json → vLLM's configuration, as the server makes it; vLLM loads the plugin itself."""
 
     def make(changes, **options):
         from vllm.engine.arg_utils import EngineArgs
 
-        from spark_mxfp4.vllm_plugin import register
-
-        register()
         (tmp_path / "config.json").write_text(json.dumps(configuration(**changes)))
         settings = {
             "quantization": "spark-mxfp4", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512,
@@ -137,6 +143,17 @@ def whole_model(vllm_config):
     from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
     return GptOssForCausalLM(vllm_config=vllm_config)
+
+
+def test_all_of_vllm_is_the_expected_release(configure):
+    configure(SMALL)
+    release = os.environ.get("SPARKFORGE_TEST_VLLM") or pins.load().component("embedded", "vllm").version
+    assert versions.release() == release
+    assert release in versions.SUPPORTED
+    modules = [module for name, module in sys.modules.items() if name.startswith("vllm.")]
+    files = [Path(module.__file__) for module in modules if getattr(module, "__file__", None)]
+    assert len(files) > 100
+    assert [file for file in files if not file.is_relative_to(Path(vllm.__file__).parent)] == []
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -192,6 +209,35 @@ def partial_output(layer):
     x, ids, shares = routing(4)
     layer.quant_method.process_weights_after_loading(layer)
     return layer.quant_method.apply(layer, x, shares, ids, None, None)
+
+
+@pytest.mark.parametrize("mode", ["packed", "dequant"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_vllms_router_and_our_experts_agree_with_the_reference(
+    one_process, configure, stored, monkeypatch, mode, backend
+):
+    from vllm.forward_context import set_forward_context
+
+    monkeypatch.setenv("SPARK_MXFP4_MODE", mode)
+    vllm_config = configure(SMALL)
+    model = build(vllm_config, whole_model)
+    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
+    experts = model.model.layers[0].mlp.experts
+    experts.routed_experts.quant_method.process_weights_after_loading(experts.routed_experts)
+    torch.manual_seed(3)
+    x, logits = torch.randn(7, 64), torch.randn(7, 4)
+
+    def forward(x, logits):
+        return experts(x, logits)
+
+    if backend:
+        torch.compiler.reset()
+        forward = torch.compile(forward, backend=backend, fullgraph=True)
+    with set_forward_context(None, vllm_config, num_tokens=7):
+        output = forward(x, logits)
+    shares, ids = logits.topk(2)
+    expected = moe(x, stored.weights, ids.int(), shares.softmax(-1))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("ranks", TP_SIZES)
@@ -251,16 +297,19 @@ def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, 
 def laid_out(monkeypatch, tmp_path):
     (tmp_path / "vllm_layout_kernels.py").write_text(
         "from spark_mxfp4.experts import ExpertWeights, moe\n"
+        "from spark_mxfp4.kernel import MoeKernel\n"
         "def flip(p):\n"
         "    return p._replace(weight=p.weight.flip(0).unsqueeze(1), scales=p.scales.flip(0))\n"
-        "def odd(x, weights, topk_ids, topk_weights, expert_map=None):\n"
-        "    back = [p._replace(weight=p.weight.squeeze(1).flip(0), scales=p.scales.flip(0)) for p in weights]\n"
-        "    return moe(x, ExpertWeights(*back), topk_ids, topk_weights, expert_map)\n"
-        "odd.prepare = lambda weights: ExpertWeights(*map(flip, weights))\n"
-        "odd.intermediate_alignment = 128\n"
+        "class Odd(MoeKernel):\n"
+        "    intermediate_alignment = 128\n"
+        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n"
+        "        back = [p._replace(weight=p.weight.squeeze(1).flip(0), scales=p.scales.flip(0)) for p in weights]\n"
+        "        return moe(x, ExpertWeights(*back), topk_ids, topk_weights, expert_map)\n"
+        "    def prepare(self, weights):\n"
+        "        return ExpertWeights(*map(flip, weights))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm_layout_kernels:odd")
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm_layout_kernels:Odd")
 
 
 def test_a_kernels_layout_takes_the_place_of_the_loaded_bytes(one_process, configure, stored, laid_out):
@@ -306,6 +355,40 @@ def test_other_checkpoints_are_refused_by_name(configure, changes, message):
         configure({**SMALL, **changes})
 
 
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.32.1.dev3+g1234567", "0.33.0.post1"])
+@pytest.mark.parametrize("quantization", ["spark-mxfp4", None])
+def test_another_release_is_refused_by_name(configure, monkeypatch, version, quantization):
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # so that the plugin claims the checkpoint
+    shown = version.partition("+")[0].replace(".", r"\.")
+    with pytest.raises(
+        NotImplementedError, match=rf"vLLM {shown} · it supports 0\.32\.0 and 0\.33\.0 · pip install 'vllm=="
+    ):
+        configure(SMALL, quantization=quantization)
+
+
+def test_an_unbuilt_checkout_over_no_installation_is_refused(monkeypatch):
+    def no_distribution(name):
+        raise versions.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    monkeypatch.setattr(versions.metadata, "version", no_distribution)
+    with pytest.raises(NotImplementedError, match="does not support vLLM dev · "):
+        versions.refuse_other_releases()
+
+
+def test_another_release_serves_other_checkpoints_as_before(configure, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    other = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": None}
+    assert configure({**SMALL, **other}, quantization=None).quant_config is None
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.0+sparkforge.1", "dev"])
+def test_a_local_version_and_an_unbuilt_checkout_are_the_release(configure, monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert configure(SMALL).quant_config.kernel_name == "torch"
+
+
 def test_an_unknown_kernel_is_refused_before_weights_are_read(configure, monkeypatch):
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "tritn")
     with pytest.raises(ValueError, match="there is no kernel 'tritn'"):
@@ -346,7 +429,7 @@ def layer_facts(**changes):
 def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    from spark_mxfp4.vllm_experts import SparkMxfp4MoEMethod
+    from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod
 
     def make():
         return SparkMxfp4MoEMethod(layer_facts(**change), registry.load("torch"), "packed")
@@ -360,7 +443,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name(change, message):
 
 
 def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
-    from spark_mxfp4.vllm_experts import _refuse_unfit
+    from spark_mxfp4.vllm.experts import _refuse_unfit
 
     with pytest.raises(ValueError, match="set SPARK_MXFP4_MODE=packed"):
         _refuse_unfit(registry.load(), "dequant")
@@ -368,12 +451,12 @@ def test_a_kernel_with_a_layout_refuses_dense_experts(laid_out):
 
 @pytest.mark.parametrize(
     ("kernel", "graphs", "refused"),
-    [("torch", "FULL_AND_PIECEWISE", True), ("torch", "NONE", False), ("vllm_layout_kernels:odd", "FULL", False)],
+    [("torch", "FULL_AND_PIECEWISE", True), ("torch", "NONE", False), ("vllm_layout_kernels:Odd", "FULL", False)],
 )
 def test_on_cuda_a_kernel_that_waits_is_refused_in_graphs(monkeypatch, laid_out, kernel, graphs, refused):
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    from spark_mxfp4 import vllm_experts
+    from spark_mxfp4.vllm import experts as vllm_experts
 
     monkeypatch.setattr(vllm_experts, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     vllm_config = VllmConfig()
@@ -390,7 +473,7 @@ def test_on_cuda_a_kernel_that_waits_is_refused_in_graphs(monkeypatch, laid_out,
 def test_the_platform_chooses_the_kernel_or_is_refused(monkeypatch, cuda, cpu, device):
     import vllm.platforms
 
-    from spark_mxfp4.vllm_plugin import device_type
+    from spark_mxfp4.vllm.plugin import device_type
 
     platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: cpu, device_name="xpu")
     monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)

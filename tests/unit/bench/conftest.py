@@ -2,7 +2,6 @@
 
 import json
 import random
-import socket
 import threading
 import time
 from collections import Counter
@@ -10,12 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from bench import baselines, gate, judge, load
-from bench.endpoint import Endpoint
-from bench.gate import Passage
-from bench.measure import Bench, Loader
-from bench.samples import Load, Sample, metrics
-from bench.schema import Config, Result
+from sparkforge.bench import baselines, gate, judge
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.bench.gate import Passage
+from sparkforge.bench.load import OwnClient
+from sparkforge.bench.measure import Bench
+from sparkforge.bench.samples import FinishedLoad, Sample, compute_metrics
+from sparkforge.bench.schema import Config, Result
 
 MODEL = "honest-model"
 TEXT = "It is a truth universally acknowledged. " * 20
@@ -224,17 +224,17 @@ def passage():
 @pytest.fixture
 def bench(stub, endpoint, table):
     """A bench whose gate is green, with our own client; patient, for a busy machine is no liar."""
-    made = gate.run(endpoint, table, PASSAGE)
+    verdict, client = gate.run(endpoint, table, PASSAGE), OwnClient(60.0)
     stub.asked.clear()
     stub.bodies.clear()
-    return Bench(endpoint, Loader(None, "", 60.0), table, made, TEXT, load.client())
+    return Bench(endpoint, client, table, verdict, TEXT, client.describe())
 
 
 @pytest.fixture
 def make_result(table):
     """Return a maker of results without a server: `speed` scales every latency, `seed` the noise."""
 
-    def made(speed=1.0, seed=0, conc=4, isl=1024, osl=1024, count=40, team_model="gpt-oss-120b", **changes):
+    def make(speed=1.0, seed=0, conc=4, isl=1024, osl=1024, count=40, team_model="gpt-oss-120b", **changes):
         rng = random.Random(seed)  # noqa: S311 (noise of a test)
         shape = Config(
             model=team_model,
@@ -253,8 +253,8 @@ def make_result(table):
             ttft, step = 0.2 * rng.uniform(0.9, 1.1) / speed, 0.01 * rng.uniform(0.95, 1.05) / speed
             gaps = [step] * (osl - 1)
             samples.append(Sample(number * 0.1, ttft, ttft + sum(gaps), gaps, osl, isl, osl, osl))
-        load = Load(samples, sum(s.latency for s in samples) / conc)
-        figures = metrics(load, shape)
+        load = FinishedLoad(samples, sum(s.latency for s in samples) / conc)
+        figures = compute_metrics(load, shape)
         values = {
             "passed": True,
             "config": shape,
@@ -271,9 +271,9 @@ def make_result(table):
                 "sanity_only": False,
                 "source": "a test",
             },
-            "checks": judge.judge(load, shape),
+            "checks": judge.check_load(load, shape),
             "metrics": figures,
-            "ratios": baselines.ratios(figures, (isl, osl, conc), table.figures),
+            "ratios": baselines.compute_ratios(figures, (isl, osl, conc), table.figures),
             "requests": [sample.row() for sample in samples],
             "client": {"name": "sparkforge", "version": "0"},
             "server": {"model": team_model, "device": "a test's"},
@@ -282,11 +282,9 @@ def make_result(table):
         }
         return Result.model_validate({**values, **changes})
 
-    return made
+    return make
 
 
 @pytest.fixture
-def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def unused_port(free_port):
+    return free_port()

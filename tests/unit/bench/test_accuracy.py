@@ -5,11 +5,11 @@ import math
 import httpx
 import pytest
 
-from bench import accuracy, canary, gate
-from bench.accuracy import Score, by_bytes, cut
-from bench.baselines import Threshold
-from bench.gate import Passage, passage
-from sparkforge.errors import GateFailedError, GateUndecidedError, UsageError
+from sparkforge.bench import accuracy, canary, gate
+from sparkforge.bench.accuracy import Score, by_bytes, cut
+from sparkforge.bench.baselines import AccuracyThreshold
+from sparkforge.bench.gate import Passage, passage
+from sparkforge.core.errors import BenchmarkError, UsageError
 
 
 def test_the_competitions_three_figures_fit_together():
@@ -26,8 +26,10 @@ def test_the_competitions_three_figures_fit_together():
 def test_hopeless_scores_are_infinite_and_fail(total, tokens):
     score = Score(total, tokens, 100, "tokens")
     assert score.metrics["word_perplexity"] == math.inf
-    threshold = Threshold(model="*", text="t", at_most={"word_perplexity": 1e300}, source="s", date="2026-11-21")
-    assert not gate.judge(score, threshold)[0].ok
+    threshold = AccuracyThreshold(
+        model="*", text="t", at_most={"word_perplexity": 1e300}, source="s", date="2026-11-21"
+    )
+    assert not gate.check_score(score, threshold)[0].ok
 
 
 def test_the_served_score_is_the_sum_over_chunks_of_512_tokens(stub, endpoint, passage):
@@ -50,18 +52,17 @@ def test_chunks_are_the_whole_text():
 
 def test_a_server_without_tokenize_is_scored_by_bytes(stub, endpoint, table):
     stub.tokenizes = False
-    made = gate.run(endpoint, table, Passage("persuasion-24", "one two three " * 400))
-    assert made.chunked_by == "bytes"
-    assert made.passed
+    verdict = gate.run(endpoint, table, Passage("persuasion-24", "one two three " * 400))
+    assert verdict.chunked_by == "bytes"
+    assert verdict.passed
 
 
 def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passage):
     stub.logprob = -4.0
-    made = gate.run(endpoint, table, passage)
-    with pytest.raises(GateFailedError) as caught:
-        gate.require(made)
+    verdict = gate.run(endpoint, table, passage)
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.gate") as caught:
+        gate.require(verdict)
     assert "bits_per_byte is 5.7564 and must be ≤ 3.4293: off by 2.3271 (67.9%)" in caught.value.why
-    assert caught.value.exit_code == 70
 
 
 def test_thresholds_hold_from_below_too():
@@ -72,15 +73,15 @@ def test_thresholds_hold_from_below_too():
 
 
 def test_without_a_threshold_there_is_no_verdict(endpoint, table):
-    with pytest.raises(GateUndecidedError, match="no threshold"):
+    with pytest.raises(BenchmarkError, match="no threshold", check=lambda error: error.code == "benchmark.undecided"):
         gate.run(endpoint, table, Passage("another-text", "words"))
 
 
 def test_a_recorded_row_is_a_threshold_that_passes(endpoint, table, passage, tmp_path):
-    made = gate.run(endpoint, table, passage)
-    row = gate.row("org/Honest-Model", made, "2026-11-21")
+    verdict = gate.run(endpoint, table, passage)
+    row = gate.threshold_row("org/Honest-Model", verdict, "2026-11-21")
     assert 'model = "honest-model"' in row
-    assert f"bits_per_byte = {made.bits_per_byte * 1.03:.4f}" in row
+    assert f"bits_per_byte = {verdict.bits_per_byte * 1.03:.4f}" in row
 
 
 def test_texts_are_named_or_files(table, tmp_path):
@@ -103,13 +104,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("told", BROKEN)
-def test_a_canary_says_what_is_wrong(stub, endpoint, told):
-    name, changes = BROKEN[told]
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_canary_says_what_is_wrong(stub, endpoint, fault):
+    name, changes = BROKEN[fault]
     vars(stub).update(changes)
     check = canary.run(endpoint, [name])[0]
     assert not check.ok
-    assert told in check.told
+    assert fault in check.told
 
 
 def test_a_sound_harmony_server_passes_every_canary(endpoint):
@@ -118,4 +119,4 @@ def test_a_sound_harmony_server_passes_every_canary(endpoint):
 
 def test_an_answer_of_another_form_fails_a_canary(endpoint, monkeypatch):
     monkeypatch.setattr(httpx.Response, "json", lambda _: {"choices": []})
-    assert "has not the API's form" in canary.run(endpoint, ["answers"])[0].told
+    assert "does not have the API's form" in canary.run(endpoint, ["answers"])[0].told

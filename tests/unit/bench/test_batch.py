@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import batch, compare, runs, schema
-from sparkforge.errors import (
-    BatchFailedError,
-    GateFailedError,
-    LoadFailedError,
-    RegressionError,
-    ResultError,
+from sparkforge.bench import batch, compare, runs, schema
+from sparkforge.bench.settings import BenchSettings
+from sparkforge.core.errors import (
+    BenchmarkError,
+    InputError,
     UsageError,
 )
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
 
 NOWHERE = Path("/nonexistent/python")
 
@@ -34,55 +32,56 @@ def flags(stub, tmp_path):
     return {"url": stub.url, "text": str(text), "output": str(tmp_path / "out"), **shape, **limits}
 
 
-def places(flags):
-    return sorted((runs.batch.root(flags["output"])).glob("batch_*"))
+def batches(flags):
+    return sorted(batch.output_folder(flags["output"]).glob("batch_*"))
 
 
 def test_a_batch_leaves_json_summary_and_report(stub, flags):
-    runs.performance(flags, NOWHERE)
-    (place,) = places(flags)
-    assert place.name.startswith("batch_isl24_osl8_")
-    assert {path.name for path in place.iterdir()} == {
+    runs.run_benchmark(flags, NOWHERE)
+    (folder,) = batches(flags)
+    assert folder.name.startswith("batch_isl24_osl8_")
+    assert {path.name for path in folder.iterdir()} == {
         "batch.json",
         "report.html",
         "summary.txt",
         *(f"result_isl24_osl8_conc{conc}.json" for conc in (1, 2, 4)),
     }
-    lines = (place / "summary.txt").read_text().splitlines()
+    lines = (folder / "summary.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["✓ CONC=1", "✓ CONC=2", "✓ CONC=4"]
     assert lines[-2:] == ["Passed: 3", "Failed: 0"]
-    assert schema.read(place / "result_isl24_osl8_conc4.json").metrics.completed == 4
+    assert schema.read(folder / "result_isl24_osl8_conc4.json").metrics.completed == 4
 
 
 def test_a_failed_gate_times_nothing(stub, flags):
     stub.logprob = -9.0
-    with pytest.raises(GateFailedError):
-        runs.performance(flags, NOWHERE)
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.gate"):
+        runs.run_benchmark(flags, NOWHERE)
     assert not any(body.get("stream") for _, body, _ in stub.bodies)
-    assert places(flags) == []
+    assert batches(flags) == []
 
 
 def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     echoes = 2
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
-    with pytest.raises(BatchFailedError) as caught:
-        runs.performance(flags, NOWHERE)
-    assert caught.value.exit_code == 73
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.batch") as caught:
+        runs.run_benchmark(flags, NOWHERE)
+    assert caught.value.exit_code == BenchmarkError.exit_code
     assert "2 of 3" in caught.value.what
-    told = (places(flags)[0] / "summary.txt").read_text()
-    assert "✓ CONC=1: PASSED" in told
+    summary = (batches(flags)[0] / "summary.txt").read_text()
+    assert "✓ CONC=1: PASSED" in summary
     shown = capsys.readouterr()
     assert "✓ [1/3] CONC=1" in shown.err
     assert "✗ [2/3] CONC=2 · 3 of 4 requests failed" in shown.err
-    assert shown.out == f"{places(flags)[0]}\n"
-    assert "✗ CONC=2: FAILED" in told
-    assert "HTTP 500" in told
-    assert "Failed: 2" in told
+    assert shown.out == f"{batches(flags)[0]}\n"
+    assert "✗ CONC=2: FAILED" in summary
+    assert "HTTP 500" in summary
+    assert "Failed: 2" in summary
 
 
 def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
     """SIGKILL between two configurations; what is finished is not run again, and the folder is the same."""
-    script = f"from bench import runs; from pathlib import Path; runs.performance({flags!r}, Path({str(NOWHERE)!r}))"
+    imports = "from pathlib import Path; from sparkforge.bench import runs"
+    script = f"{imports}; runs.run_benchmark({flags!r}, Path({str(NOWHERE)!r}))"
     stub.hold_from = 4  # the whole first configuration
     run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + 60
@@ -90,22 +89,22 @@ def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
         time.sleep(0.01)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
-    (place,) = places(flags)
-    finished = {path.name: path.read_bytes() for path in place.glob("result_*.json")}
+    (folder,) = batches(flags)
+    finished = {path.name: path.read_bytes() for path in folder.glob("result_*.json")}
     assert list(finished) == ["result_isl24_osl8_conc1.json"]
     stub.hold_from = 10**9
     stub.bodies.clear()
-    runs.performance(flags, NOWHERE)
-    assert places(flags) == [place]
-    assert {name: (place / name).read_bytes() for name in finished} == finished
+    runs.run_benchmark(flags, NOWHERE)
+    assert batches(flags) == [folder]
+    assert {name: (folder / name).read_bytes() for name in finished} == finished
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2
     assert any(body.get("echo") for _, body, _ in stub.bodies)  # the gate runs again: it may be another server
-    assert json.loads((place / "batch.json").read_text())["complete"]
+    assert json.loads((folder / "batch.json").read_text())["complete"]
 
 
 def unfinished(bench, config, flags, **changes):
     wanted = {**batch.plan(bench, [config]), **changes}
-    return batch.folder(runs.batch.root(flags["output"]), wanted, fresh=False)
+    return batch.folder(batch.output_folder(flags["output"]), wanted, fresh=False)
 
 
 def test_only_the_very_same_batch_goes_on(bench, config, flags):
@@ -118,9 +117,9 @@ def test_only_the_very_same_batch_goes_on(bench, config, flags):
 
 
 def test_a_torn_result_is_measured_again(bench, config, flags):
-    place = unfinished(bench, config, flags)
-    (place / f"{config.name}.json").write_text('{"format": "sparkforge-bench/1", ')
-    assert batch.run(bench, [config], place)[0].passed
+    folder = unfinished(bench, config, flags)
+    (folder / f"{config.name}.json").write_text('{"format": "sparkforge-bench/1", ')
+    assert batch.run(bench, [config], folder)[0].passed
 
 
 def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path):
@@ -128,26 +127,28 @@ def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISL", "24")
         patch.setenv("OSL", "8")
-        runs.performance(single, NOWHERE)
+        runs.run_benchmark(single, NOWHERE)
         assert schema.read(tmp_path / "out" / "mine.json").config.conc == 2
         assert (tmp_path / "out" / "mine.html").exists()
         with pytest.raises(UsageError, match="no file name"):
-            runs.performance({**single, "result_filename": "../mine"}, NOWHERE)
+            runs.run_benchmark({**single, "result_filename": "../mine"}, NOWHERE)
 
 
 def test_a_single_failure_has_its_own_code(stub, flags, monkeypatch):
     monkeypatch.setenv("ISL", "24")
     monkeypatch.setenv("OSL", "8")
     stub.lie = "truncated"
-    with pytest.raises(LoadFailedError, match="cannot be believed") as caught:
-        runs.performance({**flags, "isl": "", "osl": "", "conc": "2"}, NOWHERE)
-    assert caught.value.exit_code == 72
+    with pytest.raises(
+        BenchmarkError, match="cannot be believed", check=lambda error: error.code == "benchmark.load"
+    ) as caught:
+        runs.run_benchmark({**flags, "isl": "", "osl": "", "conc": "2"}, NOWHERE)
+    assert caught.value.exit_code == BenchmarkError.exit_code
 
 
 def test_the_gate_alone_leaves_its_figures(flags, tmp_path, capsys):
-    assert runs.accuracy(flags).passed
+    assert runs.run_gate(flags).passed
     assert json.loads((tmp_path / "out" / "accuracy.json").read_text())["passed"]
-    runs.accuracy({**flags, "record": True})
+    runs.run_gate({**flags, "record": True})
     assert '[[gates]]\nmodel = "honest-model"' in capsys.readouterr().out
 
 
@@ -165,7 +166,7 @@ def test_a_faster_run_is_seen_and_the_same_one_is_not(make_result):
 
 def test_one_run_each_calls_no_small_difference(make_result):
     d = compare.differences([make_result(seed=1)], [make_result(seed=1, speed=1.015)])
-    assert {each.change for each in d} == {"no difference seen"}
+    assert {difference.change for difference in d} == {"no difference seen"}
 
 
 def test_intervals_are_the_same_each_time(make_result):
@@ -188,21 +189,49 @@ def test_a_regression_against_the_accepted_result_is_refused(make_result, tmp_pa
     compare.require_no_regression([make_result(speed=0.5)])  # nothing accepted yet
     compare.accept(str(path))
     compare.require_no_regression([make_result(seed=5), make_result(speed=1.5), make_result(speed=0.5, conc=8)])
-    with pytest.raises(RegressionError, match="slower than the accepted"):
+    with pytest.raises(
+        BenchmarkError, match="slower than the accepted", check=lambda error: error.code == "benchmark.regression"
+    ):
         compare.require_no_regression([make_result(speed=0.8)])
     schema.write(path, make_result(passed=False))
-    with pytest.raises(ResultError, match="did not pass"):
+    with pytest.raises(InputError, match="did not pass", check=lambda error: error.code == "input.result"):
         compare.accept(str(path))
 
 
 def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
     for name, speed in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         schema.write(tmp_path / f"{name}.json", make_result(speed=speed))
-    compare.show(f"{tmp_path}/a.json,{tmp_path}/b.json", f"{tmp_path}/c.json")
+    compare.print_comparison(f"{tmp_path}/a.json,{tmp_path}/b.json", f"{tmp_path}/c.json")
     assert "2.000" in capsys.readouterr().err
     with pytest.raises(UsageError):
-        compare.show("", f"{tmp_path}/c.json")
+        compare.print_comparison("", f"{tmp_path}/c.json")
 
 
 def test_a_bench_is_not_changed_by_its_runs(bench):
     assert replace(bench) == bench
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accuracy",
+        "accuracy.json",
+        "Accuracy",
+        "a\nb",
+        "a\x1b]52;c;x\x07",
+        "a\x00b",
+        "\udcff",
+        "a\u202eb",
+        "x" * 300,
+        "..",
+        "a/b",
+    ],
+)
+def test_a_result_may_not_be_called_so(name):
+    with pytest.raises(UsageError) as caught:
+        runs._file_name(BenchSettings({"result_filename": name}, {}), [])
+    assert str(caught.value).isprintable()
+
+
+def test_a_result_may_be_called_in_any_language():
+    assert runs._file_name(BenchSettings({"result_filename": "Läufe 1.json"}, {}), []) == "Läufe 1.json"

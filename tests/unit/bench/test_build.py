@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from bench import build
-from sparkforge.errors import UsageError
-from sparkforge.paths import ROOT
+from sparkforge.bench import build
+from sparkforge.core.errors import UsageError
+from sparkforge.core.paths import ROOT
 
 # As FlashInfer 0.7.0.post1 names the units of its unfiltered fused_moe_120: file, and how many of that form.
 UPSTREAM = (
@@ -45,30 +45,26 @@ def site(tmp_path, monkeypatch):
     facts = {"compiled": 80, "cached": 0, "units": 80, "cpu_seconds": 1380.0, "server": {"CXX": "/usr/bin/g++"}}
     manifest = {"facts": facts, "seconds": 900.5}
     (tmp_path / "kernels-gpt-oss.env.manifest.json").write_text(json.dumps(manifest))
-    return build.Site(tmp_path, tmp_path / "python")
+    return build.BuildSite(tmp_path, tmp_path / "python")
 
 
 def test_a_whole_build_of_before_counts(site):
-    found = build.whole(site)
-    assert (found["cpu_seconds"], found["wall_seconds"], found["compiled"]) == (1380.0, 900.5, 80)
-    assert "before this" in found["source"]
-    assert "server" not in found  # it has paths of the machine
+    figures = build.whole(site)
+    assert (figures["cpu_seconds"], figures["wall_seconds"], figures["compiled"]) == (1380.0, 900.5, 80)
+    assert "before this" in figures["source"]
+    assert "server" not in figures  # it has paths of the machine
 
 
 def test_a_build_that_ccache_helped_is_no_whole_one(site):
-    place = site.output / "kernels-gpt-oss.env.manifest.json"
-    made = json.loads(place.read_text())
-    made["facts"] |= {"compiled": 79, "cached": 1}
-    place.write_text(json.dumps(made))
+    file = site.output / "kernels-gpt-oss.env.manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["facts"] |= {"compiled": 79, "cached": 1}
+    file.write_text(json.dumps(manifest))
     with pytest.raises(UsageError, match="1 of 80 units came from ccache"):
         build.whole(site)
-    place.unlink()
+    file.unlink()
     with pytest.raises(UsageError, match="nothing is built"):
         build.whole(site)
-
-
-def test_each_part_says_what_it_is():
-    assert all(part.__doc__ for part in build.PARTS.values())
 
 
 def test_what_was_saved_has_no_path_of_the_machine_and_says_how_busy_it_was():

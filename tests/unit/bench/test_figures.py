@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import judge, samples, terminal, vllm_client
-from bench.samples import Load, Sample
-from sparkforge.errors import LoadFailedError
+from sparkforge.bench import judge, samples, terminal, vllm_client
+from sparkforge.bench.samples import FinishedLoad, Sample
+from sparkforge.core.errors import BenchmarkError
 
 
 def sample(**changes):
@@ -20,14 +20,16 @@ def sample(**changes):
 
 
 def test_figures_follow_vllms_definitions(config):
-    made = samples.metrics(Load([sample(), sample(ttft=0.3, latency=1.2)], 2.0), config.model_copy(update={"tp": 2}))
-    assert made.tpot_ms.median == pytest.approx(100)  # (1.4 - 0.5) / 9
-    assert made.interactivity == pytest.approx(10)
-    assert made.ttft_ms.median == pytest.approx(400)
-    assert made.e2el_ms.mean == pytest.approx(1300)
-    assert made.output_throughput == pytest.approx(10)
-    assert made.total_token_throughput == pytest.approx(34)
-    assert made.tput_per_gpu == pytest.approx(17)
+    figures = samples.compute_metrics(
+        FinishedLoad([sample(), sample(ttft=0.3, latency=1.2)], 2.0), config.model_copy(update={"tp": 2})
+    )
+    assert figures.tpot_ms.median == pytest.approx(100)  # (1.4 - 0.5) / 9
+    assert figures.interactivity == pytest.approx(10)
+    assert figures.ttft_ms.median == pytest.approx(400)
+    assert figures.e2el_ms.mean == pytest.approx(1300)
+    assert figures.output_throughput == pytest.approx(10)
+    assert figures.total_token_throughput == pytest.approx(34)
+    assert figures.tput_per_gpu == pytest.approx(17)
 
 
 @settings(deadline=None)
@@ -36,20 +38,22 @@ def test_percentiles_are_numpys(values, share):
     assert samples.percentile(values, share) == pytest.approx(float(np.percentile(values, share * 100)), abs=1e-6)
 
 
-@pytest.mark.parametrize("load", [Load([], 0.0), Load([sample(error="x")], 1.0), Load([sample()], 0.0)])
+@pytest.mark.parametrize(
+    "load", [FinishedLoad([], 0.0), FinishedLoad([sample(error="x")], 1.0), FinishedLoad([sample()], 0.0)]
+)
 def test_nothing_is_divided_by_nothing(load, config):
-    assert samples.metrics(load, config) is None
-    assert not all(check.ok for check in judge.judge(load, config))
+    assert samples.compute_metrics(load, config) is None
+    assert not all(check.ok for check in judge.check_load(load, config))
 
 
 def test_a_latency_beyond_the_load_is_refused(config):
-    assert not judge.clock(Load([sample(latency=9.0)], 1.0)).ok
-    assert not judge.clock(Load([sample(ttft=0.0)], 2.0)).ok
-    assert judge.clock(Load([sample()], 1.4)).ok
+    assert not judge.check_times(FinishedLoad([sample(latency=9.0)], 1.0)).ok
+    assert not judge.check_times(FinishedLoad([sample(ttft=0.0)], 2.0)).ok
+    assert judge.check_times(FinishedLoad([sample()], 1.4)).ok
 
 
 def detailed(**changes):
-    told = {
+    result = {
         "duration": 2.0,
         "start_times": [100.0, 100.5],
         "ttfts": [0.5, 0.5],
@@ -58,7 +62,7 @@ def detailed(**changes):
         "output_lens": [8, 8],
         "errors": ["", ""],
     }
-    return json.dumps({**told, **changes})
+    return json.dumps({**result, **changes})
 
 
 def test_vllms_detailed_file_gives_the_same_samples(tmp_path, config):
@@ -67,7 +71,7 @@ def test_vllms_detailed_file_gives_the_same_samples(tmp_path, config):
     assert [s.start for s in load.samples] == [0.0, 0.5]
     assert load.samples[0].latency == pytest.approx(1.2)
     assert load.samples[0].pieces == 8
-    assert all(check.ok for check in judge.judge(load, config.model_copy(update={"num_prompts": 2})))
+    assert all(check.ok for check in judge.check_load(load, config.model_copy(update={"num_prompts": 2})))
 
 
 def test_vllms_failed_requests_are_failed_ones(tmp_path, config):
@@ -79,17 +83,21 @@ def test_vllms_failed_requests_are_failed_ones(tmp_path, config):
 @pytest.mark.parametrize("text", ["", "[]", "{}", detailed(ttfts=[1.0]), detailed(itls=None)])
 def test_another_file_is_refused(tmp_path, config, text):
     (tmp_path / "result.json").write_text(text)
-    with pytest.raises(LoadFailedError, match="vllm bench serve"):
+    with pytest.raises(BenchmarkError, match="vllm bench serve", check=lambda error: error.code == "benchmark.load"):
         vllm_client.parse(tmp_path / "result.json", config)
 
 
 def test_vllms_command_says_everything(tmp_path, config):
-    words = vllm_client.command(tmp_path / "python", config, "/tok", tmp_path)
-    told = dict(itertools.pairwise(words))
-    assert told["--random-range-ratio"] == "0.0"
-    assert (told["--max-concurrency"], told["--num-prompts"], told["--num-warmups"]) == ("2", "6", "1")
-    assert (told["--random-input-len"], told["--random-output-len"], told["--tokenizer"]) == ("24", "8", "/tok")
-    assert {"--ignore-eos", "--save-detailed", "--save-result"} <= set(words)
+    arguments = vllm_client.command(tmp_path / "python", config, "/tok", tmp_path)
+    options = dict(itertools.pairwise(arguments))
+    assert options["--random-range-ratio"] == "0.0"
+    assert (options["--max-concurrency"], options["--num-prompts"], options["--num-warmups"]) == ("2", "6", "1")
+    assert (options["--random-input-len"], options["--random-output-len"], options["--tokenizer"]) == (
+        "24",
+        "8",
+        "/tok",
+    )
+    assert {"--ignore-eos", "--save-detailed", "--save-result"} <= set(arguments)
 
 
 FAKE = """#!/bin/sh
@@ -98,29 +106,29 @@ echo "$@" > args; {0}
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "reason"),
     [
         ("echo boom >&2; exit 3", "it ended with code 3"),
         ("sleep 60", "it had not ended after 1 s"),
         ("exit 0", "result file"),
     ],
 )
-def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, config, endpoint, script, told):
+def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, config, endpoint, script, reason):
     fake = tmp_path / "python"
     fake.write_text(FAKE.format(script))
     fake.chmod(0o755)
-    with pytest.raises(LoadFailedError) as caught:
-        vllm_client.run(fake, "/tok", endpoint, config, 1.0, lambda _: None)
-    assert told in caught.value.why
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.load") as caught:
+        vllm_client.VllmClient(fake, "/tok", 1.0).run(endpoint, config, "", lambda _: None)
+    assert reason in caught.value.why
     if "boom" in script:
         assert "boom" in caught.value.why
 
 
 def test_pp_and_tg_are_tokens_over_their_own_time(make_result):
-    prefill, decode = terminal.benchy(make_result(speed=1.0))
+    prefill, decode = samples.phase_speeds(make_result(speed=1.0))
     assert prefill.test == "pp1024 (c4)"
-    assert prefill.each == pytest.approx(1024 / 0.2, rel=0.05)
-    assert decode.each == pytest.approx(100, rel=0.05)
+    assert prefill.per_request == pytest.approx(1024 / 0.2, rel=0.05)
+    assert decode.per_request == pytest.approx(100, rel=0.05)
     assert decode.total == pytest.approx(4 * 1024 / (0.2 + 10.23), rel=0.05)
     assert math.isfinite(prefill.deviation)
 
@@ -129,7 +137,7 @@ def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):
     failed = make_result(
         passed=False, metrics=None, checks=[{"name": "x", "ok": False, "told": "it lied"}], requests=[]
     )
-    terminal.show([make_result(), failed], table.figures)
-    told = capsys.readouterr().err
-    assert "cited, not measured here" in told
-    assert "it lied" in told
+    terminal.print_results([make_result(), failed], table.figures)
+    output = capsys.readouterr().err
+    assert "cited, not measured here" in output
+    assert "it lied" in output

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from bench import image
-from forge.trimming import Cut
-from sparkforge.errors import FetchError, UsageError
+from sparkforge.bench import image
+from sparkforge.core.errors import NetworkError, UsageError
+from sparkforge.image.trimming import Cut
 
 LOCK = """# made
 alpha==1.0 \\
@@ -44,12 +44,12 @@ def lock(tmp_path, monkeypatch):
 
 
 def test_each_package_has_the_wheel_of_the_machine_that_is_locked(lock):
-    found = [url.rpartition("/")[2] for url in image.wheels(lock, "aarch64", None)]
-    assert found == ["alpha-1.0-cp313-cp313-manylinux_2_28_aarch64.whl", "beta-2.0-py3-none-any.whl"]
+    names = [url.rpartition("/")[2] for url in image.wheels(lock, "aarch64", None)]
+    assert names == ["alpha-1.0-cp313-cp313-manylinux_2_28_aarch64.whl", "beta-2.0-py3-none-any.whl"]
 
 
 def test_a_machine_that_nobody_builds_for_is_named(lock):
-    with pytest.raises(FetchError, match="no wheel of alpha fits"):
+    with pytest.raises(NetworkError, match="no wheel of alpha fits", check=lambda error: error.code == "network.fetch"):
         image.wheels(lock, "riscv64", None)
 
 
@@ -58,9 +58,9 @@ def test_a_file_that_two_cuts_name_counts_once(monkeypatch):
     monkeypatch.setattr(image, "wheel_files", lambda _lock, _machine: files)
     cuts = [Cut("old", ("*/lib/cu12",), ""), Cut("all", ("a",), "")]
     monkeypatch.setattr(image.trimming, "cuts", lambda _device: cuts)
-    told = image.projection()
-    assert (told["untrimmed"], told["bytes"], told["left out"]) == (23, 11, {"old": 5, "all": 7})
-    assert "projection" in told
+    sizes = image.projection()
+    assert (sizes["untrimmed"], sizes["bytes"], sizes["left out"]) == (23, 11, {"old": 5, "all": 7})
+    assert "projection" in sizes
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -68,8 +68,8 @@ def test_a_file_is_read_by_ranges_or_whole(ranges, monkeypatch):
     held, asked = bytes(range(256)), []
 
     def answer(request):
-        asked.append(told := request.headers["Range"].removeprefix("bytes="))
-        first, last = (int(told) + 256, 255) if told.startswith("-") else map(int, told.split("-"))
+        asked.append(span := request.headers["Range"].removeprefix("bytes="))
+        first, last = (int(span) + 256, 255) if span.startswith("-") else map(int, span.split("-"))
         if not ranges:
             return httpx.Response(200, content=held)
         headers = {"Content-Range": f"bytes {first}-{last}/256"}
@@ -88,6 +88,6 @@ def test_a_file_is_read_by_ranges_or_whole(ranges, monkeypatch):
 
 def test_without_the_tests_environment_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
-    monkeypatch.setattr(image, "timed", lambda _work: pytest.fail("it began"))
+    monkeypatch.setattr(image, "build", lambda *_options: pytest.fail("it began"))
     with pytest.raises(UsageError, match="nothing to count with"):
         image.main(str(tmp_path / "out.json"))

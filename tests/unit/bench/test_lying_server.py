@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench import gate
-from sparkforge.errors import GateFailedError
+from sparkforge.bench import gate
+from sparkforge.bench.load import OwnClient
+from sparkforge.core.errors import BenchmarkError
 
 LIES = {
     "no tokens": "HTTP 200 without a token",
@@ -35,10 +36,12 @@ def reasons(bench, config, **changes):
 @pytest.mark.parametrize("lie", LIES)
 def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     stub.lie = lie
-    patience = {"endpoint": replace(bench.endpoint, read_seconds=0.3), "loader": replace(bench.loader, limit=1.0)}
-    told, result = reasons(replace(bench, **patience), config)
-    assert "6 of 6 requests failed" in told
-    assert LIES[lie] in told
+    silence = 0.3 if lie == "silent" else 60.0
+    answer = 1.0 if lie == "only pings" else 60.0
+    patience = {"endpoint": replace(bench.endpoint, read_seconds=silence), "load_client": OwnClient(answer)}
+    text, result = reasons(replace(bench, **patience), config)
+    assert "6 of 6 requests failed" in text
+    assert LIES[lie] in text
     assert result.metrics is None
     assert result.requests == []
 
@@ -46,21 +49,21 @@ def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
 @pytest.mark.parametrize("lie", CONTRADICTIONS)
 def test_figures_that_contradict_each_other_are_refused(stub, bench, config, lie):
     stub.lie = lie
-    told, _ = reasons(bench, config)
-    assert CONTRADICTIONS[lie] in told
+    text, _ = reasons(bench, config)
+    assert CONTRADICTIONS[lie] in text
 
 
 def test_tokens_without_pieces_are_refused(stub, bench, config):
     stub.lie = "bundled"
-    told, _ = reasons(bench, config, osl=64)
-    assert "the server counted 64 tokens and sent 1 pieces" in told
+    text, _ = reasons(bench, config, osl=64)
+    assert "the server counted 64 tokens and sent 1 pieces" in text
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_refused_requests_are_failed_ones_and_not_tried_again(stub, bench, config, status):
     stub.status, stub.fail_from = status, 3
-    told, result = reasons(bench, config, warmups=0)
-    assert f"3 of 6 requests failed; most often: HTTP {status}" in told
+    text, result = reasons(bench, config, warmups=0)
+    assert f"3 of 6 requests failed; most often: HTTP {status}" in text
     assert result.metrics.completed == 3
     assert stub.asked["/v1/completions"] == 6
 
@@ -117,11 +120,11 @@ BAD_SCORES = {
 @pytest.mark.parametrize("lie", BAD_SCORES)
 def test_the_gate_fails_on_scores_that_are_none(stub, endpoint, table, passage, lie):
     stub.lie = lie
-    made = gate.run(endpoint, table, passage)
-    assert not made.passed
-    assert BAD_SCORES[lie] in made.checks[0].told
-    with pytest.raises(GateFailedError, match="nothing was timed"):
-        gate.require(made)
+    verdict = gate.run(endpoint, table, passage)
+    assert not verdict.passed
+    assert BAD_SCORES[lie] in verdict.checks[0].told
+    with pytest.raises(BenchmarkError, match="nothing was timed", check=lambda error: error.code == "benchmark.gate"):
+        gate.require(verdict)
 
 
 def test_a_server_that_cannot_score_is_asked_no_more(stub, endpoint, table, passage):
@@ -132,5 +135,5 @@ def test_a_server_that_cannot_score_is_asked_no_more(stub, endpoint, table, pass
 
 def test_the_gate_fails_on_a_server_that_refuses_a_chunk(stub, endpoint, table, passage):
     stub.status, stub.fail_from = 500, 1
-    made = gate.run(endpoint, table, passage)
-    assert "chunk 2 of 2: /v1/completions answered 500" in made.checks[0].told
+    verdict = gate.run(endpoint, table, passage)
+    assert "chunk 2 of 2: /v1/completions answered 500" in verdict.checks[0].told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import machine
+from sparkforge.bench import machine
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import json
 import re
 import sys
@@ -11,19 +12,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from bench import bakeoff, chart, leaderboard, lm_eval, page, report, schema
-from bench.baselines import FILE
-from bench.chart import Point, Series
-from sparkforge.errors import (
-    BakeoffError,
-    CommandError,
-    GateUndecidedError,
-    ResultError,
-    UsageError,
-)
+from sparkforge.bench import bakeoff, chart, leaderboard, lm_eval, page, report, schema, terminal
+from sparkforge.bench.baselines import FILE
+from sparkforge.bench.chart import Point, Series
+from sparkforge.core.errors import BenchmarkError, InputError, ProcessError, UsageError
 
 HERE = Path(__file__).parent
-VOID = {"meta", "link", "br", "line"}
+VOID = {"meta", "link"}
 
 
 class Outline(HTMLParser):
@@ -34,9 +29,8 @@ class Outline(HTMLParser):
         self.open, self.headings, self.tables, self.links = [], [], [], []
 
     def handle_starttag(self, tag, attrs):
-        told = dict(attrs)
-        self.links += [value for name, value in told.items() if name in ("src", "href")]
-        if tag not in {"meta", "link"}:
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -50,25 +44,26 @@ class Outline(HTMLParser):
 
 
 def outline(text):
-    made = Outline()
-    made.feed(text)
-    assert made.open == []
-    return made
+    parser = Outline()
+    parser.feed(text)
+    assert parser.open == []
+    return parser
 
 
 def test_the_report_holds_every_part_and_loads_nothing(make_result, table):
     results = [make_result(conc=conc) for conc in (4, 8)]
-    text = report.build(results, table)
-    found = outline(text)
-    assert {"Accuracy gate", "Measured", "Throughput against latency", "llama-benchy style"} <= set(found.headings)
-    assert {"Against published figures", "Cited, not measured here", "Provenance"} <= set(found.headings)
-    assert found.links == ["data:,"]
+    text = report.render(results, table)
+    page_outline = outline(text)
+    headings = set(page_outline.headings)
+    assert {"Accuracy gate", "Measured", "Throughput against latency", "llama-benchy style"} <= headings
+    assert {"Against published figures", "Cited, not measured here", "Provenance"} <= headings
+    assert page_outline.links == ["data:,"]
     assert "http-equiv" in text
     assert text.count("<svg") == 2
 
 
 def test_measured_and_cited_figures_never_share_a_table(make_result, table):
-    text = report.build([make_result()], table)
+    text = report.render([make_result()], table)
     measured = text[text.index("latencies: median") : text.index("Throughput against latency")]
     assert all(figure.name not in measured for figure in table.figures)
     cited = text[text.index("none of this was measured here") :]
@@ -78,15 +73,15 @@ def test_measured_and_cited_figures_never_share_a_table(make_result, table):
 
 def test_a_servers_words_cannot_become_markup(make_result, table):
     evil = '<script>alert(1)</script><img src=x onerror="x">'
-    text = report.build([make_result(passed=False, checks=[{"name": evil, "ok": False, "told": evil}])], table)
-    text += leaderboard.build([leaderboard.Row(evil, make_result())], [evil], evil)
+    text = report.render([make_result(passed=False, checks=[{"name": evil, "ok": False, "told": evil}])], table)
+    text += leaderboard.render([leaderboard.TeamResult(evil, make_result())], [evil], evil)
     assert "<script>alert" not in text
     assert "<img" not in text
 
 
 def test_style_and_script_are_allowed_by_their_hash(make_result, table):
-    text = report.build([make_result()], table)
-    policy = re.search(r'content="(default-src[^"]+)"', text)[1].replace("&#x27;", "'")
+    text = report.render([make_result()], table)
+    policy = html.unescape(re.search(r'content="(default-src[^"]+)"', text)[1])
     for tag in ("style", "script"):
         inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
@@ -97,7 +92,7 @@ def test_a_failed_and_empty_run_has_a_report_too(make_result, table):
     failed = make_result(
         passed=False, metrics=None, requests=[], checks=[{"name": "x", "ok": False, "told": "it lied"}]
     )
-    text = report.build([failed], table)
+    text = report.render([failed], table)
     outline(text)
     assert "it lied" in text
     assert "<svg" not in text
@@ -113,15 +108,17 @@ def test_an_axis_begins_at_0_and_holds_every_point(largest):
 
 
 def test_points_lie_inside_the_chart():
-    made = chart.lines("t", "x", "y", [Series("a", [Point(0.0, 0.0, "p"), Point(5.0, 7.0, "q")])])
-    circles = [each.attrib for each in made.iter("circle")]
-    assert all(0 < float(c["cx"]) < chart.WIDTH and 0 < float(c["cy"]) < chart.HEIGHT for c in circles)
-    assert len(circles) == 2
-    assert chart.lines("t", "x", "y", [Series("a", [])]) is None
+    drawn = chart.line_chart("t", "x", "y", [Series("a", [Point(0.0, 0.0, "p"), Point(5.0, 7.0, "q")])])
+    (line,) = drawn.lines
+    assert [(marker.x, marker.y) for marker in line.markers] == [
+        (drawn.left, drawn.bottom),
+        (pytest.approx(drawn.left + (drawn.right - drawn.left) * 5 / 6, abs=0.1), pytest.approx(59, abs=0.1)),
+    ]
+    assert chart.line_chart("t", "x", "y", [Series("a", [])]) is None
 
 
 def test_figures_are_short(make_result):
-    assert [page.figure(x) for x in (1234567.8, 123.456, 12.345, 0.12345, 7)] == [
+    assert [page.format_figure(x) for x in (1234567.8, 123.456, 12.345, 0.12345, 7)] == [
         "1,234,568",
         "123.5",
         "12.35",
@@ -135,28 +132,28 @@ def test_figures_are_short(make_result):
 
 def test_the_schema_is_the_committed_one_and_results_fit_it(make_result):
     committed = (FILE.parent / "result.schema.json").read_text()
-    assert committed == schema.schema(), "python3 -m bench.schema > bench/result.schema.json"
+    assert committed == schema.json_schema(), "python3 -m sparkforge.bench.schema > sparkforge/bench/result.schema.json"
     jsonschema.validate(make_result().model_dump(mode="json"), json.loads(committed))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "where"),
     [
         (("sparkforge-bench/1", "sparkforge-bench/9"), "format"),
         (('"passed": true', '"passed": "maybe"'), "passed"),
         (('"conc": 4', '"conc": 0'), "config.conc"),
         (('"duration_s"', '"duration"'), "metrics"),
-        (("{", ""), "Invalid JSON"),
+        (("{", ""), "no JSON"),
     ],
 )
-def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path, change, told):
+def test_a_file_that_is_no_result_is_refused_by_its_place(make_result, tmp_path, change, where):
     path = tmp_path / "r.json"
     schema.write(path, make_result())
     path.write_text(path.read_text().replace(*change, 1))
-    with pytest.raises(ResultError) as caught:
+    with pytest.raises(InputError, check=lambda error: error.code == "input.result") as caught:
         schema.read(path)
-    assert told in caught.value.why
-    with pytest.raises(ResultError, match="cannot read"):
+    assert where in caught.value.why
+    with pytest.raises(InputError, match="cannot read", check=lambda error: error.code == "input.result"):
         schema.read(tmp_path / "none.json")
 
 
@@ -180,7 +177,7 @@ def test_the_board_ranks_what_passed_and_names_the_rest(make_result, tmp_path, c
 
 
 def test_an_empty_board_is_refused(tmp_path):
-    with pytest.raises(ResultError, match="no result"):
+    with pytest.raises(InputError, match="no result", check=lambda error: error.code == "input.result"):
         leaderboard.main(str(tmp_path), "", "")
 
 
@@ -219,26 +216,26 @@ name = "honest"
 url = "{stub.url}"
 """)
     shape = {"isl": "24", "osl": "8", "conc": "1,2", "num_prompts": "4", "warmups": "0", "client": "own"}
-    return {"file": str(file), "text": str(text), "output": str(tmp_path / "out"), "silence": "5", **shape}
+    return {"file": str(file), "text": str(text), "output": str(tmp_path / "out"), "silence": "60", **shape}
 
 
 def test_only_servers_that_pass_are_ranked(oven, tmp_path):
     bakeoff.main(oven, Path("/nonexistent"))
-    told = json.loads((tmp_path / "out" / "bakeoff" / "bakeoff.json").read_text())
-    assert [(each["name"], each["score"] is not None) for each in told] == [
+    standings = json.loads((tmp_path / "out" / "bakeoff" / "bakeoff.json").read_text())
+    assert [(standing["name"], standing["score"] is not None) for standing in standings] == [
         ("honest", True),
         ("broken", False),
         ("dead", False),
     ]
-    assert "did not start" in told[2]["why"]
-    assert told[1]["why"]
+    assert "did not start" in standings[2]["why"]
+    assert standings[1]["why"]
     outline((tmp_path / "out" / "bakeoff" / "bakeoff.html").read_text())
 
 
 @pytest.mark.parametrize("change", [{"logprob": -9.0}, {"lie": "truncated"}], ids=["gate", "load"])
 def test_a_bakeoff_that_nobody_passes_is_an_error(oven, stub, change):
     vars(stub).update(change)
-    with pytest.raises(BakeoffError, match="no server passed"):
+    with pytest.raises(BenchmarkError, match="no server passed", check=lambda error: error.code == "benchmark.bakeoff"):
         bakeoff.main(oven, Path("/nonexistent"))
 
 
@@ -258,13 +255,13 @@ def test_backends_stand_for_servers(tmp_path):
 
 
 def test_lm_evals_command_and_result(endpoint, table, tmp_path):
-    words = lm_eval.command(endpoint, "gsm8k", "/tok", tmp_path)
-    assert words[:3] == ["lm_eval", "--model", "local-completions"]
-    assert f"base_url={endpoint.url}/v1/completions" in words[4]
-    assert "tokenizer=/tok" in words[4]
-    assert words[words.index("--num_fewshot") + 1] == "3"
+    arguments = lm_eval.command(endpoint, "gsm8k", "/tok", tmp_path)
+    assert arguments[:3] == ["lm_eval", "--model", "local-completions"]
+    assert f"base_url={endpoint.url}/v1/completions" in arguments[4]
+    assert "tokenizer=/tok" in arguments[4]
+    assert arguments[arguments.index("--num_fewshot") + 1] == "3"
     (tmp_path / "m").mkdir()
-    with pytest.raises(CommandError, match="left no score"):
+    with pytest.raises(ProcessError, match="left no score", check=lambda error: error.code == "process.failed"):
         lm_eval.score(tmp_path, "gsm8k")
     results = {"results": {"gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.93}}}
     (tmp_path / "m" / "results_2026-11-21.json").write_text(json.dumps(results))
@@ -282,10 +279,32 @@ def test_lm_evals_score_is_held_against_the_threshold(endpoint, table, tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (check,) = lm_eval.checks(big, table, ["gsm8k"])
     assert "gsm8k is 0.5000 and must be ≥ 0.9100" in check.told
-    with pytest.raises(GateUndecidedError):
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.undecided"):
         lm_eval.checks(endpoint, table, ["gsm8k"])
     with pytest.raises(UsageError, match="not known"):
         lm_eval.checks(big, table, ["mmlu"])
     fake.unlink()
     with pytest.raises(UsageError, match="not installed"):
         lm_eval.checks(big, table, ["gsm8k"])
+
+
+def test_no_page_or_result_keeps_a_urls_password(make_result, table, tmp_path):
+    result = make_result()
+    url = "http://anna:hunter2@spark.example:8000"
+    config = result.config.model_copy(update={"url": url})
+    changed = result.model_copy(update={"config": config, "reasons": [f"{url} does not answer"], "passed": False})
+    report.write(tmp_path / "report.html", [changed], table)
+    text = (tmp_path / "report.html").read_text()
+    assert "spark.example" in text
+    assert "hunter2" not in text
+    assert "hunter2" not in changed.model_dump_json()
+    assert config.url == url  # what is sent still has it
+
+
+def test_a_benchmarks_tables_hold_nothing_that_a_terminal_obeys(make_result, table, capsys):
+    evil = "\x1b]52;c;cm0=\x07\x1b[2J\x9b1m"
+    failed = make_result().model_copy(update={"reasons": [f"it said {evil}"], "passed": False, "metrics": None})
+    terminal.print_results([failed], table.figures)
+    out, err = capsys.readouterr()
+    assert "said" in out + err
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)

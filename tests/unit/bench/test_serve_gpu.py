@@ -1,6 +1,5 @@
 """The GPU's serving benchmark against a stand-in server: what it counts, what it refuses, what makes a check fail."""
 
-import asyncio
 import importlib.metadata
 import json
 import socket
@@ -11,8 +10,8 @@ import httpx
 import pytest
 import torch
 
-from bench.kernels import random_weights, serve_gpu, tiny_tokens
-from sparkforge.errors import StartFailedError, UsageError
+from sparkforge.bench.kernels import random_weights, serve_gpu, tiny_tokens
+from sparkforge.core.errors import ServerError, UsageError
 
 
 class Server(BaseHTTPRequestHandler):
@@ -24,10 +23,11 @@ class Server(BaseHTTPRequestHandler):
         self.server.now += 1
         self.server.most = max(self.server.most, self.server.now)
         self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         if body.get("stream"):
             events = [{"choices": [{"text": ""}]} for _ in range(body["max_tokens"] - 1)]  # two tokens in one event
-            events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
+            events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": body["max_tokens"]}})
             lines = [*(f"data: {json.dumps(event)}" for event in events), "data: [DONE]", ""]
             self.wfile.write("\n\n".join(lines).encode())
         else:
@@ -54,22 +54,20 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    made.seen, made.chosen, made.now, made.most = [], 7, 0, 0
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    stub.seen, stub.chosen, stub.now, stub.most = [], 7, 0, 0
+    thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield made
-    made.shutdown()
+    yield stub
+    stub.shutdown()
     thread.join()
-    made.server_close()
+    stub.server_close()
 
 
 def test_tokens_are_counted_by_the_servers_word_and_requests_kept_in_flight(server):
-    plan = serve_gpu.Plan(10, 8, (3,), 4, 1.0, 0)
-    url = f"http://127.0.0.1:{server.server_port}/v1/completions"
-    found = asyncio.run(serve_gpu._load(url, 3, 12, plan, 8))
-    assert (found["requests"], found["complete"]) == (12, True)
-    assert found["output_tokens_per_s"] == pytest.approx(12 * 8 / found["seconds"], rel=0.02)
+    row = serve_gpu._load(f"http://127.0.0.1:{server.server_port}", 3, 12, 10, 8)
+    assert (row["requests"], row["complete"]) == (12, True)
+    assert row["output_tokens_per_s"] == pytest.approx(12 * 8 / row["seconds"], rel=0.02)
     assert len(server.seen) == 12
     assert server.most <= 3
     assert all(len(body["prompt"]) == 10 and body["max_tokens"] == 8 and body["ignore_eos"] for body in server.seen)
@@ -85,8 +83,8 @@ def test_tokens_are_counted_by_the_servers_word_and_requests_kept_in_flight(serv
     ],
 )
 def test_backends_are_found_by_name(name, log, environment):
-    found = serve_gpu.backend_of(name)
-    assert (found.log, dict(found.environment)) == (log, environment)
+    backend = serve_gpu.backend_of(name)
+    assert (backend.log, dict(backend.environment)) == (log, environment)
 
 
 @pytest.mark.parametrize("name", ["cutlass", "triton:torch"])
@@ -99,26 +97,28 @@ def test_a_server_that_took_another_backend_is_refused(tmp_path):
     log = tmp_path / "log"
     log.write_text("INFO Using 'MARLIN' Mxfp4 MoE backend.\n")
     assert serve_gpu._chosen("marlin", log) == "Using 'MARLIN' Mxfp4 MoE backend."
-    with pytest.raises(StartFailedError, match="did not take spark"):
+    with pytest.raises(ServerError, match="did not take spark", check=lambda error: error.code == "server.start"):
         serve_gpu._chosen("spark", log)
 
 
 def test_a_server_that_ends_is_told_with_its_last_error(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_gpu, "backend_of", lambda _: serve_gpu.Backend(("--no-such-argument",), "x"))
-    plan = serve_gpu.Plan(10, 8, (1,), 1, 60.0, 1)
+    plan = serve_gpu.ServingPlan(10, 8, (1,), 1, 60.0, 1)
     model = tmp_path / "model"
     model.mkdir()
     monkeypatch.setattr(serve_gpu.sys, "executable", "/bin/false")
-    with pytest.raises(StartFailedError, match="ended before it was ready"):
+    with pytest.raises(
+        ServerError, match="ended before it was ready", check=lambda error: error.code == "server.start"
+    ):
         next(serve_gpu.measure("spark", model, plan, tmp_path / "log"))
 
 
 def test_a_sweep_that_the_harness_refuses_is_told_and_ends_nothing(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        plan = serve_gpu.Plan(10, 8, (1,), 1, 1.0, 0, sweep=(1,), client="own")
-        told = serve_gpu._sweep(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, plan, tmp_path / "harness")
-    assert told.startswith("failed: ")
+        plan = serve_gpu.ServingPlan(10, 8, (1,), 1, 1.0, 0, sweep=(1,), client="own")
+        outcome = serve_gpu._sweep(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, plan, tmp_path / "harness")
+    assert outcome.startswith("failed: ")
 
 
 def client_of(server):
@@ -128,35 +128,35 @@ def client_of(server):
 def test_the_same_server_passes_its_own_record(server):
     with client_of(server) as client:
         recorded = tiny_tokens.record(client, "tiny")
-        found = tiny_tokens.compare(client, "tiny", recorded)
-    assert found["passed"]
-    assert [row["equal_tokens"] for row in found["prompts"]] == [tiny_tokens.GENERATED] * 3
+        comparison = tiny_tokens.compare(client, "tiny", recorded)
+    assert comparison["passed"]
+    assert [row["equal_tokens"] for row in comparison["prompts"]] == [tiny_tokens.GENERATED] * 3
 
 
 def test_a_server_that_prefers_other_tokens_does_not_pass(server):
     with client_of(server) as client:
         recorded = tiny_tokens.record(client, "tiny")
         server.chosen = 8
-        found = tiny_tokens.compare(client, "tiny", recorded)
-    assert not found["passed"]
-    assert [row["equal_tokens"] for row in found["prompts"]] == [0, 0, 0]
-    assert found["prompts"][0]["worst_gap"] == pytest.approx(2.0)
+        comparison = tiny_tokens.compare(client, "tiny", recorded)
+    assert not comparison["passed"]
+    assert [row["equal_tokens"] for row in comparison["prompts"]] == [0, 0, 0]
+    assert comparison["prompts"][0]["worst_gap"] == pytest.approx(2.0)
 
 
 def test_random_weights_fill_experts_and_leave_the_rest():
     names = {"e.w13_weight": torch.uint8, "e.w2_weight_scale": torch.uint8, "x_norm.weight": torch.bfloat16,
              "router.weight": torch.bfloat16, "router.bias": torch.bfloat16, "attn": torch.bfloat16}  # fmt: skip
-    made = {name: torch.full((64, 64), 3).to(dtype) for name, dtype in names.items()}
-    random_weights.fill((name, torch.nn.Parameter(t, requires_grad=False)) for name, t in made.items())
-    assert len(made["e.w13_weight"].unique()) == 256
-    assert made["e.w2_weight_scale"].unique().tolist() == list(range(*random_weights.SCALES))
-    assert made["router.weight"].float().std() == pytest.approx(random_weights.ROUTER_DEVIATION, rel=0.1)
-    assert [made[n].unique().tolist() for n in list(names)[2::2]] == [[1.0], [0.0]]
-    assert made["attn"].unique().tolist() == [3.0]
+    tensors = {name: torch.full((64, 64), 3).to(dtype) for name, dtype in names.items()}
+    random_weights.fill((name, torch.nn.Parameter(t, requires_grad=False)) for name, t in tensors.items())
+    assert len(tensors["e.w13_weight"].unique()) == 256
+    assert tensors["e.w2_weight_scale"].unique().tolist() == list(range(*random_weights.SCALES))
+    assert tensors["router.weight"].float().std() == pytest.approx(random_weights.ROUTER_DEVIATION, rel=0.1)
+    assert [tensors[n].unique().tolist() for n in list(names)[2::2]] == [[1.0], [0.0]]
+    assert tensors["attn"].unique().tolist() == [3.0]
 
 
 def test_python_finds_the_load_formats_entry_point(tmp_path):
     random_weights.write_entry_point(tmp_path)
     (package,) = importlib.metadata.distributions(path=[str(tmp_path)])
-    (found,) = package.entry_points
-    assert (found.group, found.load()) == ("vllm.general_plugins", random_weights.register)
+    (entry_point,) = package.entry_points
+    assert (entry_point.group, entry_point.load()) == ("vllm.general_plugins", random_weights.register)

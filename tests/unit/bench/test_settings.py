@@ -9,16 +9,17 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from bench import baselines, context, settings, verbs
-from bench.settings import Settings
-from sparkforge import paths
-from sparkforge.errors import BaselineError, ServerReplyError, UsageError
-from sparkforge.files import write_json
-from sparkforge.process import started_at
+from sparkforge.bench import baselines, context, settings
+from sparkforge.bench.settings import BenchSettings
+from sparkforge.cli import measure, namespace
+from sparkforge.core.errors import InputError, ServerError, UsageError
+from sparkforge.core.process import started_at
+from sparkforge.image import engine
+from sparkforge.serve import record
 
 
 def configs(endpoint, table, flags=None, environment=None):
-    return settings.configs(Settings(flags or {}, environment or {}), table, endpoint, 0, "")
+    return settings.configs(BenchSettings(flags or {}, environment or {}), table, endpoint, 0, "")
 
 
 def test_one_configuration_comes_from_the_competitions_variables(endpoint, table):
@@ -30,21 +31,21 @@ def test_one_configuration_comes_from_the_competitions_variables(endpoint, table
         "RANDOM_RANGE_RATIO": "1.0",
         "MAX_MODEL_LEN": "999",
     }
-    (made,) = configs(endpoint, table, environment=environment)
-    assert (made.isl, made.osl, made.conc, made.tp, made.max_model_len) == (100, 50, 8, 2, 999)
-    assert (made.num_prompts, made.warmups) == (80, 16)
-    assert made.random_range_ratio == 0.0  # 1.0 was how older harnesses wrote a fixed length
+    (config,) = configs(endpoint, table, environment=environment)
+    assert (config.isl, config.osl, config.conc, config.tp, config.max_model_len) == (100, 50, 8, 2, 999)
+    assert (config.num_prompts, config.warmups) == (80, 16)
+    assert config.random_range_ratio == 0.0  # 1.0 was how older harnesses wrote a fixed length
 
 
 def test_flags_win_over_variables(endpoint, table):
-    (made,) = configs(endpoint, table, {"conc": "2", "num_prompts": "5"}, {"CONC": "8", "NUM_PROMPTS": "80"})
-    assert (made.conc, made.num_prompts) == (2, 5)
+    (config,) = configs(endpoint, table, {"conc": "2", "num_prompts": "5"}, {"CONC": "8", "NUM_PROMPTS": "80"})
+    assert (config.conc, config.num_prompts) == (2, 5)
 
 
 def test_a_shape_by_flags_is_a_batch_of_the_tables_concurrencies(endpoint, table):
     flags, environment = {"isl": "1024", "osl": "1024"}, {"CONC": "64", "NUM_PROMPTS": "7"}
-    made = configs(endpoint, table, flags, environment)
-    assert [(config.conc, config.num_prompts) for config in made] == [(4, 40), (8, 80), (16, 160)]
+    chosen = configs(endpoint, table, flags, environment)
+    assert [(config.conc, config.num_prompts) for config in chosen] == [(4, 40), (8, 80), (16, 160)]
     assert [config.conc for config in configs(endpoint, table, {**flags, "conc": "1,2"})] == [1, 2]
 
 
@@ -54,7 +55,7 @@ def test_the_sweeps_are_the_competitions(table):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ({"conc": "abc"}, "--conc=abc"),
         ({"conc": "0"}, "--conc=0"),
@@ -67,19 +68,19 @@ def test_the_sweeps_are_the_competitions(table):
         ({"num_prompts": "-3"}, "--num-prompts=-3"),
     ],
 )
-def test_a_setting_without_meaning_is_named(endpoint, table, flags, told):
-    with pytest.raises(UsageError, match=re.escape(told)):
+def test_a_setting_without_meaning_is_named(endpoint, table, flags, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         configs(endpoint, table, flags)
 
 
 def test_the_served_model_is_found_or_refused(stub):
-    assert settings.endpoint(Settings({}, {}), stub.url + "/v1", 60.0).model == "honest-model"
+    assert settings.endpoint(BenchSettings({}, {}), stub.url + "/v1", 60.0).model == "honest-model"
     with pytest.raises(UsageError, match="does not serve 'other'"):
-        settings.endpoint(Settings({"model": "other"}, {}), stub.url, 60.0)
+        settings.endpoint(BenchSettings({"model": "other"}, {}), stub.url, 60.0)
     with pytest.raises(UsageError, match="is no URL"):
-        settings.endpoint(Settings({}, {}), "ftp://x", 60.0)
-    with pytest.raises(ServerReplyError, match="does not answer"):
-        settings.endpoint(Settings({"port": "9"}, {}), "", 60.0)
+        settings.endpoint(BenchSettings({}, {}), "ftp://x", 60.0)
+    with pytest.raises(ServerError, match="does not answer", check=lambda error: error.code == "server.reply"):
+        settings.endpoint(BenchSettings({"port": "9"}, {}), "", 60.0)
 
 
 def test_every_cited_figure_and_threshold_has_source_and_date(table):
@@ -124,14 +125,14 @@ def test_the_sanity_threshold_is_what_xz_packs_the_text_to(table):
 def test_a_malformed_table_is_refused(tmp_path, change):
     path = tmp_path / "baselines.toml"
     path.write_text(baselines.FILE.read_text().replace(*change))
-    with pytest.raises(BaselineError):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.baselines"):
         baselines.load(path)
 
 
 def test_a_text_that_changed_is_refused(table):
     text = table.text("persuasion-24")
     assert text.read().startswith("Who can be in doubt")
-    with pytest.raises(BaselineError, match="has changed"):
+    with pytest.raises(InputError, match="has changed", check=lambda error: error.code == "input.baselines"):
         text.model_copy(update={"sha256": "0" * 64}).read()
 
 
@@ -143,7 +144,7 @@ def test_a_ratio_is_made_for_the_very_same_shape_only(make_result, table):
     assert not slower.better
     assert make_result(isl=1000, osl=1024, conc=4).ratios == []
     zero = [figure.model_copy(update={"values": {"tput_per_gpu": 0.0}}) for figure in table.figures]
-    assert baselines.ratios(result.metrics, (1024, 1024, 4), zero) == []
+    assert baselines.compute_ratios(result.metrics, (1024, 1024, 4), zero) == []
 
 
 def test_a_key_is_sent_and_not_shown(stub, endpoint):
@@ -155,51 +156,68 @@ def test_a_key_is_sent_and_not_shown(stub, endpoint):
 
 @pytest.fixture
 def serving(stub):
-    """A record as serve/record.py writes it, of this very process."""
+    """A record as sparkforge/serve/record.py writes it, of this very process."""
 
     def write(**changes):
         port, pid = int(stub.url.rpartition(":")[2]), os.getpid()
-        told = {"pid": pid, "started": started_at(pid), "port": port, "model": "/m", "device": "embedded"}
-        write_json(paths.state() / "server.json", {**told, **changes})
+        server = record.Server(pid, started_at(pid), "127.0.0.1", port, "/m", "m", "embedded", "")
+        record.write(replace(server, **changes))
 
     return write
 
 
 def test_this_checkouts_server_is_the_default(stub, serving):
     serving()
-    found = settings.endpoint(Settings({}, {}), "", 60.0)
-    assert found.url == stub.url
-    told = context.server(found)
-    assert (told.device, told.version) == ("embedded", "0.0-stub")
-    assert told.memory_bytes.keys() == {"rss", "pss"}
+    endpoint = settings.endpoint(BenchSettings({}, {}), "", 60.0)
+    assert endpoint.url == stub.url
+    server = context.describe_server(endpoint)
+    assert (server.device, server.version) == ("embedded", "0.0-stub")
+    assert server.memory_bytes.keys() == {"rss", "pss"}
 
 
 def test_a_record_of_a_dead_process_is_not_believed(stub, serving):
     serving(started=1.0)
-    assert context.record() is None
-    assert context.server(settings.endpoint(Settings({}, {}), stub.url, 60.0)).device == ""
+    assert context.running_server() is None
+    assert context.describe_server(settings.endpoint(BenchSettings({}, {}), stub.url, 60.0)).device == ""
 
 
-def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path):
+def test_a_containers_key_is_sent_to_it_and_to_nobody_else(stub, serving, tmp_path, monkeypatch):
     (tmp_path / "key").write_text("kept-secret\n")
+    monkeypatch.setattr(engine, "mounted_from", lambda *_: str(tmp_path / "key"))
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"))
-    settings.endpoint(Settings({}, {}), "", 60.0).tokenize("x")
+    settings.endpoint(BenchSettings({}, {}), "", 60.0).tokenize("x")
     assert stub.bodies[-1][2]["Authorization"] == "Bearer kept-secret"
     serving(pid=0, started=0.0, container="abc", key_file=str(tmp_path / "key"), port=1)
-    settings.endpoint(Settings({}, {}), stub.url, 60.0).tokenize("x")
+    settings.endpoint(BenchSettings({}, {}), stub.url, 60.0).tokenize("x")
     assert "Authorization" not in stub.bodies[-1][2]
 
 
-def test_the_verbs_take_their_words_and_flags():
-    assert set(verbs.TASKS) == {"acc", "perf", "submit", "compare", "accept", "bakeoff", "leaderboard", "kernels"}
-    asked = {name: [argument.name for argument in task.get_arguments()] for name, task in verbs.TASKS.items()}
-    assert asked["submit"][0] == "team"
-    assert {"to", "form", "result", "isl"} <= set(asked["submit"])
-    assert asked["compare"] == ["before", "after"]
-    assert all(task.__doc__ for task in verbs.TASKS.values())
+def test_the_commands_take_their_arguments_and_options():
+    options = {
+        name: [argument.name for argument in namespace[f"bench.{name}"].get_arguments()]
+        for name in ("submit", "compare")
+    }
+    assert options["submit"][0] == "team"
+    assert {"to", "form", "result", "isl"} <= set(options["submit"])
+    assert options["compare"] == ["before", "after"]
 
 
-def test_a_verb_ends_with_the_errors_code(stub, monkeypatch):
+def test_a_command_ends_with_the_errors_code(stub, monkeypatch):
     with pytest.raises(Exit) as caught:
-        verbs.TASKS["perf"].body(Context(), **{name: verbs.FLAGS[name][0] for name in verbs.LOAD} | {"port": "x"})
+        measure.perf.body(Context(), **{name: measure.OPTIONS[name][0] for name in measure.LOAD} | {"port": "x"})
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:x", "http://127.0.0.1:99999", "http://[", "http://", "ftp://h", "http://a\0b"]
+)
+def test_a_url_that_is_none_is_refused_before_anything_is_asked(url):
+    with pytest.raises(UsageError, match="is no URL"):
+        settings.endpoint(settings.BenchSettings({}, {}), url, 1.0)
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "0", "1180591620717411303424", "9" * 5000, "1e999", "NaN"])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(UsageError, match="port") as caught:
+        settings.endpoint(settings.BenchSettings({"port": port}, {}), "", 1.0)
+    assert len(caught.value.what) < 100

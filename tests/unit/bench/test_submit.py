@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import schema, submit
-from sparkforge.errors import ResultError, SubmitError, UsageError
+from sparkforge.bench import schema, submit
+from sparkforge.core.errors import InputError, NetworkError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
     schema.write(path, secret)
     send(path, f"{stub.url}/board")
     (posted,) = stub.posted
-    told = json.dumps(posted)
+    text = json.dumps(posted)
     assert posted["team"] == "Team"
     for leak in (
         "anna",
@@ -62,7 +62,7 @@ def test_json_is_posted_redacted_and_once(stub, make_result, tmp_path):
         socket.gethostname(),
         '"k"',
     ):
-        assert not re.search(rf"(?<!\w){re.escape(leak)}(?!\w)", told), leak
+        assert not re.search(rf"(?<!\w){re.escape(leak)}(?!\w)", text), leak
     assert posted["result"]["server"]["model"] == "<path>/gpt-oss-120b"
     assert posted["result"]["metrics"]["tput_per_gpu"] == secret.metrics.tput_per_gpu
     assert stub.bodies[-1][2]["Idempotency-Key"] == secret.digest
@@ -83,9 +83,8 @@ def test_what_may_pass_is_tried_again(stub, saved, answers, no_waiting):
 def test_a_refused_post_keeps_the_result(stub, saved, answers):
     stub.post_answers = list(answers)
     before = saved.read_bytes()
-    with pytest.raises(SubmitError) as caught:
+    with pytest.raises(NetworkError, check=lambda error: error.code == "network.submit") as caught:
         send(saved, f"{stub.url}/board")
-    assert caught.value.exit_code == 75
     assert f"--result {saved}" in caught.value.fix
     assert saved.read_bytes() == before
     assert not saved.with_suffix(".submitted.json").exists()
@@ -95,7 +94,7 @@ def test_a_refused_post_keeps_the_result(stub, saved, answers):
 
 
 def test_nobody_there_is_an_error_after_some_tries(saved, no_waiting):
-    with pytest.raises(SubmitError, match="not posted"):
+    with pytest.raises(NetworkError, match="not posted", check=lambda error: error.code == "network.submit"):
         send(saved, "http://127.0.0.1:9/board")
     assert len(no_waiting) == len(submit.WAITS)
 
@@ -121,7 +120,7 @@ def test_a_shape_without_a_baseline_has_zeros(stub, make_result, tmp_path):
 
 def test_a_form_that_may_have_arrived_is_not_sent_again(stub, saved):
     stub.post_answers = ["drop"]
-    with pytest.raises(SubmitError, match="not posted") as caught:
+    with pytest.raises(NetworkError, match="not posted", check=lambda error: error.code == "network.submit") as caught:
         send(saved, stub.url, "gradio")
     assert "may have arrived" in caught.value.why
     assert stub.asked["/gradio_api/call/submit_results"] == 1
@@ -129,20 +128,54 @@ def test_a_form_that_may_have_arrived_is_not_sent_again(stub, saved):
 
 def test_a_board_that_refuses_the_form_is_believed(stub, saved):
     stub.lie = "gradio error"
-    with pytest.raises(SubmitError, match="the board refused"):
+    with pytest.raises(NetworkError, match="the board refused", check=lambda error: error.code == "network.submit"):
         send(saved, stub.url, "gradio")
 
 
 def test_a_failed_result_is_never_posted(stub, make_result, tmp_path):
     schema.write(tmp_path / "r.json", make_result(passed=False))
-    with pytest.raises(ResultError):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.result"):
         send(tmp_path / "r.json", f"{stub.url}/board")
     assert stub.posted == []
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"team": " "}, {"team": "a\nb"}, {"team": "x" * 81}, {"form": "fax"}, {"url": "file:///tmp/x"}]
+    "wrong",
+    [
+        {"team": " "},
+        {"team": "a\nb"},
+        {"team": "x" * 81},
+        {"form": "fax"},
+        {"url": "file:///tmp/x"},
+        {"url": "http://127.0.0.1:x"},
+        {"url": "http://["},
+        {"url": "http://"},
+        {"url": "http://h:99999/"},
+    ],
 )
 def test_a_wrong_argument_is_named(saved, wrong):
     with pytest.raises(UsageError):
         send(saved, **{"url": "http://127.0.0.1:9", **wrong})
+
+
+@pytest.mark.parametrize(
+    "answer", ["[" * 100_000, "[]", '{"event_id": 5}', '{"event_id": "../../x"}', '{"event_id": "a b"}']
+)
+def test_a_board_whose_answer_names_no_event_is_said_to_be_silent(stub, saved, answer, monkeypatch):
+    reply = submit.httpx.Response(200, content=answer.encode())
+    monkeypatch.setattr(submit, "send", lambda *_arguments, **_options: reply)
+    with pytest.raises(NetworkError, match="did not say whether", check=lambda error: error.code == "network.submit"):
+        send(saved, stub.url, "gradio")
+
+
+def test_a_damaged_note_of_an_earlier_post_is_no_post(stub, saved):
+    saved.with_suffix(".submitted.json").write_text("[" * 100_000)
+    send(saved, f"{stub.url}/board")
+    assert len(stub.posted) == 1
+
+
+@pytest.mark.parametrize("form", ["json", "gradio"])
+def test_no_more_of_a_boards_answer_is_read_than_the_limit(stub, saved, form, monkeypatch):
+    monkeypatch.setattr(submit, "ANSWER_BYTES", 5)
+    with pytest.raises(NetworkError, match="not posted", check=lambda error: "more than 5 bytes" in error.why):
+        send(saved, f"{stub.url}/board", form)

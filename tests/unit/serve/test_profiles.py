@@ -1,24 +1,33 @@
-"""Serve profiles are data, read strictly."""
+"""Serve profiles are data, read strictly; what one inherits is part of it."""
+
+import json
+import tomllib
 
 import pytest
 
-from serve import profiles
-from sparkforge.errors import StorageError, UsageError
+from sparkforge import pins
+from sparkforge.core.errors import InputError, UsageError
+from sparkforge.serve import profiles
 
 GOOD = """
+[bases.common.flags]
+"--shutdown-timeout" = {value = 45, why = "w"}
+"--max-num-seqs" = {value = 8, why = "w"}
+
 [profiles.safe]
 about = "a"
-[[profiles.safe.flags]]
-flag = "--max-num-seqs"
-value = 16
-why = "w"
-[[profiles.safe.flags]]
-flag = "--enforce-eager"
-why = "w"
-[[profiles.safe.environment]]
-name = "X"
-value = "1"
-why = "w"
+extends = "common"
+[profiles.safe.flags]
+"--max-num-seqs" = {value = 16, why = "w"}
+"--enforce-eager" = {why = "w"}
+[profiles.safe.environment]
+X = {value = "1", why = "w"}
+
+[profiles.fast]
+about = "b"
+extends = "safe"
+[profiles.fast.environment]
+X = {value = "2", why = "w"}
 """
 
 
@@ -31,15 +40,18 @@ def table(tmp_path):
     return table
 
 
-def test_flags_and_variables_come_from_the_table(table):
+def test_flags_and_variables_come_from_the_table_and_from_what_it_extends(table):
     safe = profiles.named("safe", table(GOOD))
-    assert safe.words() == ("--max-num-seqs=16", "--enforce-eager")
+    assert safe.arguments() == ("--shutdown-timeout=45", "--max-num-seqs=16", "--enforce-eager")
     assert safe.variables() == {"X": "1"}
+    fast = profiles.named("fast", table(GOOD))
+    assert (fast.about, fast.arguments(), fast.variables()) == ("b", safe.arguments(), {"X": "2"})
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(table):
-    with pytest.raises(UsageError, match="there are safe"):
-        profiles.named("fast", table(GOOD))
+@pytest.mark.parametrize("name", ["quick", "common"])
+def test_an_unknown_name_is_refused_with_the_known_ones_and_a_base_is_none(table, name):
+    with pytest.raises(UsageError, match="there are safe, fast"):
+        profiles.named(name, table(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -49,27 +61,86 @@ def test_an_unknown_name_is_refused_with_the_known_ones(table):
         "[other]",
         "[profiles.safe]",  # no `about`
         GOOD.replace("about", "abuot"),
-        GOOD.replace('why = "w"', "", 1),
-        GOOD.replace("--max-num-seqs", "max-num-seqs"),
-        GOOD.replace("--max-num-seqs", "--max-num-seqs=3"),
+        GOOD.replace(', why = "w"', "", 1),
+        GOOD.replace('"--max-num-seqs"', "max-num-seqs"),
+        GOOD.replace('"--max-num-seqs"', '"--max-num-seqs=3"'),
         GOOD.replace("value = 16", "value = [16]"),
         GOOD.replace("value = 16", "value = true"),
+        GOOD.replace('extends = "common"', 'extends = "nothing"'),
+        GOOD.replace('extends = "common"', 'extends = "fast"'),  # a circle
         GOOD + "[profiles.safe",
     ],
 )
 def test_a_malformed_table_is_a_named_error(table, wrong):
-    with pytest.raises(UsageError, match="malformed"):
+    with pytest.raises(InputError, match=r"malformed|no TOML", check=lambda error: error.code == "input.table"):
         profiles.load(table(wrong))
 
 
+NEXT = """
+[stacks.next.profiles.safe.flags]
+"--max-num-seqs" = {value = 32, why = "w"}
+[stacks.next.profiles.trial]
+about = "c"
+extends = "fast"
+"""
+
+
+def test_a_stack_changes_a_profile_and_what_extends_it_and_adds_its_own(table):
+    path = table(GOOD + NEXT)
+    assert list(profiles.load(path)) == ["safe", "fast"]
+    assert profiles.load(path) == profiles.load(path, stack="other")
+    changed = profiles.load(path, stack="next").values()
+    words = ("--shutdown-timeout=45", "--max-num-seqs=32", "--enforce-eager")
+    assert [(profile.about, profile.arguments()) for profile in changed] == [("a", words), ("b", words), ("c", words)]
+    assert profiles.named("trial", path, stack="next").variables() == {"X": "2"}
+    with pytest.raises(UsageError):
+        profiles.named("trial", path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [NEXT.replace('extends = "fast"', 'extends = "slow"'), NEXT.replace('about = "c"', "")]
+)
+def test_a_malformed_profile_of_a_stack_is_a_named_error(table, wrong):
+    with pytest.raises(InputError, match="malformed"):
+        profiles.load(table(GOOD + wrong))
+
+
 def test_a_table_that_is_gone_is_a_named_error(tmp_path):
-    with pytest.raises(StorageError):
+    with pytest.raises(InputError, match="cannot read"):
         profiles.load(tmp_path / "none.toml")
 
 
-def test_every_flag_of_this_checkout_has_its_reason():
-    found = profiles.load()
-    assert "embedded" in found
-    for profile in found.values():
+def test_every_stack_of_this_checkouts_table_is_pinned():
+    stacks = tomllib.loads(profiles.TABLE.read_text(encoding="utf-8"))["stacks"]
+    assert stacks.keys() <= pins.load().stacks.keys()
+
+
+@pytest.mark.parametrize("stack", ["", *pins.load().stacks])
+def test_every_setting_of_this_checkout_has_its_reason(stack):
+    for profile in profiles.load(stack=stack).values():
         assert profile.about
-        assert all(setting.why.strip() for setting in (*profile.flags, *profile.environment))
+        assert all(len(setting.why) > 10 for setting in (*profile.flags.values(), *profile.environment.values()))
+
+
+@pytest.mark.parametrize("stack", ["spark", "spark-next"])
+@pytest.mark.parametrize("name", ["safe", "fast", "long-context"])
+def test_a_profile_for_the_spark_takes_the_hardware_path_and_graphs_for_5_and_10(name, stack):
+    profile = profiles.named(name, stack=stack)
+    flags = {flag: setting.value for flag, setting in profile.flags.items()}
+    assert flags["--moe-backend"] == "flashinfer_cutlass"
+    assert flags["--quantization-config.moe.activation"] == "mxfp8"
+    assert flags["--attention-backend"] == "FLASHINFER"
+    assert profile.variables() == {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    assert {"--quantization", "--enable-lora", "--enforce-eager"}.isdisjoint(flags)
+    sizes = json.loads(flags["--compilation-config"])["cudagraph_capture_sizes"]
+    assert {1, 5, 10} <= set(sizes)
+    assert max(sizes) >= int(flags["--max-num-seqs"])
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("name", ["safe", "fast", "long-context", "embedded"])
+def test_every_profile_calls_tools_and_lets_answers_end(name):
+    flags = {flag: setting.value for flag, setting in profiles.named(name).flags.items()}
+    assert flags["--enable-auto-tool-choice"] == ""
+    assert flags["--tool-call-parser"] == "openai"
+    assert 0 < int(flags["--shutdown-timeout"]) < 60  # Compose kills after 60 s

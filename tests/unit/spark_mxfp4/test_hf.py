@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spark_mxfp4 import hf
-from spark_mxfp4.hf_experts import PackedExperts
+from spark_mxfp4.hf.experts import PackedExperts
 from spark_mxfp4.mxfp4 import dequantize, quantize
 
 NAMES = ("gate_up_proj", "down_proj")
@@ -101,7 +101,7 @@ def test_an_interrupted_conversion_is_finished_by_the_next(make_model, answer, m
             raise KeyboardInterrupt
         return quantize(dense)
 
-    monkeypatch.setattr(hf, "quantize", interrupted)
+    monkeypatch.setattr("spark_mxfp4.hf.model.quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hf.convert_and_replace(model)
     assert [isinstance(experts, PackedExperts) for experts in experts_of(model)] == [True, False, False]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spark_mxfp4 import hf, hf_implementation
+from spark_mxfp4 import hf
+from spark_mxfp4.hf import implementation as hf_implementation
 
 
 def test_it_can_be_chosen_and_taken_back(model, answer):

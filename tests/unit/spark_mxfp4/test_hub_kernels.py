@@ -8,18 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_mxfp4 import hub_kernels, registry
-from spark_mxfp4.hub_kernels import Source
+from spark_mxfp4 import registry
+from spark_mxfp4.kernels import hub as hub_kernels
+from spark_mxfp4.kernels.hub import KernelSource
 
 
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("./mine", Source("./mine", "", "moe")),
-        ("/opt/kernels/moe#fast", Source("/opt/kernels/moe", "", "fast")),
-        ("~/k@2#f", Source("~/k@2", "", "f")),
-        ("owner/name@1", Source("owner/name", "1", "moe")),
-        ("owner/name@v1.2#f", Source("owner/name", "v1.2", "f")),
+        ("./mine", KernelSource("./mine", "", "moe")),
+        ("/opt/kernels/moe#fast", KernelSource("/opt/kernels/moe", "", "fast")),
+        ("~/k@2#f", KernelSource("~/k@2", "", "f")),
+        ("owner/name@1", KernelSource("owner/name", "1", "moe")),
+        ("owner/name@v1.2#f", KernelSource("owner/name", "v1.2", "f")),
     ],
 )
 def test_names_are_taken_apart(name, source):
@@ -64,8 +65,8 @@ def hub(monkeypatch):
 
 
 def test_a_number_is_a_version_and_anything_else_a_revision(hub):
-    assert registry.load("owner/name@1").function() == "moe"
-    assert registry.load("owner/name@b5c939d#fast").function() == "fast"
+    assert registry.load("owner/name@1").run(*[None] * 4) == "moe"
+    assert registry.load("owner/name@b5c939d#fast").run(*[None] * 4) == "fast"
     assert hub == [
         ("owner/name", {"version": 1, "trust_remote_code": False}),
         ("owner/name", {"revision": "b5c939d", "trust_remote_code": False}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.paths import ROOT
+from sparkforge.core.paths import ROOT
 
 
 @pytest.mark.parametrize("check", ["sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxfp8"])

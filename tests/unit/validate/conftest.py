@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.paths import ROOT
-from validate.facts import Fact, load_sheet
-from validate.scene import Options, Scene
+from sparkforge.core.paths import ROOT
+from validate.facts.fact import Fact, load_sheet
+from validate.facts.target import Options, Target
 
 SHEETS = Path(__file__).parent / "sheets"
 GOOD = {"spark": SHEETS / "gb10-from-public-documents.json", "embedded": SHEETS / "embedded.json"}
@@ -39,9 +39,9 @@ def with_values():
 
 
 @pytest.fixture
-def scene():
-    """A scene for the embedded stack, with the given options."""
-    return lambda **options: Scene(Options(**options), "embedded")
+def target():
+    """A target for the embedded stack, with the given options."""
+    return lambda **options: Target(Options(**options), "embedded")
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import struct
 
 import pytest
 
-from validate import checkpoint
-from validate.facts import take
+from validate.facts import checkpoint
+from validate.facts.fact import take
 
 
-def fact(name, scene):
-    return take(next(reading for reading in checkpoint.READINGS if reading.name == name), scene)
+def fact(name, target):
+    return take(next(reading for reading in checkpoint.READINGS if reading.name == name), target)
 
 
 def shard(path, tensors, *, cut=0):
@@ -39,8 +39,8 @@ def model(tmp_path):
     return root
 
 
-def test_whole_model(scene, model):
-    found = {r.name: take(r, scene(model=model)) for r in checkpoint.READINGS}
+def test_whole_model(target, model):
+    found = {r.name: take(r, target(model=model)) for r in checkpoint.READINGS}
     assert {name: f.error for name, f in found.items() if f.error} == {}
     assert found["model.model_type"].value == "gpt_oss"
     assert found["model.quant_method"].value == "mxfp4"
@@ -68,23 +68,23 @@ MODEL_DAMAGE = {
 
 
 @pytest.mark.parametrize("case", MODEL_DAMAGE)
-def test_damaged_model(scene, model, case):
+def test_damaged_model(target, model, case):
     damage, name, wanted = MODEL_DAMAGE[case]
     damage(model)
-    value = fact(name, scene(model=model)).value
+    value = fact(name, target(model=model)).value
     assert value == wanted if isinstance(wanted, list) else wanted in value[0]
 
 
-def test_single_file_model(scene, model):
+def test_single_file_model(target, model):
     for path in [*model.glob("*.safetensors"), model / "model.safetensors.index.json"]:
         path.unlink()
-    assert "neither" in fact("model.shards_missing", scene(model=model)).error
+    assert "neither" in fact("model.shards_missing", target(model=model)).error
     shard(model / "model.safetensors", ["x"])
-    assert fact("model.shards_damaged", scene(model=model)).value == []
+    assert fact("model.shards_damaged", target(model=model)).value == []
 
 
-def test_model_that_is_no_directory(scene, tmp_path):
-    assert "is not a directory" in fact("model.model_type", scene(model=tmp_path / "x")).error
-    assert "no model directory" in fact("model.model_type", scene()).error
-    made = scene(serve_args=("--model", str(tmp_path)))
+def test_model_that_is_no_directory(target, tmp_path):
+    assert "is not a directory" in fact("model.model_type", target(model=tmp_path / "x")).error
+    assert "no model directory" in fact("model.model_type", target()).error
+    made = target(serve_args=("--model", str(tmp_path)))
     assert "config.json" in fact("model.model_type", made).error

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from validate import Verdict, numerics, rehearse
-from validate.checks import CHECKS, table
-from validate.deep import SOURCES
-from validate.facts import Fact, load_sheet
-from validate.finding import Check, Status, View, evaluate, passed
+from validate import Verdict, rehearse
+from validate.checks import CHECKS
+from validate.checks.finding import Check, Status, View, evaluate, join, passed
+from validate.facts import numerics
+from validate.facts.deep import SOURCES
+from validate.facts.fact import Fact, load_sheet
 from validate.gate import GROUPS
 from validate.profiles import PROFILES
 
@@ -54,7 +55,7 @@ def test_broken_sheet_breaks_exactly_its_check(good, broken, with_values, check)
     finding = unwell[check]
     assert finding.evidence
     assert finding.fix
-    assert finding.doc == f"docs/validation.md#{check}"
+    assert finding.doc == f"docs/reference/checks.md#{check}"
     required = check in profile.required
     assert finding.status is (Status.FAIL if required else Status.WARN)
     assert report.verdict is (Verdict.REFUSE if required else Verdict.SERVE)
@@ -119,7 +120,7 @@ def test_a_bug_in_a_check_is_a_fail():
 def test_two_checks_of_one_name_are_refused():
     twin = Check("x", "m", (), lambda _view: passed("fine"), "fix")
     with pytest.raises(ValueError, match="one name"):
-        table([twin], [twin])
+        join([twin], [twin])
 
 
 SPARK_CASES = {
@@ -144,8 +145,10 @@ SPARK_CASES = {
     "0.31.0 is not": ("vllm-version", {"vllm.version": "0.31.0", "pins.vllm": "0.31.0"}, Status.PASS),
     "not the pinned vLLM": ("vllm-version", {"vllm.version": "0.33.0"}, Status.FAIL),
     "a local version is the pinned one": ("vllm-version", {"vllm.version": "0.32.0+precompiled"}, Status.PASS),
-    "patches for another version": ("patches-intact", {"patches.version": "0.31.0"}, Status.FAIL),
-    "a record without patches": ("patches-intact", {"patches.names": []}, Status.FAIL),
+    "upstream's wheel": ("patches-intact", {"patches.foreign": ["vllm 0.32.0 is upstream's wheel"]}, Status.FAIL),
+    "a wheel without patches": ("patches-intact", {"patches.names": []}, Status.FAIL),
+    "one of two wheels": ("patches-intact", {"patches.installed": ["vllm 0.32.0+sparkforge.1"]}, Status.FAIL),
+    "a stack without patches": ("patches-intact", {"patches.expected": [], "patches.installed": []}, Status.FAIL),
     "another series": ("patches-intact", {"patches.outdated": ["0002-x.patch: was changed"]}, Status.FAIL),
     "no series to compare with": ("patches-intact", {"patches.outdated": None}, Status.PASS),
     "TRITON_ATTN warns": ("attention-backend", {"deep.attention_backend": ["TRITON_ATTN"]}, Status.WARN),
@@ -202,6 +205,11 @@ def test_boundaries(good, with_values, case):
 def test_cpu_instructions(machine, flags, status):
     facts = {"os.machine": Fact(machine, "t"), "cpu.flags": Fact(flags, "t")}
     assert evaluate(CHECKS["cpu-instructions"], facts, required=True).status is status
+
+
+def test_a_companion_without_a_name_is_still_judged():
+    finding = evaluate(CHECKS["torch-companions"], {"torch.companions": Fact([""], "t")}, required=True)
+    assert "internal error" not in finding.evidence
 
 
 def test_unknown_variables_are_told_what_replaces_them(good, with_values):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from validate import Options, Verdict, deep, deep_child, run
-from validate.bounded import entries
-from validate.finding import Status
+from sparkforge.core.bounded import entries
+from validate import Options, Verdict, run
+from validate.checks.finding import Status
+from validate.facts import deep, deep_child
 
 PLATFORM = """
 class Capability:
@@ -31,12 +32,12 @@ def packages(tmp_path):
     return tmp_path
 
 
-def gathered(scene, packages, environment, **more):
-    return deep.gather(scene(environ=environment(PYTHONPATH=str(packages)), **more))
+def gathered(target, packages, environment, **more):
+    return deep.gather(target(environ=environment(PYTHONPATH=str(packages)), **more))
 
 
-def test_each_question_has_its_own_answer(scene, packages, environment):
-    facts = gathered(scene, packages, environment)
+def test_each_question_has_its_own_answer(target, packages, environment):
+    facts = gathered(target, packages, environment)
     assert set(facts) == set(deep.SOURCES)
     assert facts["deep.torch_cuda"].value == "13.0"
     assert facts["deep.platform"].value == "FakePlatform"
@@ -45,10 +46,10 @@ def test_each_question_has_its_own_answer(scene, packages, environment):
     assert facts["deep.quantization"].error.startswith("ModuleNotFoundError")
 
 
-def test_platform_without_the_patch_says_so(scene, packages, environment):
+def test_platform_without_the_patch_says_so(target, packages, environment):
     text = PLATFORM.replace("def is_blackwell_class(): return True", "def other(): return None")
     (packages / "vllm" / "platforms" / "__init__.py").write_text(text)
-    assert "the patch is not applied" in gathered(scene, packages, environment)["deep.is_blackwell_class"].error
+    assert "the patch is not applied" in gathered(target, packages, environment)["deep.is_blackwell_class"].error
 
 
 @pytest.mark.parametrize(
@@ -57,25 +58,25 @@ def test_platform_without_the_patch_says_so(scene, packages, environment):
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", f"was killed by signal {signal.SIGSEGV:d}"),
         (
             "import sys; print('no driver', file=sys.stderr); sys.stderr.flush(); import os; os._exit(7)",
-            "ended with code 7 before it could tell: no driver",
+            "ended with code 7: no driver",
         ),
-        ("import time; time.sleep(60)", "did not answer within 1.5 s"),
+        pytest.param("import time; time.sleep(600)", "did not answer within 10 s", marks=pytest.mark.slow),
     ],
 )
-def test_crash_or_hang_keeps_what_was_told_before(scene, packages, environment, body, why):
+def test_crash_or_hang_keeps_what_was_told_before(target, packages, environment, body, why):
     (packages / "vllm" / "platforms" / "__init__.py").write_text(body)
-    facts = gathered(scene, packages, environment, deep_seconds=1.5)
+    facts = gathered(target, packages, environment, deep_seconds=10.0 if "sleep" in body else 120.0)
     assert facts["deep.torch_cuda"].value == "13.0"
     assert all(why in facts[name].error for name in deep.SOURCES if name != "deep.torch_cuda")
 
 
-def test_torch_that_exits_is_an_answer(scene, packages, environment):
+def test_torch_that_exits_is_an_answer(target, packages, environment):
     (packages / "torch.py").write_text("raise SystemExit('no libcudart')")
-    assert gathered(scene, packages, environment)["deep.torch_cuda"].error == "SystemExit: no libcudart"
+    assert gathered(target, packages, environment)["deep.torch_cuda"].error == "SystemExit: no libcudart"
 
 
-def test_interpreter_that_is_none(scene, tmp_path):
-    facts = deep.gather(scene(python=tmp_path / "none", environ={}))
+def test_interpreter_that_is_none(target, tmp_path):
+    facts = deep.gather(target(python=tmp_path / "none", environ={}))
     assert all("cannot run" in fact.error for fact in facts.values())
 
 
@@ -85,14 +86,14 @@ def test_line_cut_by_death_is_left_out(tmp_path):
 
 
 def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):
-    monkeypatch.setattr(deep, "gather", lambda _scene: pytest.fail("this profile asks nothing of torch or vllm"))
+    monkeypatch.setattr(deep, "gather", lambda _target: pytest.fail("this profile asks nothing of torch or vllm"))
     run("embedded", Options(environ=environment()))
 
 
 def test_no_deep_is_never_green(monkeypatch, environment, good):
     from validate import gate
 
-    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: good("spark"))
+    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("spark"))
     report = run("spark", Options(environ=environment(), deep=False))
     assert {f.check for f in report.of(Status.SKIPPED)} == {
         "blackwell-class",
@@ -101,7 +102,7 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
         "numerics",
     }
     assert report.verdict is Verdict.INCOMPLETE
-    assert report.error().exit_code == 32
+    assert report.error().exit_code == 30
 
 
 def test_child_needs_nothing_of_ours():

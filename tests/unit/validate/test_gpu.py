@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from validate import gpu
-from validate.facts import take
+from validate.facts import gpu
+from validate.facts.fact import take
 
 
 def smi(tmp_path, script):
@@ -16,9 +16,9 @@ def smi(tmp_path, script):
     return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
 
-def test_nvidia_smi_tells(scene, tmp_path):
+def test_nvidia_smi_tells(target, tmp_path):
     env = smi(tmp_path, "echo 'NVIDIA GB10, 580.142, 12.1'; echo \"$*\" > " + str(tmp_path / "args"))
-    made = scene(environ=env)
+    made = target(environ=env)
     found = {r.name: take(r, made).value for r in gpu.SMI_READINGS}
     assert found == {
         "gpu.name": "NVIDIA GB10",
@@ -38,9 +38,9 @@ def test_nvidia_smi_tells(scene, tmp_path):
         ("kill -9 $$", "signal 9"),
     ],
 )
-def test_nvidia_smi_fails(scene, tmp_path, monkeypatch, script, why):
-    monkeypatch.setattr(gpu, "SECONDS", 0.3 if "sleep" in script else 5.0)
-    made = scene(environ=smi(tmp_path, script))
+def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
+    monkeypatch.setattr(gpu, "SECONDS", 0.3 if "sleep" in script else 60.0)
+    made = target(environ=smi(tmp_path, script))
     for reading in gpu.SMI_READINGS:
         assert re.search(why, take(reading, made).error)
 
@@ -78,12 +78,20 @@ class FakeCuda:
 )
 def test_libcuda_is_asked(monkeypatch, cuda, told):
     monkeypatch.setattr(gpu, "ctypes", SimpleNamespace(**{**vars(gpu.ctypes), "CDLL": lambda _name: cuda}))
-    assert gpu.look() == told
+    assert gpu.query_libcuda() == told
 
 
-def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(scene, tmp_path, monkeypatch):
+def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(target, tmp_path, monkeypatch):
     for body, why in (("import os; os.abort()", "signal 6"), ("import time; time.sleep(60)", "did not answer within")):
         (tmp_path / "sitecustomize.py").write_text(body)
-        monkeypatch.setattr(gpu, "SECONDS", 0.5 if "sleep" in body else 5.0)
-        made = scene(environ={"PYTHONPATH": str(tmp_path)})
+        monkeypatch.setattr(gpu, "SECONDS", 0.5 if "sleep" in body else 60.0)
+        made = target(environ={"PYTHONPATH": str(tmp_path)})
         assert all(why in take(reading, made).error for reading in gpu.CUDA_READINGS)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("echo 'NVIDIA GB10, 580.142, 12.1'", "NVIDIA GB10"), ("exit 9", "")], ids=["a GPU", "none"]
+)
+def test_the_name_for_a_plan(tmp_path, monkeypatch, script, name):
+    monkeypatch.setenv("PATH", smi(tmp_path, script)["PATH"])
+    assert gpu.name() == name

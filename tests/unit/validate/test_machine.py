@@ -2,28 +2,29 @@
 
 import socket
 
+import psutil
 import pytest
 
-from validate import machine
-from validate.facts import take
+from validate.facts import machine
+from validate.facts.fact import take
 
 
-def fact(name, scene):
-    return take(next(reading for reading in machine.READINGS if reading.name == name), scene)
+def fact(name, target):
+    return take(next(reading for reading in machine.READINGS if reading.name == name), target)
 
 
-def test_port_that_somebody_listens_on_is_not_free(scene):
+def test_port_that_somebody_listens_on_is_not_free(target):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert fact("serve.port_free", scene(port=port)).value is False
-    assert fact("serve.port_free", scene(port=port)).value is True
+        assert fact("serve.port_free", target(port=port)).value is False
+    assert fact("serve.port_free", target(port=port)).value is True
 
 
 @pytest.mark.parametrize("port", [-1, 70000])
-def test_port_that_is_none_is_unknown(scene, port):
-    assert fact("serve.port_free", scene(port=port)).error
+def test_port_that_is_none_is_unknown(target, port):
+    assert fact("serve.port_free", target(port=port)).error
 
 
 @pytest.mark.parametrize(
@@ -36,36 +37,48 @@ def test_port_that_is_none_is_unknown(scene, port):
         (("--gpu_memory_utilization", "0.7"), 8000, 0.7),
     ],
 )
-def test_serve_args_are_read_as_vllm_would(scene, args, port, share):
-    made = scene(serve_args=args)
+def test_serve_args_are_read_as_vllm_would(target, args, port, share):
+    made = target(serve_args=args)
     assert fact("serve.port", made).value == port
     assert fact("serve.gpu_memory_utilization", made).value == share
 
 
-def test_an_option_goes_before_serve_args(scene):
-    made = scene(serve_args=("--port", "9"), port=10)
+def test_an_option_goes_before_serve_args(target):
+    made = target(serve_args=("--port", "9"), port=10)
     assert fact("serve.port", made).value == 10
 
 
-def test_port_that_is_no_number_is_unknown(scene):
-    assert "invalid literal" in fact("serve.port", scene(serve_args=("--port", "x"))).error
+def test_port_that_is_no_number_is_unknown(target):
+    assert "invalid literal" in fact("serve.port", target(serve_args=("--port", "x"))).error
 
 
-def test_api_keys_stay_out_of_the_facts(scene):
-    made = scene(serve_args=("--api-key", "s3cret", "--api-key=s3cret", "--x"))
+def test_api_keys_stay_out_of_the_facts(target):
+    made = target(serve_args=("--api-key", "s3cret", "--api-key=s3cret", "--x"))
     assert fact("serve.args", made).value == ["--api-key", "***", "--api-key=***", "--x"]
 
 
 @pytest.mark.parametrize(("told", "level"), [("", 0), ("0", 0), ("1", 1), ("2", 2), ("yes", 1)])
-def test_python_optimize_reads_the_environment(scene, told, level):
-    assert fact("python.optimize", scene(environ={"PYTHONOPTIMIZE": told})).value == level
+def test_python_optimize_reads_the_environment(target, told, level):
+    assert fact("python.optimize", target(environ={"PYTHONOPTIMIZE": told})).value == level
 
 
-V2 = {"memory.max": "1073741824", "memory.current": "900000000", "memory.stat": "anon 1\ninactive_file 400000000\n"}
+MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n" + "".join(
+    f"{field}: 0 kB\n" for field in ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
+)
+CGROUP = "sys/fs/cgroup"
+V2 = {
+    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+    "proc/self/cgroup": "0::/",
+    f"{CGROUP}/memory.max": "1073741824",
+    f"{CGROUP}/memory.current": "900000000",
+    f"{CGROUP}/memory.stat": "anon 1\ninactive_file 400000000",
+}
 V1 = {
-    "memory/memory.limit_in_bytes": "1073741824",
-    "memory/memory.usage_in_bytes": "900000000",
-    "memory/memory.stat": "cache 5\ninactive_file 1\ntotal_inactive_file 400000000\n",
+    "proc/self/mountinfo": "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+    "proc/self/cgroup": "4:memory:/",
+    f"{CGROUP}/memory/memory.limit_in_bytes": "1073741824",
+    f"{CGROUP}/memory/memory.usage_in_bytes": "900000000",
+    f"{CGROUP}/memory/memory.stat": "cache 5\ninactive_file 1\ntotal_inactive_file 400000000",
 }
 
 
@@ -74,37 +87,38 @@ V1 = {
     [
         (V2, 573741824),
         (V1, 573741824),
-        ({**V2, "memory.max": "max"}, None),
+        ({**V2, f"{CGROUP}/memory.max": "max"}, None),
         ({}, None),
-        ({**V1, "memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ({**V2, "memory.current": "9073741824"}, 0),
+        ({**V1, f"{CGROUP}/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ({**V2, f"{CGROUP}/memory.current": "9073741824"}, 0),
     ],
 )
-def test_container_limit(scene, tmp_path, monkeypatch, files, headroom):
+def test_container_limit(target, tmp_path, monkeypatch, files, headroom):
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-    found = fact("memory.cgroup_headroom_bytes", scene())
+    (tmp_path / "proc").mkdir(exist_ok=True)
+    (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
+    found = fact("memory.cgroup_headroom_bytes", target())
     assert (found.value, found.error) == (headroom, None)
-    assert fact("memory.available_bytes", scene()).value == 8 << 30
+    assert fact("memory.available_bytes", target()).value == 8 << 30
 
 
-def test_unreadable_meminfo_is_an_unknown_fact(scene, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "gone")
-    found = fact("memory.total_bytes", scene())
+def test_unreadable_meminfo_is_an_unknown_fact(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "gone"))
+    found = fact("memory.total_bytes", target())
     assert found.value is None
     assert "No such file" in found.error
 
 
-def test_cache_directory_follows_vllms_rule(scene, tmp_path):
+def test_cache_directory_follows_vllms_rule(target, tmp_path):
     for env, wanted in (
         ({"HOME": "/h"}, "/h/.cache/vllm"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/x/vllm"),
         ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": str(tmp_path / "new" / "dir")}, str(tmp_path / "new" / "dir")),
     ):
-        made = scene(environ=env)
+        made = target(environ=env)
         assert fact("disk.cache_directory", made).value == wanted
         assert fact("disk.cache_free_bytes", made).value > 0

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from sparkforge.errors import ValidationFailedError
-from sparkforge.paths import ROOT
+from sparkforge.core.errors import RefusalError
+from sparkforge.core.paths import ROOT
 from validate import Options, gate, run
 from validate.__main__ import main
 from validate.checks import CHECKS
-from validate.facts import load_sheet
-from validate.finding import Check
+from validate.checks.finding import Check
+from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
 
 
@@ -83,6 +83,7 @@ def test_facts_never_import_torch_or_vllm(environment, tmp_path):
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "validate" in imported
     assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4", "forge", "serve"}
+    assert not imported & {"httpx", "tenacity", "pypi_simple"}  # of our own tools, and not where a server runs
 
 
 def test_spark_profile_without_gpu_refuses_and_says_why(environment):
@@ -90,7 +91,7 @@ def test_spark_profile_without_gpu_refuses_and_says_why(environment):
     assert done.returncode == 30
     assert "cannot run nvidia-smi" in done.stdout
     assert "next: nvidia-smi" in done.stdout
-    assert "read: docs/validation.md#gpu-name" in done.stdout
+    assert "read: docs/reference/checks.md#gpu-name" in done.stdout
 
 
 def test_python_o_is_seen(environment, tmp_path):
@@ -102,7 +103,7 @@ def test_python_o_is_seen(environment, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--profile", "spark", "--facts", "missing.json"), 31, "cannot read the fact sheet"),
+        (("--profile", "spark", "--facts", "missing.json"), 10, "cannot read the fact sheet"),
         (("--profile", "x"), 2, "no profile"),
         ((), 2, "cannot read its arguments"),
         (("--profile", "spark", "--frobnicate"), 2, "cannot read its arguments"),
@@ -120,7 +121,7 @@ def test_wrong_arguments_are_one_named_error(environment, words, code, said):
 def test_malformed_sheet_is_no_traceback(environment, tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "facts": {"a": 3}}')
     done = command(environment, "--profile", "spark", "--facts", str(tmp_path / "s.json"))
-    assert done.returncode == 31
+    assert done.returncode == 10
     assert "Traceback" not in done.stderr
 
 
@@ -140,8 +141,8 @@ def test_report_that_cannot_be_written_is_not_green(environment, sheets):
 
 def test_without_a_model_nothing_is_green(environment, good, monkeypatch, with_values, capsys):
     facts = with_values(good("embedded"), dict.fromkeys(("model.path", "model.model_type")))
-    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: facts)
-    assert main(["--profile", "embedded"]) == 32
+    monkeypatch.setattr(gate, "gather", lambda _target, _groups: facts)
+    assert main(["--profile", "embedded"]) == 30
     out = capsys.readouterr().out
     assert "skip model-files" in out
     assert "next: add --model DIR" in out
@@ -151,7 +152,7 @@ def test_a_bug_in_a_check_refuses_without_a_traceback(good, monkeypatch, capsys)
     def bug(_view):
         raise RecursionError("deep")
 
-    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: good("embedded"))
+    monkeypatch.setattr(gate, "gather", lambda _target, _groups: good("embedded"))
     monkeypatch.setitem(CHECKS, "port-free", Check("port-free", "m", (), bug, "f"))
     assert main(["--profile", "embedded"]) == 30
     assert "internal error in this check" in capsys.readouterr().out
@@ -170,7 +171,20 @@ def test_a_recorded_text_cannot_forge_a_line(good, with_values, tmp_path, capsys
 
 def test_api_raises_what_the_command_returns(good, monkeypatch, with_values):
     facts = with_values(good("embedded"), {"serve.port_free": False})
-    monkeypatch.setattr(gate.facts, "gather", lambda _scene, _groups: facts)
+    monkeypatch.setattr(gate, "gather", lambda _target, _groups: facts)
     report = run("embedded", Options(model=None))
-    with pytest.raises(ValidationFailedError, match="port-free: port 8000 is taken"):
+    with pytest.raises(
+        RefusalError, match="port-free: port 8000 is taken", check=lambda error: error.code == "validation.failed"
+    ):
         report.require_green()
+
+
+def test_another_stack_than_the_profiles_has_other_pins(environment, tmp_path):
+    out = tmp_path / "r.json"
+    done = command(environment, "--profile", "embedded", "--stack", "ngc-25.12", "--no-deep", "--json", str(out))
+    assert done.returncode == 30
+    facts = json.loads(out.read_text())["facts"]
+    assert facts["pins.vllm"]["value"] == "0.13.0"
+    done = command(environment, "--profile", "embedded", "--stack", "none", "--no-deep", "--json", str(out))
+    assert done.returncode == 30
+    assert "none" in json.loads(out.read_text())["facts"]["patches.expected"]["error"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
-from validate import numerics
-from validate import numerics_child as child
 from validate.checks import CHECKS
-from validate.facts import Fact
-from validate.finding import Status, evaluate
-from validate.scene import Options, Scene
+from validate.checks.finding import Status, evaluate
+from validate.facts import numerics
+from validate.facts import numerics_child as child
+from validate.facts.fact import Fact
+from validate.facts.target import Options, Target
 
 CHECK = CHECKS["numerics"]
 # What a kernel may get wrong, as the body of `kernel(x, weights, ids, topk)`; `moe` and `experts` are the right ones.
@@ -59,7 +59,7 @@ def gathered(tmp_path, environment):
         (tmp_path / "mutant.py").write_text(MODULE.format(body=body))
         env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
         env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-        return numerics.gather(Scene(Options(environ=env, numerics_seconds=seconds), "embedded"))
+        return numerics.gather(Target(Options(environ=env, numerics_seconds=seconds), "embedded"))
 
     return gathered
 
@@ -69,7 +69,7 @@ def judge(facts):
 
 
 def test_the_kernel_of_this_checkout_is_right(environment):
-    facts = numerics.gather(Scene(Options(environ=environment()), "embedded"))
+    facts = numerics.gather(Target(Options(environ=environment()), "embedded"))
     assert facts["numerics.kernel"].value == "spark_mxfp4 torch"
     assert 0 < facts["numerics.difference"].value < 0.01
     finding = judge(facts)
@@ -88,12 +88,12 @@ def test_a_wrong_kernel_is_refused(gathered, name):
 
 def test_a_kernel_that_hangs_is_given_up(gathered):
     begun = time.monotonic()
-    facts = gathered("time.sleep(600)", seconds=15.0)
-    assert time.monotonic() - begun < 60
+    facts = gathered("time.sleep(600)", seconds=30.0)
+    assert time.monotonic() - begun < 120
     assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it hung
     finding = judge(facts)
     assert finding.status is Status.FAIL
-    assert "did not come back within 15 s" in finding.evidence
+    assert "did not answer within 30 s" in finding.evidence
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_an_interpreter_without_torch_is_refused(tmp_path, environment):
     (tmp_path / "torch.py").write_text("raise ImportError('no libcudart')")
     env = environment()
     env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-    finding = judge(numerics.gather(Scene(Options(environ=env), "embedded")))
+    finding = judge(numerics.gather(Target(Options(environ=env), "embedded")))
     assert finding.status is Status.FAIL
     assert "no libcudart" in finding.evidence
 
@@ -137,8 +137,8 @@ def test_unpacking_is_the_formats():
 
 def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, install, environment, tmp_path):
     install(site, "flashinfer-python", "0.7.0.post1")
-    scene = Scene(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
-    facts = numerics.gather(scene)
+    target = Target(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
+    facts = numerics.gather(target)
     finding = judge(facts)
     assert facts["numerics.state"].value == "not compiled"
     assert finding.status is Status.WARN
@@ -154,15 +154,15 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
     folder = (site / "flashinfer" / "data" / "aot" if where == "ahead of time" else cache) / "fused_moe_120"
     options = Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path)))
     filtered = replace(options, environ={**options.environ, "FLASHINFER_MOE_SM120_DTYPES": "fp8xfp4"})
-    assert not numerics._compiled(Scene(options, "spark"))
+    assert not numerics._compiled(Target(options, "spark"))
     folder.mkdir(parents=True)
     (folder / "fused_moe_120.so").write_bytes(b"")
-    assert numerics._compiled(Scene(options, "spark"))
-    assert not numerics._compiled(Scene(filtered, "spark"))  # FlashInfer would ask for another module
+    assert numerics._compiled(Target(options, "spark"))
+    assert not numerics._compiled(Target(filtered, "spark"))  # FlashInfer would ask for another module
     other = folder.with_name("fused_moe_120_fp8xfp4")
     other.mkdir()
     (other / f"{other.name}.so").write_bytes(b"")
-    assert numerics._compiled(Scene(filtered, "spark"))
+    assert numerics._compiled(Target(filtered, "spark"))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ import os
 
 import pytest
 
-from serve import models
-from sparkforge import paths
-from validate import cited, devices, measured, speed
-from validate.architecture import parse
+from sparkforge.bench import baselines
+from sparkforge.core import paths
+from sparkforge.models import table as models
+from sparkforge.plan import cited, devices, speed
+from sparkforge.plan.architecture import parse
 from validate.checks import CHECKS
-from validate.facts import Fact, take
-from validate.finding import Status, evaluate
-from validate.scene import Options, Scene
+from validate.checks.finding import Status, evaluate
+from validate.facts import measured
+from validate.facts.fact import Fact, take
+from validate.facts.target import Options, Target
 
 BIG = parse(models.load()["gpt-oss-120b"].config, "test")
 SPARK = devices.table()["spark"]
@@ -51,8 +53,8 @@ def write(name, value, age=0):
 
 
 def facts(tmp_path, model="gpt-oss-120b"):
-    scene = Scene(Options(model=tmp_path / model), "spark")
-    return {reading.name: take(reading, scene) for reading in measured.READINGS}
+    target = Target(Options(model=tmp_path / model), "spark")
+    return {reading.name: take(reading, target) for reading in measured.READINGS}
 
 
 def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
@@ -156,7 +158,7 @@ def test_the_servers_arguments_count(good, tmp_path, with_values):
 
 def test_cited_spark_figures_pass_the_thresholds():
     bounds = speed.judging().thresholds
-    rows = cited.against(BIG, SPARK, "Spark")
+    rows = cited.against(BIG, SPARK, baselines.load().figures)
     decode = [row.share for row in rows if row.quantity != "prefill"]
     prefill = [row.share for row in rows if row.quantity == "prefill"]
     assert min(decode) > 2 * bounds.decode.value
@@ -170,7 +172,7 @@ def test_cited_spark_figures_pass_the_thresholds():
 
 
 def test_our_own_h200_figure_passes_too():
-    from sparkforge.paths import ROOT
+    from sparkforge.core.paths import ROOT
 
     served = json.loads((ROOT / "bench" / "results" / "serve-h200.json").read_text())["backends"]["spark"]["rows"]
     for row in served:
@@ -179,11 +181,12 @@ def test_our_own_h200_figure_passes_too():
         )
         found = list(speed.compare(BIG, devices.table()["h200"], shape))
         assert [each.causes for each in found] == ["", ""]
+        ratio = found[0].measured / found[0].computed
         if row["concurrency"] == 1:
-            assert f"our own on an H200 {found[0].ratio:.2f}" in speed.judging().thresholds.decode.why
+            assert f"our own on an H200 {ratio:.2f}" in speed.judging().thresholds.decode.why
 
 
 def test_the_fact_of_a_result_that_cannot_be_read_is_none(tmp_path, monkeypatch):
     write("result.json", result())
-    monkeypatch.setattr(measured, "LARGEST", 3)
+    monkeypatch.setattr(speed, "LARGEST", 3)
     assert facts(tmp_path)["measured.file"] == Fact(None, measured.SOURCE)

@@ -1,1 +1,0 @@
-"""Measurements that anyone can run; each saves JSON with the machine's facts."""

@@ -1,1 +1,0 @@
-"""Build side: pins, fetch, patch, environments; later toolchain, compile, audit, image."""

@@ -1,1 +1,0 @@
-"""Run side: device choice, models on disk, launch and stop, client."""

@@ -1,1 +1,0 @@
-"""The recipe of the trained tiny model: texts, dialogues, tokens, model, training. See docs/tiny-model.md."""

@@ -1,0 +1,80 @@
+"""The experts implementation `spark_mxfp4` of transformers 5.19: `model.set_experts_implementation("spark_mxfp4")`.
+
+The model keeps its bf16 experts, so the choice can be taken back; each layer's MXFP4 copy (4.25 bits a weight) is made
+on its first use. To save memory convert the model instead: `hf.convert_and_replace`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from spark_mxfp4 import operator, registry
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.hf.experts import PROJECTIONS, check_activation, prepare_padded
+from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.mxfp4 import quantize
+
+NAME = "spark_mxfp4"
+_COPY = "_spark_mxfp4_copy"
+
+
+def register() -> None:
+    """Register the implementation with transformers; may be called any number of times."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum [T, H] of gpt-oss experts [E, K, N] by our kernel and their MXFP4 copy.
+
+    Raises ValueError for experts of another family, and NotImplementedError in training: rounding has no gradient.
+    """
+    if torch.is_grad_enabled() and experts.training and experts.gate_up_proj.requires_grad:
+        raise NotImplementedError(
+            "the experts implementation 'spark_mxfp4' cannot train · rounding to MXFP4 has no gradient · "
+            "call model.eval(), or model.set_experts_implementation('eager')"
+        )
+    kernel, weights = _packed_copy(experts)
+    hidden, wide = hidden_states.shape[-1], kernel.padded(experts.hidden_size, experts.intermediate_size)[0]
+    x = torch.nn.functional.pad(hidden_states, (0, wide - hidden)) if wide != hidden else hidden_states
+    return operator.run(kernel, x, weights, top_k_index, top_k_weights)[..., :hidden]
+
+
+@torch.compiler.disable
+def _packed_copy(experts: Any) -> tuple[MoeKernel, ExpertWeights]:
+    """Return kernel and packed weights of a layer, made anew when its weights, their device or the kernel changed."""
+    name = registry.chosen_name(experts.gate_up_proj.device.type)
+    parameters = [getattr(experts, projection) for projection in PROJECTIONS]
+    state = (name, *((p.data_ptr(), _version(p), p.device, p.dtype) for p in parameters))
+    kept = experts.__dict__.get(_COPY)
+    if kept is None or kept[0] != state:
+        kernel = registry.load(name)
+        kept = (state, kernel, _quantized(experts, kernel))
+        experts.__dict__[_COPY] = kept
+    return kept[1], kept[2]
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """Return how often a tensor was written to in place; those made in inference mode do not count it."""
+    return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch has no other name for it)
+
+
+@torch.no_grad()
+def _quantized(experts: Any, kernel: MoeKernel) -> ExpertWeights:
+    if getattr(experts, "is_concatenated", True) or not (experts.is_transposed and experts.has_bias):
+        raise ValueError(
+            f"the experts implementation 'spark_mxfp4' does not know {type(experts).__name__} · its weights are not "
+            "laid out as gpt-oss' · call model.set_experts_implementation('eager')"
+        )
+    check_activation(experts.alpha, experts.limit)
+    projections = []
+    for name in PROJECTIONS:
+        weight = getattr(experts, name).detach()
+        parts = [quantize(expert.t().contiguous()) for expert in weight]
+        blocks, scales = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+        projections.append(Projection(blocks.flatten(-2), scales, getattr(experts, f"{name}_bias").detach()))
+    return prepare_padded(kernel, ExpertWeights(*projections), experts.hidden_size, experts.intermediate_size)

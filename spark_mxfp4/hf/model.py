@@ -1,0 +1,210 @@
+"""Convert a gpt-oss model of transformers 5.19 to packed MXFP4 experts, or load a checkpoint that has them.
+
+Importing this module registers the experts implementation `spark_mxfp4` and the quantizer of `load_packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.utils import logging
+from transformers.utils.quantization_config import Mxfp4Config
+
+from spark_mxfp4 import registry
+from spark_mxfp4.hf import implementation, quantizer
+from spark_mxfp4.hf.experts import PROJECTIONS, ExpertSizes, PackedExperts, check_activation
+from spark_mxfp4.hf.quantizer import KEPT_DENSE
+from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.mxfp4 import BLOCK, quantize
+
+MODEL_TYPE = "gpt_oss"
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+implementation.register()
+quantizer.register()
+
+
+@torch.no_grad()
+def convert_and_replace(
+    model: PreTrainedModel, kernel: str | None = None, device: torch.device | str | None = None
+) -> PreTrainedModel:
+    """Quantise a gpt-oss model's bf16 experts to MXFP4, layer by layer, and put ours in their place; return the model.
+
+    `kernel` is a name as `registry.load` takes it (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch`
+    elsewhere). With `device` experts are quantised there, one at a time, and the rest of the model follows. At most one
+    layer's experts exist twice. Experts that are packed already only change their kernel and device, so a second call
+    after an interrupted one finishes it. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint.
+    Raises ValueError, before anything is changed, for another model type, a dense model, odd sizes, offloaded weights
+    or an unknown kernel; and at the layer where they are found for weights that are not finite.
+    """
+    names = _layers(model)
+    target = torch.device(device) if device is not None else _device_of(model.get_submodule(names[0]))
+    chosen = registry.load(kernel or registry.chosen_name(target.type))
+    for name in names:
+        _refuse_unfit(name, model.get_submodule(name))
+    for name in logging.tqdm(names, desc="MXFP4 experts", unit="layer"):
+        _replace(model, name, chosen, target)
+    if device is not None:
+        model.to(target)
+    _prepare(model)
+    model.config.quantization_config = Mxfp4Config(modules_to_not_convert=list(KEPT_DENSE))
+    return model
+
+
+def load_packed(
+    model: str,
+    kernel: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str = "auto",
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a gpt-oss MXFP4 checkpoint (a folder or a hub id) with its experts' bytes as they are; return the model.
+
+    Blocks and scales are never dequantised; everything else gets `dtype` (`auto`: the checkpoint's). `kernel` and
+    `device` are as in `convert_and_replace`; `options` go to `from_pretrained`. With the package `accelerate` the
+    weights go to the device directly, without it through the CPU's memory.
+    Raises ValueError for another model type, a checkpoint that is not MXFP4, or one with missing weights.
+    """
+    hub = {key: value for key, value in options.items() if key in HUB_OPTIONS}
+    config = AutoConfig.from_pretrained(model, **hub)
+    _refuse_other_checkpoints(model, config)
+    target = torch.device(device or "cpu")
+    name = kernel or registry.chosen_name(target.type)
+    registry.load(name)  # refuse a wrong name before reading gigabytes
+    config.quantization_config = {"quant_method": quantizer.NAME, "kernel": name}
+    if device is not None and quantizer.has_accelerate():
+        options.setdefault("device_map", {"": target})
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        model, config=config, dtype=dtype, output_loading_info=True, **options
+    )
+    _refuse_holes(model, loaded, report)
+    if device is not None:
+        loaded.to(target)
+    _prepare(loaded)
+    packed: PreTrainedModel = loaded
+    return packed
+
+
+def _layers(model: Any) -> list[str]:
+    """Return the names of the experts' modules, converted or not; raises ValueError for a model that has none of ours.
+
+    Names only: a list of modules would keep every dense layer alive until the last is converted.
+    """
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind != MODEL_TYPE:
+        type_name = repr(kind) if kind else type(model).__name__
+        raise ValueError(f"cannot convert a model of type {type_name} · {_why_not(config)} · {_other_way(kind)}")
+    names = [name for name, module in model.named_modules() if isinstance(module, GptOssExperts | PackedExperts)]
+    if not names:
+        raise ValueError(
+            "cannot convert this gpt_oss model · its experts are not transformers' GptOssExperts: another library has "
+            "replaced them · load it by spark_mxfp4.hf.load_packed"
+        )
+    return names
+
+
+def _why_not(config: Any) -> str:
+    sparse = any(hasattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    return (
+        "its experts are not gpt-oss' (interleaved gate and up, biases)" if sparse else "it is dense: it has no experts"
+    )
+
+
+def _other_way(kind: str | None) -> str:
+    return f"use transformers' own quantizers for it, or a {MODEL_TYPE} model" if kind else f"pass a {MODEL_TYPE} model"
+
+
+def _refuse_unfit(name: str, experts: Any) -> None:
+    if isinstance(experts, PackedExperts):
+        return
+    check_activation(experts.alpha, experts.limit)
+    for projection in PROJECTIONS:
+        weight = getattr(experts, projection)
+        if weight.shape[1] % BLOCK:
+            raise ValueError(
+                f"cannot quantize {name}.{projection} · {weight.shape[1]} inputs are no multiple of {BLOCK} · "
+                "leave this model as it is"
+            )
+    if any(tensor.is_meta for tensor in chain(experts.parameters(), experts.buffers())):
+        raise ValueError(
+            f"cannot quantize {name} · its weights are offloaded or not loaded · load the model without a device_map"
+        )
+
+
+def _replace(model: PreTrainedModel, name: str, kernel: MoeKernel, device: torch.device) -> None:
+    experts = model.get_submodule(name)
+    if isinstance(experts, PackedExperts):
+        experts.use(kernel)
+        experts.to(device)
+    else:
+        model.set_submodule(name, _packed(name, experts, kernel, device))
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    for experts in model.modules():
+        if isinstance(experts, PackedExperts):
+            experts.prepare()
+
+
+def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
+    """Return the packed twin of one layer; holds one dense expert above both."""
+    sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
+    packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
+    for projection in PROJECTIONS:
+        blocks, scales = getattr(packed, f"{projection}_blocks"), getattr(packed, f"{projection}_scales")
+        for expert, dense in enumerate(_transposed(getattr(experts, projection), device)):
+            if not dense.isfinite().all():
+                raise ValueError(
+                    f"cannot quantize {name}.{projection} · expert {expert} holds NaN or infinity · "
+                    "download the checkpoint again"
+                )
+            blocks[expert], scales[expert] = quantize(dense)
+        getattr(packed, f"{projection}_bias").copy_(getattr(experts, f"{projection}_bias"))
+    return packed.train(experts.training)
+
+
+def _transposed(weight: nn.Parameter, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the experts of `weight` [E, K, N] as [N, K] on `device`, one at a time."""
+    return (expert.to(device).t().contiguous() for expert in weight.detach())
+
+
+def _device_of(experts: nn.Module) -> torch.device:
+    return next(experts.parameters()).device
+
+
+def _refuse_other_checkpoints(model: str, config: Any) -> None:
+    if config.model_type != MODEL_TYPE:
+        raise ValueError(
+            f"cannot load {model} packed · it is a model of type {config.model_type!r}, not {MODEL_TYPE!r} · "
+            "load it by transformers' AutoModelForCausalLM"
+        )
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method != "mxfp4":
+        state = f"its quant_method is {method!r}" if method else "it is not quantized"
+        raise ValueError(
+            f"cannot load {model} packed · {state}, not 'mxfp4' · load it by transformers and use convert_and_replace"
+        )
+    check_activation(config.swiglu_alpha, config.swiglu_limit)
+
+
+def _refuse_holes(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
+    """Raise ValueError for a checkpoint that left weights at random values, or gave experts of another shape.
+
+    transformers warns about the first and, for quantized weights, does not look at the second.
+    """
+    wrong = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
+    for name, experts in loaded.named_modules():
+        if isinstance(experts, PackedExperts) and (misfit := experts.misfit()):
+            wrong.append(f"{name}.{misfit}")
+    if wrong:
+        raise ValueError(
+            f"{model} is not a whole gpt-oss checkpoint · {len(wrong)} of its weights are wrong, first: {wrong[0]} · "
+            "download it again"
+        )

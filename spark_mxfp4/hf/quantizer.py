@@ -1,0 +1,69 @@
+"""How transformers 5.19 loads a gpt-oss checkpoint into our modules: a quantizer that lets the experts' bytes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import is_accelerate_available
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from spark_mxfp4 import registry
+from spark_mxfp4.hf.experts import ExpertSizes, PackedExperts
+
+NAME = "spark-mxfp4"
+# What stays as it is, in the words of openai/gpt-oss' config.json.
+KEPT_DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """Asks for our experts at load; in a saved config.json it reads as the stock `mxfp4`."""
+
+    def __init__(self, kernel: str = registry.DEFAULT_KERNEL, **_: Any) -> None:
+        self.quant_method = NAME
+        self.kernel = kernel
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what belongs in config.json: a checkpoint as any gpt-oss loader knows it."""
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(KEPT_DENSE)}
+
+
+class PackedQuantizer(HfQuantizer):
+    """Puts `PackedExperts` into the empty model; its parameters have the checkpoint's names: nothing is converted."""
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        kernel = registry.load(self.quantization_config.kernel)
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, GptOssExperts)]
+        for name, experts in layers:
+            sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
+            dtype = experts.gate_up_proj_bias.dtype
+            model.set_submodule(name, PackedExperts(sizes, kernel, dtype, torch.device("meta")))
+        return model
+
+    def is_serializable(self) -> bool:
+        """Tell transformers that `save_pretrained` works: the state dict is the checkpoint."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Tell transformers that packed weights are not trained."""
+        return False
+
+
+def register() -> None:
+    """Register configuration and quantizer with transformers; may be called any number of times."""
+    if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(NAME)(PackedConfig)
+        register_quantizer(NAME)(PackedQuantizer)
+
+
+def has_accelerate() -> bool:
+    """Tell whether transformers can load to a device directly."""
+    return bool(is_accelerate_available())

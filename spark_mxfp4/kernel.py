@@ -1,0 +1,79 @@
+"""What a mixture-of-experts kernel is: the base class of ours and of users' own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spark_mxfp4.experts import ExpertWeights
+from spark_mxfp4.mxfp4 import BLOCK
+
+
+class MoeKernel(ABC):
+    """A mixture of experts whose routing is given. A kernel of your own is a subclass with at least `run`.
+
+    `registry.load` makes one instance, with the name that it was loaded by. Hidden and intermediate sizes are padded
+    with zeros to multiples of the two alignments, which are multiples of 32. A kernel that waits for the device sets
+    `cuda_graphs` to False, because CUDA graphs cannot hold it. A kernel that stores weights in an order of its own
+    overrides `prepare` and `restore`; it is never called with dense weights.
+    """
+
+    hidden_alignment: int = BLOCK
+    intermediate_alignment: int = BLOCK
+    cuda_graphs: bool = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum [T, H] of the experts' outputs for `x` [T, H], in x's dtype; see `experts.moe`.
+
+        `weights` are what `prepare` returned.
+        """
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return packed `weights`, as in the checkpoint, in the kernel's own order; called once after loading."""
+        return weights
+
+    def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:  # noqa: ARG002
+        """Undo `prepare` for weights of the sizes H and I."""
+        return prepared
+
+    def variant(self, prepared: ExpertWeights) -> str:  # noqa: ARG002
+        """Return the name of the implementation that will run `prepared` weights, for the log."""
+        return self.name
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether `prepare` changes the order of weights."""
+        return type(self).prepare is not MoeKernel.prepare
+
+    def padded(self, hidden: int, intermediate: int) -> tuple[int, int]:
+        """Return both sizes rounded up to this kernel's alignments."""
+        return (
+            -(-hidden // self.hidden_alignment) * self.hidden_alignment,
+            -(-intermediate // self.intermediate_alignment) * self.intermediate_alignment,
+        )
+
+
+class FunctionKernel(MoeKernel):
+    """A plain function with the arguments of `run` as a kernel."""
+
+    def __init__(self, name: str, function: Callable[..., torch.Tensor], *, cuda_graphs: bool = True) -> None:
+        super().__init__(name)
+        self._function, self.cuda_graphs = function, cuda_graphs
+
+    def run(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        """Call the function."""
+        return self._function(*arguments, **keywords)

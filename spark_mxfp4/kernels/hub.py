@@ -1,0 +1,77 @@
+"""Kernels from a local folder or a hub repository, through the optional package `kernels` (its version 0.17).
+
+A name is `FOLDER#attribute` or `OWNER/NAME@VERSION#attribute`; without `#attribute` it is `moe`. A folder begins with
+`/`, `./`, `../` or `~`. VERSION is the repository's version number, or a branch, tag or commit.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TRUST_VARIABLE = "SPARK_MXFP4_TRUST_REMOTE_CODE"
+DEFAULT_ATTRIBUTE = "moe"
+# transformers 5.19 asks for the same range (transformers/utils/import_utils.py: KERNELS_MIN_VERSION).
+INSTALL = "pip install 'kernels>=0.17,<0.18'"
+
+
+class KernelSource(NamedTuple):
+    """Where a kernel is: a folder or a repository's name, the version ("" for a folder), and the module's attribute."""
+
+    location: str
+    version: str
+    attribute: str
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether this is a folder of this machine."""
+        return self.location.startswith(("/", "./", "../", "~"))
+
+
+def parse(name: str) -> KernelSource:
+    """Take a kernel's name apart; raises ValueError for a repository without a version, or an empty part."""
+    location, _, attribute = name.partition("#")
+    folder = KernelSource(location, "", attribute or DEFAULT_ATTRIBUTE)
+    if folder.is_folder:
+        return folder
+    repository, _, version = location.partition("@")
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise ValueError(f"kernel {name!r} cannot be found · {location!r} is no repository · write OWNER/NAME@VERSION")
+    if not version:
+        raise ValueError(
+            f"kernel {name!r} cannot be loaded · a repository's newest code changes by itself · "
+            f"name a version: {repository}@1"
+        )
+    return KernelSource(repository, version, attribute or DEFAULT_ATTRIBUTE)
+
+
+def find(name: str) -> Any:
+    """Return the class or function that `name` (see above) names, downloaded if need be.
+
+    Code of organisations that the hub does not trust is refused unless SPARK_MXFP4_TRUST_REMOTE_CODE is 1. Raises
+    ValueError if the package `kernels` is not installed, or the kernel is not there or not for this machine.
+    """
+    source = parse(name)
+    try:
+        import kernels  # noqa: PLC0415 (optional: most users have their kernels with this library)
+    except ImportError as error:
+        raise ValueError(f"kernel {name!r} cannot be loaded · the package 'kernels' is missing · {INSTALL}") from error
+    try:
+        if source.is_folder:
+            module = kernels.get_local_kernel(Path(source.location).expanduser().resolve())
+        else:
+            trusted = os.environ.get(TRUST_VARIABLE) == "1"
+            number = source.version.isdecimal()
+            version = {"version": int(source.version)} if number else {"revision": source.version}
+            module = kernels.get_kernel(source.location, trust_remote_code=trusted, **version)
+        return getattr(module, source.attribute)
+    # The loader raises what the hub, the file system or the kernel's own code raised; all of them mean "not loaded".
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        why = (lines[0] if lines else type(error).__name__).strip(" :")
+        if source.is_folder:
+            fix = f"check that {source.location} has a build for this torch (torch-cpu/ or torch-cuda/, metadata.json)"
+        else:
+            fix = f"check name, version and network; for code of your own choice set {TRUST_VARIABLE}=1"
+        raise ValueError(f"kernel {name!r} cannot be loaded · {why} · {fix}") from error

@@ -1,0 +1,1 @@
+"""vLLM's door: the quantization plugin `spark-mxfp4`."""

@@ -1,0 +1,172 @@
+"""How vLLM loads and runs one layer's experts with one of our kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
+
+from spark_mxfp4 import operator
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
+
+# Loggers outside the "vllm" tree have no handler in a server.
+logger = init_logger(f"vllm.{__name__}")
+
+PROJECTIONS = ("w13", "w2")
+
+
+class SparkMxfp4MoEMethod(FusedMoEMethodBase):
+    """MXFP4 experts of gpt-oss: weights stay packed, or are dequantised once after loading."""
+
+    weight_dtype = "gpt_oss_mxfp4"  # gpt_oss.py then loads expert by expert without unpacking
+
+    def __init__(self, layer: Any, kernel: MoeKernel, mode: str) -> None:
+        super().__init__(layer.moe_config)
+        _refuse_unsupported(layer)
+        _refuse_unfit(kernel, mode)
+        _enter_in_compile_cache_key(kernel.name, mode)
+        self.kernel, self.mode = kernel, mode
+        self._weights: ExpertWeights | None = None
+        logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """Return hidden and intermediate size, rounded up as the all-to-all and then as our kernel need."""
+        return self.kernel.padded(
+            *super().maybe_roundup_sizes(hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config)
+        )
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the packed weights, scales and biases, zero where padding stays: 4.25 bits a weight."""
+        self.dtype = params_dtype
+        gate_up = (2 * intermediate_size_per_partition, hidden_size)
+        for name, (rows, columns) in zip(PROJECTIONS, (gate_up, (hidden_size, gate_up[0] // 2)), strict=True):
+            parameters = {
+                f"{name}_weight": torch.zeros(num_experts, rows, columns // 2, dtype=torch.uint8),
+                f"{name}_weight_scale": torch.zeros(num_experts, rows, columns // BLOCK, dtype=torch.uint8),
+            }
+            if self.moe.has_bias:
+                parameters[f"{name}_bias"] = torch.zeros(num_experts, rows, dtype=torch.bfloat16)
+            for full_name, zeros in parameters.items():
+                parameter = torch.nn.Parameter(zeros, requires_grad=False)
+                layer.register_parameter(full_name, parameter)
+                set_weight_attrs(parameter, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Give biases the model's dtype, and the kernel its layout; in `dequant` mode make packed weights dense."""
+        for name in PROJECTIONS:
+            if hasattr(layer, f"{name}_bias"):
+                replace_parameter(layer, f"{name}_bias", getattr(layer, f"{name}_bias").data.to(self.dtype))
+            if self.mode == "dequant":
+                replace_parameter(layer, f"{name}_weight", _dense(layer, name, self.dtype))
+                delattr(layer, f"{name}_weight_scale")
+        weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        if self.mode == "packed":
+            prepared = self.kernel.prepare(weights)
+            logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared))
+            _keep(layer, weights, prepared)
+        self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
+        """Return None: vLLM's modular kernels are not used."""
+        return
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,  # noqa: ARG002 (gpt-oss has none)
+        shared_experts_input: torch.Tensor | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Return the routed experts' output [T, H] for `x` [T, H]."""
+        # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
+        kept = None if torch.compiler.is_compiling() else self._weights
+        weights = kept or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        return operator.run(self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map)
+
+
+def _refuse_unsupported(layer: Any) -> None:
+    """Raise NotImplementedError, by name, for what the kernels do not do."""
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    refusals = {
+        "LoRA (--enable-lora)": moe.is_lora_enabled,
+        f"the activation {moe.activation.value!r}": moe.activation != MoEActivation.SWIGLUOAI,
+        "router weights applied to the input": layer.apply_router_weight_on_input,
+        # gpt_oss.py's loader gives every rank num_experts // ep_size experts, so the rest would stay empty.
+        f"{moe.num_experts} experts spread over {parallel.ep_size} ranks": parallel.use_ep
+        and moe.num_experts % parallel.ep_size != 0,
+    }
+    for name, present in refusals.items():
+        if present:
+            raise NotImplementedError(
+                f"spark-mxfp4 cannot serve this model · its kernels do not support {name} · "
+                "leave it out, or use another quantization backend"
+            )
+
+
+def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
+    """Raise ValueError for a kernel that cannot do what is asked of it: dense weights, or CUDA graphs."""
+    if mode == "dequant" and kernel.has_own_layout:
+        raise ValueError(
+            f"kernel {kernel.name!r} cannot run dense experts · it has its own layout of packed ones · "
+            "set SPARK_MXFP4_MODE=packed"
+        )
+    graphs = get_current_vllm_config().compilation_config.cudagraph_mode
+    uses_graphs = current_platform.is_cuda() and graphs is not None and graphs.name != "NONE"
+    if uses_graphs and not kernel.cuda_graphs:
+        raise ValueError(
+            f"kernel {kernel.name!r} cannot be held in CUDA graphs · it waits for the device to learn which experts "
+            "are hit · add --enforce-eager, or set SPARK_MXFP4_KERNEL=triton"
+        )
+
+
+def _enter_in_compile_cache_key(kernel: str, mode: str) -> None:
+    """Tell vLLM's compile cache what a traced graph depends on and the configuration does not show."""
+    extra = get_current_vllm_config().additional_config
+    if isinstance(extra, dict):
+        extra["spark_mxfp4"] = [kernel, mode]
+
+
+def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights) -> None:
+    """Put what the kernel made of the loaded weights in their place; tensors that it left alone stay."""
+    for name, old, new in zip(PROJECTIONS, loaded, prepared, strict=True):
+        for suffix, before, after in zip(("_weight", "_weight_scale", "_bias"), old, new, strict=True):
+            if after is not before and after is not None:
+                replace_parameter(layer, name + suffix, after)
+
+
+def _dense(layer: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise one projection of all experts, expert by expert so that the peak is one expert above the result."""
+    packed, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+    experts, rows, columns = packed.shape
+    dense = torch.empty(experts, rows, 2 * columns, dtype=dtype, device=packed.device)
+    for expert in range(experts):
+        dense[expert] = dequantize(packed[expert].view(*scales.shape[1:], BLOCK_BYTES), scales[expert], dtype)
+    return dense
+
+
+def _projection(layer: torch.nn.Module, name: str) -> Projection:
+    weight, scales, bias = (getattr(layer, name + suffix, None) for suffix in ("_weight", "_weight_scale", "_bias"))
+    if weight is None:
+        raise ValueError(f"the layer has no {name}_weight · its weights were not created · load the model first")
+    return Projection(weight, scales, bias)

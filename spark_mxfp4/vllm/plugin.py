@@ -1,0 +1,156 @@
+"""The vLLM plugin: registers the quantization `spark-mxfp4` (entry point group `vllm.general_plugins`).
+
+The checkpoint keeps `quant_method: mxfp4`; this configuration claims it when asked, or where stock vLLM has no backend.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from spark_mxfp4 import registry
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from spark_mxfp4.vllm import versions
+
+NAME = "spark-mxfp4"
+MODEL_TYPE = "gpt_oss"
+MODE_VARIABLE = "SPARK_MXFP4_MODE"
+MODES = ("packed", "dequant")
+# What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
+CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
+
+
+def register() -> None:
+    """Register `spark-mxfp4` with vLLM; may be called any number of times, in every process."""
+    if NAME not in QUANTIZATION_METHODS:
+        register_quantization_config(NAME)(SparkMxfp4Config)
+
+
+def chosen_mode() -> str:
+    """Return SPARK_MXFP4_MODE, else `packed`; raises ValueError for another value."""
+    mode = os.environ.get(MODE_VARIABLE) or MODES[0]
+    if mode not in MODES:
+        raise ValueError(f"{MODE_VARIABLE} is {mode!r} · it must be one of {', '.join(MODES)} · set or unset it")
+    return mode
+
+
+def stock_has_backend() -> bool:
+    """Tell whether stock vLLM runs MXFP4 experts here: on CPUs only with AMX (fused_moe/experts/cpu_moe.py)."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 (plugins load before the platform is settled)
+
+    if not current_platform.is_cpu():
+        return True
+    return platform.machine().lower() in ("x86_64", "amd64") and torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (vLLM's own test)
+
+
+def device_type() -> str:
+    """Return torch's device type of vLLM's platform; raises NotImplementedError where our kernels do not run."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 (plugins load before the platform is settled)
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    raise NotImplementedError(
+        f"spark-mxfp4 cannot run on {current_platform.device_name or 'this platform'} · its kernels are for CUDA and "
+        "CPUs · leave --quantization out"
+    )
+
+
+def refuse_other_checkpoints(model_type: str | None, method: str | None) -> None:
+    """Raise ValueError unless a checkpoint's model type and quantization method are gpt-oss' and MXFP4."""
+    if model_type != MODEL_TYPE:
+        raise ValueError(
+            f"--quantization {NAME} cannot serve this checkpoint · it is a model of type {model_type!r}, not "
+            f"{MODEL_TYPE!r} · leave --quantization out"
+        )
+    if method not in CHECKPOINT_METHODS:
+        state = f"its quant_method is {method!r}" if method else "its experts are not quantized"
+        raise ValueError(
+            f"--quantization {NAME} cannot serve this checkpoint · {state}, not 'mxfp4' · convert it by "
+            "spark_mxfp4.hf.convert_and_replace and save_pretrained, or leave --quantization out"
+        )
+
+
+def refuse_other_activations(hf_config: Any) -> None:
+    """Raise ValueError unless SwiGLU has the slope and clamp that the kernels hold as constants."""
+    activation = (getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA), getattr(hf_config, "swiglu_limit", SWIGLU_LIMIT))
+    if activation != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+        raise ValueError(
+            f"--quantization {NAME} cannot serve this checkpoint · swiglu_alpha and swiglu_limit are {activation}, its "
+            f"kernels know {(SWIGLU_ALPHA, SWIGLU_LIMIT)} · leave --quantization out"
+        )
+
+
+class SparkMxfp4Config(QuantizationConfig):
+    """MXFP4 experts by our kernels; every other layer stays as it is in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        versions.refuse_other_releases()
+        self.mode = chosen_mode()
+        # Its name only: this object travels to worker processes, which cannot always import a function by its name.
+        self.kernel_name = registry.chosen_name(device_type())
+        registry.load(self.kernel_name)  # refuse a wrong name before gigabytes are read
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return the name by which vLLM's loader recognises stacked MXFP4 experts (fused_moe/routed_experts.py)."""
+        return "gpt_oss_mxfp4"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Return the model dtypes that work."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the lowest CUDA compute capability: torch runs on all that vLLM takes."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no file names: the configuration is in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SparkMxfp4Config:  # noqa: ARG003 (everything in it is implied by the format)
+        """Make the configuration; kernel and mode come from the environment."""
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim a gpt-oss MXFP4 checkpoint if the user named us, or named nothing and stock vLLM cannot run it.
+
+        Raises ValueError if the user named us for another checkpoint.
+        """
+        method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        if user_quant == NAME:
+            refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
+            return NAME
+        ours = method in CHECKPOINT_METHODS and getattr(hf_config, "model_type", None) == MODEL_TYPE
+        return NAME if ours and user_quant is None and not stock_has_backend() else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:  # noqa: ARG002 (vLLM's signature)
+        """Raise ValueError for a checkpoint without quantization, which vLLM does not show to the override above."""
+        method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
+        refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
+        refuse_other_activations(hf_config)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:  # noqa: ARG002 (vLLM's signature)
+        """Return our method for experts, the unquantized one for linear layers, None for the rest."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 (heavy; needs the platform)
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: PLC0415
+
+        from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod  # noqa: PLC0415
+
+        if isinstance(layer, RoutedExperts):
+            return SparkMxfp4MoEMethod(layer, registry.load(self.kernel_name), self.mode)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

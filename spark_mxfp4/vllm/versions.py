@@ -1,0 +1,29 @@
+"""The releases of vLLM that the plugin supports; every other one is refused by name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import metadata
+
+import vllm
+
+SUPPORTED = ("0.32.0", "0.33.0")  # pyproject.toml's extra `vllm` and the table of README.md say the same
+UNBUILT = "dev"  # what vllm/version.py says in a checkout that was never built
+
+
+def release() -> str:
+    """Return the running vLLM's release without a local part (`+cpu`): for an unbuilt checkout the installed one's."""
+    version: str = vllm.__version__
+    if version == UNBUILT:
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version("vllm")
+    return version.partition("+")[0]
+
+
+def refuse_other_releases() -> None:
+    """Raise NotImplementedError unless the running vLLM is one of SUPPORTED."""
+    if (version := release()) not in SUPPORTED:
+        raise NotImplementedError(
+            f"spark-mxfp4 does not support vLLM {version} · it supports {' and '.join(SUPPORTED)} · "
+            f"pip install 'vllm=={SUPPORTED[-1]}', or leave the plugin out: VLLM_PLUGINS='' vllm serve …"
+        )

@@ -1,0 +1,245 @@
+"""Read one file for the audit: its host part, its cubins with their targets, and the mnemonics of those that matter."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from sparkforge.audit import elf
+from sparkforge.audit.sass import Decoder, Shapes, count, named
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.process import run
+
+# What is read without cuobjdump. For the zstd in vLLM's wheel that takes 3 times the CPU time, and 1 GB of a disk.
+READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
+LARGEST = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
+LARGEST_TOGETHER = 16 << 30  # bytes of a file's cubins unpacked; all of vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
+LONGEST_SECONDS = 600.0  # for cuobjdump on one file; all of vLLM's wheel take it 10 s (docs/concepts/audit.md)
+INLINE = 8 << 20  # bytes of cubins up to which starting other processes costs more than it saves
+
+
+@dataclass(frozen=True)
+class Tools:
+    """NVIDIA's programs that read cubins."""
+
+    cuobjdump: Path
+    nvdisasm: Path
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a reader keeps: counts for cubins that load on `capability`, mnemonics and kernel names that match."""
+
+    capability: str
+    mnemonics: str
+    names: str
+    strings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: mangled name, number of instructions, counts of the watched mnemonics."""
+
+    name: str
+    instructions: int
+    mnemonics: dict[str, int]
+
+    def count(self, pattern: str) -> int:
+        """Return how many of its instructions match."""
+        return sum(number for name, number in self.mnemonics.items() if re.search(pattern, name))
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """One piece of machine code. `kernels` are those with a watched mnemonic or name, if it loads on the device."""
+
+    name: str
+    target: str  # of ptxas's own command line; empty if it does not say
+    sm: int  # of the ELF flags
+    size: int  # bytes
+    loads: bool
+    kernel_count: int = 0
+    instructions: int = 0
+    kernels: tuple[Kernel, ...] = ()
+    strings: tuple[str, ...] = ()  # of those watched
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One file that was read. `damage` says why it could not be; then the rest is empty."""
+
+    path: str
+    size: int
+    host: elf.Host | None = None
+    cubins: tuple[Cubin, ...] = ()
+    damage: str = ""
+
+
+def loads(target: str, capability: str) -> bool:
+    """Tell whether machine code for `target` loads on a device of `capability` (CUDA C++ Programming Guide, 5.1).
+
+    Plain code loads on the same major and the same or a later minor version; `f` on its family, which for 12.x is the
+    same; `a` on exactly its own.
+    """
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
+    if match is None:
+        return False
+    major, minor = map(int, capability.split("."))
+    return int(match[1]) == major and (int(match[2]) == minor if match[3] == "a" else int(match[2]) <= minor)
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """A cubin as a worker process hands it over: kernels in shapes, with a sample of each shape."""
+
+    cubin: Cubin
+    kernels: tuple[Shapes, ...] = ()
+    samples: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a cubin lies: `size` bytes of the file at `path`, from byte `at` on. `name` is what the report calls it.
+
+    `unpacked` is its size in bytes once it is read, if that is another because it is packed by zstd.
+    """
+
+    path: Path
+    name: str
+    size: int
+    at: int = 0
+    unpacked: int = 0
+
+    def data(self) -> bytes:
+        """Return the cubin. Raises elf.CutError if it cannot be unpacked to its size."""
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            data = file.read(self.size)
+        return _unpacked(data, self.unpacked) if self.unpacked else data
+
+
+def _unpacked(data: bytes, size: int) -> bytes:
+    import zstandard  # noqa: PLC0415 - it is not in every environment that imports us: see READABLE
+
+    try:
+        if zstandard.frame_content_size(data) != size or size > LARGEST:  # before any memory is taken for it
+            raise elf.CutError(f"a cubin cannot be unpacked to the {size} bytes that its fatbin says")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
+
+
+def scan(piece: Piece, watch: Watch) -> Scanned:
+    """Read one cubin without any program. Raises one of elf.MALFORMED."""
+    data = piece.data()
+    read = elf.code(data)
+    cubin = Cubin(piece.name, read.target, read.sm, len(data), loads=loads(read.target, watch.capability))
+    if not cubin.loads:
+        return Scanned(cubin)
+    kernels, samples = count(read.kernels())
+    strings = tuple(text for text in watch.strings if text.encode() in data)
+    return Scanned(replace(cubin, strings=strings), tuple(kernels), samples)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A file that was read, except for mnemonics: `binary` has no cubins yet, they are in `scanned`."""
+
+    binary: Binary
+    scanned: tuple[Scanned, ...] = ()
+
+
+class Reader:
+    """Reads files, several at once; then has nvdisasm name the shapes of all of them, one call for each target.
+
+    Memory: one cubin for each worker, and the shapes of every kernel (10 MB for vLLM's wheel).
+    """
+
+    def __init__(self, tools: Tools, watch: Watch, pool: Executor | None = None) -> None:
+        self.tools, self.watch, self.pool = tools, watch, pool
+        self.decoders = dict[str, Decoder]()
+
+    def draft(self, path: Path, name: str) -> Draft:
+        """Read one .cubin, .o or .so. Never raises for a bad file: the result says what is wrong with it."""
+        size = path.stat().st_size
+        try:
+            if elf.is_cubin(path):
+                return Draft(Binary(name, size), self._scanned([Piece(path, path.name, size)]))
+            with elf.opened(path) as opened:
+                entries = elf.entries(opened)
+                host = elf.host(opened, entries)
+            carried = [entry for entry in entries if entry.kind == elf.KIND_CUBIN]
+            if (together := sum(max(entry.size, entry.unpacked) for entry in carried)) > LARGEST_TOGETHER:
+                raise elf.CutError(f"its {len(carried)} cubins have {together} bytes once they are unpacked")
+            return Draft(Binary(name, size, host), self._carried(path, carried) if carried else ())
+        except elf.MALFORMED as error:
+            return Draft(Binary(name, size, damage=str(error) or type(error).__name__))
+        except ProcessError as error:
+            return Draft(Binary(name, size, damage=f"{error.what}: {error.why}"))
+
+    def _carried(self, path: Path, entries: Sequence[elf.FatbinEntry]) -> tuple[Scanned, ...]:
+        """Read the cubins of a file's fatbins where they lie; all as cuobjdump unpacks them if we cannot read one."""
+        if all(entry.packing in READABLE for entry in entries):
+            pieces = []
+            for number, entry in enumerate(entries, 1):
+                name = f"{path.stem}.{number}.sm_{entry.sm}.cubin"  # as cuobjdump counts them
+                unpacked = entry.unpacked if entry.packing == elf.ZSTD else 0
+                pieces.append(Piece(path, name, entry.size, entry.at, unpacked))
+            return self._scanned(pieces)
+        with tempfile.TemporaryDirectory(prefix="sparkforge-cubins-") as folder:
+            command = [str(self.tools.cuobjdump), "-xelf", "all", str(path.absolute())]
+            run(command, cwd=Path(folder), seconds=LONGEST_SECONDS)
+            files = sorted(Path(folder).iterdir())
+            if len(files) != len(entries):
+                raise elf.CutError(f"its fatbins list {len(entries)} cubins and cuobjdump could unpack {len(files)}")
+            return self._scanned([Piece(file, file.name, file.stat().st_size) for file in files])
+
+    def _scanned(self, pieces: Sequence[Piece]) -> tuple[Scanned, ...]:
+        size = sum(piece.unpacked or piece.size for piece in pieces)
+        run_map = self.pool.map if self.pool and size > INLINE else map
+        return tuple(run_map(scan, pieces, [self.watch] * len(pieces)))
+
+    def finished(self, drafts: Sequence[Draft]) -> list[Binary]:
+        """Return the files with their cubins; a file that nvdisasm cannot read is marked as damaged."""
+        with suppress(ProcessError):  # the fault of one file, which is found below
+            self._learn([scanned for draft in drafts for scanned in draft.scanned])
+        binaries = []
+        for draft in drafts:
+            try:
+                self._learn(draft.scanned)
+            except ProcessError as error:
+                binaries.append(replace(draft.binary, damage=f"{error.what}: {error.why}"))
+            else:
+                cubins = tuple(self._decoded(scanned) for scanned in draft.scanned)
+                binaries.append(replace(draft.binary, cubins=cubins))
+        return binaries
+
+    def _learn(self, scanned: Sequence[Scanned]) -> None:
+        """Have every shape named that is not yet, all targets at once. Raises ProcessError if one cannot be."""
+        samples: dict[str, dict[int, bytes]] = {}
+        for item in scanned:
+            if item.cubin.loads:
+                samples.setdefault(item.cubin.target, {}).update(item.samples)
+        for target in samples.keys() - self.decoders.keys():
+            self.decoders[target] = Decoder(self.tools.nvdisasm, target, self.watch.mnemonics)
+        decoders = [self.decoders[target] for target in samples]
+        with ThreadPoolExecutor(max(1, len(samples))) as threads:
+            list(threads.map(Decoder.learn, decoders, samples.values()))
+
+    def _decoded(self, scanned: Scanned) -> Cubin:
+        """Return the cubin with the kernels that have a watched mnemonic or name."""
+        if not scanned.cubin.loads:
+            return scanned.cubin
+        decoder, kept = self.decoders[scanned.cubin.target], []
+        for shapes in scanned.kernels:
+            counts = dict(sorted(named(shapes, decoder.watched).items()))
+            if counts or re.search(self.watch.names, shapes.kernel):
+                kept.append(Kernel(shapes.kernel, shapes.instructions, counts))
+        total = sum(shapes.instructions for shapes in scanned.kernels)
+        return replace(scanned.cubin, kernel_count=len(scanned.kernels), instructions=total, kernels=tuple(kept))

@@ -1,0 +1,316 @@
+"""Audit binaries: for which GPU each piece of machine code is, what it holds, and what the file asks of a machine.
+
+    files ─► host part, cubins (cuobjdump) ─► shapes ─► mnemonics (nvdisasm) ─► rules (rules.toml) ─► report
+
+Labels prove nothing: a kernel that was compiled for compute_121 can be called sm_121a and hold software. See
+docs/concepts/audit.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path, PurePath
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparkforge.audit.cubins import Binary, Cubin, Draft, Reader, Tools
+from sparkforge.audit.patched import AuditedWheel, audit_patched
+from sparkforge.audit.rules import Rules, Violation, judge, judge_modules, load
+from sparkforge.core.console import say
+from sparkforge.core.errors import AuditError, CompileError, IntegrityError, UsageError
+from sparkforge.core.files import CHUNK, write_json
+from sparkforge.core.installed import LARGEST_RECORD, parse_record
+from sparkforge.sources.archive import MALFORMED
+
+KINDS = re.compile(r"\.(cubin|o|so(\.\d+)*)$")
+WHEEL_MACHINE = re.compile(r"_(x86_64|aarch64)\.whl$")
+WIDE = 160  # columns where stdout is no terminal
+# Limits of a wheel, our own bounds; vLLM's has 321 MB packed, and its libraries 637 MB (docs/concepts/audit.md).
+LARGEST_MEMBER, LARGEST_WHEEL = 4 << 30, 16 << 30  # bytes once unpacked
+MOST_MEMBERS = 200_000
+EXPANSION, EXPANDED = 100, 64 << 20  # a member may become so many times as large, once it has more than so many bytes
+LONGEST_NAME = 100  # bytes of a member's file name that are kept while it is read
+SHOWN = 20  # violations in the terminal; the JSON has all
+
+
+@dataclass(frozen=True)
+class AuditedFile:
+    """One file to read: on its own, or a member of a wheel with the sha256 that the wheel's RECORD gives it."""
+
+    path: Path
+    member: str = ""
+    sha256: str = ""
+    machine: str = ""
+    size: int = 0  # bytes
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return f"{self.path.name}/{self.member}" if self.member else str(self.path)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What one file holds for one target. `fp4` kernels have hardware FP4; `stubs` only trap and are no support."""
+
+    file: str
+    target: str
+    loads: bool
+    cubins: int
+    kernels: int
+    fp4: int
+    block_scaled: int
+    stubs: int
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The audit of a set of files; `bytes` is their size before any unpacking of cubins.
+
+    `wheels` are the patched wheels among them, and the packages that were installed from such.
+    """
+
+    binaries: tuple[Binary, ...]
+    wheels: tuple[AuditedWheel, ...]
+    coverage: tuple[Coverage, ...]
+    violations: tuple[Violation, ...]
+    bytes: int
+    seconds: float
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
+        return {
+            "schema": 1, "bytes": self.bytes, "seconds": round(self.seconds, 3), "mb_per_second": round(rate, 1),
+            "violations": [asdict(violation) for violation in self.violations],
+            "wheels": [asdict(wheel) for wheel in self.wheels],
+            "coverage": [asdict(row) for row in self.coverage],
+            "files": [_as_document(binary) for binary in self.binaries],
+        }  # fmt: skip
+
+    def require_clean(self) -> None:
+        """Raise AuditError, with the first violation and how many more there are, unless there is none."""
+        if not self.violations:
+            return
+        first, files = self.violations[0], {violation.file for violation in self.violations}
+        rules = Counter(violation.rule for violation in self.violations)
+        counts = ", ".join(f"{rule} x {number}" for rule, number in rules.most_common())
+        raise AuditError(
+            f"{len(files)} of {len(self.binaries) + len(self.wheels)} files fail the audit ({counts})",
+            f"{first.file}: {first.detail} [{first.rule}]",
+            first.fix,
+        )
+
+
+def audit_files(
+    paths: Sequence[Path],
+    *,
+    tools: Callable[[], Tools],
+    modules: Sequence[str] = (),
+    machine: str = "",
+    rules: Rules | None = None,
+) -> AuditReport:
+    """Read and judge every .cubin, .o, .so and .whl among `paths` and in the folders among them.
+
+    `tools` locates NVIDIA's readers; it is called once, when the arguments are known to be right, since it may have to
+    install them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. Raises
+    UsageError for a path or module that has no meaning; bad files are violations, not errors.
+    """
+    rules, begun = rules or load(), time.monotonic()
+    if unknown := set(modules) - rules.modules.keys():
+        known = ", ".join(rules.modules)
+        raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"known are {known}", "./inv audit --help")
+    broken = list[Violation]()
+    if not paths:
+        raise UsageError("nothing is named to audit", "it would pass whatever there is", "./inv audit PATH[,PATH]")
+    sources = [source for path in paths for source in _sources(path, machine, rules, broken)]
+    binaries, violations = [], broken
+    for source, binary, swapped in _read(sources, Reader(tools(), rules.watch())):
+        binaries.append(binary)
+        if swapped:
+            violations.append(Violation("swapped-library", source.name, swapped, rules.fix("swapped-library")))
+        violations += judge(binary, rules, machine=source.machine)
+    binaries.sort(key=lambda binary: binary.path)
+    violations += judge_modules(binaries, modules, rules)
+    wheels = tuple(audit_patched(paths))
+    for wheel in wheels:
+        violations += [
+            Violation("patched-wheel", wheel.path, why, rules.fix("patched-wheel")) for why in wheel.problems
+        ]
+    coverage = tuple(row for binary in binaries for row in _coverage(binary, rules))
+    size = sum(binary.size for binary in binaries)
+    return AuditReport(tuple(binaries), wheels, coverage, tuple(violations), size, time.monotonic() - begun)
+
+
+def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) -> Iterator[AuditedFile]:
+    """Find the files under one path; a wheel that cannot be opened becomes a violation."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and (KINDS.search(file.name) or file.suffix == ".whl"):
+                yield from _sources(file, machine, rules, broken)
+    elif not path.is_file():
+        raise UsageError(f"cannot audit {path}", "it is not there", "name .cubin, .o, .so or .whl files, or folders")
+    elif path.suffix == ".whl":
+        try:
+            yield from _members(path, machine)
+        except IntegrityError as error:
+            broken.append(Violation("damaged", str(path), f"{error.what}: {error.why}", rules.fix("damaged")))
+        except (*MALFORMED, lzma.LZMAError, OSError) as error:
+            broken.append(Violation("damaged", str(path), str(error), rules.fix("damaged")))
+    elif KINDS.search(path.name):
+        yield AuditedFile(path, machine=machine, size=path.stat().st_size)
+    else:
+        raise UsageError(f"cannot audit {path}", "its name is none of .cubin, .o, .so, .whl", "name such a file")
+
+
+def _members(wheel: Path, machine: str) -> list[AuditedFile]:
+    """Return a wheel's libraries, with their hashes."""
+    tag = WHEEL_MACHINE.search(wheel.name)
+    with zipfile.ZipFile(wheel) as opened:
+        members = opened.infolist()
+        _check_sizes(members)
+        record = next((member for member in members if member.filename.endswith(".dist-info/RECORD")), None)
+        if record is None:
+            raise ValueError("no RECORD in it")
+        with opened.open(record) as packed:
+            data = packed.read(LARGEST_RECORD + 1)
+        if len(data) > LARGEST_RECORD:
+            raise ValueError(f"{record.filename} has more than {LARGEST_RECORD} bytes")
+        hashes = {line.path: line.sha256 for line in parse_record(data.decode(), record.filename, strict=False)}
+    libraries = [member for member in members if KINDS.search(member.filename)]
+    wanted = machine or (tag[1] if tag else "")
+    return [
+        AuditedFile(wheel, member.filename, hashes.get(member.filename, "absent"), wanted, member.file_size)
+        for member in libraries
+    ]
+
+
+def _check_sizes(members: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise ValueError where the sizes that a wheel's directory gives make no sense, or a name is in it twice."""
+    names = Counter(member.filename for member in members)
+    if len(members) > MOST_MEMBERS:
+        raise ValueError(f"it lists {len(members)} members")
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise ValueError(f"{twice[0]} stands in it {names[twice[0]]} times")
+    for member in members:
+        if member.file_size > min(LARGEST_MEMBER, max(EXPANDED, EXPANSION * member.compress_size)):
+            raise ValueError(f"{member.filename} says that its {member.compress_size} bytes become {member.file_size}")
+    if (together := sum(member.file_size for member in members)) > LARGEST_WHEEL:
+        raise ValueError(f"its members have {together} bytes once they are unpacked")
+
+
+def _read(sources: Sequence[AuditedFile], reader: Reader) -> Iterator[tuple[AuditedFile, Binary, str]]:
+    """Read files in threads, which unpack wheels, and large cubins in processes; the largest first.
+
+    Yields each file, what was read, and how it differs from its wheel's RECORD.
+    """
+    sources = sorted(sources, key=lambda source: source.size, reverse=True)
+    workers = os.cpu_count() or 1
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, ThreadPoolExecutor(workers) as threads:
+        reader.pool = pool  # its processes start with the first file that is worth it
+        try:
+            drafts = list(threads.map(lambda source: _draft(source, reader), sources))
+        except BrokenExecutor as error:
+            raise CompileError(
+                "a process that reads cubins was killed",
+                f"{workers} ran at once, and most likely too little memory was left",
+                "stop other programs, or audit fewer files at once: ./inv audit FILE", code="compile.memory"
+            ) from error  # fmt: skip
+    binaries = reader.finished([draft for draft, _ in drafts])
+    yield from zip(sources, binaries, (swapped for _, swapped in drafts), strict=True)
+
+
+def _draft(source: AuditedFile, reader: Reader) -> tuple[Draft, str]:
+    """Read one file; return it with how it differs from its wheel's RECORD, empty if it does not."""
+    if not source.member:
+        return reader.draft(source.path, source.name), ""
+    with tempfile.TemporaryDirectory(prefix="sparkforge-wheel-") as folder:
+        file, digest = Path(folder) / Path(source.member).name[-LONGEST_NAME:], hashlib.sha256()
+        try:
+            with zipfile.ZipFile(source.path) as opened, opened.open(source.member) as packed, file.open("wb") as out:
+                while chunk := packed.read(CHUNK):
+                    digest.update(chunk)
+                    out.write(chunk)
+                    if out.tell() > source.size:
+                        raise zipfile.BadZipFile(f"it has more than the {source.size} bytes that the wheel says")
+        except (*MALFORMED, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # this machine's, such as a full disk; bz2 and gzip have none
+            return Draft(Binary(source.name, source.size, damage=f"member {source.member}: {error}")), ""
+        swapped = digest.hexdigest() != source.sha256
+        reason = f"its sha256 is not the one in RECORD ({source.sha256})" if swapped else ""
+        return reader.draft(file, source.name), reason
+
+
+def _coverage(binary: Binary, rules: Rules) -> Iterator[Coverage]:
+    targets: dict[str, list[Cubin]] = {}
+    for cubin in binary.cubins:
+        targets.setdefault(cubin.target or "unknown", []).append(cubin)
+    for target, cubins in sorted(targets.items()):
+        kernels = [kernel for cubin in cubins for kernel in cubin.kernels]
+        yield Coverage(
+            binary.path, target, cubins[0].loads, len(cubins), sum(cubin.kernel_count for cubin in cubins),
+            fp4=sum(kernel.count(rules.sass.fp4) > 0 for kernel in kernels),
+            block_scaled=sum(kernel.count(rules.sass.block_scaled) > 0 for kernel in kernels),
+            stubs=sum(rules.stub(kernel) for kernel in kernels),
+        )  # fmt: skip
+
+
+def _as_document(binary: Binary) -> Mapping[str, Any]:
+    document = asdict(binary)
+    if binary.host:
+        document["host"]["exports"] = len(binary.host.exports)  # thousands of names that no rule asks for
+        document["host"]["ptx"] = dict(Counter(binary.host.ptx))
+    return document
+
+
+def run_audit(
+    paths: Sequence[Path],
+    *,
+    tools: Callable[[], Tools],
+    modules: Sequence[str] = (),
+    machine: str = "",
+    output: Path | None = None,
+) -> None:
+    """Audit, print the table to stdout, write the JSON to `output`. Raises AuditError if a rule is broken."""
+    report = audit_files(paths, tools=tools, modules=modules, machine=machine)
+    if output:
+        write_json(output, report.document())
+    width = None if sys.stdout.isatty() else WIDE
+    Console(file=sys.stdout, highlight=False, width=width).print(table(report, load().capability))
+    for violation in report.violations[:SHOWN]:
+        say(f"✗ {violation.rule}: {violation.file}: {violation.detail}")
+    if len(report.violations) > SHOWN:
+        say(f"… and {len(report.violations) - SHOWN} more; --output FILE has all")
+    codeless = sum(not binary.cubins for binary in report.binaries)
+    amount = f"{report.bytes / 1e6:.0f} MB in {report.seconds:.1f} s"
+    for wheel in report.wheels:
+        if not wheel.problems:
+            say(f"✓ {wheel.path}: {wheel.wheel} of locks/patched.toml, sha256 {wheel.sha256}")
+    say(f"{len(report.binaries)} files ({codeless} without machine code), {amount}")
+    report.require_clean()
+
+
+def table(report: AuditReport, capability: str) -> Table:
+    """Return the coverage as a table: a row for each file and target."""
+    columns = ("file", "target", f"loads on {capability}", "cubins", "kernels", "FP4", "block-scaled MMA", "stubs")
+    rows = Table(*columns, box=None)
+    for row in report.coverage:
+        counts = (row.kernels, row.fp4, row.block_scaled, row.stubs) if row.loads else ("-",) * 4
+        loads = "yes" if row.loads else "no"
+        rows.add_row(PurePath(row.file).name, row.target, loads, str(row.cubins), *map(str, counts))
+    return rows

@@ -1,0 +1,283 @@
+"""The audit's rules, `rules.toml`, and their application to binaries that were read. Reads no other file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path, PurePath
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from sparkforge.audit.cubins import Binary, Cubin, Kernel, Watch
+from sparkforge.audit.elf import Host
+from sparkforge.core.documents import read_toml
+from sparkforge.core.errors import AuditError
+from sparkforge.core.tables import Record
+
+PATH = Path(__file__).with_name("rules.toml")
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no pattern: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiled)]
+
+
+class Demand(Record):
+    """Kernels whose name matches have at least so many instructions that match `needs`."""
+
+    name: str
+    match: Pattern
+    at_least: int
+    why: str
+    needs: Pattern = ""
+
+
+class Claim(Record):
+    """At least `count` kernels whose name matches have `at_least` instructions each that match `needs`."""
+
+    match: Pattern
+    needs: Pattern = ""
+    at_least: int = 0
+    count: int = 1
+
+
+class ModuleRule(Record):
+    """A module that can be asked for: its file, and the kernels that make it what it claims to be."""
+
+    file: str
+    kernels: tuple[Claim, ...] = Field(min_length=1)
+    why: str
+
+
+class Sass(Record):
+    """Patterns of mnemonics, and the signs of a stub."""
+
+    watched: Pattern
+    block_scaled: Pattern
+    fp4: Pattern
+    trap: Pattern
+    stub: int
+    trap_strings: tuple[str, ...]
+
+
+class Fp4(Record):
+    """Where FP4 is in play, and what each kind of kernel must have."""
+
+    kernel: Pattern
+    file: Pattern
+    kernels: tuple[Demand, ...] = Field(min_length=1)
+
+
+class HostRules(Record):
+    """What a library may ask of the machine."""
+
+    glibc: tuple[int, int]
+    runpath: Pattern
+    needed: tuple[Pattern, ...]
+    undefined: tuple[Pattern, ...]
+
+
+class Rules(Record):
+    """The whole table."""
+
+    schema_: int = Field(alias="schema", ge=1, le=1)
+    capability: str
+    suffixed: str
+    sass: Sass
+    fp4: Fp4
+    modules: dict[str, ModuleRule]
+    other_device: dict[str, str]
+    host: HostRules
+    fixes: dict[str, str]
+
+    def watch(self) -> Watch:
+        """Return what the reader has to keep for these rules."""
+        names = "|".join(
+            [self.fp4.kernel, *(claim.match for module in self.modules.values() for claim in module.kernels)]
+        )
+        return Watch(self.capability, self.sass.watched, names, self.sass.trap_strings)
+
+    def demand(self, kernel: Kernel) -> Demand | None:
+        """Return what is demanded of a kernel; None if nothing, because FP4 is not in its name."""
+        if not re.search(self.fp4.kernel, kernel.name):
+            return None
+        return next(one for one in self.fp4.kernels if re.search(one.match, kernel.name))
+
+    def foreign(self, kernel: Kernel) -> bool:
+        """Tell whether the kernel was written for another architecture; it is no support, whatever it holds."""
+        return bool(re.search(self.fp4.kernels[0].match, kernel.name))
+
+    def stub(self, kernel: Kernel) -> bool:
+        """Tell whether the kernel does nothing but trap, or was written for another architecture and traps."""
+        short = kernel.instructions <= self.sass.stub
+        return kernel.count(self.sass.trap) > 0 and (short or self.foreign(kernel))
+
+    def fix(self, rule: str) -> str:
+        """Return what to do about a rule's violation."""
+        return self.fixes[rule].replace("{arch}", self.suffixed.removeprefix("sm_"))
+
+
+@cache
+def load(path: Path = PATH) -> Rules:
+    """Return the rules. Raises AuditError for a table that cannot be read, or with a mistake in it."""
+    try:
+        return Rules.model_validate(read_toml(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise AuditError(f"{path.name} is malformed", why, f"correct {path}, or: git checkout {path}") from error
+    except (OSError, ValueError) as error:
+        raise AuditError(f"cannot read {path.name}", str(error), f"correct {path}, or: git checkout {path}") from error
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One rule that one file breaks: `detail` says what was found, `fix` what to do."""
+
+    rule: str
+    file: str
+    detail: str
+    fix: str
+
+
+def judge(binary: Binary, rules: Rules, *, machine: str = "") -> list[Violation]:
+    """Return every violation of one file; `machine` (as `uname -m`) is demanded if given."""
+    if binary.damage:
+        findings = [("damaged", binary.damage)]
+    else:
+        findings = [*_code(binary, rules)]
+        if binary.host:
+            findings += _host(binary.host, rules.host) if binary.host.shared else []
+            findings += _identity(binary.path, binary.host, machine)
+    return [Violation(rule, binary.path, detail, rules.fix(rule)) for rule, detail in findings]
+
+
+def _code(binary: Binary, rules: Rules) -> Iterator[tuple[str, str]]:
+    """Yield (rule, detail) for the machine code that breaks a rule: each cubin, then the file as a whole."""
+    findings = [finding for cubin in binary.cubins for finding in _cubin(cubin, rules)]
+    yield from findings
+    base = PurePath(binary.path).name
+    elsewhere = any(fnmatch(base, pattern) for pattern in rules.other_device)
+    if not binary.cubins:
+        if binary.host and (binary.host.ptx or binary.host.other) and not elsewhere:
+            kinds = ", ".join(sorted(set(binary.host.ptx))) or "code for the linker"
+            yield "wrong-arch", f"it holds {kinds} and no machine code; none for {rules.capability} is proven"
+        return
+    loading = [cubin for cubin in binary.cubins if cubin.loads]
+    if not loading and not elsewhere:
+        targets = ", ".join(sorted({cubin.target or "unknown" for cubin in binary.cubins}))
+        yield "wrong-arch", f"it holds {targets}; none of it loads on {rules.capability}"
+    hardware = any(kernel.count(rules.sass.fp4) for cubin in loading for kernel in cubin.kernels)
+    kernels = sum(cubin.kernel_count for cubin in loading)
+    if kernels and not hardware and not findings and re.search(rules.fp4.file, base):
+        yield _absent(loading[0].target, f"FP4 is in its name; all of its {kernels} kernels together: 0 x E2M1")
+
+
+def _cubin(cubin: Cubin, rules: Rules) -> Iterator[tuple[str, str]]:
+    if not cubin.target and cubin.sm in (120, 121):
+        yield "no-target", f"{cubin.name} does not say what ptxas made it for"
+    if cubin.target == rules.suffixed.rstrip("af"):
+        yield "arch-suffix", f"{cubin.name} was built for {rules.capability} without the suffix: {cubin.target}"
+    for kernel in cubin.kernels:
+        demand = rules.demand(kernel)
+        if not demand or not demand.at_least:
+            continue
+        name, count = _shortened(kernel.name), kernel.count(demand.needs)
+        if traps := kernel.count(rules.sass.trap):
+            yield "trap-stub", f"{name} ({cubin.target}) has {traps} x BPT.TRAP in {kernel.instructions} instructions"
+        elif count < demand.at_least:
+            detail = f"{name} ({kernel.instructions} instructions): {count} x {demand.needs}"
+            yield _absent(cubin.target, detail)
+    trapping = [kernel for kernel in cubin.kernels if kernel.count(rules.sass.trap) and not rules.foreign(kernel)]
+    if cubin.strings and trapping:
+        yield "trap-string", f"{cubin.name} holds “{cubin.strings[0]}” and {_shortened(trapping[0].name)} traps"
+
+
+def _absent(target: str, detail: str) -> tuple[str, str]:
+    """Name the cause of absent FP4: the suffix is missing from the label, or only from the code under it."""
+    if target[-1] not in "af":
+        return "arch-suffix", f"{detail}; built for {target}, without the suffix"
+    plain = target.rstrip("af").replace("sm_", "compute_")
+    return "software-fp4", f"{detail}; software under the label {target}, as {plain} assembled as {target} gives"
+
+
+def _host(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
+    """Yield (rule, detail) for what a library may not ask of the machine."""
+
+    def without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+        """Names in which no pattern is found."""
+        return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+    if needed := without(host.needed, rules.needed):
+        yield "needed", f"it needs {', '.join(needed)}"
+    if paths := without(host.runpath, [rules.runpath]):
+        yield "runpath", f"its run path is {':'.join(paths)}"
+    if host.glibc > rules.glibc:
+        yield "glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"
+    if host.executable_stack:
+        yield "executable-stack", "it asks for an executable stack"
+    if undefined := without(host.undefined, rules.undefined):
+        names = ", ".join(undefined[:5]) + (" …" if len(undefined) > 5 else "")
+        yield "undefined", f"nothing that it may use defines {names}"
+
+
+def _identity(path: str, host: Host, machine: str) -> Iterator[tuple[str, str]]:
+    """Yield (rule, detail) where the library is not the one that its path says."""
+    file = PurePath(path)
+    stem = file.name.partition(".")[0]
+    if machine and host.machine != machine:
+        yield "swapped-library", f"it is for {host.machine}, not {machine}"
+    if host.soname and host.soname != file.name:
+        yield "swapped-library", f"it calls itself {host.soname}"
+    extension = re.search(r"\.(abi3|cpython-\w+)[\w-]*\.so$", file.name)
+    if extension and f"PyInit_{stem}" not in host.exports:
+        yield "swapped-library", f"it is no Python module {stem}: PyInit_{stem} is not in it"
+    # FlashInfer keeps each module as cached_ops/NAME/NAME.so.
+    if file.suffix == ".so" and file.parent.parent.name == "cached_ops" and file.parent.name != file.stem:
+        yield "swapped-library", f"it lies in the place of {file.parent.name}.so"
+
+
+def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules) -> list[Violation]:
+    """Return a violation for each named module that is not there or is not what it claims. Raises KeyError."""
+    violations = []
+    for name in names:
+        module = rules.modules[name]
+        files = [binary for binary in binaries if fnmatch(PurePath(binary.path).name, module.file)]
+        if not files:
+            detail = f"no {module.file} ({module.why})"
+            violations.append(Violation("missing-module", name, detail, rules.fix("missing-module")))
+        elif broken := min((_broken(binary, module) for binary in files), key=len):
+            claim, kept = broken[0]
+            condition = f" with {claim.at_least} x {claim.needs}" if claim.needs else ""
+            detail = f"it has {kept} of {claim.count} kernels {claim.match}{condition} ({module.why})"
+            violations.append(Violation("swapped-library", files[0].path, detail, rules.fix("swapped-library")))
+    return violations
+
+
+def _broken(binary: Binary, module: ModuleRule) -> list[tuple[Claim, int]]:
+    """Return the claims that a file does not keep, each with the number of kernels that do."""
+    broken = []
+    for claim in module.kernels:
+        kept = sum(
+            bool(re.search(claim.match, kernel.name)) and kernel.count(claim.needs) >= claim.at_least
+            for cubin in binary.cubins
+            for kernel in cubin.kernels
+        )
+        if kept < claim.count:
+            broken.append((claim, kept))
+    return broken
+
+
+def _shortened(name: str) -> str:
+    """Return a kernel's name, cut in its middle to fit a line."""
+    return name if len(name) <= 72 else f"{name[:40]}…{name[-30:]}"

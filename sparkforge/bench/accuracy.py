@@ -1,0 +1,123 @@
+"""How well a served model predicts a text: bits per byte, byte and word perplexity, by echoed prompt logprobs.
+
+The definition is the gpt-oss competition's (accuracy_test_alternative.py, 2026-01-20): the text in chunks of 512
+tokens, each sent as a prompt with `echo` and `logprobs`, its first token unscored; with L the sum of all
+natural logprobs,
+
+    bits_per_byte = -L / (bytes * ln 2)    byte_perplexity = e^(-L / bytes)    word_perplexity = e^(-L / tokens)
+
+where bytes are the whole text's and tokens are the scored ones (their "word" is a token: ln 222.7893 / ln 4.1577 = 3.79
+bytes). Two differences: theirs also counts the one token that the server generates after each chunk, a 512th of
+the sum; and theirs leaves out a chunk that fails, which lowers the figures. Here that is a failed gate.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.core.errors import ServerError
+
+CHUNK_TOKENS = 512
+CHUNK_BYTES = 2048  # about as many tokens of English, for servers that do not tokenize
+LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A text's score: `total` is the sum of natural logprobs over `tokens` tokens of `size` bytes.
+
+    `faults` are sentences about answers that cannot be believed; with one, the figures mean nothing.
+    """
+
+    total: float
+    tokens: int
+    size: int
+    chunked_by: Literal["tokens", "bytes"]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The three figures; infinite where nothing was scored."""
+        nats_per_byte = -self.total / self.size if self.size and self.tokens else math.inf
+        nats_per_token = -self.total / self.tokens if self.tokens else math.inf
+        return {
+            "bits_per_byte": nats_per_byte / LN2,
+            "byte_perplexity": _exp(nats_per_byte),
+            "word_perplexity": _exp(nats_per_token),
+        }
+
+
+def _exp(nats: float) -> float:
+    """Return e^nats, infinite where a float cannot hold it."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def score(endpoint: Endpoint, text: str) -> Score:
+    """Score `text`, one request a chunk."""
+    chunks, chunked_by = cut(text, endpoint.tokenize(text))
+    total, count, faults = 0.0, 0, list[str]()
+    for number, chunk in enumerate(chunks, 1):
+        try:
+            logprobs = prompt_logprobs(endpoint.complete(chunk, max_tokens=1, temperature=0, logprobs=1, echo=True))
+            fault = find_fault(logprobs, len(chunk) if isinstance(chunk, list) else 0)
+        except ServerError as error:
+            logprobs, fault = [], f"{error.what} ({error.why})"
+        if fault:  # a server that cannot answer one chunk need not be asked for the others
+            faults.append(f"chunk {number} of {len(chunks)}: {fault}")
+            break
+        total, count = total + sum(logprobs), count + len(logprobs)
+    return Score(total, count, len(text.encode()), chunked_by, tuple(faults))
+
+
+def cut(text: str, tokens: list[int] | None) -> tuple[list[list[int] | str], Literal["tokens", "bytes"]]:
+    """Cut a text into chunks of CHUNK_TOKENS tokens, or of about CHUNK_BYTES bytes where its tokens are not known."""
+    if tokens is None:
+        return [*by_bytes(text)], "bytes"
+    return [tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS)], "tokens"
+
+
+def by_bytes(text: str) -> list[str]:
+    """Cut `text` after spaces into pieces of about CHUNK_BYTES bytes; joined they are the text."""
+    pieces, piece, size = list[str](), list[str](), 0
+    for word in re.findall(r"[^ ]* |[^ ]+", text):
+        piece.append(word)
+        size += len(word.encode())
+        if size >= CHUNK_BYTES:
+            pieces.append("".join(piece))
+            piece, size = [], 0
+    return [*pieces, "".join(piece)] if piece else pieces
+
+
+def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
+    """Return the logprobs of a prompt's tokens but the first, from an answer with one generated token.
+
+    A missing one is NaN. Raises ServerError if the answer has none at all.
+    """
+    try:
+        values = answer["choices"][0]["logprobs"]["token_logprobs"]
+        generated = int(answer["usage"]["completion_tokens"])
+        prompt = values[1 : len(values) - generated]
+        return [math.nan if value is None else float(value) for value in prompt]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        why, fix = f"no choices[0].logprobs.token_logprobs ({error!r})", "use a server with echo, such as vLLM"
+        raise ServerError("the server echoes no prompt logprobs", why, fix, code="server.reply") from error
+
+
+def find_fault(logprobs: list[float], sent: int) -> str:
+    """Return why the logprobs of a chunk of `sent` tokens (0: unknown) cannot be right; empty if they can be."""
+    if sent and len(logprobs) != sent - 1:
+        return f"{sent} tokens were sent and {len(logprobs)} scored, not {sent - 1}"
+    if not logprobs and sent != 1:
+        return "no token was scored"
+    if wrong := [value for value in logprobs if not math.isfinite(value)]:
+        return f"{len(wrong)} of {len(logprobs)} logprobs are no numbers"
+    if wrong := [value for value in logprobs if value > 1e-3]:  # vLLM rounds to float32: 1e-7 above 0 happens
+        return f"{len(wrong)} of {len(logprobs)} logprobs are above 0 ({max(wrong):.3g}): no probabilities"
+    return ""

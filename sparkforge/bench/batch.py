@@ -1,0 +1,130 @@
+"""Runs configurations one after another into a folder with which the next run goes on if this one is killed.
+
+`batch.json` is written first and identifies the batch; each configuration's result is a file of its own; the last write
+sets `complete`. A result is used again only for the same configurations, server version and client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from sparkforge.bench import schema
+from sparkforge.bench.measure import Bench
+from sparkforge.bench.schema import Config, Result
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import InputError
+from sparkforge.core.files import write_atomic, write_json
+
+PLAN = "batch.json"
+
+
+def output_folder(output: str) -> Path:
+    """Return the folder that results go to."""
+    return paths.typed(output).absolute() if output else paths.state() / "bench"
+
+
+def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return what identifies a batch."""
+    return {
+        "configs": [config.model_dump(mode="json") for config in configs],
+        "server_version": bench.endpoint.version(),
+        "client": bench.client.model_dump(),
+    }
+
+
+def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
+    """Return the unfinished batch's folder of the very same plan, the newest; else a new one, its plan written."""
+    shape = wanted["configs"][0]
+    stem = f"batch_isl{shape['isl']}_osl{shape['osl']}_"
+    if not fresh:
+        # Not glob, which takes a folder that cannot be read for an empty one: a second batch would be begun.
+        names = [path.name for path in output.iterdir()] if output.is_dir() else []
+        for batch in (output / name for name in sorted(names, reverse=True) if name.startswith(stem)):
+            saved = _read_plan(batch)
+            if saved.get("plan") == wanted and not saved.get("complete"):
+                say(f"going on with {batch.name}")
+                return batch
+    batch = output / f"{stem}{datetime.now(UTC):%Y%m%d_%H%M%S}"
+    while batch.exists():  # two within one second
+        batch = batch.with_name(f"{batch.name}_")
+    write_json(batch / PLAN, {"plan": wanted, "complete": False})
+    return batch
+
+
+def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
+    """Measure what is missing in `batch`; a configuration that fails does not stop the others. Returns all results."""
+    steps, results = Steps(len(configs)), list[Result]()
+    for config in configs:
+        path = batch / f"{config.name}.json"
+        results.append(measure(bench, config, path, steps, saved=_saved_result(path)))
+        write_atomic(batch / "summary.txt", summary(results, len(configs)))
+    return results
+
+
+def measure(bench: Bench, config: Config, path: Path, steps: Steps, *, saved: Result | None = None) -> Result:
+    """Measure one configuration into `path` as a step on the console, or take the result `saved` of an earlier run."""
+    result = saved
+    with suppress(FailedStepError), steps.step(f"CONC={config.conc}", f"{config.num_prompts} requests") as update:
+        if result is None:
+            result = bench.measure(config, update)
+            schema.write(path, result)
+        update(line(result))
+        if not result.passed:
+            raise FailedStepError
+    return cast("Result", result)
+
+
+class FailedStepError(Exception):
+    """Ends a step with ✗; the result says why."""
+
+
+def finish(batch: Path) -> None:
+    """Mark a batch as complete: the next run begins another."""
+    write_json(batch / PLAN, {**_read_plan(batch), "complete": True})
+
+
+def _read_plan(batch: Path) -> dict[str, Any]:
+    """Return what batch.json holds; empty if it is missing or malformed. Raises OSError if it cannot be read now."""
+    try:
+        value = read_json(batch / PLAN)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _saved_result(path: Path) -> Result | None:
+    try:
+        return schema.read(path) if path.exists() else None
+    except InputError:
+        return None
+
+
+def line(result: Result) -> str:
+    """Return one result in one line."""
+    if not result.passed or result.metrics is None:
+        return "; ".join(result.reasons)
+    m = result.metrics
+    return (
+        f"{m.output_throughput:.1f} output tok/s, {m.tput_per_gpu:.1f} tok/s/GPU, "
+        f"median E2E {m.e2el_ms.median:.0f} ms, TTFT {m.ttft_ms.median:.0f} ms"
+    )
+
+
+def summary(results: Sequence[Result], total: int) -> str:
+    """Return summary.txt: a line a configuration with ✓ or ✗ and seconds, then the counts."""
+    lines = []
+    for result in results:
+        mark, verdict = ("✓", "PASSED") if result.passed else ("✗", "FAILED")
+        why = "" if result.passed else f": {'; '.join(result.reasons)}"
+        lines.append(f"{mark} CONC={result.config.conc}: {verdict} ({result.seconds:.0f}s){why}")
+    passed = sum(result.passed for result in results)
+    lines += ["", f"Total tests: {total}", f"Passed: {passed}", f"Failed: {len(results) - passed}"]
+    if len(results) < total:
+        lines.append(f"Not run yet: {total - len(results)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,90 @@
+"""Questions whose answers show a broken gpt-oss before any figure does: each is one request and one check.
+
+A wrong kernel that still serves shows first in the first token of an answer (vLLM issue 37030: it must be
+`<|channel|>`), then as null content, then as tool calls that are no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.bench.schema import ResultCheck
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import ServerError
+
+TOKENS = 512  # enough for a short answer after low-effort reasoning
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+ASK_TOOL: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
+HARMONY = "<|start|>user<|message|>What is the capital of France?<|end|><|start|>assistant"  # openai/harmony's format
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city now.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def run(endpoint: Endpoint, names: list[str]) -> list[ResultCheck]:
+    """Ask every canary of `names` and return a check for each."""
+    checks = []
+    for name in names:
+        try:
+            fault = CANARIES[name](endpoint)
+        except ServerError as error:
+            fault = f"{error.what}: {error.why}"
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            fault = f"the answer does not have the API's form ({error!r})"
+        checks.append(ResultCheck(name=f"canary: {name}", ok=not fault, told=fault or "as it should be"))
+    return checks
+
+
+def answers(endpoint: Endpoint) -> str:
+    """Chat answers in the API's form, and counts at least one token."""
+    response = endpoint.chat(ASK, max_tokens=16, temperature=0)
+    counted = response["usage"]["completion_tokens"]
+    role = response["choices"][0]["message"]["role"]
+    return "" if role == "assistant" and 1 <= counted <= 16 else f"role {role!r}, {counted} of 16 tokens"
+
+
+def first_token(endpoint: Endpoint) -> str:
+    """The first token after a Harmony prompt opens a channel."""
+    response = endpoint.complete(HARMONY, max_tokens=1, temperature=0, skip_special_tokens=False)
+    text = response["choices"][0]["text"]
+    return "" if text == "<|channel|>" else f"the first token is {text!r}, not '<|channel|>'"
+
+
+def content(endpoint: Endpoint) -> str:
+    """Chat gives content with at least one letter."""
+    choice = endpoint.chat(ASK, max_tokens=TOKENS, temperature=0)["choices"][0]
+    text = choice["message"]["content"]
+    if text is None or not text.strip():
+        return f"content is {text!r} (finish_reason {choice.get('finish_reason')!r})"
+    return "" if any(letter.isalpha() for letter in text) else f"content is {text[:60]!r}: no word in it"
+
+
+def tool_call(endpoint: Endpoint) -> str:
+    """Chat calls the offered tool with arguments that are a JSON object with a city."""
+    message = endpoint.chat(ASK_TOOL, tools=[TOOL], max_tokens=TOKENS, temperature=0)["choices"][0]["message"]
+    calls = message.get("tool_calls") or []
+    if not calls:
+        return f"no tool was called; content is {str(message.get('content'))[:60]!r}"
+    function = calls[0]["function"]
+    if function["name"] != TOOL["function"]["name"]:
+        return f"it called {function['name']!r}, which was not offered"
+    try:
+        arguments = parse_json(function["arguments"], "the arguments")
+    except ValueError:
+        return f"the arguments are no JSON: {function['arguments'][:80]!r}"
+    return "" if isinstance(arguments, dict) and arguments.get("city") else f"the arguments name no city: {arguments!r}"
+
+
+CANARIES: dict[str, Callable[[Endpoint], str]] = {
+    "answers": answers,
+    "first_token": first_token,
+    "content": content,
+    "tool_call": tool_call,
+}

@@ -1,0 +1,170 @@
+"""Whether one measurement is faster than another, or the difference is noise.
+
+Each side is one or more results of the same shape. Intervals are bootstrapped: runs are drawn with replacement, and
+within them requests. Throughput is compared by Little's law, tokens over the sum of latencies, which at the same
+concurrency is proportional to it and has a spread that one run can show. A single run does not see how runs differ from
+each other, so a difference under FLOOR is never called one.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from sparkforge.bench import schema
+from sparkforge.bench.schema import Request, Result
+from sparkforge.core import paths
+from sparkforge.core.console import console, say
+from sparkforge.core.errors import BenchmarkError, InputError, UsageError
+
+ROUNDS = 1000
+FLOOR = 0.02
+WORSE = 0.05  # how much worse than the accepted result is a regression
+Statistic = Callable[[Sequence[Request]], float]
+
+
+def throughput(requests: Sequence[Request]) -> float:
+    """Return tokens a second of one slot: answered tokens over the sum of latencies."""
+    seconds = sum(request.e2el_ms for request in requests) / 1000
+    return sum(request.output_tokens for request in requests) / seconds if seconds > 0 else 0.0
+
+
+def median_of(pick: Callable[[Request], float | None]) -> Statistic:
+    """Return a statistic: the median of what `pick` takes from each request."""
+
+    def median(requests: Sequence[Request]) -> float:
+        """0 where no request has such a figure."""
+        values = [value for request in requests if (value := pick(request)) is not None]
+        return statistics.median(values) if values else 0.0
+
+    return median
+
+
+# Quantity → statistic, and whether more is better.
+QUANTITIES: dict[str, tuple[Statistic, bool]] = {
+    "throughput": (throughput, True),
+    "median E2E": (median_of(lambda request: request.e2el_ms), False),
+    "median TTFT": (median_of(lambda request: request.ttft_ms), False),
+    "median TPOT": (median_of(lambda request: request.tpot_ms), False),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of B over the same of A, with its 95 % interval; `change` is better, worse or none."""
+
+    quantity: str
+    ratio: float
+    low: float
+    high: float
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.quantity}: x {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}), {self.change}"
+
+
+def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Difference]:
+    """Return every quantity that both sides have. Raises UsageError for sides that cannot be compared."""
+    _require_comparable([*before, *after])
+    floor = 0.0 if min(len(before), len(after)) >= 3 else FLOOR
+    compared = []
+    for name, (statistic, more_is_better) in QUANTITIES.items():
+        a, b = _value(before, statistic), _value(after, statistic)
+        if a > 0 and b > 0:
+            low, high = interval(before, after, statistic)
+            change = _verdict(low, high, floor, more_is_better=more_is_better)
+            compared.append(Difference(name, b / a, low, high, change))
+    return compared
+
+
+def interval(before: Sequence[Result], after: Sequence[Result], statistic: Statistic) -> tuple[float, float]:
+    """Return the 95 % interval of B over A; the same for the same results."""
+    rng, ratios = random.Random(0), list[float]()  # noqa: S311 (a bootstrap)
+
+    def draw(results: Sequence[Result]) -> float:
+        """Draw results, and requests of each, with replacement."""
+        drawn = rng.choices(results, k=len(results))
+        return statistic([request for r in drawn for request in rng.choices(r.requests, k=len(r.requests))])
+
+    for _ in range(ROUNDS):
+        a, b = draw(before), draw(after)
+        if a > 0:
+            ratios.append(b / a)
+    ratios.sort()
+    return ratios[int(0.025 * len(ratios))], ratios[min(len(ratios) - 1, int(0.975 * len(ratios)))]
+
+
+def _verdict(low: float, high: float, floor: float, *, more_is_better: bool) -> str:
+    if low > 1 + floor:
+        return "better" if more_is_better else "worse"
+    if high < 1 - floor:
+        return "worse" if more_is_better else "better"
+    return "no difference seen"
+
+
+def print_comparison(before: str, after: str) -> None:
+    """Compare two sides, each one result file or several with commas, and print the table."""
+    a, b = ([schema.read(Path(name)) for name in side.split(",") if name] for side in (before, after))
+    if not a or not b:
+        raise UsageError("two sides are needed", "one of them names no file", "./inv bench.compare A.json B.json")
+    table = Table("quantity", "B / A", "95 % interval", "", title=f"{len(a)} against {len(b)} results")
+    for d in differences(a, b):
+        table.add_row(d.quantity, f"{d.ratio:.3f}", f"{d.low:.3f} to {d.high:.3f}", d.change)
+    console().print(table)
+    if min(len(a), len(b)) < 3:
+        say(f"one run cannot show how runs differ: under {FLOOR:.0%} nothing is called a difference; give three a side")
+
+
+def accepted(result: Result) -> Path:
+    """Return where the accepted result for the same model, device and shape lies."""
+    return paths.state() / "bench" / "accepted" / f"{result.key}.json"
+
+
+def accept(name: str) -> None:
+    """Make a result the one that later ones are compared with. Raises InputError for one that failed."""
+    result = schema.read(Path(name))
+    if not result.passed:
+        raise InputError(
+            f"{name} did not pass", "; ".join(result.reasons), "accept a result that passed", code="input.result"
+        )
+    schema.write(accepted(result), result)
+    say(f"accepted: {accepted(result)}")
+
+
+def require_no_regression(results: Sequence[Result]) -> None:
+    """Compare each result with its accepted one and print the differences. Raises BenchmarkError."""
+    worse = []
+    for result in results:
+        path = accepted(result)
+        if not result.passed or not path.exists():
+            continue
+        for d in differences([schema.read(path)], [result]):
+            say(f"against the accepted result, CONC={result.config.conc}: {d}")
+            if d.change == "worse" and abs(d.ratio - 1) > WORSE:
+                worse.append(f"CONC={result.config.conc}: {d}")
+    if worse:
+        raise BenchmarkError(
+            "slower than the accepted result",
+            "\n        ".join(worse),
+            "./inv bench.compare on three runs a side; ./inv bench.accept FILE if it is meant",
+            code="benchmark.regression",
+        )
+
+
+def _value(results: Sequence[Result], statistic: Statistic) -> float:
+    return statistic([request for result in results for request in result.requests])
+
+
+def _require_comparable(results: Sequence[Result]) -> None:
+    shapes = {f"{r.config.isl}/{r.config.osl} c{r.config.conc} by {r.client.name}" for r in results}
+    if len(shapes) > 1:
+        what, why = "results of different shapes or clients cannot be compared", ", ".join(sorted(shapes))
+        raise UsageError(what, why, "./inv bench.compare A.json B.json")
+    if failed := [r for r in results if not r.passed or not r.requests]:
+        why = "; ".join(failed[0].reasons) or "it holds no request"
+        raise UsageError("a failed result cannot be compared", why, "compare results that passed")

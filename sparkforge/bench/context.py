@@ -1,0 +1,73 @@
+"""What a result says about its server beyond figures: its own version, and our records if this checkout started it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from sparkforge.bench.endpoint import LOOPBACK, Endpoint
+from sparkforge.bench.schema import ServedModel
+from sparkforge.core import paths
+from sparkforge.core.documents import read_json
+from sparkforge.core.files import sha256_file
+from sparkforge.core.process import session_members
+from sparkforge.serve import record as records
+
+INPUTS = ("pins.toml", "locks/embedded.txt", "locks/spark.txt")
+
+
+def describe_server(endpoint: Endpoint) -> ServedModel:
+    """Return what is known of the server; of one that this checkout did not start, only its name and version."""
+    server = ServedModel(model=endpoint.model, version=endpoint.version())
+    record = own_server(endpoint)
+    if record is None:
+        return server
+    files = {name: paths.ROOT / name for name in INPUTS} | {"validation.json": paths.state() / "validation.json"}
+    findings = read_table(files["validation.json"]).get("findings", [])
+    return server.model_copy(
+        update={
+            "device": record.device,
+            "startup_seconds": read_table(paths.state() / "up.json").get("seconds", {}),
+            "memory_bytes": memory(record.pid) if record.pid else {},
+            "findings": [{key: str(value) for key, value in finding.items()} for finding in findings],
+            "records": {name: sha256_file(path) for name, path in files.items() if path.is_file()},
+        }
+    )
+
+
+def own_server(endpoint: Endpoint) -> records.Server | None:
+    """Return the record of this checkout's running server if it is the one at the endpoint."""
+    server, url = running_server(), urlsplit(endpoint.url)
+    return server if server and url.hostname in LOOPBACK and url.port == server.port else None
+
+
+def running_server() -> records.Server | None:
+    """Return this checkout's server if its process lives. Raises StorageError for a record that is not ours.
+
+    Whether a container still runs is not checked: the first request shows it.
+    """
+    server = records.read()
+    return server if server and (server.container or server.alive) else None
+
+
+def memory(leader: int) -> dict[str, int]:
+    """Return bytes over all of a server's processes now: resident, and proportional (shared pages counted once)."""
+    sizes = {"rss": 0, "pss": 0}
+    for pid in session_members(leader):
+        with suppress(psutil.Error):
+            used = psutil.Process(pid).memory_full_info()
+            sizes = {"rss": sizes["rss"] + used.rss, "pss": sizes["pss"] + used.pss}
+    return sizes
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object; empty if the file is missing or holds something else."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,127 @@
+"""The accuracy gate: nothing is timed before it is green."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.bench import accuracy, canary
+from sparkforge.bench.baselines import AccuracyThreshold, Baselines
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.bench.schema import Gate, ResultCheck, finite
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_text
+from sparkforge.core.errors import BenchmarkError, UsageError
+
+TEXT = "persuasion-24"  # the text that is a file of this package
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text to score and the name under which thresholds know it."""
+
+    name: str
+    text: str
+
+
+def passage(baselines: Baselines, text_or_file: str) -> Passage:
+    """Return a text of the table, or a file's, whose name is the file's without its suffix. Raises UsageError."""
+    path = Path(text_or_file)
+    if not path.suffix:
+        name = text_or_file or TEXT
+        return Passage(name, baselines.text(name).read())
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the text {path}", str(error), "./inv bench.acc --text FILE.txt") from error
+    if not text.strip():
+        raise UsageError(f"{path} is empty", "there is nothing to score", "./inv bench.acc --text FILE.txt")
+    return Passage(path.stem, text)
+
+
+def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[ResultCheck, ...] = ()) -> Gate:
+    """Score the text and ask the canaries; return the verdict with `extra` checks in it.
+
+    Raises BenchmarkError where no threshold fits this model and text.
+    """
+    threshold = baselines.threshold(endpoint.model, text.name)
+    if threshold is None:
+        raise BenchmarkError(
+            f"no threshold is known for {endpoint.model} on {text.name}",
+            "a gate without one would pass anything",
+            "leave --text out, or add a row to sparkforge/bench/baselines.toml "
+            f"(./inv bench.acc --text {text.name} --record)",
+            code="benchmark.undecided",
+        )
+    begun = time.monotonic()
+    score = accuracy.score(endpoint, text.text)
+    # A server that cannot score is not asked for more: each question could take the longest silence.
+    canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
+    checks = [*check_score(score, threshold), *canaries, *extra]
+    return Gate(
+        passed=all(check.ok for check in checks),
+        checks=checks,
+        text=text.name,
+        chunked_by=score.chunked_by,
+        **{name: finite(value) for name, value in score.metrics.items()},
+        tokens=score.tokens,
+        seconds=round(time.monotonic() - begun, 3),
+        sanity_only=threshold.sanity,
+        source=f"{threshold.source} ({threshold.date})",
+    )
+
+
+def check_score(score: accuracy.Score, threshold: AccuracyThreshold) -> list[ResultCheck]:
+    """Return one check for each figure of the threshold, or the fault that makes the figures worthless."""
+    if score.faults:
+        return [ResultCheck(name="prompt logprobs", ok=False, told=fault) for fault in score.faults]
+    bounds = [(name, limit, True) for name, limit in threshold.at_most.items()]
+    bounds += [(name, limit, False) for name, limit in threshold.at_least.items()]
+    return [bounded(name, score.metrics[name], limit, upper=upper) for name, limit, upper in bounds]
+
+
+def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultCheck:
+    """Check a figure against a limit from above or below; NaN fails."""
+    ok = value <= limit if upper else value >= limit
+    sign, off = ("≤" if upper else "≥"), abs(value - limit)
+    detail = f"{name} {value:.4f} {sign} {limit:.4f}"
+    if not ok:
+        detail = f"{name} is {value:.4f} and must be {sign} {limit:.4f}: off by {off:.4f} ({off / abs(limit or 1):.1%})"
+    return ResultCheck(name=name, ok=ok, told=detail, value=finite(value), limit=limit)
+
+
+def require(gate: Gate) -> None:
+    """Raise BenchmarkError unless the gate is green."""
+    if gate.passed:
+        return
+    failed = [check.told for check in gate.checks if not check.ok]
+    raise BenchmarkError(
+        "the served model failed the accuracy gate; nothing was timed",
+        "\n        ".join(failed),
+        "look at the server's MoE backend and log (./inv logs); ./inv bench.acc shows every check",
+        code="benchmark.gate",
+    )
+
+
+def print_gate(gate: Gate) -> None:
+    """Print every check and the figures."""
+    for check in gate.checks:
+        say(f"{'✓' if check.ok else '✗'} {check.name}: {check.told}")
+    figures = (gate.bits_per_byte, gate.byte_perplexity, gate.word_perplexity)
+    if None not in figures:
+        bits, per_byte, per_word = figures
+        say(f"  {gate.text}: {bits:.4f} bits/byte, byte perplexity {per_byte:.4f}, word perplexity {per_word:.4f}")
+    if gate.sanity_only:
+        say("  no threshold of this very model is known: it only had to predict better than xz packs")
+
+
+def threshold_row(model: str, gate: Gate, date: str, slack: float = 1.03) -> str:
+    """Return the TOML row that makes this gate's figures the threshold of its model, each times `slack`."""
+    figures = {name: getattr(gate, name) for name in ("bits_per_byte", "byte_perplexity", "word_perplexity")}
+    bounds = ", ".join(f"{name} = {value * slack:.4f}" for name, value in figures.items() if value is not None)
+    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    return (
+        f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nat_most = {{ {bounds} }}\n'
+        f'source = "measured: ./inv bench.acc --text {gate.text} --record, times {slack}"\ndate = "{date}"\n'
+    )

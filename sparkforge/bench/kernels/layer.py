@@ -1,0 +1,41 @@
+"""`./inv bench.kernels`: one layer's experts on this GPU, by the library's own measurement, with the machine's facts.
+
+The measurement runs in a process of its own, because a GPU machine's torch is often another than this environment's.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from sparkforge.bench.machine import facts
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import write_json
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run
+
+FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has torch and triton: --python PATH"
+
+
+def main(output: str, python: str, peer: str, tokens: str) -> None:
+    """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
+
+    Raises ProcessError where there is no GPU, torch or triton.
+    """
+    interpreter = python or sys.executable
+    probe = run([interpreter, "-c", "import torch, triton"], cwd=ROOT, fix=FIX, check=False)
+    if probe.returncode:
+        why = (probe.stderr.strip().splitlines() or [f"it ended with code {probe.returncode}"])[-1]
+        raise ProcessError(f"{interpreter} cannot measure kernels", why, FIX, code="process.failed")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command: list[str | Path] = [interpreter, "-m", "spark_mxfp4.kernels.measure", "--output", figures]
+        for option, value in (("--peer", peer), ("--tokens", tokens)):
+            command += [option, value] if value else []
+        say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=FIX).stdout.rstrip())
+        result = {"machine": facts(), **read_json(figures)}
+    write_json(ROOT / output, result)
+    say(f"saved {output}")

@@ -1,0 +1,227 @@
+"""The load, by our own client: the protocol of `vllm bench serve` where vllm is not installed.
+
+`conc` requests are under way at any moment, all streamed, with temperature 0 and ignore_eos; the next one is sent as
+soon as one ends. Prompts have a known length, share no prefix, and are the same for the same seed. Nothing is tried
+again: a refused request is a failed one. Silence, the whole load, and the number of pieces are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import httpx
+
+from sparkforge import __version__
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.bench.samples import FinishedLoad, Sample
+from sparkforge.bench.schema import Client, Config
+from sparkforge.core import sse
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import ServerError
+
+NAME = "sparkforge"
+MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless
+COUNTED_WORDS = 256  # random words that are sent to learn how many tokens a word has
+Progress = Callable[[int], None]
+
+
+class StreamError(Exception):
+    """A stream is not a complete answer; its text says why, in a few words."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt (token ids, or text for a server that does not tokenize) and its answer's length in tokens."""
+
+    content: list[int] | str
+    output_tokens: int
+
+
+class LoadClient(Protocol):
+    """Makes the load of one configuration."""
+
+    def describe(self) -> Client:
+        """Return the client's name and version."""
+
+    def run(self, endpoint: Endpoint, config: Config, text: str, progress: Progress) -> FinishedLoad:
+        """Make the load; `progress` is called with the number of requests that ended since its last call.
+
+        Raises BenchmarkError, ServerError.
+        """
+
+
+@dataclass(frozen=True)
+class OwnClient:
+    """Our own client; `seconds` bounds the warm-up and the load, each."""
+
+    seconds: float
+
+    def describe(self) -> Client:
+        """Return our name and version."""
+        return Client(name=NAME, version=__version__)
+
+    def run(self, endpoint: Endpoint, config: Config, text: str, progress: Progress) -> FinishedLoad:
+        """Warm up, then measure, unless every warm-up fails. Raises ServerError."""
+        if config.warmups:
+            prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
+            warmup = send(endpoint, prompts, config.conc, self.seconds)
+            if all(sample.error for sample in warmup.samples):
+                return warmup  # a server that answers nothing need not be asked for the rest
+        prompts = draw_prompts(endpoint, config, text, config.num_prompts, config.seed)
+        before = endpoint.generated()
+        load = send(endpoint, prompts, config.conc, self.seconds, progress)
+        return replace(load, counted=endpoint.generated_since(before))
+
+
+def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed: int) -> list[Prompt]:
+    """Return `count` prompts drawn with `seed`: the tokens of `text` in random order, so that every id is valid.
+
+    A server without /tokenize gets random words instead, as many as one measured request says make `isl` tokens.
+    """
+    rng = random.Random(seed)  # noqa: S311 (a load, no secret)
+
+    def length(tokens: int) -> int:
+        """Vary a length as vLLM 0.32.0 does (RandomDataset)."""
+        share = config.random_range_ratio
+        return max(1, rng.randint(round(tokens * (1 - share)), round(tokens * (1 + share))))
+
+    tokens = endpoint.tokenize(text)
+    lengths = [(length(config.isl), length(config.osl)) for _ in range(count)]
+    if tokens is not None:
+        return [Prompt(rng.choices(tokens, k=isl), osl) for isl, osl in lengths]
+    vocabulary = sorted(set(text.split()))
+    per_word = _tokens_per_word(endpoint, rng, vocabulary)
+    return [Prompt(" ".join(rng.choices(vocabulary, k=max(1, round(isl / per_word)))), osl) for isl, osl in lengths]
+
+
+def _tokens_per_word(endpoint: Endpoint, rng: random.Random, vocabulary: list[str]) -> float:
+    """Return how many tokens random words make. Raises ServerError if the server does not count them."""
+    answer = endpoint.complete(" ".join(rng.choices(vocabulary, k=COUNTED_WORDS)), max_tokens=1, temperature=0)
+    tokens = (answer.get("usage") or {}).get("prompt_tokens")
+    if not isinstance(tokens, int) or tokens < COUNTED_WORDS:
+        why = f"it says that {COUNTED_WORDS} words are {tokens!r} tokens"
+        raise ServerError(
+            "the server does not count prompts", why, "use a server that counts usage", code="server.reply"
+        )
+    return tokens / COUNTED_WORDS
+
+
+def send(
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
+    concurrency: int,
+    seconds: float,
+    progress: Progress = lambda _count: None,
+) -> FinishedLoad:
+    """Send all prompts, `concurrency` at a time, within `seconds`; a failed request is a sample with an error."""
+    return asyncio.run(_send(endpoint, prompts, concurrency, seconds, progress))
+
+
+def require_answers(load: FinishedLoad) -> FinishedLoad:
+    """Return the load if every request was answered. Raises ServerError with the first error."""
+    if errors := [sample.error for sample in load.samples if sample.error]:
+        what = f"{len(errors)} of {len(load.samples)} requests failed"
+        raise ServerError(what, errors[0], "look at the server's log", code="server.reply")
+    return load
+
+
+async def _send(
+    endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, seconds: float, progress: Progress
+) -> FinishedLoad:
+    slots, samples = asyncio.Semaphore(concurrency), [Sample(wanted_tokens=prompt.output_tokens) for prompt in prompts]
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    begun = time.perf_counter()
+    async with httpx.AsyncClient(**endpoint.options, limits=limits) as http:
+
+        async def answer(prompt: Prompt, sample: Sample) -> None:
+            """Wait for a free slot, then send; the sample's start is after the wait, in seconds of the load."""
+            async with slots:
+                sample.start = time.perf_counter() - begun
+                await _answer(http, endpoint.model, prompt, sample)
+                progress(1)
+
+        tasks = [asyncio.create_task(answer(*pair)) for pair in zip(prompts, samples, strict=True)]
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task, sample in zip(tasks, samples, strict=True):
+        if task in late:
+            sample.error = f"not answered within {seconds:.0f} s"
+    ends = [sample.start + sample.latency for sample in samples if not sample.error]
+    return FinishedLoad(samples, max(ends, default=time.perf_counter() - begun))
+
+
+async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> None:
+    """Send one request and fill its sample; whatever goes wrong becomes the sample's error."""
+    body = {
+        "model": model,
+        "prompt": prompt.content,
+        "max_tokens": prompt.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    begun = time.perf_counter()
+    try:
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            await _read_stream(response, begun, prompt, sample)
+    except StreamError as error:
+        sample.error = str(error)
+    except httpx.TimeoutException:
+        sample.error = "silence for too long"
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        sample.error = f"the stream broke off ({type(error).__name__})"
+
+
+async def _read_stream(response: httpx.Response, begun: float, prompt: Prompt, sample: Sample) -> None:
+    """Read the stream's events up to [DONE]. Raises StreamError."""
+    if not response.is_success:
+        raise StreamError(f"HTTP {response.status_code}")
+    last = begun
+    async for message in sse.aevents(response):
+        if message.data == "[DONE]":
+            break
+        event = _event(message.data)
+        if event.get("choices"):
+            now = time.perf_counter()
+            if sample.pieces:
+                sample.gaps.append(now - last)
+            else:
+                sample.ttft = now - begun
+            sample.pieces, sample.latency, last = sample.pieces + 1, now - begun, now
+            if sample.pieces > 2 * prompt.output_tokens + MARGIN:
+                raise StreamError(f"more than {sample.pieces - 1} pieces for {prompt.output_tokens} tokens")
+        if usage := event.get("usage"):
+            sample.prompt_tokens, sample.output_tokens = _counts(usage)
+    else:
+        raise StreamError("the stream ended without [DONE]")
+    if not sample.pieces:
+        raise StreamError("HTTP 200 without a token")
+    if not sample.output_tokens:
+        raise StreamError("no usage counts at the stream's end")
+
+
+def _counts(usage: Any) -> tuple[int, int]:
+    try:
+        return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    except (KeyError, TypeError, ValueError):
+        raise StreamError("usage has no counts") from None
+
+
+def _event(data: str) -> dict[str, Any]:
+    try:
+        event = parse_json(data, "a stream event")
+    except ValueError:
+        raise StreamError("a stream event is no JSON") from None
+    if not isinstance(event, dict):
+        raise StreamError("a stream event is no object")
+    if "error" in event:
+        raise StreamError(f"the server stopped the answer: {str(event['error'])[:120]}")
+    return event

@@ -1,0 +1,161 @@
+"""What the commands do, from options to files: gate, then load, then tables and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal
+from sparkforge.bench.baselines import AccuracyThreshold, Baselines
+from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
+from sparkforge.bench.gate import Passage
+from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
+from sparkforge.bench.schema import Config, Gate, Result
+from sparkforge.bench.settings import BenchSettings, whole
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.core.files import locked, write_atomic
+
+GATE_NAME = "accuracy"  # of the gate's file, beside the results
+LONGEST_NAME = 200  # bytes; file systems take 255, with the suffix and a temporary file's random part
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every run needs: the options, the server, the text to score, and the folder for results."""
+
+    flags: Mapping[str, str]
+    settings: BenchSettings
+    baselines: Baselines
+    endpoint: Endpoint
+    passage: Passage
+    output: Path
+
+
+def prepare(flags: Mapping[str, str]) -> Prepared:
+    """Find the server and read the table. Raises UsageError, ServerError, InputError."""
+    options = BenchSettings({name: flags.get(name, "") for name in settings.NAMES})
+    table = baselines.load()
+    silence = float(whole(flags.get("silence", "") or str(int(READ_SECONDS)), "--silence", 1))
+    endpoint = settings.endpoint(options, flags.get("url", ""), silence)
+    passage = gate.passage(table, flags.get("text", ""))
+    return Prepared(flags, options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
+
+
+def run_gate(flags: Mapping[str, str]) -> Gate:
+    """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError."""
+    prepared = prepare(flags)
+    return _record(prepared) if flags.get("record") else _gate(prepared)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """The results of a run, their files and the report."""
+
+    results: list[Result]
+    files: list[Path]
+    page: Path
+
+    def require(self) -> None:
+        """Raise BenchmarkError for results that failed, or that are worse than the accepted ones."""
+        failed = [result for result in self.results if not result.passed]
+        reasons = "\n        ".join(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in failed)
+        if failed and len(self.results) == 1:
+            raise BenchmarkError(
+                "the load's figures cannot be believed",
+                reasons,
+                "./inv logs, then run the same command",
+                code="benchmark.load",
+            )
+        if failed:
+            raise BenchmarkError(
+                f"{len(failed)} of {len(self.results)} configurations failed",
+                reasons,
+                f"less {self.page.parent / 'summary.txt'}; --fresh runs all of them again",
+                code="benchmark.batch",
+            )
+        compare.require_no_regression(self.results)
+
+
+def run_benchmark(flags: Mapping[str, str], python: Path) -> None:
+    """Run everything and require that it passed. Raises what `measure` and `RunOutcome.require` raise."""
+    measure(flags, python).require()
+
+
+def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
+    """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load."""
+    prepared = prepare(flags)
+    seed = whole(flags.get("seed") or "0", "--seed", 0)
+    configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint, seed, flags.get("warmups", ""))
+    name = _file_name(prepared.settings, configs)
+    with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
+        bench = _bench(prepared, python)
+        if prepared.settings.is_batch:
+            plan = batch.plan(bench, configs)
+            folder = batch.folder(prepared.output, plan, fresh=bool(prepared.flags.get("fresh")))
+            files = [folder / f"{config.name}.json" for config in configs]
+            outcome = RunOutcome(batch.run(bench, configs, folder), files, folder / "report.html")
+            report.write(outcome.page, outcome.results, prepared.baselines)
+            batch.finish(folder)
+        else:
+            path = prepared.output / name
+            result = batch.measure(bench, configs[0], path, Steps(1))
+            outcome = RunOutcome([result], [path], path.with_suffix(".html"))
+            report.write(outcome.page, outcome.results, prepared.baselines)
+    terminal.print_results(outcome.results, prepared.baselines.figures if flags.get("cited") else [])
+    echo(str(outcome.page.parent if prepared.settings.is_batch else outcome.files[0]))
+    say(f"report: {outcome.page}")
+    return outcome
+
+
+def _bench(prepared: Prepared, python: Path) -> Bench:
+    """Choose the client, run the gate and require it."""
+    flags, own = prepared.flags, context.own_server(prepared.endpoint)
+    tokenizer = flags.get("tokenizer") or (own.model if own else "")
+    limit = float(whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
+    load_client = choose_client(flags.get("client") or "auto", python, tokenizer, limit)
+    verdict, client = _gate(prepared), load_client.describe()
+    say(f"load by {client.name} {client.version}")
+    return Bench(prepared.endpoint, load_client, prepared.baselines, verdict, prepared.passage.text, client)
+
+
+def _gate(prepared: Prepared) -> Gate:
+    """Run the gate, write accuracy.json, print every check. Raises BenchmarkError."""
+    tasks = [task for task in prepared.flags.get("lm_eval", "").split(",") if task]
+    with Steps(1).step("accuracy", f"{prepared.endpoint.model} on {prepared.passage.name}"):
+        extra = lm_eval.checks(prepared.endpoint, prepared.baselines, tasks)
+        verdict = gate.run(prepared.endpoint, prepared.baselines, prepared.passage, extra)
+        write_atomic(prepared.output / f"{GATE_NAME}.json", verdict.model_dump_json(indent=2) + "\n")
+        gate.print_gate(verdict)
+        gate.require(verdict)
+    return verdict
+
+
+def _record(prepared: Prepared) -> Gate:
+    """Measure without a threshold and print the row that makes one; the person who pastes it vouches for the model."""
+    today = datetime.now(UTC).date().isoformat()
+    blank = AccuracyThreshold(model="*", text=prepared.passage.name, source="none yet", date=today)
+    table = prepared.baselines.model_copy(update={"gates": [blank], "canaries": []})
+    verdict = gate.run(prepared.endpoint, table, prepared.passage)
+    gate.print_gate(verdict)
+    gate.require(verdict)
+    echo(gate.threshold_row(prepared.endpoint.model, verdict, today), end="")
+    return verdict
+
+
+def _file_name(options: BenchSettings, configs: list[Config]) -> str:
+    """Return the name of a single configuration's result. Raises UsageError for one that cannot be used."""
+    name = options.text("result_filename").removesuffix(".json") or configs[0].name
+    shown = ascii(name)  # control characters would steer the terminal
+    if Path(name).name != name or name.startswith("."):
+        raise UsageError(f"RESULT_FILENAME={shown} is no file name", "it may not name a folder", "--output FOLDER")
+    if not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        why = f"it takes printable characters only, at most {LONGEST_NAME} bytes"
+        raise UsageError(f"RESULT_FILENAME={shown} is no file name", why, "RESULT_FILENAME=NAME")
+    if name.casefold() == GATE_NAME:
+        why = f"{GATE_NAME}.json holds the gate's own result"
+        raise UsageError(f"RESULT_FILENAME={shown} is taken", why, "RESULT_FILENAME=NAME")
+    return f"{name}.json"

@@ -1,0 +1,133 @@
+"""From finished requests to figures, by the definitions of `vllm bench serve` (vllm/benchmarks/serve.py, 0.32.0).
+
+ttft: first piece after the request went out. itl: between two pieces. e2el: last piece.
+tpot: (e2el - ttft) / (tokens - 1). A request counts from when it is sent, not from when it waits for its turn.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sparkforge.bench.schema import Config, Metrics, Request, Result, Spread
+
+
+@dataclass
+class Sample:
+    """One request as its client saw it. Seconds; `start` counts from the load's begin; `pieces` are stream events."""
+
+    start: float = 0.0
+    ttft: float = 0.0
+    latency: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    pieces: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    wanted_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token after the first; None for an answer of one token."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    def row(self) -> Request:
+        """Return what a result keeps of it, in milliseconds."""
+        return Request(
+            start_ms=round(self.start * 1000, 3),
+            ttft_ms=round(self.ttft * 1000, 3),
+            tpot_ms=None if self.tpot is None else round(self.tpot * 1000, 4),
+            e2el_ms=round(self.latency * 1000, 3),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class FinishedLoad:
+    """A finished load: its samples and the seconds from its first request to its last piece."""
+
+    samples: list[Sample]
+    duration: float
+    counted: float | None = None  # tokens that the server's own counter rose by meanwhile
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the percentile by linear interpolation, numpy's default, of at least one value."""
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * share
+    low, high = math.floor(rank), math.ceil(rank)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def spread(seconds: Sequence[float]) -> Spread | None:
+    """Return mean, median and 99th percentile in milliseconds; None for no value."""
+    if not seconds:
+        return None
+    mean, median, p99 = statistics.fmean(seconds), statistics.median(seconds), percentile(seconds, 0.99)
+    return Spread(mean=mean * 1000, median=median * 1000, p99=p99 * 1000)
+
+
+def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
+    """Return the figures over the requests that finished; None if none did or no time passed."""
+    answered = [sample for sample in load.samples if not sample.error]
+    first, whole = spread([s.ttft for s in answered]), spread([s.latency for s in answered])
+    if first is None or whole is None or load.duration <= 0:
+        return None
+    per_token = spread([s.tpot for s in answered if s.tpot is not None])
+    sent, got = sum(s.prompt_tokens for s in answered), sum(s.output_tokens for s in answered)
+    output, total = got / load.duration, (sent + got) / load.duration
+    return Metrics(
+        completed=len(answered),
+        failed=len(load.samples) - len(answered),
+        duration_s=load.duration,
+        total_input_tokens=sent,
+        total_output_tokens=got,
+        output_throughput=output,
+        total_token_throughput=total,
+        tput_per_gpu=total / config.tp,
+        output_tput_per_gpu=output / config.tp,
+        interactivity=1000 / per_token.median if per_token and per_token.median > 0 else None,
+        ttft_ms=first,
+        tpot_ms=per_token,
+        itl_ms=spread([gap for s in answered for gap in s.gaps]),
+        e2el_ms=whole,
+    )
+
+
+@dataclass(frozen=True)
+class PhaseSpeed:
+    """Tokens a second of one phase: of all requests together, and of one request (mean and standard deviation)."""
+
+    test: str
+    total: float | None
+    per_request: float
+    deviation: float
+    first_token_ms: float | None = None
+
+
+def phase_speeds(result: Result) -> list[PhaseSpeed]:
+    """Return prompt processing and token generation as llama-benchy names them (ppN, tgN), from the same requests.
+
+    pp of a request is its prompt's tokens over its time to the first token, so it holds the time in the server's queue;
+    the pure speed is the one at concurrency 1. tg is (tokens - 1) over the time after the first token.
+    """
+    config, requests = result.config, result.requests
+    if result.metrics is None or not result.passed:
+        return []
+    prefill = [r.prompt_tokens / r.ttft_ms * 1000 for r in requests if r.ttft_ms > 0]
+    decode = [1000 / r.tpot_ms for r in requests if r.tpot_ms]
+    speeds = []
+    if prefill:
+        first = statistics.fmean(r.ttft_ms for r in requests)
+        speeds.append(PhaseSpeed(f"pp{config.isl} (c{config.conc})", None, *_mean_and_deviation(prefill), first))
+    if decode:
+        total = result.metrics.output_throughput
+        speeds.append(PhaseSpeed(f"tg{config.osl} (c{config.conc})", total, *_mean_and_deviation(decode)))
+    return speeds
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

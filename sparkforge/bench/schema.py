@@ -1,0 +1,215 @@
+"""What a result file holds. `result.schema.json` is made from this; a test keeps the two equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainSerializer, ValidationError
+
+from sparkforge.core.documents import DocumentError, read_json
+from sparkforge.core.errors import InputError
+from sparkforge.core.files import write_json
+from sparkforge.core.tables import Record
+from sparkforge.core.urls import without_passwords
+
+LARGEST = 20_000_000  # bytes of a result file; one of 160 requests has 40 kB
+
+
+class Config(Record):
+    """One configuration: what is asked of which server. Lengths in tokens."""
+
+    model: str
+    url: Annotated[str, PlainSerializer(without_passwords, return_type=str)]
+    tp: int = Field(ge=1, description="GPUs that share the model; figures 'per GPU' are divided by it")
+    isl: int = Field(ge=1, description="tokens in each prompt")
+    osl: int = Field(ge=1, description="tokens in each answer")
+    conc: int = Field(ge=1, description="requests under way at once")
+    max_model_len: int = Field(ge=2)
+    random_range_ratio: float = Field(ge=0, lt=1, description="lengths vary by this share around isl and osl")
+    num_prompts: int = Field(ge=1)
+    warmups: int = Field(ge=0)
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """File name stem of its result."""
+        return f"result_isl{self.isl}_osl{self.osl}_conc{self.conc}"
+
+    @property
+    def shape(self) -> str:
+        """Lengths and concurrency in a few characters."""
+        return f"{self.isl}/{self.osl} c{self.conc}"
+
+
+class ResultCheck(Record):
+    """One question and its answer; `value` and `limit` where it is about a figure."""
+
+    name: str
+    ok: bool
+    told: str
+    value: float | None = None
+    limit: float | None = None
+
+
+class Gate(Record):
+    """The accuracy gate's verdict on a served model."""
+
+    passed: bool
+    checks: list[ResultCheck]
+    text: str = Field(description="name of the text that was scored")
+    chunked_by: Literal["tokens", "bytes"]
+    bits_per_byte: float | None
+    byte_perplexity: float | None
+    word_perplexity: float | None
+    tokens: int
+    seconds: float
+    sanity_only: bool = Field(description="no threshold of this very model exists: it only had to beat xz")
+    source: str = Field(description="where the thresholds come from")
+
+
+class Request(Record):
+    """One finished request. Milliseconds; `start_ms` counts from the load's begin."""
+
+    start_ms: float
+    ttft_ms: float
+    tpot_ms: float | None
+    e2el_ms: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Spread(Record):
+    """A latency over all requests, in milliseconds."""
+
+    mean: float
+    median: float
+    p99: float
+
+
+class Metrics(Record):
+    """A load's figures. Throughput in tokens a second; latencies by vLLM's definitions."""
+
+    completed: int
+    failed: int
+    duration_s: float
+    total_input_tokens: int
+    total_output_tokens: int
+    output_throughput: float
+    total_token_throughput: float
+    tput_per_gpu: float = Field(description="total_token_throughput / tp")
+    output_tput_per_gpu: float
+    interactivity: float | None = Field(description="1000 / median tpot: tokens a second that one user sees")
+    ttft_ms: Spread
+    tpot_ms: Spread | None
+    itl_ms: Spread | None
+    e2el_ms: Spread
+
+
+class Ratio(Record):
+    """Ours against one cited figure of the same shape; never a figure of its own."""
+
+    figure: str
+    quantity: str
+    measured: float
+    cited: float
+    ratio: float
+    better: bool
+    source: str
+    date: str
+
+
+class Client(Record):
+    """What made the load."""
+
+    name: str
+    version: str
+
+
+class ServedModel(Record):
+    """What the endpoint said of itself, and what this checkout knows of it."""
+
+    model: str
+    version: str = ""
+    device: str = ""
+    startup_seconds: dict[str, float] = Field(default={})
+    memory_bytes: dict[str, int] = Field(default={})
+    findings: list[dict[str, Any]] = Field(default=[])
+    records: dict[str, Any] = Field(default={})
+
+
+class Result(Record):
+    """One configuration, measured or refused."""
+
+    format: Literal["sparkforge-bench/1"] = "sparkforge-bench/1"
+    passed: bool
+    config: Config
+    gate: Gate
+    checks: list[ResultCheck]
+    metrics: Metrics | None
+    ratios: list[Ratio] = Field(default=[])
+    requests: list[Request] = Field(default=[])
+    client: Client
+    server: ServedModel
+    machine: dict[str, Any] = Field(default={})
+    seconds: float
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it failed; empty if it passed."""
+        return [check.told for check in (*self.gate.checks, *self.checks) if not check.ok]
+
+    @property
+    def key(self) -> str:
+        """What a result and its accepted one share: model, device, GPUs, shape and client; fit for a file name."""
+        c = self.config
+        machine = f"{self.server.device}-{self.machine.get('processor', '')}".lower().replace(" ", "-")
+        name = f"{c.model.rsplit('/', 1)[-1]}-{machine}-tp{c.tp}-isl{c.isl}-osl{c.osl}-conc{c.conc}-{self.client.name}"
+        return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
+
+    @property
+    def digest(self) -> str:
+        """Identity of the content: the same result has the same everywhere."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def write(path: Path, result: Result) -> None:
+    """Write a result in one step."""
+    write_json(path, result.model_dump(mode="json"))
+
+
+def read(path: Path) -> Result:
+    """Return a result file. Raises InputError."""
+    try:
+        return Result.model_validate(read_json(path, largest=LARGEST))
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path}", error.strerror or str(error), "name a result_*.json file", code="input.result"
+        ) from error
+    except DocumentError as error:
+        raise InputError(
+            f"{path.name} is no result", error.why, "./inv bench.perf makes one", code="input.result"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        why = f"{where}: {first['msg']}"
+        raise InputError(f"{path.name} is no result", why, "./inv bench.perf makes one", code="input.result") from error
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, or None if it is no number that JSON could hold."""
+    return value if math.isfinite(value) else None
+
+
+def json_schema() -> str:
+    """Return `result.schema.json` as it must be."""
+    return json.dumps(Result.model_json_schema(), indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json_schema())

@@ -1,0 +1,138 @@
+"""Which configurations to run: flags before environment variables (the competition's names) before defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sparkforge.bench import context
+from sparkforge.bench.baselines import Baselines
+from sparkforge.bench.endpoint import Endpoint, served
+from sparkforge.bench.schema import Config
+from sparkforge.core.errors import UsageError
+
+# Setting → its environment variable and default. The competition's scripts export these names.
+NAMES: Mapping[str, tuple[str, str]] = {
+    "model": ("MODEL", ""),
+    "port": ("PORT", ""),
+    "tp": ("TP", "1"),
+    "isl": ("ISL", "1024"),
+    "osl": ("OSL", "1024"),
+    "conc": ("CONC", "4"),
+    "max_model_len": ("MAX_MODEL_LEN", "0"),
+    "random_range_ratio": ("RANDOM_RANGE_RATIO", "0.0"),
+    "num_prompts": ("NUM_PROMPTS", "0"),
+    "result_filename": ("RESULT_FILENAME", ""),
+}
+MOST = 10**9  # no length, count or number of requests is larger; keeps arithmetic within sense
+PORT = 8000  # of ./inv up
+PROMPTS_PER_SLOT = 10  # the competition's NUM_PROMPTS = CONC * 10
+WARMUPS_PER_SLOT = 2  # and its --num-warmups = 2 * CONC
+FIXED_BEFORE = 1.0  # what older harnesses wrote for a fixed length; vLLM now takes a spread below 1
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """The settings of a command, as text; `flags` win over `environment`."""
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def text(self, name: str) -> str:
+        """Return a setting."""
+        variable, default = NAMES[name]
+        return self.flags.get(name) or self.environment.get(variable) or default
+
+    def number(self, name: str, least: int = 1, most: int = MOST) -> int:
+        """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
+        return whole(self.text(name), self._label(name), least, most)
+
+    def share(self) -> float:
+        """Return the spread of lengths, 0 for fixed. Raises UsageError."""
+        text = self.text("random_range_ratio")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if value == FIXED_BEFORE:
+            return 0.0
+        if not 0 <= value < 1:
+            why = "it is a spread of lengths, from 0 (fixed) to below 1"
+            raise UsageError(f"RANDOM_RANGE_RATIO={text} has no meaning", why, "RANDOM_RANGE_RATIO=0.0")
+        return value
+
+    @property
+    def is_batch(self) -> bool:
+        """Tell whether a shape was given by flags, which means all of its concurrencies."""
+        return bool(self.flags.get("isl") and self.flags.get("osl"))
+
+    def concurrencies(self, baselines: Baselines) -> list[int]:
+        """Return the concurrencies to run: for a batch --conc's list or the table's row, else the one setting."""
+        if not self.is_batch:
+            return [self.number("conc")]
+        if listed := self.flags.get("conc"):
+            return [whole(part, "--conc", 1) for part in listed.split(",") if part.strip()]
+        return baselines.concurrencies(self.number("isl"), self.number("osl"))
+
+    def _label(self, name: str) -> str:
+        return f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
+
+
+def whole(text: str, label: str, least: int, most: int = MOST) -> int:
+    """Return `text` as a whole number from `least` to `most`. Raises UsageError."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        why = f"it takes a whole number from {least}" + (f" to {most}" if value > most else "")
+        raise UsageError(f"{label}={text[:40]} has no meaning", why, f"{label}={least}")
+    return value
+
+
+def endpoint(settings: BenchSettings, url: str, read_seconds: float) -> Endpoint:
+    """Return the endpoint of `url`, or of PORT on this machine, with the model that it serves and its key if ours."""
+    base = (url or f"http://127.0.0.1:{_port(settings)}").rstrip("/").removesuffix("/v1")
+    server = Endpoint(base, settings.text("model"), read_seconds)
+    if not server.key and (own := context.own_server(server)):
+        server = replace(server, key=own.key)
+    return replace(server, model=served(server).name)
+
+
+def _port(settings: BenchSettings) -> int:
+    """Return the port of the settings, else the one that this checkout serves on."""
+    if settings.text("port"):
+        return settings.number("port", most=65535)
+    server = context.running_server()
+    return server.port if server else PORT
+
+
+def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, seed: int, warmups: str) -> list[Config]:
+    """Return the configurations to run. Raises UsageError where a shape does not fit the model's length."""
+    longest = settings.number("max_model_len", 0) or served(server).max_model_len
+    isl, osl, share = settings.number("isl"), settings.number("osl"), settings.share()
+    needed = round(isl * (1 + share)) + round(osl * (1 + share))
+    if longest and needed > longest:
+        raise UsageError(
+            f"{isl} + {osl} tokens do not fit",
+            f"the model takes {longest} in all" + (f" and lengths vary by {share:.0%}" if share else ""),
+            "choose a smaller --isl or --osl, or serve with a larger --max-model-len",
+        )
+    prompts = 0 if settings.is_batch and not settings.flags.get("num_prompts") else settings.number("num_prompts", 0)
+    return [
+        Config(
+            model=server.model,
+            url=server.url,
+            tp=settings.number("tp"),
+            isl=isl,
+            osl=osl,
+            conc=conc,
+            max_model_len=longest or needed,
+            random_range_ratio=share,
+            num_prompts=prompts or conc * PROMPTS_PER_SLOT,
+            warmups=whole(warmups, "--warmups", 0) if warmups else conc * WARMUPS_PER_SLOT,
+            seed=seed,
+        )
+        for conc in settings.concurrencies(baselines)
+    ]

@@ -1,0 +1,225 @@
+"""Posts a result to a leaderboard: only to a URL that was given, only what passed, redacted, and never twice.
+
+A post that may have arrived is tried again only where the receiver can tell that it is the same: our JSON carries its
+digest as Idempotency-Key, the competition's Gradio form does not. Whatever happens, the result's file stays.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sparkforge.bench import baselines, runs, schema
+from sparkforge.bench.baselines import CitedFigure
+from sparkforge.bench.context import read_table
+from sparkforge.bench.endpoint import require_url, uses_proxy
+from sparkforge.bench.schema import Result
+from sparkforge.core import http, sse
+from sparkforge.core.console import say
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import InputError, NetworkError, UsageError
+from sparkforge.core.files import write_json
+from sparkforge.core.redact import redact
+
+WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
+LONGEST_WAIT = 60.0  # what a Retry-After may ask for
+TIMEOUT = httpx.Timeout(30.0)
+ANSWER_SECONDS = 120.0  # for the board's whole answer
+ANSWER_BYTES = 1 << 20
+NOT_TAKEN = {429, 503}  # the receiver did not take it: safe for every form
+EVENT = re.compile(r"[\w-]{1,100}")
+PERHAPS_TAKEN = {500, 502, 504}
+B200 = "B200"
+ZERO_COLUMNS = 0.0  # the form wants a number where there is no baseline
+
+
+@dataclass(frozen=True)
+class Post:
+    """One result on its way to one place."""
+
+    url: str
+    team: str
+    result: Result
+    figures: list[CitedFigure]
+
+
+def main(flags: Mapping[str, Any], python: Path) -> None:
+    """Measure or read, then post. Raises what measuring raises, UsageError, NetworkError."""
+    team, url, form = checked_team(flags["team"]), flags.get("to", ""), flags.get("form") or "json"
+    if form not in FORMS:
+        raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
+    if url:
+        require_url(url, "--to", "--to https://HOST/PATH")
+    outcome = None if flags.get("result") else runs.measure(flags, python)
+    for path in outcome.files if outcome else [Path(flags["result"])]:
+        result = schema.read(path)
+        if result.passed:
+            deliver(path, result, team, url, form)
+        elif outcome is None:
+            raise InputError(
+                f"{path.name} did not pass",
+                "; ".join(result.reasons),
+                "submit a result that passed",
+                code="input.result",
+            )
+    if outcome:
+        outcome.require()
+
+
+def checked_team(name: str) -> str:
+    """Return a team's name. Raises UsageError for one that a board could not show."""
+    if not 0 < len(name.strip()) <= 80 or not name.isprintable():
+        raise UsageError("the team needs a name", "1 to 80 printable characters", "./inv bench.submit TEAM --to URL")
+    return name.strip()
+
+
+def deliver(path: Path, result: Result, team: str, url: str, form: str) -> None:
+    """Post one result, unless it was, or no URL was given. Raises NetworkError."""
+    if not url:
+        say(f"nothing was posted: no --to URL. Later: ./inv bench.submit '{team}' --result {path} --to URL")
+        return
+    record = path.with_suffix(".submitted.json")
+    post = {"digest": result.digest, "url": url, "team": team, "form": form}
+    if _posted(record, post):
+        say(f"{path.name} was posted to this URL before; it is not posted again")
+        return
+    again = f"./inv bench.submit '{team}' --result {path} --to {url} --form {form}"
+    FORMS[form](Post(url.rstrip("/"), team, result, baselines.load().figures), again)
+    write_json(record, {**post, "posted_at": datetime.now(UTC).isoformat(timespec="seconds")})
+    say(f"posted {path.name} to {url}")
+
+
+def _posted(record: Path, post: Mapping[str, str]) -> bool:
+    earlier = read_table(record)
+    return all(earlier.get(name) == value for name, value in post.items())
+
+
+def as_json(post: Post, again: str) -> None:
+    """POST {team, result}, redacted, with the result's digest as Idempotency-Key."""
+    body = {"team": post.team, "result": redact(post.result.model_dump(mode="json"))}
+    send(post.url, body, again, headers={"Idempotency-Key": post.result.digest}, repeatable=True)
+
+
+def as_gradio(names: tuple[str, ...]) -> Callable[[Post, str], None]:
+    """Return the competition's form with these columns: call `submit_results`, then read what became of it."""
+
+    def post_form(post: Post, again: str) -> None:
+        """Post the columns; `again` is the command for later. Raises NetworkError."""
+        call = f"{post.url}/gradio_api/call/submit_results"
+        values = columns(post)
+        response = send(call, {"data": [values[name] for name in names]}, again, headers={}, repeatable=False)
+        _await_event(call, response, again)
+
+    return post_form
+
+
+def columns(post: Post) -> dict[str, str | float]:
+    """Return every column that the competition's forms know; 0 where there is no figure, as they have it."""
+    result, m = post.result, post.result.metrics
+    if m is None:
+        raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
+    shape = (result.config.isl, result.config.osl, result.config.conc)
+    cited = next((f.values for f in post.figures if f.shape == shape and f.name.startswith(B200)), {})
+    gsm8k = next((check.value for check in result.gate.checks if check.name == "gsm8k"), None)
+    figures: dict[str, float | None] = {
+        "conc": result.config.conc,
+        "e2e": m.e2el_ms.median,
+        "tput": m.tput_per_gpu,
+        "interactivity": m.interactivity,
+        "cited_e2e": cited.get("median_e2el_ms"),
+        "cited_tput": cited.get("tput_per_gpu"),
+        "cited_interactivity": cited.get("interactivity"),
+        "bits_per_byte": result.gate.bits_per_byte,
+        "byte_perplexity": result.gate.byte_perplexity,
+        "word_perplexity": result.gate.word_perplexity,
+        "gsm8k": gsm8k,
+    }
+    for name in ("e2e", "tput", "interactivity"):
+        ours, theirs = figures[name], figures[f"cited_{name}"]
+        figures[f"{name}_ratio"] = ours / theirs if ours is not None and theirs else None
+    return {"team": post.team, **{name: ZERO_COLUMNS if v is None else v for name, v in figures.items()}}
+
+
+_LOAD_COLUMNS = (
+    *("team", "conc", "e2e", "tput", "cited_e2e", "cited_tput", "e2e_ratio", "tput_ratio"),
+    *("interactivity", "cited_interactivity", "interactivity_ratio"),
+)
+FORMS: dict[str, Callable[[Post, str], None]] = {
+    "json": as_json,
+    # danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary) and of 2026-03-04 (source).
+    "gradio": as_gradio((*_LOAD_COLUMNS, "bits_per_byte", "byte_perplexity", "word_perplexity")),
+    "gradio-gsm8k": as_gradio((*_LOAD_COLUMNS, "gsm8k")),
+}
+
+
+def send(
+    url: str, body: Mapping[str, Any], again: str, *, headers: Mapping[str, str], repeatable: bool
+) -> httpx.Response:
+    """POST until it is taken. Tries again what surely did not arrive, and if `repeatable` also what may have.
+
+    Raises NetworkError; `again` is the command that tries later.
+    """
+    why = ""
+    for wait in (*WAITS, None):
+        try:
+            response = _request("POST", url, json=body, headers=dict(headers))
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            why, retry, asked = repr(error), True, 0.0
+        except httpx.HTTPError as error:
+            why, retry, asked = f"{error!r}; it may have arrived", repeatable, 0.0
+        else:
+            if response.is_success:
+                return response
+            why, asked = f"HTTP {response.status_code}: {response.text[:200]}", _retry_after(response)
+            retry = response.status_code in NOT_TAKEN or (repeatable and response.status_code in PERHAPS_TAKEN)
+        if not retry or wait is None:
+            break
+        time.sleep(min(max(wait, asked), LONGEST_WAIT))
+    raise NetworkError("the result was not posted; its file is kept", why, again, code="network.submit")
+
+
+def _request(method: str, url: str, **options: Any) -> httpx.Response:
+    with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
+        return http.request(client, method, url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, **options)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return float(response.headers.get("Retry-After", "0"))
+    except ValueError:  # a date: the usual wait will do
+        return 0.0
+
+
+def _await_event(call: str, response: httpx.Response, again: str) -> None:
+    """Read the stream that Gradio answers a call with. Raises NetworkError unless it has the event `complete`."""
+    unknown, look = "the board did not say whether it took the result", f"look at the board; {again}"
+    last = ""
+    try:
+        event = EVENT.fullmatch(parse_json(response.content, call)["event_id"])
+        if event is None:
+            raise NetworkError(unknown, "its event_id is malformed", look, code="network.submit")
+        with (
+            httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(call)) as client,
+            client.stream("GET", f"{call}/{event[0]}") as stream,
+        ):
+            if stream.is_success:
+                for message in sse.events(stream, ANSWER_SECONDS):
+                    if message.event == "complete":
+                        return
+                    last = f"{message.event}: {message.data}"
+            else:
+                answer = http.whole(stream, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES)
+                last = f"HTTP {answer.status_code}: {answer.text}"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        why = f"it was sent, and then: {error!r}"
+        raise NetworkError(unknown, why, look, code="network.submit") from error
+    raise NetworkError(
+        "the board refused the result; its file is kept", last[:200] or "no answer", again, code="network.submit"
+    )

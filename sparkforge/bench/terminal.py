@@ -1,0 +1,62 @@
+"""Results as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from sparkforge.bench.baselines import CitedFigure
+from sparkforge.bench.page import format_figure
+from sparkforge.bench.samples import phase_speeds
+from sparkforge.bench.schema import Result, Spread
+from sparkforge.core.console import console
+
+COLUMNS = ("shape", "", "out tok/s", "/GPU", "/user", "TTFT", "TPOT", "ITL", "E2E")
+
+
+def print_results(results: Sequence[Result], figures: Sequence[CitedFigure]) -> None:
+    """Print measured figures, the pp/tg table, ratios, and in a table of their own what others published."""
+    measured = Table(*COLUMNS, title="measured · ms: median, below it p99", box=SIMPLE)
+    for result in results:
+        measured.add_row(*_measured(result))
+    tables = [measured]
+    if speeds := [speed for result in results for speed in phase_speeds(result)]:
+        phases = Table("test", "t/s (total)", "t/s (req)", "ttfr ms", title="llama-benchy style")
+        for speed in speeds:
+            total = "" if speed.total is None else f"{speed.total:.2f}"
+            first = "" if speed.first_token_ms is None else f"{speed.first_token_ms:.2f}"
+            phases.add_row(speed.test, total, f"{speed.per_request:.2f} ± {speed.deviation:.2f}", first)
+        tables.append(phases)
+    if any(result.ratios for result in results):
+        ratios = Table("isl/osl conc", "quantity", "ours / theirs", "", "theirs", title="ratios")
+        for result in results:
+            for r in result.ratios:
+                better = "better" if r.better else "worse"
+                ratios.add_row(result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}")
+        tables.append(ratios)
+    if figures:
+        cited = Table("published by", "shape", "figures", "source", "date", title="cited, not measured here")
+        for published in figures:
+            values = ", ".join(f"{name} {value:g}" for name, value in published.values.items())
+            cited.add_row(published.name, published.shape_text, values, published.source, published.date)
+        tables.append(cited)
+    console().print(*tables)
+
+
+def _measured(result: Result) -> list[str]:
+    metrics, cells = result.metrics, [result.config.shape, "✓" if result.passed else "✗"]
+    if metrics is None:
+        return [*cells, "; ".join(result.reasons)[:120]]
+    speeds = (metrics.output_throughput, metrics.tput_per_gpu, metrics.interactivity)
+    latencies = (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms)
+    return [
+        *cells,
+        *(format_figure(speed) if speed else "-" for speed in speeds),
+        *(_latency(value) for value in latencies),
+    ]
+
+
+def _latency(value: Spread | None) -> str:
+    return f"{format_figure(value.median)}\n{format_figure(value.p99)}" if value else "-"

@@ -1,0 +1,74 @@
+"""The commands of `./inv`: options, help texts, and calls into the packages that do the work."""
+
+from invoke.collection import Collection
+
+from sparkforge.cli import build, diagnose, maintain, measure, models, serve
+
+namespace = Collection(
+    serve.up,
+    serve.down,
+    serve.status,
+    serve.logs,
+    serve.chat,
+    serve.shell,
+    build.audit,
+    models.plan,
+    diagnose.doctor,
+    diagnose.validate,
+    diagnose.provenance,
+    maintain.clean_cache,
+    maintain.test,
+    maintain.check,
+)
+
+_build = Collection(
+    "build",
+    sources=build.build_sources,
+    toolchain=build.build_toolchain,
+    kernels=build.build_kernels,
+    vllm=build.build_vllm,
+)
+_build.add_task(build.build, name="all", default=True)
+_patch = Collection(
+    "patch",
+    status=build.patch_status,
+    new=build.patch_new,
+    rebase=build.patch_rebase,
+)
+_patch.add_task(build.patch_make, name="make", default=True)
+_bundle = Collection("bundle", unpack=maintain.bundle_unpack)
+_bundle.add_task(maintain.bundle_make, name="make", default=True)
+
+for _collection in (
+    _build,
+    _patch,
+    Collection("dev", patch=build.dev_patch),
+    Collection("image", inspect=build.image_inspect, verify=build.image_verify, reproduce=build.image_reproduce),
+    Collection("model", fetch=models.model_fetch),
+    Collection(
+        "bench",
+        measure.acc,
+        measure.perf,
+        measure.submit,
+        measure.compare,
+        measure.accept,
+        measure.bakeoff,
+        measure.leaderboard,
+        measure.kernels,
+        measure.startup,
+        measure.build,
+        measure.image,
+    ),
+    Collection("cache", list=maintain.cache_list),
+    _bundle,
+    Collection(
+        "pins",
+        check=maintain.pins_check,
+        lock=maintain.pins_lock,
+        debian=maintain.pins_debian,
+        update=maintain.pins_update,
+    ),
+    Collection("upstream", check=maintain.upstream_check),
+    Collection("docs", build=maintain.docs_build, serve=maintain.docs_serve),
+):
+    namespace.add_collection(_collection)

@@ -1,0 +1,165 @@
+"""What every command shares: its options, its one way to end, and how the texts on the command line are read.
+
+An error of ours becomes three lines and its family's exit code, never a traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import select
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from invoke.exceptions import Exit
+from invoke.parser.argument import Argument
+from invoke.tasks import Task
+
+from sparkforge.core import interrupt, paths
+from sparkforge.core.console import say, show_error
+from sparkforge.core.declare import declare
+from sparkforge.core.errors import SparkforgeError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SHORT_FLAGS = {"follow": "f"}  # the same in every command; -h is --help
+DEFAULT_STACK = "{default stack}"  # in the text of an option: the help shows the stack's name there
+DIGITS = 20  # of a whole number on the command line; Python refuses to convert 4,300
+REPORT = (
+    "\nThis is a fault of Sparkforge itself. Please report it with the lines above, the command, and the archive that\n"
+    "    ./inv doctor --bundle support.tar.gz\nwrites (without secrets, paths and host names)."
+)
+SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP
+
+
+class CommandTask(Task):  # type: ignore[type-arg]
+    """An Invoke task with an example for its help, and without generated short flags."""
+
+    def __init__(self, body: Callable[..., None], example: str = "", options: dict[str, str] | None = None) -> None:
+        self.example = example
+        # `json_` is the option --json: a parameter must not hide a module or a builtin.
+        self.texts = {name.strip("_").replace("_", "-"): text for name, text in (options or {}).items()}
+        super().__init__(body, auto_shortflags=False, help=dict(self.texts))
+
+    def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
+        """Return the arguments for the parser, with their help each time: Invoke takes the texts away."""
+        self.help = dict(self.texts)
+        arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
+        return arguments
+
+    def arg_opts(self, name: str, default: Any, taken_names: set[str]) -> dict[str, Any]:
+        """Return Invoke's options for a parameter, with its short flag."""
+        options: dict[str, Any] = super().arg_opts(name, default, taken_names)
+        if name in SHORT_FLAGS:
+            options["names"].append(SHORT_FLAGS[name])
+        return options
+
+
+def task(example: str = "", **options: str) -> Callable[[Callable[..., None]], CommandTask]:
+    """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters."""
+
+    def decorate(function: Callable[..., None]) -> CommandTask:
+        return CommandTask(command(function), example, options)
+
+    return decorate
+
+
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a task's body so that it ends with the exit code of the error it raises, or of the signal that ended it."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Raises Invoke's Exit, which prints nothing, for everything but a fault of ours."""
+        _accept_any_text()
+        try:
+            with interrupt.caught():
+                if paths.state().is_dir():
+                    paths.secure_state()
+                result = function(*args, **kwargs)
+        except SparkforgeError as error:
+            show_error(error)
+            raise Exit(code=error.exit_code) from None
+        except KeyboardInterrupt as error:
+            number = getattr(error, "number", signal.SIGINT)
+            say(f"ended by {signal.Signals(number).name}; the same command continues where it can")
+            raise Exit(code=SIGNALLED + number) from None
+        except Exit:
+            raise
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and nobody_reads():
+                raise
+            declared = declare(error)
+            if declared is None:
+                error.add_note(REPORT)
+                raise
+            show_error(declared)
+            raise Exit(code=declared.exit_code) from None
+        if number := interrupt.ending():  # for a command that handled the interrupt, as one that shows a log does
+            raise Exit(code=SIGNALLED + number)
+        return result
+
+    return wrapped
+
+
+def nobody_reads() -> bool:
+    """Tell whether stdout or stderr is a pipe whose other end is closed, as in `./inv logs | head`."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def caller_path(text: str) -> str:
+    """Return an absolute path for one on the command line: relative ones start in the caller's folder.
+
+    `./inv` changes to the checkout, and passes the caller's folder in INV_CWD. An empty text stays empty. Raises
+    UsageError for the home of a user who does not exist.
+    """
+    return str(Path(os.environ.get("INV_CWD") or Path.cwd()) / paths.typed(text)) if text else ""
+
+
+def name_or_path(text: str, names: Iterable[str] = ()) -> str:
+    """Return `text` if it is one of `names` or no file in the caller's folder, else its absolute path."""
+    if text in names:
+        return text
+    path = caller_path(text)
+    return path if "/" in text or (path and Path(path).exists()) else text
+
+
+def caller_paths(text: str) -> list[Path]:
+    """Return the paths between commas, absolute, as `caller_path` does."""
+    return [Path(caller_path(part)) for part in listed(text)]
+
+
+def whole_number(flag: str, text: str) -> int:
+    """Return `text` as an int. Raises UsageError; Invoke's own conversion would end in a traceback."""
+    try:
+        if len(text) <= DIGITS:
+            return int(text)
+    except ValueError:
+        pass
+    raise UsageError(f"{flag} {text[: 2 * DIGITS]!r} is no number", "it takes a whole number", "./inv --help")
+
+
+def listed(text: str) -> list[str]:
+    """Return the words between commas, none of them empty."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def arguments(flag: str, text: str) -> list[str]:
+    """Return `text` split as a shell would split it. Raises UsageError for a quotation that does not end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} {text!r} cannot be read", str(error), f"{flag} 'WORD WORD'") from None
+
+
+def _accept_any_text() -> None:
+    """Have stdout escape what its encoding lacks: half a surrogate pair in an answer, anything but ASCII in LANG=C."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,0 +1,227 @@
+"""Commands that keep a checkout and its caches in order: caches, bundles, pins, tests, documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from invoke.context import Context
+from invoke.exceptions import Exit
+
+from sparkforge.cli.build import DRY_RUN, STACK, chosen_stack
+from sparkforge.cli.command import caller_path, caller_paths, listed, task, whole_number
+from sparkforge.core.console import echo, say
+from sparkforge.core.errors import UsageError
+
+ROOT = "the cache's folder, if it is not FlashInfer's own"
+
+
+@task(
+    example="./inv clean-cache --stale --dry-run",
+    module="modules to remove, with commas",
+    changed="changed source files, with commas: remove the modules built from them",
+    stale="remove what other versions left",
+    all="remove every module; asks first",
+    dry_run=DRY_RUN,
+    yes="do not ask",
+    root=ROOT,
+)
+def clean_cache(
+    _ctx: Context,
+    module: str = "",
+    changed: str = "",
+    stale: bool = False,
+    all: bool = False,  # noqa: A002 - the option's name
+    dry_run: bool = False,
+    yes: bool = False,
+    root: str = "",
+) -> None:
+    """Remove compiled FlashInfer modules that no process uses."""
+    from sparkforge import pins
+    from sparkforge.compile import cache
+
+    cache.clean(
+        pins=pins.load(),
+        names=listed(module),
+        changed=caller_paths(changed),
+        stale=stale,
+        everything=all,
+        dry_run=dry_run,
+        yes=yes,
+        root=Path(caller_path(root)) if root else None,
+    )
+
+
+@task(example="./inv cache.list", root=ROOT)
+def cache_list(_ctx: Context, root: str = "") -> None:
+    """List the compiled FlashInfer modules.
+
+    Prints their sizes, and what a rebuild of each costs.
+    """
+    from sparkforge import pins
+    from sparkforge.compile import cache
+
+    cache.print_cache(pins.load(), root=Path(caller_path(root)) if root else None)
+
+
+@task(
+    example="./inv bundle --output spark.tar --more spark",
+    output="the file to write",
+    stack=STACK,
+    machine="x86_64 or aarch64; default: this one",
+    python="such as 3.12; default: this one",
+    more="more locks, such as spark, with commas",
+)
+def bundle_make(
+    _ctx: Context,
+    output: str = "sparkforge-bundle.tar",
+    stack: str = "",
+    machine: str = "",
+    python: str = "",
+    more: str = "",
+) -> None:
+    """Pack everything for a machine without a network.
+
+    A bundle holds sources, wheels, patches and the vocabulary.
+    """
+    from sparkforge.sources import bundle
+
+    bundle.make_and_report(
+        Path(caller_path(output)), stack=chosen_stack(stack), machine=machine, python=python, more=listed(more)
+    )
+
+
+@task(
+    example="./inv bundle.unpack spark.tar /srv/bundle --sha256 0123…",
+    file="the bundle",
+    folder="where its members go",
+    sha256="of the whole file, as `./inv bundle` printed it",
+)
+def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> None:
+    """Unpack a bundle and verify every member of it."""
+    from sparkforge.sources import bundle
+
+    bundle.unpack(Path(caller_path(file)), Path(caller_path(folder)), sha256=sha256)
+
+
+@task(example="./inv pins.check")
+def pins_check(_ctx: Context) -> None:
+    """Check pins.toml, and that no lock is older than its input."""
+    from sparkforge import pins
+    from sparkforge.pins import locks
+
+    table = pins.load()
+    locks.require_current()
+    say(f"pins.toml is well-formed: {len(list(table.components()))} components in {', '.join(table.stacks)}")
+
+
+@task(example="./inv pins.lock")
+def pins_lock(_ctx: Context) -> None:
+    """Resolve every locks/*.in again into its hash-locked set."""
+    from sparkforge.pins import locks
+
+    say(f"locked {', '.join(path.name for path in locks.compile_all())}")
+
+
+@task(example="./inv pins.debian")
+def pins_debian(_ctx: Context) -> None:
+    """Lock the images' Debian packages again, every one by sha256."""
+    from sparkforge.pins import debian
+
+    debian.lock_and_report()
+
+
+@task(example="./inv pins.update --stack spark", stack="one stack only")
+def pins_update(_ctx: Context, stack: str = "") -> None:
+    """Propose newer versions as a diff of pins.toml.
+
+    Changes nothing. `./inv upstream.check` says what the new releases break.
+    """
+    from sparkforge.upstream import update
+
+    update.print_updates(stack)
+
+
+@task(
+    example="./inv upstream.check --against 0.33.0,flashinfer-0.7.2.post1",
+    stack=STACK,
+    against="releases, with commas: 0.33.0 is vLLM's, else flashinfer-0.7.2.post1; default: the newest ones",
+    python="interpreter with torch and vLLM's dependencies, which runs vLLM's own code; default: the embedded device's",
+    static="run no code of a release: the experts backend stays undetermined",
+    json_="print the report as JSON",
+)
+def upstream_check(
+    _ctx: Context, stack: str = "", against: str = "", python: str = "", static: bool = False, json_: bool = False
+) -> None:
+    """Check whether a stack can move to new releases.
+
+    Looks at the patches, the git dependencies, the calls into FlashInfer, the profiles' flags and variables, and the
+    experts backend that vLLM takes on a DGX Spark. Ends with 0 if nothing breaks, with 1 if something breaks or cannot
+    be determined.
+    """
+    from sparkforge.upstream import check
+
+    can_move = check.check_stack(
+        chosen_stack(stack), listed(against), python=caller_path(python), static=static, as_json=json_
+    )
+    if not can_move:
+        raise Exit(code=1)
+
+
+@task(
+    example="./inv test --fast --select patch",
+    fast="unit tests that need neither vLLM nor torch: offline, minutes",
+    select="pytest's -k expression",
+    coverage="measure which lines the tests reach, and print the table",
+    robustness="instead: attack for --minutes with failing disks, kills, races and malformed input",
+    minutes="how long to attack; default 60",
+)
+def test(
+    _ctx: Context,
+    fast: bool = False,
+    select: str = "",
+    coverage: bool = False,
+    robustness: bool = False,
+    minutes: str = "",
+) -> None:
+    """Run the tests in an environment of their own."""
+    from sparkforge.cli import suite
+
+    if not robustness:
+        if minutes:
+            raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
+        suite.run_tests(fast=fast, select=select, coverage=coverage)
+        return
+    if fast or select or coverage:
+        why = "--fast, --select and --coverage are for pytest"
+        raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
+    length = whole_number("--minutes", minutes or "60")
+    if length < 1:
+        raise UsageError(f"--minutes {length} is too short", "it takes a whole number from 1", "--minutes 10")
+    suite.run_robustness(minutes=length)
+
+
+@task(example="./inv check")
+def check(_ctx: Context) -> None:
+    """Run every linter, mypy and the import contracts.
+
+    ruff format, ruff check, mypy, import-linter, codespell, shellcheck and hadolint; needs neither vLLM nor torch.
+    """
+    from sparkforge.cli import suite
+
+    suite.check()
+
+
+@task(example="./inv docs.build --strict", strict="fail on a broken link or another warning")
+def docs_build(_ctx: Context, strict: bool = False) -> None:
+    """Build the documentation into .sparkforge/site."""
+    from sparkforge.cli import docs
+
+    echo(str(docs.build(strict=strict)))
+
+
+@task(example="./inv docs.serve")
+def docs_serve(_ctx: Context) -> None:
+    """Show the documentation on 127.0.0.1 and rebuild it on a change."""
+    from sparkforge.cli import docs
+
+    docs.serve()

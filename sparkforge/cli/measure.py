@@ -1,0 +1,206 @@
+"""Commands that measure accuracy, speed, memory and build times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any
+
+from invoke.context import Context
+
+from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
+
+Options = Mapping[str, Any]
+
+# Option → its default and help. The upper-case name in brackets is the environment variable that stands in for it.
+OPTIONS: dict[str, tuple[str | bool, str]] = {
+    "model": ("", "as the server names it; default: the only one it serves [MODEL]"),
+    "port": ("", "port on this machine; default: where ./inv up serves, or 8000 [PORT]"),
+    "url": ("", "the server, if it is not on this machine"),
+    "tp": ("", "GPUs that share the model; default 1 [TP]"),
+    "isl": ("", "tokens in; with --osl: every concurrency of this shape [ISL]"),
+    "osl": ("", "tokens out [OSL]"),
+    "conc": ("", "requests at once; with --isl --osl also a list, 4,8,16 [CONC]"),
+    "max_model_len": ("", "longest sequence; default: what the server says [MAX_MODEL_LEN]"),
+    "random_range_ratio": ("", "spread of lengths, 0.0 is fixed [RANDOM_RANGE_RATIO]"),
+    "num_prompts": ("", "default: ten times the concurrency [NUM_PROMPTS]"),
+    "result_filename": ("", "of a single configuration [RESULT_FILENAME]"),
+    "warmups": ("", "requests before the clock starts; default: twice the concurrency"),
+    "seed": ("", "of the prompts; default 0"),
+    "client": ("", "auto, vllm (vllm bench serve) or own"),
+    "tokenizer": ("", "folder of the tokenizer, for --client vllm"),
+    "text": ("", "text that the gate scores: a name of sparkforge/bench/baselines.toml or a file"),
+    "lm_eval": ("", "lm-eval tasks as more checks, with commas: gsm8k"),
+    "silence": ("", "seconds without a token until a request counts as failed; default 600"),
+    "limit": ("", "seconds until a load counts as failed; default 7200"),
+    "output": ("", "folder for results; default .sparkforge/bench"),
+    "cited": (False, "print published figures too; the report always has them"),
+    "fresh": (False, "begin a new batch even where one was killed"),
+    "record": (False, "measure, and print the row that makes it this model's threshold"),
+    "to": ("", "where to post; without it nothing leaves this machine"),
+    "form": ("", "json, or the competition's gradio or gradio-gsm8k"),
+    "result": ("", "post this result, run nothing"),
+    "title": ("", "of the page"),
+}
+SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
+SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
+LOAD = (*SERVER, *SHAPE, "warmups", "seed", "client", "tokenizer", "limit", "fresh", "cited")
+# How a path among them is read: relative ones start in the caller's folder.
+PATHS: dict[str, Callable[[str], str]] = {
+    "tokenizer": caller_path,
+    "output": caller_path,
+    "result": caller_path,
+    "file": caller_path,
+    "folder": caller_path,
+    "text": name_or_path,
+}
+
+
+def with_options(
+    names: tuple[str, ...], *positional: str, example: str
+) -> Callable[[Callable[[Options], None]], CommandTask]:
+    """Make a command with the options `names` of the table, which its function gets as one mapping."""
+
+    def decorate(function: Callable[[Options], None]) -> CommandTask:
+        def body(_ctx: Context, **values: Any) -> None:
+            function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
+
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        options = [Parameter(name, kind, default=OPTIONS[name][0]) for name in names]
+        signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
+        body.__signature__ = signature  # type: ignore[attr-defined]
+        body.__name__, body.__doc__ = function.__name__, function.__doc__
+        return task(example, **{name: OPTIONS[name][1] for name in names})(body)
+
+    return decorate
+
+
+def _python() -> Path:
+    """Return the interpreter of the environment that has vLLM; it may not exist yet."""
+    from sparkforge.environments import Environment
+    from sparkforge.image.devices import EMBEDDED, stack_of
+
+    return Environment(stack_of(EMBEDDED)).python
+
+
+@with_options((*SERVER, "record"), example="./inv bench.acc")
+def acc(options: Options) -> None:
+    """Run the accuracy gate on a served model."""
+    from sparkforge.bench import runs
+
+    runs.run_gate(options)
+
+
+@with_options(LOAD, example="./inv bench.perf --isl 1024 --osl 1024 --conc 4,8")
+def perf(options: Options) -> None:
+    """Run the accuracy gate, then the load.
+
+    With --isl and --osl it runs every concurrency of that shape.
+    """
+    from sparkforge.bench import runs
+
+    runs.run_benchmark(options, _python())
+
+
+@with_options((*LOAD, "to", "form", "result"), "team", example="./inv bench.submit my-team")
+def submit(options: Options) -> None:
+    """Gate, load, and post what passed.
+
+    Posts to --to; without --to nothing leaves this machine.
+    """
+    from sparkforge.bench.submit import main
+
+    main(options, _python())
+
+
+@task(
+    example="./inv bench.compare before.json after.json",
+    before="a result, or several with commas",
+    after="a result, or several with commas",
+)
+def compare(_ctx: Context, before: str, after: str) -> None:
+    """Print which of two results is faster, if not noise.
+
+    Each side is one result, or several with commas.
+    """
+    from sparkforge.bench.compare import print_comparison
+
+    print_comparison(*(",".join(caller_path(name) for name in listed(side)) for side in (before, after)))
+
+
+@task(example="./inv bench.accept result.json", result="a result file")
+def accept(_ctx: Context, result: str) -> None:
+    """Accept a result as the baseline of its model and shape."""
+    from sparkforge.bench.compare import accept as accept_result
+
+    accept_result(caller_path(result))
+
+
+@with_options(LOAD, "file", example="./inv bench.bakeoff servers.toml")
+def bakeoff(options: Options) -> None:
+    """Gate and load every server of a TOML file, and rank them.
+
+    Servers run one after another; those that fail the gate are not ranked.
+    """
+    from sparkforge.bench.bakeoff import main
+
+    main(options, _python())
+
+
+@with_options(("output", "title"), "folder", example="./inv bench.leaderboard results")
+def leaderboard(options: Options) -> None:
+    """Write one static page about a folder of results."""
+    from sparkforge.bench.leaderboard import main
+
+    main(options["folder"], options["output"], options["title"])
+
+
+@task(
+    example="./inv bench.kernels --tokens 1,64",
+    output="JSON file for the figures; default bench/results/kernels.json in the checkout",
+    python="interpreter with torch and triton; default: ours",
+    peer="folder with OpenAI's triton_kernels, to time it too",
+    tokens="with commas; default 1 to 8192",
+)
+def kernels(_ctx: Context, output: str = "", python: str = "", peer: str = "", tokens: str = "") -> None:
+    """Time one layer's experts on this GPU, for three models."""
+    from sparkforge.bench.kernels.layer import main
+
+    main(caller_path(output) or "bench/results/kernels.json", caller_path(python), caller_path(peer), tokens)
+
+
+@task(
+    example="./inv bench.build --only experts",
+    only="whole, experts, ccache, unchanged, audit, projection, memory-6 -12 -20, with commas; default: all (an hour)",
+    kernels="folder of built kernels; default .sparkforge/kernels",
+    python="interpreter that they were built for",
+    output="JSON file for the figures; default bench/results/build.json in the checkout",
+)
+def build(_ctx: Context, only: str = "", kernels: str = "", python: str = "", output: str = "") -> None:
+    """Measure the time and memory of compiling the kernels."""
+    from sparkforge.bench.build import main
+
+    main(caller_path(output) or "bench/results/build.json", only, caller_path(kernels), caller_path(python))
+
+
+@task(
+    example="./inv bench.startup",
+    output="JSON file for the figures; default bench/results/startup.json in the checkout",
+)
+def startup(_ctx: Context, output: str = "") -> None:
+    """Time cold and warm `./inv up` by step, and the validator."""
+    from sparkforge.bench.startup import main
+
+    main(caller_path(output) or "bench/results/startup.json")
+
+
+@task(
+    example="./inv bench.image",
+    output="JSON file for the figures; default bench/results/image.json in the checkout",
+)
+def image(_ctx: Context, output: str = "") -> None:
+    """Time cold and warm image builds and weigh the layers."""
+    from sparkforge.bench.image import main
+
+    main(caller_path(output) or "bench/results/image.json")

@@ -1,0 +1,65 @@
+"""Commands about models: get one, and compute what it needs."""
+
+from __future__ import annotations
+
+from invoke.context import Context
+
+from sparkforge.cli.command import caller_path, name_or_path, task
+
+
+@task(
+    example="./inv model.fetch openai/gpt-oss-120b",
+    repository="such as openai/gpt-oss-120b",
+    revision="a commit, tag or branch; default: the pinned one",
+    to="the folder to write; default: models/NAME in the checkout, where Compose looks",
+    mirror="folder with a copy of it, instead of the hub",
+    replace="replace files in a folder that model.fetch did not write, or that holds another model",
+)
+def model_fetch(
+    _ctx: Context, repository: str, revision: str = "", to: str = "", mirror: str = "", replace: bool = False
+) -> None:
+    """Download a gpt-oss checkpoint and check every hash.
+
+    Fetches only what vLLM reads, and resumes what was interrupted.
+    """
+    from sparkforge.models import hub
+
+    hub.fetch_and_report(repository, revision, caller_path(to), caller_path(mirror), replace=replace)
+
+
+@task(
+    example="./inv plan gpt-oss-120b --device spark --context 32768",
+    model="gpt-oss-120b, gpt-oss-20b, tiny-gpt-oss, a folder of a checkpoint, or a config.json",
+    device="spark, h200, rtx-pro-6000, rtx-5090, or this: the machine that you are on",
+    context="tokens a sequence, prompt and answer; default 8192, or the device's profiles",
+    concurrency="sequences at once; default 4",
+    kv_dtype="type of the KV cache: auto, bf16 or fp8",
+    resident="GB that the system and other programs keep in use; default: the device's measured value",
+    json_="print the plan as JSON",
+)
+def plan(
+    _ctx: Context,
+    model: str,
+    device: str = "spark",
+    context: str = "",
+    concurrency: str = "",
+    kv_dtype: str = "auto",
+    resident: str = "",
+    json_: bool = False,
+) -> None:
+    """Compute a model's memory and speed on a device.
+
+    Prints what the model needs, what fits, how fast it can be, and the serve profile for it.
+    """
+    from sparkforge.bench import baselines
+    from sparkforge.models import table
+    from sparkforge.plan import screen
+    from sparkforge.plan.planner import PlanRequest
+    from sparkforge.serve import profiles
+    from validate.facts import gpu
+
+    known = table.load()
+    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident)
+    name = gpu.name() if device == "this" else ""
+    figures = baselines.load().figures
+    screen.report(request, known, profiles.load(), figures, gpu=name, as_json=json_)

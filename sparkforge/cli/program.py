@@ -1,0 +1,245 @@
+"""The command line of `./inv`: help, the list of commands, and errors in three parts; Invoke parses and runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import signal
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from invoke.config import Config
+from invoke.exceptions import Exit, ParseError
+from invoke.executor import Executor
+from invoke.parser import Parser
+from invoke.parser.context import ParserContext
+
+import sparkforge
+from sparkforge import pins
+from sparkforge.cli import namespace
+from sparkforge.cli.command import DEFAULT_STACK, SIGNALLED, CommandTask
+from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.errors import SparkforgeError, UsageError
+
+# What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
+GROUPS = {
+    "serve": ("up", "down", "status", "logs", "chat", "shell"),
+    "build": ("build", "build.*", "patch", "patch.*", "dev.*", "audit", "image.*"),
+    "models": ("model.fetch", "plan"),
+    "measure": ("bench.acc", "bench.perf", "bench.compare", "bench.*"),
+    "diagnose": ("doctor", "validate", "provenance"),
+    "maintain": (
+        *("clean-cache", "cache.list", "bundle", "bundle.unpack", "pins.*", "upstream.check"),
+        *("test", "check", "docs.*"),
+    ),
+}
+DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
+# Names before version 0.2, which run for one release more.
+OLD_NAMES = {
+    "sources": "build.sources",
+    "toolchain": "build.toolchain",
+    "verify-reproducible": "image.reproduce",
+    "cache": "cache.list",
+    "patch.apply": "patch.make",
+}
+REMOVED = {  # commands before version 0.3: why each is gone, and what to do
+    "patch.reverse": (
+        "nothing is patched where it is installed: patched wheels take the place of upstream's",
+        "install upstream's wheel, PACKAGE==VERSION as pins.toml has it: uv pip install --reinstall PACKAGE==VERSION",
+    ),
+}
+HELP = ("-h", "--help")
+WIDEST = 100  # columns
+USAGE = """Usage: ./inv COMMAND [OPTIONS]
+
+{commands}
+
+  ./inv --list            every command
+  ./inv COMMAND --help    its options and an example
+  ./inv --version         the version
+
+Example:
+  ./inv up && ./inv chat "Hello"
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        try:
+            return run(list(arguments))
+        except SparkforgeError as error:
+            show_error(error)
+            return error.exit_code
+        except Exit as error:
+            return error.code
+    except BrokenPipeError:  # `./inv --list | head`: ends as other programs do, with the code of SIGPIPE
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what Python still has to print
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        return SIGNALLED + signal.SIGPIPE
+
+
+def run(arguments: list[str]) -> int:
+    """Print help or the list, or run commands. Raises UsageError, and Exit with a command's exit code."""
+    if arguments and arguments[0] in OLD_NAMES:
+        name = OLD_NAMES[arguments[0]]
+        say(f"`./inv {arguments[0]}` is now `./inv {name}`; the old name will go with the next release")
+        arguments = [name, *arguments[1:]]
+    contexts = {str(context.name): context for context in namespace.to_contexts()}
+    for context in tuple(contexts.values()):
+        contexts.update(dict.fromkeys(context.aliases, context))
+    if asked := [argument for argument in arguments if argument in HELP]:
+        command = next((argument for argument in arguments if argument not in asked), "")
+        echo(command_help(contexts[require(command, contexts)], command) if command else overview(), end="")
+    elif not arguments:
+        echo(overview(), end="")
+    elif arguments[0] == "--version":
+        echo(f"sparkforge {sparkforge.__version__}")
+    elif arguments[0] == "--list":
+        echo(listing(arguments[1] if arguments[1:] else ""), end="")
+    else:
+        require(arguments[0], contexts)
+        try:
+            parsed = Parser(contexts=namespace.to_contexts()).parse_argv(arguments)
+        except ParseError as error:
+            raise usage_error(error, contexts) from None
+        Executor(namespace, Config(lazy=True)).execute(*parsed)
+    return 0
+
+
+def require(name: str, names: Iterable[str]) -> str:
+    """Return `name` if it is a command's. Raises UsageError with the nearest one."""
+    if name in names:
+        return name
+    if name in REMOVED:
+        raise UsageError(f"`./inv {name}` is gone", *REMOVED[name])
+    if name.startswith("-"):
+        why = "an option follows its command; without one there are --list, --version and --help"
+        raise UsageError(f"there is no option {name}", why, "./inv --help")
+    raise UsageError(f"there is no command {name!r}", *_nearest(name, [*names, *OLD_NAMES], "./inv --list", "./inv "))
+
+
+def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageError:
+    """Return the error for what Invoke's parser refused."""
+    command = [*error.context.aliases, str(error.context.name)][0] if error.context else ""
+    help_command = f"./inv {command} --help"
+    text = str(error)
+    if unknown := re.fullmatch(r"No idea what '(.*)' is!", text, re.DOTALL):
+        word = unknown[1]
+        if not word.startswith("-"):
+            why = f"./inv {command} takes no such argument, and it is no command; quote a text with spaces"
+            return UsageError(f"{word!r} has no meaning here", why, help_command)
+        options = _nearest(word, contexts[command].flags, help_command, f"./inv {command} ")
+        return UsageError(f"./inv {command} has no option {word}", *options)
+    if missing := re.search(r"did not receive required positional arguments: (.*)", text):
+        names = " ".join(name.strip("'").upper() for name in missing[1].split(", "))
+        return UsageError(f"./inv {command} needs {names}", "it was not on the command line", help_command)
+    if value := re.match(r"Flag <Argument: ([^ >]+)", text):
+        why = "it takes a value" if "needed value" in text else "it takes no value"
+        return UsageError(f"--{value[1]} cannot be read", why, help_command)
+    return UsageError("the command line cannot be read", text, help_command)
+
+
+def _nearest(word: str, names: Iterable[str], otherwise: str, prefix: str) -> tuple[str, str]:
+    """Return why a word is refused and what to run instead: the nearest name, if one is near."""
+    near = difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5)
+    return (f"the nearest is {near[0]}", f"{prefix}{near[0]}") if near else ("nothing has a similar name", otherwise)
+
+
+def overview() -> str:
+    """Return the daily commands and how to see all of them."""
+    return USAGE.format(commands=_table([(name, _summary(name)) for name in DAILY]))
+
+
+def listing(group: str = "") -> str:
+    """Return all commands by job; or those of one group or collection, such as `bench`, one a line.
+
+    Raises UsageError for a group that does not exist.
+    """
+    if group:
+        inner = [name for name in _names() if f"{name}.".startswith(f"{group}.")]
+        names = _expanded(GROUPS[group]) if group in GROUPS else inner
+        if not names:
+            groups = [*GROUPS, *namespace.collections]
+            raise UsageError(f"there is no group {group!r}", *_nearest(group, groups, "./inv --list", "./inv --list "))
+        return _table([(name, _summary(name)) for name in names]) + "\n"
+    width = max(len(name) for commands in GROUPS.values() for name in commands)
+    lines = []
+    for title, commands in GROUPS.items():
+        rows = []
+        for name in commands:
+            folded = [entry.rpartition(".")[2] for entry in _expanded((name,))] if name.endswith("*") else []
+            rows.append((name, ", ".join(folded) or _summary(name)))
+        lines += [f"{title}:", _table(rows, width)]
+    return "\n".join([*lines, "./inv --list bench lists bench.*; ./inv COMMAND --help shows options"]) + "\n"
+
+
+def _names() -> list[str]:
+    """Return every command's name; a collection's default command has the collection's name."""
+    names = []
+    for name in namespace.task_names:
+        collection, _, task = name.rpartition(".")
+        default = collection and namespace.subcollection_from_path(collection).default == task
+        names.append(collection if default else name)
+    return names
+
+
+def _expanded(names: Iterable[str]) -> list[str]:
+    """Return `names` with `NAME.*` replaced by the commands of that collection that no group lists by name."""
+    listed = {name for group in GROUPS.values() for name in group}
+    expanded = list[str]()
+    for name in names:
+        inner = [entry for entry in _names() if entry.startswith(name[:-1]) and entry not in listed]
+        expanded += inner if name.endswith(".*") else [name]
+    return expanded
+
+
+def _summary(name: str) -> str:
+    """Return the first line of a command's docstring, without its full stop."""
+    return (namespace[name].__doc__ or "").strip().partition("\n")[0].removesuffix(".")
+
+
+def command_help(context: ParserContext, name: str) -> str:
+    """Return the usage, description, options and example of a command that was called `name`."""
+    command = namespace[context.name]
+    positional = [argument for argument in context.args.values() if argument.positional]
+    places = "".join(f" {argument.names[0].upper()}" for argument in positional)
+    rows = [(argument.names[0].upper(), argument.help or "") for argument in positional]
+    for argument in dict.fromkeys(context.args.values()):
+        if argument in positional:
+            continue
+        flags = [f"--{argument.names[0]}", *(f"-{nickname}" for nickname in argument.nicknames)]
+        value = " VALUE" if argument.takes_value else ""
+        default = f" (default: {argument.default})" if argument.takes_value and argument.default else ""
+        text = argument.help or ""
+        if DEFAULT_STACK in text:
+            text = text.replace(DEFAULT_STACK, pins.load().default)
+        rows.append((", ".join(flags) + value, text + default))
+    rows.append(("--help, -h", "print this"))
+    parts = [
+        f"Usage: ./inv {name}{places} [OPTIONS]",
+        "\n\n".join(textwrap.fill(" ".join(text.split()), _width()) for text in (command.__doc__ or "").split("\n\n")),
+        _table(rows),
+    ]
+    if isinstance(command, CommandTask) and command.example:
+        parts.append(f"Example:\n  {command.example}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, WIDEST)
+
+
+def _table(rows: Sequence[tuple[str, str]], left: int = 0) -> str:
+    """Return two columns, the second one wrapped."""
+    left = left or min(max(len(name) for name, _ in rows), 28)
+    indent = " " * (left + 4)
+    lines = []
+    for name, text in rows:
+        gap = "\n" + indent if len(name) > left else " " * (left + 2 - len(name))
+        wrapped = textwrap.wrap(text, _width() - left - 4) or [""]
+        lines.append(f"  {name}{gap}" + f"\n{indent}".join(wrapped))
+    return "\n".join(line.rstrip() for line in lines)

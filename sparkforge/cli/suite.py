@@ -1,0 +1,128 @@
+"""A contributor's two loops: the checks that need no test, and the tests; each in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sparkforge import environments, pins
+from sparkforge.core import memory, paths
+from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.memory import Machine
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import call, run
+from sparkforge.environments import Environment
+from sparkforge.serve import environment as embedded
+
+LINT, UNIT = Environment("lint"), Environment("unit")
+WORKERS = 2  # one for what serves while the other compiles (tests/conftest.py); more have not been tried
+WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
+# Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
+FAST = "SPARKFORGE_TEST_FAST"
+COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov=spark_mxfp4", "--cov-report=term:skip-covered")
+SHELL_SCRIPTS = ("inv", ".ci/run", "tests/packages", "deploy", "tests/engine")
+# Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
+CHECKS = {
+    "format": ("ruff", "format", "--check"),
+    "lint": ("ruff", "check"),
+    "types": ("mypy",),
+    "imports": ("lint-imports", "--no-cache"),
+    "spelling": ("codespell",),
+    "shell": ("shellcheck", "--severity=warning"),
+    "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"),
+}
+
+
+def check() -> None:
+    """Run every check, print what they found, and raise ProcessError if one of them failed."""
+    steps = Steps(len(CHECKS) + 1)
+    with steps.step("environment", "linters, from locks/lint.txt"):
+        environments.ensure(LINT, pins.load())
+        programs = LINT.path / "bin"
+    failed: dict[str, str] = {}
+    for name, (program, *arguments) in CHECKS.items():
+        files = shell_scripts() if program == "shellcheck" else []
+        try:
+            with steps.step(name):
+                _run_check(programs / program, *arguments, *files)
+        except ProcessError as error:
+            failed[name] = error.why
+    for name, output in failed.items():
+        say(f"\n── {name} ──")
+        echo(output)
+    if failed:
+        fix = "correct what is printed above; `ruff format` and `ruff check --fix` do some of it"
+        raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
+
+
+def _run_check(program: Path, *arguments: str | Path) -> None:
+    """Run one check. Raises ProcessError with all that it printed."""
+    result = run([program, *arguments], cwd=ROOT, env={"PYTHONPATH": ""}, check=False)
+    if result.returncode:
+        raise ProcessError(f"{program.name} failed", (result.stdout + result.stderr).strip(), "")
+
+
+def shell_scripts() -> list[Path]:
+    """Return the shell scripts of SHELL_SCRIPTS, by their first line."""
+    roots = [ROOT / name for name in SHELL_SCRIPTS]
+    files = [file for root in roots for file in (sorted(root.rglob("*")) if root.is_dir() else [root])]
+    return [file for file in files if file.is_file() and _is_shell(file)]
+
+
+def _is_shell(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return file.suffix == ".sh" or opened.readline(80).rstrip().endswith((b"sh", b"sh -eu"))
+
+
+def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
+    """Run the tests; pytest's output goes straight through. Raises ProcessError.
+
+    `fast` runs the unit tests but for those marked slow, which run where `select` names them.
+    """
+    # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
+    variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
+    if fast:
+        environments.ensure(UNIT, pins.load())
+        python, arguments = UNIT.python, ["tests/unit"]
+        variables[FAST] = "1"
+        workers = min(WORKERS, os.cpu_count() or 1)
+    else:
+        python, arguments = embedded.prepare(Steps(1), environments.TEST).python, ["tests", "--durations=15"]
+        workers = workers_for(memory.measure())
+    if select:
+        arguments += ["-k", select]
+    elif fast:
+        arguments += ["-m", "not slow", "--dist=worksteal"]
+    if workers > 1 and not select:
+        arguments += [f"--numprocesses={workers}"]
+        variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other
+    if coverage:
+        arguments += COVERAGE
+    code = call([python, "-m", "pytest", *arguments], cwd=ROOT, env=variables)
+    if code:
+        raise ProcessError(
+            "the tests failed", f"pytest ended with code {code}", "read pytest's report above", code="process.tests"
+        )
+
+
+def run_robustness(*, minutes: float) -> None:
+    """Attack for `minutes`: failing disks, kills, races, malformed input. Prints the counts and writes them as JSON.
+
+    Raises ProcessError if anything was lost, hung, or ended in a traceback.
+    """
+    env = embedded.prepare(Steps(1), environments.TEST)
+    output = paths.state() / "robustness" / f"{datetime.now(UTC):%Y%m%d_%H%M%S}.json"
+    command: list[str | Path] = [env.python, "-m", "robustness.campaign", "--minutes", f"{minutes:g}"]
+    # No package index may be reached: every scenario has its own.
+    variables = {"PYTHONPATH": str(ROOT / "tests"), "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
+    code = call([*command, "--output", output], cwd=ROOT, env=variables)
+    if code:
+        fix = "run one of the commands above: each repeats a case"
+        raise ProcessError("the robustness tests failed", f"the counts are in {output}", fix, code="process.tests")
+
+
+def workers_for(machine: Machine) -> int:
+    """Return how many of pytest's workers a machine has cores and memory for, at least 1."""
+    return max(1, min(WORKERS, machine.cores, machine.available // WORKER_BYTES))

@@ -1,0 +1,308 @@
+"""FlashInfer's kernel cache: what is in it, what a rebuild would cost, and how to remove only what must be rebuilt.
+
+    BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/MODULE/{build.ninja,.ninja_deps,*.o,MODULE.so}
+    BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/tmp/MODULE.lock      held while FlashInfer builds the module
+    BASE/.cache/flashinfer/VERSION/ARCH/generated/
+
+BASE is FLASHINFER_WORKSPACE_BASE or the home folder (flashinfer/jit/env.py and core.py of 0.7.0.post1). Which sources a
+module is made of is asked of ninja's own files in its folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from sparkforge.compile import jobs, ninjafile
+from sparkforge.compile.peaks import Peaks
+from sparkforge.core import memory
+from sparkforge.core.console import say
+from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
+from sparkforge.core.files import locked
+from sparkforge.pins import Pins
+
+OPS = "cached_ops"
+REMOVING = ".removing"  # a module is renamed to this before it is taken apart, so that it is never half there
+
+
+@dataclass(frozen=True)
+class CachedModule:
+    """One compiled module of the cache under `root`."""
+
+    root: Path
+    version: str
+    arch: str
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.root / self.version / self.arch / OPS / self.name
+
+    @property
+    def library(self) -> Path:
+        """The file that FlashInfer loads; it is missing while the module is half built."""
+        return self.path / f"{self.name}.so"
+
+    @cached_property
+    def statements(self) -> list[ninjafile.Statement]:
+        """Its build.ninja."""
+        return ninjafile.statements(self.path / "build.ninja")
+
+    @cached_property
+    def sources(self) -> frozenset[Path]:
+        """Every file that it is built from: the sources, and the headers that their compilers reported."""
+        inputs = {name for compilation in self._compilations for name in compilation.inputs}
+        headers = ninjafile.reported(self.path / ".ninja_deps").values()
+        return frozenset((self.path / name).resolve() for name in inputs.union(*headers))
+
+    @property
+    def units(self) -> list[str]:
+        """Names of its translation units, as the cost table has them."""
+        return [f"{self.name}/{Path(compilation.outputs[0]).name}" for compilation in self._compilations]
+
+    @property
+    def _compilations(self) -> list[ninjafile.Statement]:
+        return [statement for statement in self.statements if statement.rule in ninjafile.COMPILERS]
+
+    def size(self) -> int:
+        """Bytes of all files in its folder."""
+        return tree_size(self.path)
+
+    def __str__(self) -> str:
+        state = "" if self.library.exists() else ", half built"
+        size, units = self.size() / 1e6, len(self.units)
+        return f"{self.version}/{self.arch}/{self.name} ({size:.1f} MB, {units} units{state})"
+
+
+def tree_size(folder: Path) -> int:
+    """Return the bytes of all files under a folder, links not followed."""
+    total = 0
+    for top, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process may remove it
+                total += Path(top, name).lstat().st_size
+    return total
+
+
+def default_root() -> Path:
+    """Return the cache that FlashInfer uses in this environment."""
+    return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+
+
+def modules(root: Path) -> list[CachedModule]:
+    """Return every module under `root`, half-built ones too, sorted by version, architecture and name."""
+    modules = []
+    for folder in sorted(root.glob(f"*/*/{OPS}/*")):
+        # Others, such as `tmp`, are no modules.
+        built = (folder / "build.ninja").exists() or (folder / f"{folder.name}.so").exists()
+        if not folder.name.startswith(".") and (folder.is_symlink() or built):
+            version, arch = folder.relative_to(root).parts[:2]
+            modules.append(CachedModule(root, version, arch, folder.name))
+    return modules
+
+
+def made_from(modules: Sequence[CachedModule], changed: Iterable[Path]) -> list[CachedModule]:
+    """Return the modules that are built from one of `changed`, which may be folders and need not exist any more."""
+    paths = [path.resolve() for path in changed]
+    return [
+        module
+        for module in modules
+        if any(source == path or path in source.parents for source in module.sources for path in paths)
+    ]
+
+
+def why_stale(module: CachedModule, pins: Pins) -> str:
+    """Return why nothing will ever load this module again; empty if something may."""
+    pinned = {component.version for component in pins.components() if component.package == "flashinfer-python"}
+    if module.version not in pinned:
+        return f"FlashInfer {module.version} is pinned by no stack"
+    if not module.statements:
+        return "it has no build.ninja, so nothing can tell whether it is current"
+    if gone := sorted(source for source in module.sources if not source.exists()):
+        return f"{len(gone)} of its sources are gone, such as {gone[0]}"
+    return ""
+
+
+def users(module: CachedModule, proc: Path = Path("/proc")) -> list[int]:
+    """Return the ids of the processes that map a file of this module.
+
+    By path and by inode, because a container has other paths. A process that this user may not look into is not seen.
+    """
+    files = set()
+    with suppress(FileNotFoundError):  # another process may remove it
+        for path in module.path.glob("*.so"):
+            info = path.stat()
+            files.add((info.st_dev, info.st_ino))
+    inside = f"{module.path.resolve()}/"
+    pids = []
+    for entry in proc.glob("[0-9]*"):
+        with suppress(OSError):
+            lines = (entry / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            for line in lines:  # proc_pid_maps(5): address perms offset major:minor inode path
+                _, _, _, device, inode, *mapped = line.split(maxsplit=5)
+                major, minor = (int(number, 16) for number in device.split(":"))
+                if (os.makedev(major, minor), int(inode)) in files or (mapped and mapped[0].startswith(inside)):
+                    pids.append(int(entry.name))
+                    break
+    return pids
+
+
+@contextmanager
+def changing(root: Path) -> Iterator[None]:
+    """Wait until no other `./inv clean-cache` changes the cache under `root`, and keep others out while inside."""
+    try:
+        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file stays behind
+    except FileNotFoundError:
+        yield  # there is no cache
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove(module: CachedModule) -> int:
+    """Remove one module and return the bytes freed.
+
+    Raises StorageError if it lies outside the cache, a live process maps it, or FlashInfer is building it.
+    """
+    lock = module.path.parent / "tmp" / f"{module.name}.lock"
+    with locked(lock, f"remove {module.name}") if lock.exists() else nullcontext():
+        expected = module.root.resolve() / module.version / module.arch / OPS / module.name
+        why = fix = ""
+        if module.path.is_symlink() or module.path.resolve() != expected:
+            why = f"{module.path} is a link to {module.path.resolve()}, outside the cache"
+            fix = f"look at it: ls -l {module.path.parent}"
+        elif pids := users(module):
+            why, fix = f"process {', '.join(map(str, pids))} uses it", "stop what uses it: ./inv down"
+        if why:
+            raise StorageError(f"{module.name} is not removed", why, fix, code="storage.cache")
+        size = module.size()
+        away = module.path.with_name(f".{module.name}.{os.getpid()}{REMOVING}")
+        module.path.rename(away)
+        shutil.rmtree(away)
+    return size
+
+
+def sweep(root: Path) -> int:
+    """Finish removals that were killed half way; return the bytes freed. The caller holds `changing`."""
+    freed = 0
+    for folder in root.glob(f"*/*/{OPS}/.*{REMOVING}"):
+        if not folder.is_symlink() and folder.resolve().is_relative_to(root.resolve()):
+            freed += tree_size(folder)
+            shutil.rmtree(folder)
+    return freed
+
+
+def rebuild_cost(chosen: Iterable[CachedModule]) -> tuple[int, float, float]:
+    """Return units, CPU-seconds and the wall seconds that this machine would take to build these modules again.
+
+    An estimate from measured and learnt costs. Nothing of it is spent where ccache still has the objects.
+    """
+    peaks = Peaks.of_any()
+    units = [unit for module in chosen for unit in module.units]
+    schedule = jobs.make_schedule(units, peaks, memory.measure())
+    return len(units), sum(cost.cpu for cost in schedule.costs.values()), schedule.seconds()
+
+
+def clean(  # noqa: PLR0913 - one argument a flag
+    *,
+    pins: Pins,
+    names: Sequence[str] = (),
+    changed: Sequence[Path] = (),
+    stale: bool = False,
+    everything: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    root: Path | None = None,
+    ask: Callable[[str], bool] | None = None,
+) -> list[CachedModule]:
+    """Remove modules by name, by changed source, because they are stale, or all; return those removed.
+
+    Reports what is removed, how much that frees and what a rebuild costs, and finishes what an interrupted run left.
+    `everything` asks first. What cannot be removed is named in the StorageError at the end; the rest is gone by then.
+    Raises UsageError if nothing is chosen, or for a name that no module has.
+    """
+    root = root or default_root()
+    if not (names or changed or stale or everything):
+        raise UsageError("nothing chosen to remove", "no flag says what", "./inv clean-cache --stale --dry-run")
+    cached = modules(root)
+    if unknown := sorted(set(names) - {module.name for module in cached}):
+        known = ", ".join(sorted({module.name for module in cached})) or "nothing"
+        raise UsageError(f"no module {', '.join(unknown)} in the cache", f"it holds {known}", "./inv cache.list")
+    for path in changed:
+        if not made_from(cached, [path]):
+            say(f"{path}: no module in the cache is made from it")
+    by_source = made_from(cached, changed)
+    chosen = [
+        module
+        for module in cached
+        if everything or module.name in names or module in by_source or (stale and why_stale(module, pins))
+    ]
+    if not dry_run:
+        with changing(root):
+            if freed := sweep(root):
+                say(f"finished removals that were interrupted, freed {freed / 1e6:.1f} MB")
+    if not chosen:
+        say(f"nothing to remove in {root}")
+        return []
+    for module in chosen:
+        say(f"{'would remove' if dry_run else 'remove'} {module}")
+    units, cpu, seconds = rebuild_cost(chosen)
+    cost = f"{len(chosen)} modules; a rebuild compiles {units} units, about {cpu:.0f} CPU-seconds, {seconds:.0f} s here"
+    say(cost)
+    if dry_run or (everything and not yes and not (ask or _ask)(f"Remove all {cost}?")):
+        return []
+    with changing(root):
+        return _remove_all(chosen)
+
+
+def _remove_all(chosen: Sequence[CachedModule]) -> list[CachedModule]:
+    removed, freed, errors = [], 0, list[SparkforgeError]()
+    for module in chosen:
+        if not os.path.lexists(module.path):
+            say(f"{module.name} is gone already: another process removed it")
+            continue
+        try:
+            freed += remove(module)
+            removed.append(module)
+        except SparkforgeError as error:
+            errors.append(error)
+    say(f"removed {len(removed)} modules, freed {freed / 1e6:.1f} MB")
+    if errors:
+        raise StorageError(
+            f"{len(errors)} of {len(chosen)} modules are not removed",
+            "; ".join(f"{error.what}: {error.why}" for error in errors),
+            errors[0].fix,
+            code="storage.cache",
+        )
+    return removed
+
+
+def _ask(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("--all asks first", "there is no terminal to ask on", "./inv clean-cache --all --yes")
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+
+
+def print_cache(pins: Pins, root: Path | None = None) -> None:
+    """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
+    root = root or default_root()
+    cached = modules(root)
+    for module in cached:
+        _, cpu, _ = rebuild_cost([module])
+        pids = users(module)
+        notes = [f"rebuild about {cpu:.0f} CPU-seconds"]
+        notes += [f"used by process {', '.join(map(str, pids))}"] if pids else []
+        notes += [f"stale: {why}"] if (why := why_stale(module, pins)) else []
+        say(f"{module}: {'; '.join(notes)}")
+    say(f"{root}: {len(cached)} modules, {tree_size(root) / 1e6:.1f} MB with generated sources")

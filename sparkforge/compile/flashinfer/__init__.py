@@ -1,0 +1,1 @@
+"""FlashInfer's modules compiled ahead of time for SM121."""

@@ -1,0 +1,236 @@
+"""`./inv build.kernels`: compile FlashInfer's modules ahead of time, with no GPU, into the cache that a server reads.
+
+    kernels-VERSION.toml ─► FlashInfer writes build.ninja ─► units, hungriest first ─► ninja links ─► audit ─► manifest
+
+A server runs ninja on the same files and finds nothing to do, if its paths and variables are the same
+(docs/concepts/kernels.md). A killed build is continued: what was compiled comes from ccache. The manifest is removed
+first and written last.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.audit import rules as audit_rules
+from sparkforge.audit.report import AuditReport, audit_files
+from sparkforge.compile import ninja as ninja_build
+from sparkforge.compile import toolchain
+from sparkforge.compile.flashinfer import environment, home, sets
+from sparkforge.compile.flashinfer.environment import KernelEnvironment
+from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
+from sparkforge.compile.jobs import Schedule, make_schedule, parse_limit
+from sparkforge.compile.ninja import BuildResult, Site
+from sparkforge.compile.peaks import Peaks
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import CompileError, UsageError
+from sparkforge.core.files import locked, require_space, sha256_file, write_atomic, write_json
+from sparkforge.core.manifest import Manifest
+from sparkforge.core.memory import Machine
+from sparkforge.core.process import run
+
+STAGE = "kernels"
+SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is the compilers' own files
+SPARK = Machine(119 << 30, 20)  # bytes and cores, docs/hardware.md; for a projection, with nothing else running
+
+
+@dataclass(frozen=True)
+class KernelOrder:
+    """What to build: the modules of a table's set for `arch`, under `output`, for the server in `environment`."""
+
+    table: KernelTable
+    set_name: str
+    modules: tuple[KernelModule, ...]
+    arch: str
+    output: Path
+    environment: KernelEnvironment
+    chain: Toolchain
+    limit: int | None = None
+
+    @property
+    def variables_file(self) -> Path:
+        """The server's variables, DIR/kernels-SET.env; the manifest lies beside it."""
+        return self.output / f"kernels-{self.set_name}.env"
+
+    @property
+    def lock(self) -> Path:
+        """The lock that compilers hold while they work."""
+        return self.output / ".sparkforge-units.lock"
+
+    @property
+    def server_variables(self) -> dict[str, str]:
+        """The variables that the server must have."""
+        return environment.server_variables(self.chain, self.table, self.arch, self.output)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables of generators, compilers and ninja; the environment's own programs come first in PATH."""
+        variables = self.chain.environment()
+        path = f"{self.environment.python.parent}{os.pathsep}{variables['PATH']}"
+        return {**variables, **self.server_variables, "PATH": path}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The inputs of the stage."""
+        return environment.inputs(self.environment, self.chain, self.table, self.modules, self.server_variables)
+
+    @property
+    def ninja(self) -> Path:
+        """The ninja that the server will run."""
+        return self.environment.ninja(self.chain)
+
+
+def build_kernels(
+    stack: str,
+    *,
+    set_name: str = "",
+    arch: str = "",
+    jobs: str = "auto",
+    output: str = "",
+    python: str = "",
+) -> None:
+    """Build a set of a stack's modules and report what was done. Raises UsageError and the errors of `build`.
+
+    The set and the architecture are those of the stack's image where none is named. `output` is the folder of the
+    cache, `python` the interpreter of the environment that serves; `jobs` is a number or "auto".
+    """
+    begun = time.monotonic()
+    image = pins.load().image(stack)
+    set_name, arch = set_name or image.kernels, arch or image.architecture
+    if not set_name or not arch:
+        why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"
+        raise UsageError(f"the stack {stack} has no kernels to build", why, "name another: ./inv build.kernels --stack")
+    table = sets.load(pins.load().component(stack, "flashinfer").version)
+    modules = table.chosen(set_name)
+    limit = parse_limit(jobs)
+    if python:
+        interpreter = Path(python).absolute()  # not resolved: a virtual environment is found by its link
+        if not interpreter.is_file():
+            fix = "./inv build.kernels --python PATH/bin/python"
+            raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
+    else:
+        say("no --python: building for an environment of our own, which no server has")
+        interpreter = home.ensure(stack)
+    server = environment.examine(interpreter, table, stack)
+    folder = Path(output).absolute() if output else paths.state() / "kernels"
+    order = KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
+    result, changed = build(order)
+    say(f"{len(modules)} modules in {folder}: {result} ({time.monotonic() - begun:.1f} s)")
+    if not changed:
+        say("unchanged: there was nothing to do")
+    say(f"the server's variables: {order.variables_file}")
+
+
+def build(order: KernelOrder) -> tuple[BuildResult, bool]:
+    """Build what is not built, audit it, and write the manifest; return the result and whether anything was done.
+
+    With the same inputs and intact outputs nothing is done. Raises ProcessError for a unit that does not compile,
+    CompileError (also where a server would compile again), AuditError, StorageError.
+    """
+    inputs = order.inputs
+    with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
+        ninja_build.wait_for_orphans(order.lock)
+        if previous := _current(order, inputs):
+            return BuildResult(0, 0, int(previous.facts["units"])), False
+        require_space(order.output, SPACE, "the kernels")
+        manifest.beside(order.variables_file).unlink(missing_ok=True)
+        begun = time.monotonic()
+        folders = environment.write(order.environment, order.modules, order.env)
+        for name, folder in folders.items():  # a library without a manifest is not trusted; to link it takes no time
+            (folder / f"{name}.so").unlink(missing_ok=True)
+        result, facts = _compile(order, folders)
+        for name, folder in folders.items():
+            if commands := pending(folder, order.ninja):
+                raise CompileError(
+                    f"{name} is not finished",
+                    f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …",
+                    f"ninja -C {folder} -n -d explain says why; a clock that was put back does this",
+                    code="compile.kernels",
+                )
+        report = _audit(order, folders)
+        result = replace(result, seconds=round(time.monotonic() - begun, 3))
+        # The server's variables, then the manifest.
+        variables = order.server_variables
+        text = "".join(f"{name}={value}\n" for name, value in sorted(variables.items()))
+        write_atomic(order.variables_file, text)
+        libraries = [folder / f"{name}.so" for name, folder in folders.items()]
+        outputs = {str(path.relative_to(order.output.resolve())): sha256_file(path) for path in libraries}
+        audited = {name: sum(getattr(row, name) for row in report.coverage) for name in ("kernels", "fp4")}
+        facts |= {key: value for key, value in asdict(result).items() if key != "seconds"}
+        facts |= {"server": variables, "audit": audited}
+        tools = {**order.chain.versions, **order.environment.versions}
+        record = Manifest(STAGE, inputs, outputs, tools, facts, result.seconds)
+        write_json(manifest.beside(order.variables_file), asdict(record))
+        return result, True
+
+
+def _current(order: KernelOrder, inputs: Mapping[str, str]) -> Manifest | None:
+    """Return the manifest if inputs and outputs are what it says, and ninja would do nothing."""
+    record = manifest.current(order.variables_file, STAGE, inputs)
+    if record is None or not ninja_build.outputs_intact(record, order.output):
+        return None
+    folders = [(order.output / name).parent for name in record.outputs]
+    return None if any(pending(folder, order.ninja) for folder in folders) else record
+
+
+def pending(folder: Path, ninja: Path) -> list[str]:
+    """Return the commands that ninja would run in a module's folder. Raises ProcessError."""
+    return ninja_build.pending(_ninja_command(folder, ninja))
+
+
+def _ninja_command(folder: Path, ninja: Path) -> tuple[str | Path, ...]:
+    return (ninja, "-C", folder, "-f", folder / "build.ninja")
+
+
+def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResult, dict[str, object]]:
+    """Run the units that ninja would run, as memory allows, and then ninja, which links.
+
+    Returns also facts for the manifest: the number of units of each module, what every unit takes and how that is
+    known, and what the schedule would take on a Spark whose cores are as fast as ours.
+    """
+    modules = {name: ninja_build.read_units(folder, order.ninja) for name, folder in folders.items()}
+    units = [unit for module in modules.values() for unit in module]
+    left = {name: pending(folder, order.ninja) for name, folder in folders.items()}
+    peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
+
+    def link(schedule: Schedule) -> None:
+        """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory bounds it."""
+        for name, commands in left.items():
+            if commands:
+                command = _ninja_command(folders[name], order.ninja)
+                run([*command, "-j", str(schedule.max_jobs)], env=order.env)
+
+    result = ninja_build.build(
+        units,
+        {command for commands in left.values() for command in commands},
+        peaks,
+        Site(order.env, order.output / "logs", order.lock, order.limit),
+        link,
+    )
+    wall = make_schedule([unit.name for unit in units], peaks, SPARK).seconds()
+    return result, {
+        "modules": {name: len(module) for name, module in modules.items()},
+        "each": {unit.name: asdict(peaks.cost(unit.name)) for unit in units},
+        "projection": {"cores": SPARK.cores, "available": SPARK.available, "wall_seconds": round(wall, 1)},
+    }
+
+
+def _audit(order: KernelOrder, folders: Mapping[str, Path]) -> AuditReport:
+    """Audit each module's library, and that it is the module that it claims to be. Raises AuditError."""
+    rules = audit_rules.load()
+    libraries = {name: folder / f"{name}.so" for name, folder in folders.items()}
+    report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=os.uname().machine, rules=rules)
+    violations = list(report.violations)
+    for module in order.modules:
+        binaries = [binary for binary in report.binaries if binary.path == str(libraries[module.name])]
+        violations += audit_rules.judge_modules(binaries, [module.audit], rules)
+    report = replace(report, violations=tuple(violations))
+    write_json(order.output / f"audit-{order.set_name}.json", report.document())
+    report.require_clean()
+    return report

@@ -1,0 +1,132 @@
+"""The Python environment that kernels are built for: what it holds, and the variables that a server of it must have.
+
+FlashInfer writes paths and flags into each build.ninja, at run time again, and ninja compiles again whatever differs.
+So the variables that reach that file are fixed here, and those that are not ours are removed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkforge import pins
+from sparkforge.audit import rules as audit_rules
+from sparkforge.compile.flashinfer import sets
+from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.core.errors import CompileError, IntegrityError, ProcessError
+from sparkforge.core.files import sha256_file
+from sparkforge.core.installed import Installed
+from sparkforge.core.process import run
+from sparkforge.pins import verify
+from sparkforge.pins.patched import load_patched
+from sparkforge.pins.verify import ImageChanges
+
+SPECS = Path(__file__).with_name("specs.py")
+# Read by flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1; with one of these a build.ninja would be another.
+REMOVED = (
+    "CC", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_NVCC_THREADS", "FLASHINFER_EXTRA_CFLAGS",
+    "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE",
+    "FLASHINFER_DISABLE_JIT", "PYTHONPATH", "PYTHONHOME",
+)  # fmt: skip
+KEPT = ("CUDA_HOME", "CXX", "FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER")
+
+
+@dataclass(frozen=True)
+class KernelEnvironment:
+    """An interpreter with a patched FlashInfer: versions by distribution, Python's headers, the queue's sha256."""
+
+    python: Path
+    site_packages: Path
+    versions: Mapping[str, str]
+    include: str
+    queue: str
+
+    def ninja(self, chain: Toolchain) -> Path:
+        """Return the ninja that FlashInfer runs there: 1.11 does not understand 1.13's log and compiles anew."""
+        beside = self.python.parent / "ninja"
+        return beside if beside.is_file() else chain.ninja
+
+
+def examine(python: Path, table: KernelTable, stack: str) -> KernelEnvironment:
+    """Return what `python` has. Raises CompileError if FlashInfer, torch or the stack's patches do not fit."""
+    answer = ask(python, "probe")
+    versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
+    wrong = [f"{name} is not installed" for name, value in answer.items() if not value]
+    if versions["flashinfer-python"].partition("+")[0] not in ("", table.flashinfer):
+        wrong = [f"it has flashinfer-python {versions['flashinfer-python']} and not {table.flashinfer}"]
+    fix = "name another: ./inv build.kernels --python PATH"
+    if not wrong:
+        site_packages = Path(answer["package"]).parent
+        queue = pins.load().component(stack, "flashinfer").patches
+        try:
+            info = site_packages / f"flashinfer_python-{versions['flashinfer-python']}.dist-info"
+            installed = Installed.read(info)
+            lock = verify.require_locked(installed, load_patched())
+            wrong = verify.differences(installed, ImageChanges())[:5]
+            if lock.queue != queue:
+                wrong = [f"its FlashInfer has the patches {lock.queue} and not {queue}"]
+            if not wrong:
+                return KernelEnvironment(python, site_packages, versions, answer["include"], lock.queue_sha256)
+        except IntegrityError as error:
+            wrong = [f"{error.what}: {error.why}"]
+        fix = "install FlashInfer there from its patched wheel; ./inv patch prints where it lies"
+    raise CompileError(f"no kernels can be built for {python}", "; ".join(wrong), fix, code="compile.environment")
+
+
+def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:
+    """Run specs.py by `python` and return its answer. Raises CompileError."""
+    fix = "name an interpreter that has FlashInfer and torch: ./inv build.kernels --python PATH"
+    unset = [word for name in REMOVED for word in ("-u", name)]
+    try:
+        output = run(["env", *unset, python, SPECS, question], env=env, stdin=json.dumps(requests), fix=fix).stdout
+        answer = json.loads(output.splitlines()[-1])
+    except (ProcessError, IndexError, ValueError) as error:
+        why = error.why if isinstance(error, ProcessError) else "its answer is not understood"
+        raise CompileError(f"cannot ask {python}", why, fix, code="compile.environment") from None
+    if isinstance(answer, dict) and "error" in answer:
+        raise CompileError(f"FlashInfer of {python} refuses", answer["error"], fix, code="compile.environment")
+    return answer
+
+
+def write(environment: KernelEnvironment, modules: tuple[KernelModule, ...], env: Mapping[str, str]) -> dict[str, Path]:
+    """Have FlashInfer write sources and build.ninja of `modules`; return the folder of each by name."""
+    answer = ask(environment.python, "write", env=env, requests=[sets.request(module) for module in modules])
+    return {module["name"]: Path(module["folder"]) for module in answer}
+
+
+def server_variables(chain: Toolchain, table: KernelTable, arch: str, output: Path) -> dict[str, str]:
+    """Return the variables of a server that is to find nothing to compile; the build has the same."""
+    variables = chain.environment()
+    return {
+        **{name: variables[name] for name in KEPT},
+        **table.environment,
+        **table.server,
+        "FLASHINFER_CUDA_ARCH_LIST": arch,
+        "FLASHINFER_WORKSPACE_BASE": str(output),
+    }
+
+
+def inputs(
+    environment: KernelEnvironment,
+    chain: Toolchain,
+    table: KernelTable,
+    modules: tuple[KernelModule, ...],
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """Return what the built modules come from, as name → hash, version or value."""
+    return {
+        **environment.versions,
+        **env,
+        "queue": environment.queue,
+        "modules": table.digest(modules),
+        "audit rules": sha256_file(audit_rules.PATH),
+        "python": environment.include,
+        "site-packages": str(environment.site_packages),
+        "nvcc": chain.versions["nvcc"],
+        "c++": chain.versions["c++"],
+        "ninja": run([environment.ninja(chain), "--version"]).stdout.strip(),
+    }

@@ -1,0 +1,336 @@
+"""How many compilers at once, and which: bound by memory, not by cores alone.
+
+`make_schedule` turns units, their predicted peaks and the machine into a schedule; `run` carries it out. At every
+moment the predicted peaks of what runs fit into the budget: what was available when the schedule was made, or less if
+less is left now, minus a reserve.
+The hungriest waiting unit that fits starts first. One that goes ahead of a hungrier never keeps
+it waiting: it fits beside a running unit that is at least as hungry, so the hungrier fits when that one ends.
+
+A compiler that the kernel kills is recognised by its exit code and its last words. It is tried once more, alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sparkforge.compile.peaks import Cost, Peaks
+from sparkforge.core import interrupt, memory
+from sparkforge.core.errors import CompileError, ProcessError, StorageError, UsageError
+from sparkforge.core.memory import Machine
+from sparkforge.core.process import TAIL_LINES, Child, Usage, resident_sizes
+
+RESERVE = 2 << 30  # bytes left to whatever grows meanwhile: a choice, the same as in FlashInfer's patch 0001
+PAUSE = 0.05  # seconds between two looks at the running programs
+SAMPLE = 0.5  # seconds between two samples of resident sizes and of the machine
+PATIENCE = 30.0  # seconds to wait, with nothing running, for memory that was there when the plan was made
+VICTIM = "500"  # oom_score_adj: if the kernel must kill, then a compiler and not the model that is served
+# A shell's 128 + N or Popen's -N for SIGKILL (the kernel) and SIGTERM (earlyoom, systemd-oomd).
+KILL_CODES = frozenset({-9, 137, -15, 143})
+# Seen: nvcc prints "Killed" when its cicc or ptxas is (exit code 137; upstream's reports have 255), g++ the sentence
+# about its cc1plus (exit code 1); the others are what they print when an allocation is refused instead.
+LAST_WORDS = re.compile(
+    r"^(sh: .*)?Killed\b|Killed signal terminated program|died due to signal (9|15)\b"
+    r"|^cc1plus: out of memory|catastrophic error.*out of memory|virtual memory exhausted|std::bad_alloc",
+    re.MULTILINE,
+)
+
+Stage = Literal["started", "done", "cached", "killed", "failed"]
+Watch = Callable[[Stage, "Unit", "UnitResult | None"], None]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One command to run: a translation unit by the name that its cost is known under, such as MODULE/FILE.cuda.o."""
+
+    name: str
+    command: tuple[str, ...]
+    cwd: Path = Path()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """At most `jobs` units at once, whose predicted peaks sum up to at most `budget` bytes; `costs` in starting order.
+
+    `bound` is what limits the number of jobs: "cores", "memory" or "the limit asked for".
+    """
+
+    jobs: int
+    budget: int
+    bound: str
+    costs: Mapping[str, Cost]
+    max_jobs: int  # for a build system that knows no units (MAX_JOBS): as many of the hungriest as fit
+
+    @property
+    def oversized(self) -> list[str]:
+        """The units that do not fit into the budget even alone."""
+        return [unit for unit, cost in self.costs.items() if cost.peak > self.budget]
+
+    def seconds(self, done: Iterable[str] = ()) -> float:
+        """Return the wall time to expect for the units not yet `done`, taking a CPU-second as a second."""
+        waiting, running, clock = Waiting(self, done), dict[str, float](), 0.0
+        while waiting.units or running:
+            while (unit := waiting.take(running, self.budget)) is not None:
+                running[unit] = clock + self.costs[unit].cpu
+            if not running:
+                return clock  # what is left is oversized
+            first = min(running, key=lambda name: running[name])
+            clock = running.pop(first)
+        return clock
+
+
+def make_schedule(
+    units: Iterable[str],
+    peaks: Peaks,
+    machine: Machine,
+    *,
+    limit: int | None = None,
+) -> Schedule:
+    """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
+    costs = {unit: peaks.cost(unit) for unit in units}
+    order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
+    budget = max(0, machine.available - RESERVE)
+    cores = max(1, machine.cores)
+    jobs = max(1, min(cores, limit or cores))
+    hungriest = max((cost.peak for cost in costs.values()), default=1)
+    max_jobs = max(1, min(jobs, budget // max(1, hungriest)))
+    bound = "memory" if max_jobs < jobs else "the limit asked for" if limit and limit < cores else "cores"
+    return Schedule(jobs, budget, bound, {unit: costs[unit] for unit in order}, max_jobs)
+
+
+class Waiting:
+    """The units that still wait, hungriest first, and which of them may start."""
+
+    def __init__(self, schedule: Schedule, done: Iterable[str] = ()) -> None:
+        excluded = frozenset(done)
+        self.jobs = schedule.jobs
+        self.costs = schedule.costs
+        self.units = [unit for unit in schedule.costs if unit not in excluded]
+
+    def take(self, running: Iterable[str], budget: int) -> str | None:
+        """Remove and return the next unit that fits beside `running` into `budget` bytes; None if none does."""
+        running = set(running)
+        if not self.units or len(running) >= self.jobs:
+            return None
+        free = budget - sum(self.costs[unit].peak for unit in running)
+        fitting = (index for index, unit in enumerate(self.units) if self.costs[unit].peak <= free)
+        index = next(fitting, None)
+        return None if index is None else self.units.pop(index)
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """How one unit ended: what it used, wall seconds, whether ccache had it, and whether it was tried a second time."""
+
+    usage: Usage
+    seconds: float
+    cached: bool = False
+    retried: bool = False
+
+
+@dataclass
+class JobsReport:
+    """What a run did: units by name, wall seconds, and the largest sampled sum of all resident sizes in bytes."""
+
+    units: dict[str, UnitResult] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak: int = 0
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU-seconds of all units."""
+        return sum(result.usage.cpu_seconds for result in self.units.values())
+
+
+def run(
+    units: Sequence[Unit],
+    schedule: Schedule,
+    peaks: Peaks,
+    *,
+    env: Mapping[str, str],
+    logs: Path,
+    watch: Watch = lambda *_: None,
+    machine: Callable[[], Machine] = memory.measure,
+) -> JobsReport:
+    """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in `logs`.
+
+    `env` is added to this process's environment. Costs are learnt as units end, not from ccache's hits. Raises
+    CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
+    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone.
+    Nothing is left running.
+    """
+    if schedule.oversized:
+        raise _too_big(schedule, schedule.oversized[0], machine())
+    return _Run({unit.name: unit for unit in units}, schedule, peaks, env, logs, watch, machine).all()
+
+
+@dataclass
+class _Started:
+    unit: Unit
+    child: Child
+    at: float
+
+
+@dataclass
+class _Run:
+    units: Mapping[str, Unit]
+    schedule: Schedule
+    peaks: Peaks
+    env: Mapping[str, str]
+    logs: Path
+    watch: Watch
+    machine: Callable[[], Machine]
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.schedule)
+        self.running: dict[str, _Started] = {}
+        self.again: list[str] = []  # killed once; each runs alone
+        self.retried: set[str] = set()
+        self.untaught: dict[str, Cost] = {}
+        self.failure: ProcessError | None = None
+        self.report = JobsReport()
+        self.budget = self.schedule.budget
+        self.sampled = self.starved = 0.0
+
+    def all(self) -> JobsReport:
+        """Run to the end; after a failure start none, let the rest end, raise it. An exception ends all compilers."""
+        begun = time.monotonic()
+        try:
+            while self.running or (not self.failure and (self.waiting.units or self.again)):
+                self._sample()
+                self._start_what_fits()
+                for started in list(self.running.values()):
+                    if usage := started.child.poll():
+                        self._ended(started, usage)
+                time.sleep(PAUSE)
+        finally:
+            for started in self.running.values():
+                started.child.end()
+            self.report.seconds = time.monotonic() - begun
+        if self.failure:
+            raise self.failure
+        return self.report
+
+    def _sample(self) -> None:
+        """Measure resident sizes and the machine. What runs counts as available; never more than planned."""
+        if time.monotonic() < self.sampled + SAMPLE:
+            return
+        self.sampled = time.monotonic()
+        ours = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
+        self.report.peak = max(self.report.peak, ours)
+        self.budget = min(self.schedule.budget, self.machine().available - RESERVE + ours)
+
+    def _start_what_fits(self) -> None:
+        if self.failure:
+            return
+        if self.again:
+            if not self.running:
+                self._start(self.again.pop(0))
+            return
+        while (name := self.waiting.take(self.running, self.budget)) is not None:
+            self._start(name)
+        if self.running or not self.waiting.units:
+            self.starved = 0.0
+        elif not self.starved:
+            self.starved = time.monotonic()
+        elif time.monotonic() > self.starved + PATIENCE:
+            raise _too_big(self.schedule, self.waiting.units[0], self.machine())
+
+    def _start(self, name: str) -> None:
+        unit = self.units[name]
+        self._statistics(name).unlink(missing_ok=True)
+        env = {**self.env, "CCACHE_STATSLOG": str(self._statistics(name))}
+        with interrupt.held():  # no compiler may run that is not in `running`
+            child = Child(unit.command, log=self._log(name), env=env, cwd=unit.cwd)
+            self.running[name] = _Started(unit, child, time.monotonic())
+        with suppress(OSError):  # it may have ended already
+            Path(f"/proc/{child.pid}/oom_score_adj").write_text(VICTIM, encoding="ascii")
+        self.watch("started", unit, None)
+
+    def _ended(self, started: _Started, usage: Usage) -> None:
+        name = started.unit.name
+        del self.running[name]
+        result = UnitResult(usage, time.monotonic() - started.at, self._was_cached(name), name in self.retried)
+        if usage.code == 0:
+            self.report.units[name] = result
+            if not result.cached:
+                self._learn(name, usage)
+            self.watch("cached" if result.cached else "done", started.unit, result)
+        elif was_killed(usage.code, self._output(name)):
+            self.watch("killed", started.unit, result)
+            if name in self.retried:
+                raise _killed(name, usage, self.schedule.costs[name], self.machine())
+            self.retried.add(name)  # it runs alone once more, and fewer run beside each other after that
+            self.again.append(name)
+            self.waiting.jobs = max(1, self.waiting.jobs // 2)
+        else:
+            self.watch("failed", started.unit, result)
+            tail = "\n".join(self._output(name).strip().splitlines()[-TAIL_LINES:])
+            self.failure = self.failure or ProcessError(
+                f"{name} ended with code {usage.code}",
+                tail or "it printed nothing",
+                f"read all of it: less {self._log(name)}",
+                code="process.failed",
+            )
+
+    def _learn(self, name: str, usage: Usage) -> None:
+        self.untaught[name] = Cost(usage.peak, usage.cpu_seconds)
+        with suppress(StorageError):  # another build writes this very moment; ours goes with the next unit's
+            self.peaks.learn(self.untaught)
+            self.untaught.clear()
+
+    def _was_cached(self, name: str) -> bool:
+        with suppress(OSError):
+            return "_hit\n" in self._statistics(name).read_text(encoding="utf-8")
+        return False
+
+    def _output(self, name: str) -> str:
+        with suppress(OSError):
+            return self._log(name).read_text(encoding="utf-8", errors="replace")[-4000:]
+        return ""
+
+    def _log(self, name: str) -> Path:
+        return self.logs / f"{name.replace('/', '.')}.log"
+
+    def _statistics(self, name: str) -> Path:
+        return self._log(name).with_suffix(".ccache")
+
+
+def parse_limit(text: str) -> int | None:
+    """Return the most jobs that `--jobs` asks for; None for auto. Raises UsageError."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 6) or int(text) < 1:
+        raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "leave --jobs out")
+    return int(text)
+
+
+def was_killed(code: int, output: str) -> bool:
+    """Tell whether a program that ended with `code` and `output` was killed, or refused memory, itself or a child."""
+    return code in KILL_CODES or (code != 0 and LAST_WORDS.search(output) is not None)
+
+
+def _killed(name: str, usage: Usage, cost: Cost, machine: Machine) -> CompileError:
+    return CompileError(
+        f"{name} was killed twice, the second time with nothing beside it",
+        f"out of memory: it had reached {usage.peak / 1e9:.1f} GB of the {cost.peak / 1e9:.1f} GB predicted; now "
+        f"{machine.available / 1e9:.1f} GB are available ({machine.bound})",
+        "give it memory: ./inv down stops a served model, swap helps too; then run the same command with --jobs 1",
+        code="compile.killed",
+    )
+
+
+def _too_big(schedule: Schedule, name: str, machine: Machine) -> CompileError:
+    cost = schedule.costs[name]
+    return CompileError(
+        f"{name} does not fit into this machine's memory",
+        f"its predicted peak is {cost.peak / 1e9:.1f} GB ({cost.source}), and {machine.available / 1e9:.1f} GB are "
+        f"available ({machine.bound}), of which {RESERVE / 1e9:.1f} GB stay free",
+        "free memory (./inv down stops a served model) or raise the container's limit, then run the same command again",
+        code="compile.memory",
+    )

@@ -1,0 +1,199 @@
+"""A ninja build whose compilations are scheduled by memory: `jobs` runs them, then ninja records them and links.
+
+Ninja does not know what was built without it: with ccache in the commands it takes each object from there.
+
+Compilers outlive a killed build, and they write the files that the next build reads. So each unit holds a lock for as
+long as one of its compilers lives (flock(2)), and the next build waits for that lock first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich import progress as bars
+
+from sparkforge.compile import jobs
+from sparkforge.compile.diagnosis import explained
+from sparkforge.compile.jobs import JobsReport, Schedule, Stage, Unit, UnitResult
+from sparkforge.compile.ninjafile import COMPILERS
+from sparkforge.compile.peaks import Peaks
+from sparkforge.core import memory
+from sparkforge.core.console import console, say
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import sha256_file
+from sparkforge.core.manifest import Manifest
+from sparkforge.core.process import run
+
+SHOWN = 60  # characters of a unit's name
+OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out of memory", "failed": "failed"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where units are built: variables added to ours, a folder for their logs, the lock that compilers hold.
+
+    `limit` is the most jobs that the user wants, None for as many as fit.
+    """
+
+    env: Mapping[str, str]
+    logs: Path
+    lock: Path
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did: units compiled, taken from ccache, in all; wall and CPU-seconds.
+
+    `peak` is the largest sampled sum of resident sizes, `budget` what they had to stay below, both in bytes.
+    """
+
+    compiled: int
+    cached: int
+    units: int
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak: int = 0
+    budget: int = 0
+    jobs: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.compiled} of {self.units} units compiled, {self.cached} from ccache"
+
+
+def _folder_and_file(folder: Path, output: str) -> str:
+    return f"{folder.name}/{Path(output).name}"
+
+
+def read_units(
+    folder: Path,
+    ninja: Path,
+    rules: Sequence[str] = COMPILERS,
+    *,
+    unit_name: Callable[[Path, str], str] = _folder_and_file,
+) -> list[Unit]:
+    """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
+
+    `unit_name` makes a unit's name from the folder and the object, FOLDER/OBJECT by default. Raises ProcessError if
+    ninja cannot read the file.
+    """
+    answer = run([ninja, "-C", folder, "-t", "compdb", *rules]).stdout
+    return [
+        Unit(unit_name(folder, row["output"]), ("sh", "-c", row["command"]), Path(row["directory"]))
+        for row in parse_json(answer, f"ninja's answer about {folder}")
+    ]
+
+
+def pending(ninja: Sequence[str | Path], *targets: str, env: Mapping[str, str] | None = None) -> list[str]:
+    """Return the commands that `ninja`, with its options, would run for `targets`. Raises ProcessError."""
+    output = run([*ninja, "-n", "-v", *targets], env={**(env or {}), "NINJA_STATUS": "[%f/%t] "}).stdout
+    return [line.partition("] ")[2] for line in output.splitlines() if line.startswith("[")]
+
+
+def build(
+    units: Sequence[Unit], commands: set[str], peaks: Peaks, site: Site, link: Callable[[Schedule], object]
+) -> BuildResult:
+    """Run those of `units` whose command is among `commands`, as memory allows, then `link` with the schedule.
+
+    `link` has ninja do the rest. Raises what `jobs.run` raises; a ProcessError says what a compiler's complaint means,
+    where that is known.
+    """
+    wanted = [unit for unit in units if unit.command[-1] in commands]
+    schedule = jobs.make_schedule([unit.name for unit in wanted], peaks, memory.measure(), limit=site.limit)
+    report = JobsReport()
+    with Progress(schedule) as progress:
+        try:
+            if wanted:
+                progress.begin()
+                locked = [holding(site.lock, unit) for unit in wanted]
+                report = jobs.run(locked, schedule, peaks, env=site.env, logs=site.logs, watch=progress.watch)
+            link(schedule)
+        except ProcessError as error:
+            raise explained(error) from None
+    cached = sum(result.cached for result in report.units.values())
+    return BuildResult(
+        compiled=len(report.units) - cached, cached=cached, units=len(units), peak=report.peak,
+        cpu_seconds=round(report.cpu_seconds, 1), budget=schedule.budget, jobs=schedule.jobs,
+    )  # fmt: skip
+
+
+def outputs_intact(manifest: Manifest, folder: Path) -> bool:
+    """Tell whether every output of `manifest` lies in `folder` with its hash."""
+    return all(
+        (folder / name).is_file() and sha256_file(folder / name) == sha256 for name, sha256 in manifest.outputs.items()
+    )
+
+
+def wait_for_orphans(lock: Path) -> None:
+    """Wait until no compiler of a killed build holds `lock`.
+
+    To be done before ninja is asked anything: even `ninja -n` removes depfiles (seen with 1.13), and ccache stores
+    nothing for a compiler whose depfile is gone when it ends.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("compilers of a killed build are still running; waiting for them to end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def holding(lock: Path, unit: Unit) -> Unit:
+    """Return `unit` as a command that holds `lock` while it, or what it started, lives (flock is in util-linux)."""
+    return replace(unit, command=("flock", "--shared", "--no-fork", str(lock), *unit.command))
+
+
+class Progress:
+    """Shows a run of `jobs.run`: a line for each unit that ended, on a terminal also a bar in predicted CPU-seconds."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.ended = schedule, set[str]()
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.fields[left]}"))
+        self.bar = bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty())
+        self.task = self.bar.add_task("", total=sum(cost.cpu for cost in schedule.costs.values()) or 1, left="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def begin(self) -> None:
+        """Say how many units there are and how long they will take."""
+        schedule = self.schedule
+        say(
+            f"{len(schedule.costs)} units, at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB; "
+            f"about {_duration(schedule.seconds())}, less where ccache has them"
+        )
+
+    def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
+        """Take an event of `jobs.run`."""
+        name = unit.name
+        if len(name) > SHOWN:  # keep both module and file
+            name = f"{name[: SHOWN // 2 - 1]}…{name[-SHOWN // 2 :]}"
+        if result is None:
+            self.bar.update(self.task, description=name)
+            return
+        if stage in ("done", "cached"):
+            self.ended.add(unit.name)
+            self.bar.advance(self.task, self.schedule.costs[unit.name].cpu)
+        left = _duration(self.schedule.seconds(self.ended))
+        self.bar.update(self.task, left=f"about {left} left")
+        peak = f", {result.usage.peak / 1e9:.2f} GB" if stage == "done" else ""
+        count = f"[{len(self.ended)}/{len(self.schedule.costs)}]"
+        say(f"{count} {name}: {OUTCOMES[stage]} ({result.seconds:.1f} s{peak}; {left} left)")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

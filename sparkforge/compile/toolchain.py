@@ -1,0 +1,266 @@
+"""The CUDA compiler and its neighbours: found here, or installed from hash-locked wheels (`locks/toolchain.in`).
+
+The wheels put everything under `nvidia/cu13`. That folder becomes a CUDA_HOME with three additions: `lib64`, the
+unversioned names that `-lcudart` asks for, and a `libcuda.so` to link against where no driver is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from sparkforge.audit.cubins import Tools
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import CompileError
+from sparkforge.core.files import require_space, sha256_file
+from sparkforge.core.manifest import Made
+from sparkforge.core.process import run
+from sparkforge.pins import locks
+
+LAYOUT = "1"  # raise it when this module would make another folder of the same wheels
+SPACE = 1_400_000_000  # bytes: 1.2 GB installed, measured on x86-64
+HOME = "nvidia/cu13"
+# First CUDA release that knows the architecture with its suffix. CUDA 12.9 release notes: 12.1 and the suffix `f`.
+SINCE = {"12.0": (12, 8), "12.0a": (12, 8), "12.0f": (12, 9), "12.1": (12, 9), "12.1a": (12, 9), "12.1f": (12, 9)}
+# What FlashInfer's and vLLM's units include and link against; a runtime-only CUDA lacks some of it.
+PARTS = (
+    "bin/nvcc", "bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
+    "include/cuda_runtime.h", "include/cuda_fp4.h", "include/cublasLt.h", "include/curand_kernel.h", "include/nvrtc.h",
+    "lib64/libcudart.so", "lib64/libnvrtc.so", "lib64/libcublasLt.so", "lib64/stubs/libcuda.so",
+)  # fmt: skip
+CXX_NAMES = ("c++", "g++", "g++-15", "g++-14", "g++-13", "g++-12", "g++-11")
+MINIMUM_CXX = 9  # C++17 complete in the library, which FlashInfer's units are written in; vLLM asks for 13
+# 4.7.5 refuses nvcc with --generate-dependencies-with-compile, 4.14.2 caches it: docs/concepts/compiling.md.
+MINIMUM_CCACHE = (4, 14)
+AGAIN = "then run the same command again"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Every program that a build starts, with absolute paths; `versions` maps nvcc, c++, ninja and ccache to theirs."""
+
+    home: Path  # CUDA_HOME
+    origin: str  # "CUDA_HOME", "PATH" or "locked wheels"
+    cxx: Path
+    ninja: Path
+    ccache: Path
+    versions: Mapping[str, str]
+
+    @property
+    def nvcc(self) -> Path:
+        """The CUDA compiler driver."""
+        return self.home / "bin/nvcc"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that make FlashInfer's JIT, CMake and torch use exactly these programs, with ccache."""
+        folders = [self.home / "bin", self.ninja.parent]
+        ccache = str(self.ccache)
+        return {
+            "CUDA_HOME": str(self.home),
+            "PATH": os.pathsep.join([*dict.fromkeys(map(str, folders)), os.environ.get("PATH", os.defpath)]),
+            "TMPDIR": tempfile.gettempdir(),  # one that is set and empty makes nvcc write into / and not find it again
+            "CXX": str(self.cxx),
+            "NVCC_CCBIN": str(self.cxx),
+            # No flags of the user's, and no process id in the names of intermediate files, which the symbols repeat.
+            "NVCC_PREPEND_FLAGS": "",
+            "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
+            "CUDAHOSTCXX": str(self.cxx),
+            "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(paths.cache() / "ccache")),
+            "FLASHINFER_NVCC_LAUNCHER": ccache,
+            "FLASHINFER_CXX_LAUNCHER": ccache,
+            "CMAKE_CUDA_COMPILER_LAUNCHER": ccache,
+            "CMAKE_CXX_COMPILER_LAUNCHER": ccache,
+        }
+
+
+def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX) -> Toolchain:
+    """Return programs that can build for `architecture`; installs the locked ones where this machine's do not do.
+
+    A CUDA_HOME or CXX that was set by hand is used or refused, never ignored. Raises CompileError, and what
+    `install` raises.
+    """
+    home, origin = _home(architecture)
+    cxx, cxx_version = host_compiler(home, minimum_cxx)
+    ninja, ccache = helper("ninja"), helper("ccache")
+    versions = {"nvcc": nvcc_version(home / "bin/nvcc"), "c++": cxx_version}
+    versions |= {path.name: ".".join(map(str, _version(path))) for path in (ninja, ccache)}
+    return Toolchain(home, origin, cxx, ninja, ccache, versions)
+
+
+def _home(architecture: str) -> tuple[Path, str]:
+    if chosen := os.environ.get("CUDA_HOME"):
+        if wrong := unfit(Path(chosen), architecture):
+            raise _error(
+                f"cannot build with CUDA_HOME={chosen}", wrong, f"unset CUDA_HOME to use the locked compiler, {AGAIN}"
+            )
+        return Path(chosen).absolute(), "CUDA_HOME"
+    if (found := shutil.which("nvcc")) and (home := home_of(Path(found))):
+        if not (wrong := unfit(home, architecture)):
+            return home, "PATH"
+        say(f"{found} is passed over: {wrong}")
+    home = install()[0] / HOME
+    if wrong := unfit(home, architecture):
+        raise _error(f"{home} is no longer whole", wrong, f"rm -r {home.parent.parent}, {AGAIN}")
+    return home, "locked wheels"
+
+
+def home_of(nvcc: Path) -> Path | None:
+    """Return the CUDA_HOME of an nvcc, which may be a wrapper script somewhere else: what its dry run calls TOP."""
+    dry_run = run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], check=False)
+    match = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
+    return Path(match[1].strip()).resolve() if match else None
+
+
+def unfit(home: Path, architecture: str) -> str:
+    """Return why the CUDA under `home` cannot build for `architecture`; empty if it can. Raises CompileError."""
+    if architecture not in SINCE:
+        known = ", ".join(SINCE)
+        raise _error(f"no rule for compute capability {architecture}", f"known are {known}", "name one of them")
+    if missing := [part for part in PARTS if not (home / part).exists()]:
+        return f"{home} lacks {', '.join(missing)}"
+    version, needed = nvcc_version(home / "bin/nvcc"), SINCE[architecture]
+    if tuple(map(int, version.split(".")[:2])) < needed:
+        return f"its nvcc {version} does not know {architecture}, which came with {needed[0]}.{needed[1]}"
+    return ""
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """Return an nvcc's version, such as 13.0.88. Raises CompileError if it does not say."""
+    match = re.search(r"\bV(\d+\.\d+\.\d+)\b", run([nvcc, "--version"], check=False).stdout)
+    if match is None:
+        raise _error(f"cannot use {nvcc}", "it does not say its version", f"run it by hand: {nvcc} --version")
+    return match[1]
+
+
+def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
+    """Return the first GCC, with its version, of major version `minimum` or more that the nvcc under `home` takes.
+
+    The upper bound is the one that nvcc's own header enforces. Raises CompileError.
+    """
+    header = home / "include/crt/host_config.h"
+    limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
+    maximum = int(limit[1]) if limit else minimum
+    chosen, seen = os.environ.get("CXX"), []
+    for name in [chosen] if chosen else CXX_NAMES:
+        if not (path := shutil.which(name)):
+            continue
+        version = gcc_version(Path(path))
+        if version and minimum <= int(version.split(".")[0]) <= maximum:
+            return Path(path).absolute(), version
+        seen.append(f"{name} {version or 'is no GCC'}")
+    why = f"nvcc takes GCC {minimum} to {maximum} here, and there is {', '.join(seen) or chosen or 'none'}"
+    fix = f"sudo apt install g++-{min(maximum, max(minimum, 13))}" + (" and unset CXX" if chosen else "")
+    raise _error("no host compiler that fits", why, f"{fix}, {AGAIN}")
+
+
+def gcc_version(cxx: Path) -> str:
+    """Return a GCC's full version; empty for any other compiler."""
+    if "clang" in run([cxx, "--version"], check=False).stdout:
+        return ""
+    match = re.match(r"\d+(\.\d+)*", run([cxx, "-dumpfullversion"], check=False).stdout)
+    return match[0] if match else ""
+
+
+def helper(name: str) -> Path:
+    """Return ninja or a ccache that can cache nvcc's units: this machine's if it is fit, else the locked one."""
+    minimum = MINIMUM_CCACHE if name == "ccache" else (1,)
+    path = shutil.which(name)
+    if path and _version(Path(path)) >= minimum:
+        return Path(path).absolute()
+    return install()[0] / "bin" / name
+
+
+def _version(program: Path) -> tuple[int, ...]:
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", run([program, "--version"], check=False).stdout)
+    return tuple(int(number) for number in match.groups() if number) if match else ()
+
+
+def program(name: str) -> Path:
+    """Return one of CUDA's programs, such as nvdisasm: CUDA_HOME's, else PATH's, else the locked one.
+
+    Asked for one by one, because a CUDA often comes without cuobjdump and nvdisasm. Raises CompileError, and what
+    `install` raises.
+    """
+    cuda_home = os.environ.get("CUDA_HOME")
+    for folders in (f"{cuda_home}/bin" if cuda_home else "", os.environ.get("PATH", os.defpath)):
+        if program_path := shutil.which(name, path=folders):
+            return Path(program_path).absolute()
+    path = install()[0] / HOME / "bin" / name
+    if not path.is_file():
+        raise _error(f"there is no {name}", "it is neither on this machine nor in the locked wheels", "check its name")
+    return path
+
+
+def audit_tools() -> Tools:
+    """Return the programs that the audit reads machine code with. Raises what `program` raises."""
+    return Tools(program("cuobjdump"), program("nvdisasm"))
+
+
+def install() -> tuple[Path, bool]:
+    """Install the locked toolchain if it is not installed; return its folder and whether it was installed now.
+
+    CUDA_HOME is the folder's `nvidia/cu13`. Raises NetworkError, StorageError, and CompileError where there
+    is no host compiler for the stub.
+    """
+    folder = paths.state() / "toolchain" / f"cuda-{os.uname().machine}"
+    inputs = {"lock": sha256_file(locks.lock_path("toolchain")), "machine": os.uname().machine, "layout": LAYOUT}
+    if not manifest.current(folder, "toolchain", inputs):
+        require_space(folder, SPACE, "the CUDA toolchain")
+    return folder, manifest.once(folder, "toolchain", inputs, _make)[1]
+
+
+def _make(folder: Path) -> Made:
+    locks.install(Path(sys.executable), "toolchain", target=folder)
+    home = folder / HOME
+    add_links(home)
+    cxx, version = host_compiler(home)
+    make_stub(home, cxx)
+    # A wheel's RECORD holds the hash of each of its files.
+    packages = {path.name.removesuffix(".dist-info"): path for path in sorted(folder.glob("*.dist-info"))}
+    records = {name: sha256_file(path / "RECORD") for name, path in packages.items() if (path / "RECORD").is_file()}
+    parts = (name.rpartition("-") for name in packages)
+    return Made(records, {"c++": version, **{canonicalize_name(name): number for name, _, number in parts}})
+
+
+def add_links(home: Path) -> None:
+    """Add `lib64` and, beside every libX.so.N, the name libX.so."""
+    (home / "lib64").symlink_to("lib")
+    for library in sorted((home / "lib").glob("lib*.so.*")):
+        plain = library.with_name(library.name.partition(".so.")[0] + ".so")
+        if not plain.exists():
+            plain.symlink_to(library.name)
+
+
+def make_stub(home: Path, cxx: Path) -> None:
+    """Make `lib/stubs/libcuda.so`: every function of cuda.h, empty, under the driver's own SONAME libcuda.so.1.
+
+    The functions are there because Ubuntu's linker drops a library that resolves nothing (--as-needed), and a module
+    that does not name libcuda.so.1 cannot be loaded.
+    """
+    source = run([cxx, "-E", "-x", "c++", f"-I{home / 'include'}", home / "include/cuda.h"]).stdout
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w*(?=\s*\()", source)))
+    code = "".join(f'extern "C" void {name}() {{}}\n' for name in names)
+    output = home / "lib/stubs/libcuda.so"
+    output.parent.mkdir(exist_ok=True)
+    run([cxx, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", output], stdin=code)
+
+
+def print_toolchain() -> None:
+    """Say which toolchain a build would use."""
+    chain = find()
+    say(f"CUDA of {chain.origin}: {chain.home}")
+    for name, version in chain.versions.items():
+        say(f"{name} {version}")
+
+
+def _error(what: str, why: str, fix: str) -> CompileError:
+    return CompileError(what, why, fix, code="compile.toolchain")

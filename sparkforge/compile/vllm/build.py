@@ -1,0 +1,330 @@
+"""`./inv build.vllm`: compile vLLM's own extensions for SM121, without a GPU, into an overlay for upstream's wheel.
+
+    sdist ─► private patched copy ─► cmake ─► units, hungriest first ─► ninja links ─► audit ─► overlay and manifest
+
+Only the targets of `targets-VERSION.toml` that SM121 uses. A killed build is continued: what was compiled comes from
+ccache. The overlay appears when it is complete and the audit passed (docs/concepts/vllm-extensions.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sparkforge import pins
+from sparkforge.audit import rules as audit_rules
+from sparkforge.audit.report import AuditReport, audit_files
+from sparkforge.compile import ninja as ninja_build
+from sparkforge.compile import toolchain
+from sparkforge.compile.diagnosis import explained
+from sparkforge.compile.jobs import Unit, parse_limit
+from sparkforge.compile.ninja import BuildResult, Site
+from sparkforge.compile.peaks import Peaks
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.compile.vllm import environment as vllm_env
+from sparkforge.compile.vllm import sources as vllm_sources
+from sparkforge.compile.vllm import targets as vllm_targets
+from sparkforge.compile.vllm.environment import Interpreter
+from sparkforge.compile.vllm.sources import ExtensionSources
+from sparkforge.compile.vllm.targets import TargetTable
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import CompileError, ProcessError, UsageError
+from sparkforge.core.files import locked, sha256_file, write_json
+from sparkforge.core.manifest import Made
+from sparkforge.core.process import run
+
+STAGE = "vllm"
+LAYOUT = "1"  # raise it when this module would make another build of the same inputs
+MINIMUM_CXX = 13  # vLLM 0.32.0, CMakeLists.txt:1561-1571
+SUPPORTED = re.compile(r"CUDA supported target architectures: (.*)$", re.MULTILINE)
+GENCODE = re.compile(r"-gencode arch=\w+,code=(\w+)")
+# CMake's rules that make an object, before and since 3.28, which looks for C++ modules.
+COMPILERS = re.compile(r"^(?:CUDA|CXX)_COMPILER__(.+?)(?:_(?:un)?scanned)?_Release$", re.MULTILINE)
+OBJECT = re.compile(r"^CMakeFiles/(.+?)\.dir/(.+)$")
+# Read by CMake while it configures, or by torch's and vLLM's CMake files; they would make another build of it.
+CLEARED = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CUDAFLAGS", "LDFLAGS", "CMAKE_ARGS", "PYTHONPATH", "PYTHONHOME")
+OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DVLLM_TARGET_DEVICE=cuda",
+    "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",  # nothing may come from a network that pins.toml has not seen
+)
+
+
+@dataclass(frozen=True)
+class ExtensionOrder:
+    """What to build: `targets` for `arch`, into the overlay `output`, with these programs, from these sources."""
+
+    targets: tuple[str, ...]
+    arch: str
+    output: Path
+    chain: Toolchain
+    interpreter: Interpreter
+    sources: ExtensionSources
+    table: TargetTable
+    limit: int | None = None
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """The inputs of a configured build folder, whatever targets are built in it."""
+        tools = {name: self.chain.versions[name] for name in ("nvcc", "c++")}
+        interpreter = {**self.interpreter.versions, "interpreter": str(self.interpreter.python)}
+        return {"layout": LAYOUT, "arch": self.arch, **tools, **interpreter, **self.sources.identity}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The inputs of the overlay."""
+        rules = {
+            "targets": sha256_file(vllm_targets.path_of(self.table.version)),
+            "audit rules": sha256_file(audit_rules.PATH),
+        }
+        return {**self.configuration, **rules, "built": " ".join(self.targets)}
+
+    @property
+    def folder(self) -> Path:
+        """The build folder, with the patched copy, the stand-ins, and CMake's folder."""
+        text = json.dumps(self.configuration, sort_keys=True)
+        return home() / hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def lock(self) -> Path:
+        """The lock that compilers hold while they work."""
+        return self.folder / "units.lock"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables of cmake, the compilers and ninja; ccache does not tell one build folder from another."""
+        variables = self.chain.environment()
+        return {
+            **variables,
+            **dict.fromkeys(CLEARED, ""),
+            "PATH": f"{self.interpreter.python.parent}{os.pathsep}{variables['PATH']}",
+            "CCACHE_BASEDIR": str(self.folder),
+            "TORCH_CUDA_ARCH_LIST": self.arch,
+            "VLLM_TARGET_DEVICE": "cuda",
+        }
+
+
+def home() -> Path:
+    """Return the folder of all build folders."""
+    return paths.state() / "build" / "vllm"
+
+
+def overlay() -> Path:
+    """Return the overlay's folder where none is named."""
+    return paths.state() / "vllm-overlay"
+
+
+@dataclass(frozen=True)
+class ExtensionRequest:
+    """What a user asks for: a stack's extensions.
+
+    `targets` are CMake targets with commas, empty: all that SM121 uses; `sources` is the folder of an unpacked bundle
+    or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
+    with torch and CUDA, empty: one of our own; `output` is the overlay's folder.
+    """
+
+    stack: str
+    targets: str = ""
+    sources: str = ""
+    jobs: str = "auto"
+    arch: str = ""
+    python: str = ""
+    output: str = ""
+
+
+def build_extensions(request: ExtensionRequest) -> Path:
+    """Build a stack's vLLM extensions and report what was done; return the overlay.
+
+    Raises UsageError and what `build` raises.
+    """
+    order = prepare(request)
+    result = build(order)
+    if result.compiled + result.cached == 0:
+        say(f"{order.output}: unchanged, {len(order.targets)} targets of {result.units} units")
+    else:
+        say(f"{order.output}: {', '.join(order.targets)}; {result} ({result.seconds:.1f} s)")
+    return order.output
+
+
+def prepare(request: ExtensionRequest) -> ExtensionOrder:
+    """Check a request and fetch what it needs, the most expensive last."""
+    stack, inputs_folder = request.stack, paths.typed(request.sources) if request.sources else None
+    table = vllm_targets.load(pins.load().component(stack, "vllm").version)
+    chosen = table.chosen([name for name in request.targets.split(",") if name])
+    arch = request.arch or pins.load().image(stack).architecture
+    table.mapped(arch)
+    limit = parse_limit(request.jobs)
+    folder = paths.typed(request.output).absolute() if request.output else overlay()
+    if folder.exists() and manifest.load(folder) is None:
+        raise UsageError(f"cannot write {folder}", "it exists and is no overlay of ours", "name another folder")
+    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack)
+    chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
+    if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
+        raise CompileError(
+            "cannot build vLLM", "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain"
+        )
+    python = paths.typed(request.python).absolute() if request.python else vllm_env.ensure(stack)
+    return ExtensionOrder(tuple(chosen), arch, folder, chain, vllm_env.examine(python, stack), inputs, table, limit)
+
+
+def build(order: ExtensionOrder) -> BuildResult:
+    """Build what is not built, audit it, and put the overlay in place; with the same inputs do nothing.
+
+    Raises ProcessError for what does not configure or compile, CompileError, AuditError, StorageError; an earlier
+    overlay is then left as it was.
+    """
+    previous = manifest.current(order.output, STAGE, order.inputs)
+    if previous and ninja_build.outputs_intact(previous, order.output):
+        return BuildResult(0, 0, int(previous.facts["units"]))
+    with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
+        begun = time.monotonic()
+        ninja_build.wait_for_orphans(order.lock)
+        configure(order)
+        units = units_of(order)
+        result = _compile(order, units)
+        staged = _install(order)
+        report = _audit(order, staged)
+        result = replace(result, seconds=round(time.monotonic() - begun, 3))
+        _publish(order, staged, {**asdict(result), "code": code_of(units)}, report)
+        for folder in home().iterdir():  # of other inputs, gigabytes each; ccache still has their objects
+            if folder != order.folder:
+                manifest.remove(folder)
+        return result
+
+
+def configure(order: ExtensionOrder) -> None:
+    """Make the build folder if there is none.
+
+    Raises ProcessError, and CompileError if CMake makes something else of the architecture than the table says.
+    """
+    tree = order.folder / "tree"
+    order.folder.mkdir(parents=True, exist_ok=True)
+    stamp = order.folder / "configured.json"
+    if stamp.is_file():
+        return
+    for stale in (tree, order.folder / "cmake"):  # of a run that was killed
+        manifest.remove(stale)
+    say("configuring: half a minute and more")
+    vllm_sources.copy_tree(order.sources, tree)
+    variables = vllm_sources.stand_ins(order.table, order.sources, order.folder / "left-out")
+    command: list[str | Path] = [
+        order.interpreter.cmake, "-G", "Ninja", "-S", tree, "-B", order.folder / "cmake", *OPTIONS,
+        *(f"-D{name}={folder}" for name, folder in variables.items() if name != "TRITON_KERNELS_SRC_DIR"),
+        f"-DCMAKE_MAKE_PROGRAM={order.chain.ninja}", f"-DVLLM_PYTHON_EXECUTABLE={order.interpreter.python}",
+        f"-DFETCHCONTENT_BASE_DIR={order.folder / 'fetched'}",
+    ]  # fmt: skip
+    try:
+        output = run(command, env={**order.env, **variables}).stdout
+    except ProcessError as error:
+        raise explained(error) from None
+    expected, match = order.table.mapped(order.arch).base, SUPPORTED.search(output)
+    if match is None or match[1] != expected:
+        raise CompileError(
+            f"vLLM's CMake files do not make {expected} of {order.arch}",
+            f"they make {match[1] if match else 'nothing'} of it",
+            f"read CMakeLists.txt:108-131 of this vLLM; correct [arch] in {vllm_targets.path_of(order.table.version)}",
+            code="compile.incomplete",
+        )
+    write_json(stamp, order.configuration)
+
+
+def units_of(order: ExtensionOrder) -> list[Unit]:
+    """Return the compilations of the order's targets, named TARGET/SOURCE.o wherever they are built.
+
+    Raises CompileError if CMake's rules are not the ones we know: ninja would compile what is not scheduled, without
+    regard to memory.
+    """
+    folder = order.folder / "cmake"
+    listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
+    targets = {target.lstrip("_") for target in order.targets}  # CMake writes one underscore for several
+    rules = [rule[0] for rule in COMPILERS.finditer(listing) if rule[1].lstrip("_") in targets]
+
+    def unit_name(_folder: Path, output: str) -> str:
+        match = OBJECT.match(output)
+        return f"{match[1]}/{match[2]}" if match else output
+
+    units = ninja_build.read_units(folder, order.chain.ninja, rules, unit_name=unit_name) if rules else []
+    if without := set(order.targets) - {unit.name.partition("/")[0] for unit in units}:
+        raise CompileError(
+            f"no units of {', '.join(sorted(without))} were found",
+            f"{folder}/build.ninja names them in a way of its own",
+            f"use the CMake of locks/build-vllm.txt; this one is {order.interpreter.versions['cmake']}",
+            code="compile.incomplete",
+        )
+    return units
+
+
+def _compile(order: ExtensionOrder, units: Sequence[Unit]) -> BuildResult:
+    """Run the units that ninja would run, as memory allows, and then ninja, which records them and links."""
+    ninja: tuple[str | Path, ...] = (order.chain.ninja, "-C", order.folder / "cmake")
+    return ninja_build.build(
+        units,
+        set(ninja_build.pending(ninja, *order.targets, env=order.env)),
+        Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}"),
+        Site(order.env, order.folder / "logs", order.lock, order.limit),
+        lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *order.targets], env=order.env),
+    )
+
+
+def code_of(units: Sequence[Unit]) -> dict[str, int]:
+    """Count the CUDA units by the machine code, and PTX, that their commands ask for."""
+    codes = (" ".join(sorted(set(GENCODE.findall(unit.command[-1])))) for unit in units)
+    return dict(Counter(code for code in codes if code))
+
+
+def _install(order: ExtensionOrder) -> Path:
+    """Have CMake install each target, which takes the build's own run paths out of it; return the folder."""
+    staged = order.folder / "stage"
+    manifest.remove(staged)
+    for target in order.targets:
+        run([order.interpreter.cmake, "--install", order.folder / "cmake", "--component", target, "--prefix", staged])
+        if not (staged / order.table.targets[target].output).is_file():
+            raise CompileError(
+                f"{target} was built, but there is no {order.table.targets[target].output}",
+                "CMake installs it under another name; an interpreter without the stable ABI does this",
+                "name an interpreter that is not free-threaded: ./inv build.vllm --python PATH",
+                code="compile.incomplete",
+            )
+    return staged
+
+
+def _audit(order: ExtensionOrder, staged: Path) -> AuditReport:
+    """Audit each library, and that it is the one that it claims to be. Raises AuditError."""
+    targets = [order.table.targets[name] for name in order.targets]
+    report = audit_files(
+        [staged / target.output for target in targets],
+        tools=toolchain.audit_tools,
+        modules=[target.module for target in targets if target.module],
+        machine=os.uname().machine,
+    )
+    write_json(order.folder / "audit.json", report.document())
+    report.require_clean()
+    return report
+
+
+def _publish(order: ExtensionOrder, staged: Path, facts: dict[str, Any], report: AuditReport) -> None:
+    """Put the overlay in place, and its manifest beside it."""
+    names = [order.table.targets[target].output for target in order.targets]
+    outputs = {name: sha256_file(staged / name) for name in names}
+    audited = {name: sum(getattr(row, name) for row in report.coverage) for name in ("cubins", "kernels", "fp4")}
+    facts = {**facts, "vllm": order.table.version, "machine": os.uname().machine, "audit": audited}
+
+    def make(temporary: Path) -> Made:
+        """Copy, so that a killed publication leaves what was staged."""
+        for name in outputs:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(staged / name, temporary / name)
+        return Made(outputs, {**order.chain.versions, **order.interpreter.versions}, facts)
+
+    manifest.beside(order.output).unlink(missing_ok=True)
+    manifest.once(order.output, STAGE, order.inputs, make)

@@ -1,0 +1,184 @@
+"""What vLLM's extensions are compiled from: a private, patched copy of the sdist's C++ side, and its repositories.
+
+A copy, because vLLM's CMake writes into its own source tree (generated Marlin kernels, FlashMLA's interface). Each
+repository is real, or a folder that stands in for one that is left out (`targets-VERSION.toml`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.compile.vllm.targets import TargetTable
+from sparkforge.core import manifest
+from sparkforge.core.console import say
+from sparkforge.core.errors import CompileError, PatchError, ProcessError, UsageError
+from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.core.git import git
+from sparkforge.core.paths import ROOT
+from sparkforge.patching.series import Queue
+from sparkforge.pins import GitSource, Stack
+from sparkforge.sources import archive, offline, trees
+from sparkforge.sources import repositories as git_repositories
+
+PARTS = ("CMakeLists.txt", "cmake", "csrc", "tools")  # of the sdist; what CMake reads
+STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets-VERSION.toml"\n'
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One repository for CMake: its folder (None: a stand-in), and what identifies its content."""
+
+    folder: Path | None
+    identity: str
+
+
+@dataclass(frozen=True)
+class ExtensionSources:
+    """The unpacked sdist, its listing (path → sha256), the patch queue, and each repository."""
+
+    tree: Path
+    listing: Mapping[str, str]
+    queue: Queue
+    repositories: Mapping[str, Repository]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The identity of each source by name."""
+        repositories = {f"repository:{name}": repository.identity for name, repository in self.repositories.items()}
+        return {"sdist": archive.tree_sha256(self.listing), "queue": self.queue.sha256, **repositories}
+
+
+def fetch_sources(table: TargetTable, targets: Sequence[str], folder: Path | None, stack_name: str) -> ExtensionSources:
+    """Fetch what `targets` are compiled from; repositories come from `folder`, else from the network.
+
+    `folder` is an unpacked bundle, or has a git checkout for each repository. Raises CompileError naming all that
+    is missing, and the errors of `sources`.
+    """
+    stack = pins.load().stack(stack_name)
+    component = stack.components["vllm"]
+    if folder and (folder / offline.INDEX).is_file():
+        offline.use_bundle(str(folder))
+    (filename,) = [name for name in component.files if name.endswith(trees.ARCHIVE)]
+    trees.unpack_archive(component, filename)
+    tree = trees.tree_folder(component, filename)
+    repositories, missing, users = dict[str, Repository](), dict[str, str](), dict[str, list[str]]()
+    for name, option in table.repositories.items():
+        users[name] = [target for target in targets if name in table.targets[target].needs]
+        if not users[name]:
+            repositories[name] = Repository(None, "left out")
+            continue
+        try:
+            repositories[name] = repository(name, option.variable, stack.git[name], folder)
+        except CompileError as error:
+            if error.code != "compile.inputs":
+                raise
+            missing[name] = error.why
+    if missing:
+        possible = [target for target in table.used if not set(table.targets[target].needs) & missing.keys()]
+        only = f"or only what needs none of it: ./inv build.vllm --targets {','.join(possible)}"
+        raise missing_repositories(missing, users, stack, only)
+    queue = Queue.load(ROOT / "patches" / str(component.patches))
+    return ExtensionSources(tree, archive.read_listing(tree), queue, repositories)
+
+
+def repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
+    """Return a repository: where `variable` names one, a checkout in `folder`, or the pinned one, fetched.
+
+    Raises CompileError (compile.inputs) that says why there is none.
+    """
+    if chosen := os.environ.get(variable):  # whoever sets vLLM's own variable answers for the content
+        override = Path(chosen)
+        if not override.is_dir():
+            raise UsageError(f"cannot build with {variable}={override}", "there is no such folder", f"unset {variable}")
+        say(f"{name}: {override}, because {variable} names it; it is not compared with the pin")
+        return Repository(override.absolute(), f"by hand {archive.tree_sha256(git_repositories.list_tree(override))}")
+    if folder and not offline.folder():
+        return _checkout(name, pin, folder / name)
+    fetched = trees.fetch_repository(name, pin.model_copy(update={"needed": True}), git=True)
+    if fetched.path is None:
+        raise CompileError(name, fetched.note, "", code="compile.inputs")
+    record = manifest.load(fetched.path)
+    return Repository(fetched.path, f"{pin.commit} {record.outputs['listing'] if record else ''}".strip())
+
+
+def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
+    """Take a git checkout if it is at the pinned commit and clean. Raises CompileError."""
+    why = ""
+    if not (folder / ".git").exists():
+        why = f"there is no git checkout {folder}"
+    else:
+        try:
+            commit = git(folder, "rev-parse", "HEAD").stdout.strip()
+            edited = git(folder, "status", "--porcelain", "--ignored").stdout.splitlines()
+        except ProcessError as error:
+            why = error.why
+        else:
+            if commit != pin.commit:
+                why = f"{folder} is at {commit}, and {pin.commit} is pinned"
+            elif edited:
+                why = f"{folder} was edited: {edited[0]}"
+    if why:
+        raise CompileError(name, why, "", code="compile.inputs")
+    return Repository(folder.absolute(), f"{pin.commit} checkout")
+
+
+def missing_repositories(
+    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, *ways: str
+) -> CompileError:
+    """Say which repositories are missing, why each is needed, and every way to get them."""
+    why = "\n        ".join(
+        f"{name} ({stack.git[name].tag[: trees.DIGITS]}): {reason}; needed for {', '.join(users[name])}: "
+        f"{stack.git[name].why}"
+        for name, reason in missing.items()
+    )
+    commands = [git_repositories.fetch_command(name, stack.git[name], f"DIR/{name}") for name in missing]
+    fixes = (
+        "on a machine with a network: ./inv build.sources",
+        "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",
+        "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build.vllm --sources DIR",
+        *(f"or by hand: {command}, then ./inv build.vllm --sources DIR" for command in commands),
+        *ways,
+    )
+    return CompileError(
+        f"{len(missing)} of vLLM's repositories are missing", why, "\n        ".join(fixes), code="compile.inputs"
+    )
+
+
+def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
+    """Make the private, patched copy at `copy`, which must not exist.
+
+    Raises PatchError if a file of the unpacked sdist is not the one that the archive held, or the queue does not fit.
+    """
+    for path, sha256 in inputs.listing.items():
+        if path.split("/")[0] not in PARTS and path not in inputs.queue.paths:
+            continue
+        target = copy / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(inputs.tree / path, target)
+        if sha256_file(target) != sha256:
+            raise PatchError(
+                f"{inputs.tree / path} was edited by hand",
+                "it is not the file that the archive held",
+                f"keep your edits as a patch (./inv patch.new), then rm -r {shlex.quote(str(inputs.tree))} and again",
+                code="patch.modified",
+            )
+    inputs.queue.apply_to(copy)
+
+
+def stand_ins(table: TargetTable, inputs: ExtensionSources, place: Path) -> dict[str, str]:
+    """Make the folders that stand in under `place`; return every repository's variable with its folder."""
+    variables = {}
+    for name, option in table.repositories.items():
+        folder = inputs.repositories[name].folder
+        if folder is None:
+            folder = place / name
+            for file in option.files:
+                write_atomic(folder / file, STAND_IN)
+        variables[option.variable] = str(folder)
+    return variables

@@ -1,0 +1,99 @@
+"""`targets-VERSION.toml`: which CMake targets of a vLLM are built for SM121."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field
+
+from sparkforge.core.documents import read_toml
+from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.tables import Record
+
+FOLDER = Path(__file__).parent  # of a table for each vLLM that can be compiled
+
+
+class Arch(Record):
+    """What vLLM's CMake makes of a TORCH_CUDA_ARCH_LIST: for most units, and for those that ask for a suffix."""
+
+    base: str
+    family: str
+
+
+class Target(Record):
+    """One CMake target: whether SM121 uses it, why or why not, and the line of the sdist that defines it.
+
+    `needs` names repositories whose headers its units include, `module` the audit's rule for it.
+    """
+
+    use: bool
+    where: str
+    why: str
+    output: str = ""
+    needs: tuple[str, ...] = ()
+    module: str = ""
+
+
+class RepositoryOption(Record):
+    """A repository of CMake's: the variable that names its folder, and files that stand in where it is left out."""
+
+    variable: str
+    files: tuple[str, ...]
+
+
+class TargetTable(Record):
+    """The whole table, for one vLLM version."""
+
+    schema_: int = Field(alias="schema", ge=1, le=1)
+    version: str
+    arch: dict[str, Arch]
+    targets: dict[str, Target]
+    repositories: dict[str, RepositoryOption]
+
+    @property
+    def used(self) -> list[str]:
+        """The targets that SM121 uses, the cheapest first."""
+        return [name for name, target in self.targets.items() if target.use]
+
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Return `names` in the table's order, or all that SM121 uses. Raises UsageError for any other name."""
+        for name in names:
+            if name not in self.targets:
+                raise UsageError(f"vLLM has no target {name}", f"there are {', '.join(self.used)}", "name one of them")
+            if not (target := self.targets[name]).use:
+                raise UsageError(
+                    f"{name} is not built for SM121", f"{target.why} ({target.where})", "./inv build.vllm without it"
+                )
+        return [name for name in self.used if not names or name in names]
+
+    def mapped(self, arch: str) -> Arch:
+        """Return what CMake makes of `arch`. Raises UsageError for an architecture that was not tried."""
+        if arch not in self.arch:
+            known = ", ".join(self.arch)
+            raise UsageError(f"no rule for --arch {arch}", f"tried were {known}", "./inv build.vllm --arch 12.1a")
+        return self.arch[arch]
+
+
+def path_of(version: str) -> Path:
+    """Return the path of the table for a vLLM."""
+    return FOLDER / f"targets-{version}.toml"
+
+
+@cache
+def load(version: str) -> TargetTable:
+    """Return the table for a vLLM. Raises InputError if there is none.
+
+    A table is part of the program: a mistake in it raises what pydantic raises.
+    """
+    path = path_of(version)
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem.removeprefix("targets-") for file in FOLDER.glob("targets-*.toml")))
+        raise InputError(
+            f"vLLM {version} cannot be compiled here",
+            f"there is no {path.name}; there are tables for {known}",
+            "./inv build --from wheel, or write that table (docs/concepts/vllm-extensions.md)",
+            code="input.pins",
+        )
+    return TargetTable.model_validate(read_toml(path))

@@ -1,0 +1,101 @@
+"""Make `.venv` from `locks/tools.txt`: `python3 -m sparkforge.core.bootstrap ROOT`, which `./inv` runs.
+
+It runs before anything is installed, so it needs the standard library only; the same holds for what it imports.
+
+The copy of the lock in `.venv/.complete` is written when all the rest is on the disk; without it the folder counts as
+half-made and is made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from sparkforge.core.errors import ProcessError
+
+MARK = ".made-by-sparkforge"
+TAIL_LINES = 8
+
+
+def main(root: Path) -> None:
+    """Make or repair `root`/.venv while holding a lock, so that two first runs do not meet. Raises ProcessError."""
+    venv, lock = root / ".venv", root / "locks" / "tools.txt"
+    if find_spec("ensurepip") is None or find_spec("venv") is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ProcessError(
+            f"Python {version} cannot make a virtual environment",
+            "its venv and pip modules are not installed",
+            f"sudo apt install python{version}-venv, then run the same command again",
+            code="process.setup",
+        )
+    state = root / ".sparkforge"
+    try:
+        state.mkdir(mode=0o700, exist_ok=True)
+        with (state / "bootstrap.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_complete(venv, lock):
+                make(venv, lock)
+    except OSError as error:
+        fix = "check the folder's owner and the free disk space"
+        raise ProcessError("cannot write into the checkout", str(error), fix, code="process.setup") from error
+
+
+def is_complete(venv: Path, lock: Path) -> bool:
+    """Tell whether `venv` was made to its end from this very lock."""
+    stamp = venv / ".complete"
+    return stamp.is_file() and stamp.read_bytes() == lock.read_bytes()
+
+
+def make(venv: Path, lock: Path) -> None:
+    """Make `venv` anew and install the lock; a folder that we did not make is not touched."""
+    if venv.exists():
+        if not (venv / MARK).exists():
+            raise ProcessError(
+                f"{venv} is in the way",
+                "it was not made by ./inv",
+                f"mv {venv} {venv}.old, then run the same command again",
+                code="process.setup",
+            )
+        shutil.rmtree(venv)
+    sys.stderr.write("First run: making .venv from locks/tools.txt …\n")
+    venv.mkdir()
+    (venv / MARK).touch()
+    run([sys.executable, "-m", "venv", str(venv)], "cannot make .venv")
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    run(
+        [*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
+        "cannot install locks/tools.txt",
+    )
+    temporary = venv / ".complete.tmp"
+    shutil.copyfile(lock, temporary)
+    os.sync()  # everything that .complete vouches for, before it appears
+    temporary.replace(venv / ".complete")
+
+
+def run(command: list[str], what: str) -> None:
+    """Run one step of the setup, quietly; show its last lines if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    if result.returncode:
+        lines = [
+            line for line in (result.stdout + result.stderr).splitlines() if line.strip() and "WARNING" not in line
+        ]
+        why = "\n        ".join(lines[-TAIL_LINES:]) or f"{command[0]} ended with code {result.returncode}"
+        fix = "check the network (or PIP_INDEX_URL, if you use a mirror), then run the same command again"
+        raise ProcessError(what, why, fix, code="process.setup")
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except ProcessError as error:
+        sys.stderr.write(f"✗ {error.what} [{error.code}]\n  why:  {error.why}\n  next: {error.fix}\n")
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted; the next ./inv makes .venv anew.\n")
+        raise SystemExit(130) from None

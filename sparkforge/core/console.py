@@ -1,0 +1,181 @@
+"""The one console, logger and progress display. Everything meant for people goes to stderr; results go to stdout.
+
+Everything that is printed passes `Sanitiser`: a model, a server, a log or a file can hold control sequences that set
+the clipboard, move the cursor or hide text, and none of them may reach the terminal. Our own colours are added later.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.urls import without_passwords
+
+# C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
+UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+LONGEST = 4096  # characters of a sequence that is waited for; what follows them is shown as text
+_UNSAFE = re.compile(f"[{UNSAFE}]")
+# Each alternative has one group, which matches only where the sequence is complete. A string ends at a line feed too:
+# one without an end hides a line at most.
+_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[ -?]*([@-~])?"  # CSI: cursor, colours, modes
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(\x07|\x9c|\x1b\\)?"  # OSC, DCS, SOS, PM, APC
+    r"|\x1b[ -/]*([0-~])?"
+    rf"|(\r\n|[{UNSAFE}])"
+)
+
+
+class Sanitiser:
+    """Removes control sequences (ECMA-48) from a text that comes in pieces, cut anywhere.
+
+    A carriage return becomes a line feed: what stands before it stays visible. A lone surrogate becomes U+FFFD. What
+    comes out holds no control character but tab and line feed.
+    """
+
+    def __init__(self) -> None:
+        self._begun, self._after_return = "", False
+
+    def feed(self, piece: str) -> str:
+        """Return the harmless part of the next piece; a sequence that has not ended is kept for the next one."""
+        if self._after_return and piece:
+            piece = piece.removeprefix("\n")
+            self._after_return = False
+        text = self._begun + piece
+        self._begun = ""
+        kept, at = list[str](), 0
+        for match in _SEQUENCE.finditer(text):
+            kept.append(text[at : match.start()])
+            at = match.end()
+            if match.lastindex is None:
+                if at == len(text) and len(match[0]) <= LONGEST:
+                    self._begun = match[0]
+            elif match[0] in ("\r", "\r\n"):
+                kept.append("\n")
+                self._after_return = match[0] == "\r" and at == len(text)
+            elif "\ud800" <= match[0] <= "\udfff":
+                kept.append("\ufffd")
+        return "".join([*kept, text[at:]])
+
+
+def safe(text: str) -> str:
+    """Return a whole text without anything that a terminal would obey (see `Sanitiser`)."""
+    return Sanitiser().feed(text) if _UNSAFE.search(text) else text
+
+
+class _SafeConsole(Console):
+    """A console that sanitises every text it renders, in tables and progress displays too; styles are added later."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of `renderable`; those that control the terminal are Rich's own."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else safe(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError, as printing to stdout does; Rich itself would end the program with code 1."""
+        raise BrokenPipeError("nobody reads stderr any more")
+
+
+@cache
+def console() -> Console:
+    """Return the console on stderr; plain text where stderr is no terminal or NO_COLOR is set.
+
+    It interprets neither markup nor emoji codes: what it prints may come from a server.
+    """
+    return _SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def say(message: str) -> None:
+    """Print one line for people, without interpreting markup and without a URL's password."""
+    console().print(without_passwords(message))
+
+
+def echo(text: str = "", *, end: str = "\n") -> None:
+    """Print a result to stdout."""
+    _write(safe(text) + end)
+
+
+def echo_json(value: Any) -> None:
+    """Print a result as JSON to stdout; unsafe characters are escaped, so that no value changes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    _write(_UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
+
+
+def stream(pieces: Iterable[str]) -> None:
+    """Print pieces of one text to stdout as they come; a sequence that is cut between two pieces is removed as well."""
+    sanitiser = Sanitiser()
+    for piece in pieces:
+        if text := sanitiser.feed(piece):
+            _write(text)
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def show_error(error: SparkforgeError) -> None:
+    """Print an error as its three parts, what failed with its code, why and the next command."""
+    out = console()
+    out.print(f"✗ {without_passwords(error.what)}", style="bold red", end="")
+    out.print(f" [{error.code}]" if error.code else "", style="dim")
+    out.print(f"  why:  {without_passwords(error.why)}")
+    out.print(f"  next: {without_passwords(error.fix)}", style="bold")
+
+
+class Steps:
+    """A numbered list of steps, each timed; `seconds` maps a step's name to its duration."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.seconds = total, dict[str, float]()
+
+    @contextmanager
+    def step(self, name: str, detail: str = "") -> Iterator[Callable[[str], None]]:
+        """Show a running step; yields a function that replaces its detail text. Ends with ✓ or ✗ and seconds."""
+        label = f"[{len(self.seconds) + 1}/{self.total}] {name}"
+        begun, last = time.monotonic(), [detail]
+
+        def line() -> Text:
+            """Return label and detail as Text: Rich would read a string as markup."""
+            return Text(without_passwords(" · ".join(part for part in (label, last[0]) if part)))
+
+        def update(text: str) -> None:
+            """The last detail stands in the finished step's line too."""
+            last[0] = text
+            status.update(line())
+
+        mark = "✗"
+        try:
+            with console().status(line()) as status:
+                yield update
+            mark = "✓"
+        finally:
+            self.seconds[name] = round(time.monotonic() - begun, 3)
+            console().print(f"{mark} {line()} ({self.seconds[name]:.1f} s)")
+
+
+@contextmanager
+def download_bar(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a transfer of `total` bytes; yields a function that takes the number of bytes that came in."""
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+    )
+    with bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda count: progress.update(task, advance=count)

@@ -1,0 +1,84 @@
+"""What to say where bad input, or the machine, raised an error that nobody declared."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import lzma
+import os
+import shlex
+import socket
+import ssl
+import struct
+import tarfile
+import tomllib
+import traceback
+import zipfile
+import zlib
+from pathlib import Path
+
+from sparkforge.core import paths
+from sparkforge.core.errors import CompileError, NetworkError, SparkforgeError, StorageError
+from sparkforge.core.files import disk_full, existing_part
+
+# What reading a malformed file or answer raises where nobody said it better.
+UNREADABLE = (
+    *(UnicodeError, RecursionError, EOFError, json.JSONDecodeError, tomllib.TOMLDecodeError, csv.Error),
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, OverflowError),
+)
+NETWORK = (socket.gaierror, ssl.SSLError, ConnectionError, TimeoutError)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def declare(error: Exception) -> SparkforgeError | None:
+    """Return what bad input or the machine did, as an error of ours; None for a fault of ours, whose traceback helps.
+
+    The last resort: who reads a file or an answer knows better what is wrong with it, and says so.
+    """
+    if isinstance(error, SparkforgeError):
+        return error
+    if isinstance(error, MemoryError):
+        return CompileError(
+            "there is not enough memory", _where(error), "stop other programs, then try again", code="compile.memory"
+        )
+    if isinstance(error, UNREADABLE) or (isinstance(error, ValueError) and "embedded null" in str(error)):
+        why = f"it is nested too deeply ({_where(error)})" if isinstance(error, RecursionError) else _reason(error)
+        return StorageError(
+            "a file, an answer or an argument cannot be read", why, "./inv doctor", code="storage.access"
+        )
+    return _of_system(error) if isinstance(error, OSError) else None
+
+
+def _of_system(error: OSError) -> SparkforgeError:
+    """Name what the system refused, with the file if the error has one."""
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) and error.filename else None
+    if error.errno in NO_ROOM:
+        return disk_full(existing_part(path or paths.state()))
+    if path is not None:
+        look = shlex.quote(str(existing_part(path)))
+        fix = f"look at its owner and permissions: ls -ld {look}, or name others by SPARKFORGE_STATE and _CACHE"
+        return StorageError(f"cannot use {path}", error.strerror or str(error), fix, code="storage.access")
+    if isinstance(error, NETWORK):
+        fix = "check the network and the proxy's variables, then run the same command again"
+        return NetworkError("a connection failed", _reason(error), fix, code="network.fetch")
+    fix = "look at the files that PIP_CERT, SSL_CERT_FILE and the like name, then: ./inv doctor"
+    return StorageError("the system refused a file that it does not name", _reason(error), fix, code="storage.access")
+
+
+def _reason(error: BaseException) -> str:
+    """Return the error's own words in one line, and where in our code it arose."""
+    text = " ".join(str(error).encode(errors="backslashreplace").decode().split())[:300] or type(error).__name__
+    return f"{text} ({_where(error)})"
+
+
+def _where(error: BaseException) -> str:
+    """Return the last line of our own code that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if _is_ours(Path(frame.filename))]
+    frame = (ours or frames)[-1] if frames else None
+    return f"in {Path(frame.filename).name}:{frame.lineno}, {frame.name}" if frame else "in no code of ours"
+
+
+def _is_ours(file: Path) -> bool:
+    return file.is_relative_to(paths.ROOT) and "site-packages" not in file.parts

@@ -1,0 +1,176 @@
+"""The one way in which Sparkforge runs the `docker` command, and what its complaints and the engine's mean."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core import errors, paths
+from sparkforge.core.errors import EngineError, SparkforgeError, StorageError
+from sparkforge.core.process import TAIL_LINES, Child, run
+
+INSTALL = "install Docker Engine: https://docs.docker.com/engine/install"
+POLL_SECONDS = 0.2
+LOG_END = 8192  # characters of a build's log that show how it ended; programs may print anything before
+# BuildKit's plain progress: "#12 [runtime 3/5] RUN …", and what a step prints: "#12 4.21 text".
+_BUILD_STEP = re.compile(r"^#\d+ (\[[^\]]+\] .{0,60})", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What a message of docker, its plugins or the engine means: the error that we raise for it, and the fix."""
+
+    pattern: re.Pattern[str]
+    error: type[SparkforgeError]
+    code: str
+    what: str
+    fix: str
+
+
+def _means(pattern: str, error: type[SparkforgeError], code: str, what: str, fix: str) -> Complaint:
+    return Complaint(re.compile(f"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), error, code, what, fix)
+
+
+# Messages of moby, docker/cli, buildx, compose and the NVIDIA container toolkit. The first that matches counts.
+COMPLAINTS = (
+    _means(
+        r"permission denied while trying to connect|connect: permission denied",
+        errors.EngineError,
+        "engine.permission",
+        "no permission to use the Docker engine",
+        "sudo usermod -aG docker $USER, log out and in, then run the same command again",
+    ),
+    _means(
+        r"cannot connect to the docker daemon|failed to connect to the docker api|is the docker daemon running"
+        r"|connect: connection refused|connect: no such file or directory",
+        errors.EngineError,
+        "engine.down",
+        "the Docker engine does not run",
+        "sudo systemctl start docker",
+    ),
+    _means(
+        r"'buildx' is not a docker command|buildx component is missing|unknown command: docker buildx"
+        r"|unknown flag: --(?:builder|load|build-context|metadata-file)",
+        errors.EngineError,
+        "engine.tool",
+        "docker buildx is missing or too old",
+        "sudo apt install docker-buildx-plugin   # Debian's own package: docker-buildx",
+    ),
+    _means(
+        r"'compose' is not a docker command|unknown command: docker compose|unknown shorthand flag: '[fp]' in -[fp]"
+        r"|unknown flag: --(?:project-name|project-directory)",
+        errors.EngineError,
+        "engine.tool",
+        "docker compose is missing or too old",
+        "sudo apt install docker-compose-plugin   # Debian's own package: docker-compose",
+    ),
+    _means(
+        r"could not select device driver|unknown or invalid runtime name: nvidia|unresolvable cdi devices"
+        r"|nvidia-container-(?:cli|runtime)",
+        errors.EngineError,
+        "engine.gpu",
+        "the Docker engine cannot give a container the GPU",
+        "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
+    ),
+    _means(
+        r"port is already allocated|failed to bind host port|bind: address already in use",
+        errors.ServerError,
+        "server.port",
+        "the port is taken",
+        "docker ps   # who has it; or choose another: ./inv up --port 8001",
+    ),
+    _means(
+        r"no matching manifest for|does not match the (?:specified|detected host) platform|exec format error"
+        r"|does not provide the specified platform|image operating system .* cannot be used",
+        errors.IntegrityError,
+        "integrity.image",
+        "the image is for another platform",
+        "./inv build --engine docker   # builds it for this machine",
+    ),
+    _means(
+        r"failed to resolve source metadata for",
+        errors.EngineError,
+        "engine.base",
+        "the base image cannot be pulled",
+        "check the network, or docker login to the registry of that image; then run the same command again",
+    ),
+    _means(
+        r"no such image|pull access denied|manifest unknown|repository does not exist|image not found"
+        r"|failed to resolve reference",
+        errors.EngineError,
+        "engine.image",
+        "an image is not on this machine and cannot be pulled",
+        "./inv build --engine docker, or check the network if it is a base image",
+    ),
+)
+NO_SPACE = re.compile(r"^.*(?:no space left on device|disk quota exceeded).*$", re.IGNORECASE | re.MULTILINE)
+PRUNE = "docker system df, then docker builder prune   # build cache is the first thing to go"
+
+
+def explained(text: str, what: str, fix: str) -> SparkforgeError:
+    """Return the error for what docker printed: a known one by name, else an EngineError with the last lines."""
+    if found := NO_SPACE.search(text):
+        return StorageError("the Docker engine has no space left", found[0].strip()[:500], PRUNE, code="storage.full")
+    for complaint in COMPLAINTS:
+        if found := complaint.pattern.search(text):
+            return complaint.error(complaint.what, found[0].strip()[:500], complaint.fix, code=complaint.code)
+    tail = "\n        ".join(line for line in text.strip().splitlines()[-TAIL_LINES:] if line.strip())
+    return EngineError(what, tail or "it printed nothing", fix, code="engine.failed")
+
+
+def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
+    """Run `docker` in the checkout with `arguments` to its end and return what it printed on stdout.
+
+    `env` is added to ours. Raises EngineError if there is no such command, and what `explained` returns.
+    """
+    result = run([program(), *arguments], cwd=paths.ROOT, env=env, check=False)
+    if result.returncode:
+        raise explained(
+            result.stdout + result.stderr, _failed(arguments, result.returncode), fix or _by_hand(arguments)
+        )
+    return result.stdout
+
+
+def docker_logged(
+    arguments: Sequence[str | Path], log: Path, update: Callable[[str], None], env: Mapping[str, str] | None = None
+) -> None:
+    """Run a long `docker` command with its output in `log`; `update` gets the build step it is at.
+
+    An exception here, such as Ctrl-C, ends it. Raises as `docker` does; the fix of an unknown failure is the log.
+    """
+    child = Child([program(), *arguments], log=log, env=env or {}, cwd=paths.ROOT)
+    try:
+        while (usage := child.poll()) is None:
+            if steps := _BUILD_STEP.findall(log.read_text(encoding="utf-8", errors="replace")[-LOG_END:]):
+                update(steps[-1])
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        child.end()
+        raise
+    if usage.code:
+        text = log.read_text(encoding="utf-8", errors="replace")[-LOG_END:]
+        raise explained(text, _failed(arguments, usage.code), f"less {log}")
+
+
+def program() -> str:
+    """Return the path of the `docker` command. Raises EngineError."""
+    if found := shutil.which("docker"):
+        return found
+    raise EngineError("there is no docker command", "PATH holds none", INSTALL, code="engine.missing")
+
+
+def require_plugin(name: str) -> str:
+    """Return the version of `docker NAME` (buildx or compose). Raises EngineError if it is not there."""
+    return docker([name, "version"]).strip().splitlines()[0]
+
+
+def _failed(arguments: Sequence[str | Path], code: int) -> str:
+    return f"docker {arguments[0]} ended with code {code}"
+
+
+def _by_hand(arguments: Sequence[str | Path]) -> str:
+    return f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"

@@ -1,0 +1,184 @@
+"""Files that are whole or absent: written beside their place, synced, renamed; and a lock between processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from sparkforge.core.errors import StorageError, UsageError
+
+CHUNK = 1 << 20
+HOLDER_SECONDS = 0.5  # until a process that has just got a lock has written its id into the file
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes, read in chunks of 1 MiB."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename inside `path` durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside `path`; on success sync and rename it there, on any error remove it.
+
+    Also removes what killed writers of `path` left. Raises StorageError where the file system has no room.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep_temporaries(path.parent, f".{glob.escape(path.name)}.*.tmp")
+    handle, temporary = _locked_temporary(path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(path.parent) from error
+        raise
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _locked_temporary(path: Path) -> tuple[int, Path]:
+    """Make a temporary file beside `path` whose lock shows that its writer lives; return its descriptor and path."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with suppress(OSError):  # a file system without locks: nothing is ever swept there
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, Path(name)
+        os.close(handle)  # another process swept it before it was locked
+
+
+def sweep_temporaries(folder: Path, pattern: str) -> int:
+    """Remove the temporary files in `folder` whose writer was killed; return their bytes. Those in use stay."""
+    freed = 0
+    for path in folder.glob(pattern):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = os.fstat(file.fileno()).st_size
+            path.unlink()
+            freed += size
+    return freed
+
+
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
+    r"""Replace `path` by `data` (text as UTF-8) in one step.
+
+    A lone surrogate, as in a file name that is no UTF-8, is written as `\udcff`, which JSON reads back.
+    """
+    with atomic_file(path, mode=mode) as file:
+        file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    """Replace `path` by `value` as indented JSON with sorted keys and a closing newline."""
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", mode=mode)
+
+
+def disk_full(directory: Path) -> StorageError:
+    """Build the error for a file system without room, with what is left on it."""
+    free = shutil.disk_usage(existing_part(directory)).free
+    return StorageError(
+        f"cannot write under {directory}",
+        f"the file system is full ({free / 1e9:.1f} GB free)",
+        "free some space, then run the same command again",
+        code="storage.full",
+    )
+
+
+def existing_part(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that is there; never raises, whatever the name is."""
+    return next((part for part in (path, *path.parents) if os.path.exists(part)), Path("/"))  # noqa: PTH110 - see above
+
+
+def require_space(directory: Path, needed: int, purpose: str) -> None:
+    """Raise StorageError unless `needed` bytes are free where `directory` is or will be."""
+    existing = existing_part(directory)
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise StorageError(
+            f"not enough room for {purpose}",
+            f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
+            "free some space, or set SPARKFORGE_STATE and SPARKFORGE_CACHE to a larger disk",
+            code="storage.full",
+        )
+
+
+def require_writable(path: Path) -> Path:
+    """Return `path`, whose folder is made, if a file can be put there: asked before minutes go into what it will hold.
+
+    Raises UsageError.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"cannot write {path}", reason, "name a file in a folder of yours: --output FILE") from error
+    return path
+
+
+@contextmanager
+def locked(path: Path, purpose: str) -> Iterator[None]:
+    """Hold an exclusive lock on `path` while inside; the kernel drops it when the process dies.
+
+    While it is held, the file names the process that holds it. Raises StorageError at once, with that process's id, if
+    another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"cannot {purpose}",
+                f"another Sparkforge command{_holder(path)} holds {path}",
+                "wait for it to end, then run the same command again",
+                code="storage.busy",
+            ) from None
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"pid {os.getpid()}: {purpose}\n".encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), 0)
+
+
+def _holder(path: Path) -> str:
+    """Return who holds the lock `path`, as it wrote it there: " (pid 12: start a server)"; empty if it did not yet."""
+    deadline = time.monotonic() + HOLDER_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            if line := path.read_text(encoding="utf-8").partition("\n")[0]:
+                return f" ({line})"
+        time.sleep(0.01)
+    return ""

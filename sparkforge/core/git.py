@@ -1,0 +1,57 @@
+"""The one way in which Sparkforge runs git: apart from the caller's repository and from anybody's configuration.
+
+Hooks, `git rebase --exec` and `git bisect run` set GIT_DIR, GIT_INDEX_FILE and GIT_WORK_TREE, which outrank the folder
+that git is started in. A filter or an attributes file of the user would change what is checked out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.process import run
+
+INSTALL = "install git (apt-get install git), then run the same command again"
+# Which certificates to trust on the way to a commit; the commit itself is compared with its pin.
+KEPT = ("GIT_SSL_CAINFO", "GIT_SSL_CAPATH")
+ENVIRONMENT = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ASKPASS": "true",
+}
+# The two files are read from $XDG_CONFIG_HOME/git even where no configuration names them (gitignore(5)).
+SETTINGS = ("core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the whole environment for git in `folder`; a repository that `folder` lies in is not found."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in KEPT}
+    return {**inherited, **ENVIRONMENT, "GIT_CEILING_DIRECTORIES": str(folder.absolute().parent)}
+
+
+def git(
+    folder: Path,
+    *arguments: str | Path,
+    settings: Sequence[str] = (),
+    ends: Sequence[int] = (0,),
+) -> subprocess.CompletedProcess[str]:
+    """Run git in `folder` with further `settings` (`-c`) and return it with its output as text.
+
+    Raises ProcessError, with git's message, if it cannot be started or its exit code is none of `ends`.
+    """
+    options = [argument for setting in (*SETTINGS, *settings) for argument in ("-c", setting)]
+    result = run(["git", *options, *arguments], cwd=folder, base=environment(folder), check=False, fix=INSTALL)
+    if result.returncode not in ends:
+        why = (result.stderr or result.stdout).strip() or f"it ended with code {result.returncode}"
+        raise ProcessError(f"git {arguments[0]} failed in {folder}", why, INSTALL, code="process.failed")
+    return result
+
+
+def checkout_git(root: Path, *arguments: str | Path) -> str:
+    """Return git's output about the checkout that we run from, whoever owns it. Raises ProcessError."""
+    return git(root, *arguments, settings=[f"safe.directory={root}"]).stdout

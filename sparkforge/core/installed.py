@@ -1,0 +1,221 @@
+"""An installed distribution against its RECORD: which of its files were edited, removed or added since.
+
+RECORD (https://packaging.python.org/en/latest/specifications/recording-installed-packages/) lists a wheel's files with
+their hashes; an installer adds lines of its own. Without these, a wheel's RECORD and the installed one have the same
+digest, which `locks/patched.toml` holds for each wheel that we patch.
+"""
+
+from __future__ import annotations
+
+import _imp
+import base64
+import csv
+import hashlib
+import io
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core.documents import read_text
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import CHUNK
+
+LARGEST_RECORD = 64 << 20  # bytes, our own bound; FlashInfer's has 1 MB
+# What pip and uv write into a dist-info folder, and list in RECORD.
+INSTALLERS = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
+SCRIPT = re.compile(r"\.\./\.\./\.\./bin/[^/]+")
+SHA256 = re.compile(r"sha256=([A-Za-z0-9_-]{43})")
+IMPORTABLE = (".py", ".pyc", ".so")
+WORKERS = min(8, os.cpu_count() or 1)
+MISSING = "is missing"
+UNCHECKED_HASH = 0b01  # flags of a .pyc that names its source by a hash which Python does not compare; PEP 552
+REINSTALL = "install it again: remove its environment, then ./inv up"
+
+
+@dataclass(frozen=True)
+class RecordLine:
+    """One file of RECORD: its path below site-packages, the sha256 of its bytes (hex), and their number."""
+
+    path: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A distribution in a site-packages, by its dist-info folder; `lines` are its wheel's, without the installer's."""
+
+    info: Path
+    name: str
+    version: str
+    lines: tuple[RecordLine, ...]
+
+    @classmethod
+    def read(cls, info: Path, *, strict: bool = True) -> Installed:
+        """Read the RECORD in a dist-info folder; `strict` as in `parse_record`. Raises IntegrityError."""
+        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+        name = re.sub(r"[-_.]+", "-", name).lower()
+        record = info / "RECORD"
+        try:
+            text = read_text(record, largest=LARGEST_RECORD)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise _unreadable(str(record), reason) from None
+        return cls(info, name, version, parse_record(text, str(record), strict=strict))
+
+    @property
+    def packages(self) -> Path:
+        """The site-packages."""
+        return self.info.parent
+
+    @property
+    def record(self) -> str:
+        """Digest of its RECORD, as the wheel's has it."""
+        return record_digest(self.lines)
+
+    def differences(
+        self,
+        *,
+        left_out: Collection[str] = (),
+        compiled: Mapping[str, str] | None = None,
+        added: Collection[str] | None = (),
+    ) -> list[str]:
+        """Return how its files differ from RECORD, as `path: change`, sorted; empty if they do not.
+
+        Files in or below `left_out` may be missing; `compiled` (path → sha256) counts instead of RECORD; files below
+        the folders `added` may be there without being in RECORD (None: anywhere).
+        """
+        compiled = compiled or {}
+
+        def judge(line: RecordLine) -> str:
+            """Compare one file; return an empty text if it is as recorded."""
+            size = None if line.path in compiled else line.size
+            change = _change(f"{self.packages}/{line.path}", size, compiled.get(line.path, line.sha256))
+            expected = not change or (change == MISSING and is_below(line.path, left_out))
+            return "" if expected else f"{line.path}: {change}"
+
+        with ThreadPoolExecutor(WORKERS) as pool:  # hashing lets go of the interpreter's lock
+            large = pool.map(judge, [line for line in self.lines if line.size >= CHUNK])
+            changes = [judge(line) for line in self.lines if line.size < CHUNK]  # no thread pays for a small file
+            if added is not None:
+                changes += _extra(str(self.packages), {line.path for line in self.lines}, added)
+            changes += large
+        return sorted(change for change in changes if change)
+
+
+def parse_record(text: str, where: str, *, strict: bool = True) -> tuple[RecordLine, ...]:
+    """Return the lines of a wheel's RECORD, or of an installed one without those of the installer.
+
+    `where` names it in errors. Raises IntegrityError for what is no RECORD, and for a line without sha256 or size, or
+    with a path that leads out of site-packages or is listed twice; without `strict` such lines are left out.
+    """
+    lines = dict[str, RecordLine]()
+    try:
+        for row in csv.reader(io.StringIO(text, newline="")):
+            if not row or _is_installers(row[0]):
+                continue
+            try:
+                line = _line(*row)
+            except (TypeError, ValueError) as error:
+                if strict:
+                    raise _unreadable(where, f"after {len(lines)} lines: {str(error)[:200]}") from None
+                continue
+            if strict and line.path in lines:
+                raise _unreadable(where, f"it names {line.path} twice")
+            lines[line.path] = line
+    except csv.Error as error:
+        raise _unreadable(where, f"after {len(lines)} lines: {error}") from None
+    if not lines and strict:
+        raise _unreadable(where, "it is empty")
+    return tuple(lines.values())
+
+
+def record_digest(lines: Iterable[RecordLine]) -> str:
+    """Return the sha256 over lines of RECORD: `path,sha256=…,size`, sorted, each with a line end, nothing quoted."""
+    texts = sorted(f"{line.path},sha256={_encoded(line.sha256)},{line.size}\n" for line in lines)
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def is_below(path: str, places: Collection[str]) -> bool:
+    """Tell whether `path` is one of `places`, or below one that is a folder."""
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _encoded(sha256: str) -> str:
+    return base64.urlsafe_b64encode(bytes.fromhex(sha256)).rstrip(b"=").decode()
+
+
+def _is_installers(path: str) -> bool:
+    """Tell whether a line is RECORD's own, or one that an installer adds."""
+    if SCRIPT.fullmatch(path) or "/__pycache__/" in f"/{path}":
+        return True
+    folder, _, name = path.partition("/")
+    return folder.endswith(".dist-info") and (name == "RECORD" or name in INSTALLERS)
+
+
+def _line(path: str, digest: str, size: str) -> RecordLine:
+    """Read a line; the digest is `sha256=` with URL-safe base64 and no padding (PEP 376). Raises ValueError."""
+    if not path.isprintable() or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"it names {path[:100]!r}, which is no file of a package")
+    if not (match := SHA256.fullmatch(digest)):
+        raise ValueError(f"{path[:100]} has {digest[:80]!r}, which is no sha256")
+    return RecordLine(path, base64.urlsafe_b64decode(f"{match[1]}=").hex(), int(size))
+
+
+def _change(path: str, size: int | None, sha256: str) -> str:
+    """Return how a file differs from its record; empty if it does not."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return "is no file"
+            if size is not None and status.st_size != size:
+                return f"was changed, it has {status.st_size:,} bytes and not {size:,}"
+            large = status.st_size >= CHUNK
+            digest = hashlib.file_digest(file, "sha256") if large else hashlib.sha256(file.read())
+            return "" if digest.hexdigest() == sha256 else "was changed"
+    except (FileNotFoundError, NotADirectoryError):
+        return MISSING
+    except OSError as error:
+        return f"cannot be read, {error.strerror}"
+
+
+def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> Iterator[str]:
+    """Yield what Python would run from the distribution's folders although RECORD does not vouch for it."""
+    for top in sorted({path.partition("/")[0] for path in wanted if "/" in path}):
+        for place, below, names in os.walk(f"{packages}/{top}"):
+            here = place[len(packages) + 1 :]
+            below[:] = [name for name in below if not is_below(f"{here}/{name}", added)]
+            for name in below:
+                if Path(place, name).is_symlink():
+                    yield f"{here}/{name}: is a link to a folder"
+            for name in names:
+                if not name.endswith(IMPORTABLE) or f"{here}/{name}" in wanted:
+                    continue
+                if not place.endswith("/__pycache__"):
+                    yield f"{here}/{name}: was added"
+                elif _is_stale(place, name):
+                    yield f"{here}/{name}: was compiled from another source"
+
+
+def _is_stale(folder: str, name: str) -> bool:
+    """Tell whether Python would run bytecode in a `__pycache__` although it comes from another source.
+
+    That can be only bytecode that names its source by a hash which Python does not compare, as in our images (PEP 552).
+    Bytecode with times is compiled again by Python itself.
+    """
+    with suppress(OSError), Path(folder, name).open("rb") as file:
+        header = file.read(16)
+        if len(header) == 16 and int.from_bytes(header[4:8], "little") == UNCHECKED_HASH:
+            source = Path(folder).parent / f"{name.partition('.')[0]}.py"
+            return _imp.source_hash(int.from_bytes(header[:4], "little"), source.read_bytes()) != header[8:]
+    return False
+
+
+def _unreadable(where: str, why: str) -> IntegrityError:
+    return IntegrityError(f"{where} cannot be read", why, REINSTALL, code="integrity.installed")

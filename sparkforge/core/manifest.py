@@ -1,0 +1,175 @@
+"""A stage: reads artifacts, writes one artifact (a file or a folder) and a JSON manifest beside it.
+
+A stage whose inputs are those in its manifest does nothing. Otherwise the new artifact is made whole beside the old
+one, which is then moved aside together with its manifest, and removed only when the new artifact and its manifest
+are in place. The next run repairs what a kill leaves; an artifact never lies beside the manifest of another one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sparkforge
+from sparkforge.core.documents import read_json
+from sparkforge.core.files import fsync_directory, locked, write_json
+
+SCHEMA = 1
+SUFFIX = ".manifest.json"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a stage made: its outputs (name → hash), the tools it used (name → version), and facts for later stages."""
+
+    outputs: Mapping[str, str]
+    tools: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The record of one artifact; hashes are hex, `seconds` is how long the stage took."""
+
+    stage: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    tools: Mapping[str, str]
+    facts: Mapping[str, Any]
+    seconds: float
+    schema: int = SCHEMA
+
+
+def beside(path: Path) -> Path:
+    """Return where the manifest of the artifact at `path` lies."""
+    return path.with_name(path.name + SUFFIX)
+
+
+def load(path: Path) -> Manifest | None:
+    """Return the manifest of the artifact at `path`; None if there is none that this Sparkforge understands."""
+    try:
+        manifest = Manifest(**read_json(beside(path)))
+    except (OSError, ValueError, TypeError):
+        return None
+    tables = (manifest.inputs, manifest.outputs, manifest.tools, manifest.facts)
+    return manifest if manifest.schema == SCHEMA and all(isinstance(table, dict) for table in tables) else None
+
+
+def current(path: Path, stage: str, inputs: Mapping[str, str]) -> Manifest | None:
+    """Return the manifest of `path` if that artifact exists and came from exactly these inputs."""
+    manifest = load(path)
+    fits = manifest is not None and (manifest.stage, dict(manifest.inputs)) == (stage, dict(inputs))
+    return manifest if fits and path.exists() else None
+
+
+def once(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> tuple[Manifest, bool]:
+    """Have `make` write the artifact unless it exists; return its manifest and whether it was made now.
+
+    `make` gets a path beside `path` that it must create; it appears as `path` only when all of it is on the disk.
+    Raises what `make` raises, and StorageError while another process makes the same artifact; nothing is left then.
+    """
+    if (manifest := current(path, stage, inputs)) and not os.path.lexists(_aside(path)):
+        return manifest, False
+    with locked(path.with_name(f".{path.name}.lock"), f"make {path.name}"):
+        _recover(path)
+        if manifest := current(path, stage, inputs):
+            return manifest, False
+        return _make(path, stage, inputs, make), True
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, however deep, or do nothing if there is none."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except RecursionError:
+        _remove_deep(path)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        _remove_deep(path)
+
+
+def _remove_deep(path: Path) -> None:
+    """Remove a folder that is too deep for `shutil.rmtree`, which recurses and holds one descriptor a level."""
+    folders = [path]
+    for folder in folders:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                else:
+                    Path(entry.path).unlink()
+    for folder in reversed(folders):
+        folder.rmdir()
+
+
+def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> Manifest:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    begun = time.monotonic()
+    try:
+        made = make(temporary)
+        os.sync()  # thousands of files at once: one call instead of an fsync each
+        tools = {"sparkforge": sparkforge.__version__, "python": sys.version.split()[0], **made.tools}
+        manifest = Manifest(stage, inputs, made.outputs, tools, made.facts, round(time.monotonic() - begun, 3))
+        write_json(beside(temporary), asdict(manifest))
+        for old, aside in ((beside(path), beside(_aside(path))), (path, _aside(path))):
+            remove(aside)  # an older one; `path` itself exists
+            with suppress(FileNotFoundError):
+                old.rename(aside)
+        temporary.rename(path)
+        fsync_directory(path.parent)
+        beside(temporary).rename(beside(path))
+        fsync_directory(path.parent)
+    except BaseException:
+        _recover(path)
+        raise
+    _remove_aside(path)
+    return manifest
+
+
+def _aside(path: Path) -> Path:
+    """Return where the artifact that was at `path` lies until the new one is in place."""
+    return path.with_name(f".{path.name}.old.tmp")
+
+
+def _recover(path: Path) -> None:
+    """Repair what a killed or failed run left: the old artifact is in place again, or the new one is, whole."""
+    aside, name = _aside(path), re.escape(path.name)
+    for manifest in _matching(path.parent, rf"\.{name}\.\d+\.tmp{re.escape(SUFFIX)}"):
+        temporary = manifest.with_name(manifest.name.removesuffix(SUFFIX))
+        if path.exists() and not temporary.exists() and not beside(path).exists():
+            manifest.rename(beside(path))  # the new artifact is in place, and on the disk
+    if not os.path.lexists(beside(path)):
+        for stored, original in ((aside, path), (beside(aside), beside(path))):
+            if os.path.lexists(stored) and not os.path.lexists(original):
+                stored.rename(original)
+    # `make` writes under a name with its process id; `files.atomic_file` adds eight characters of its own.
+    process_id, suffix = r"\d+(\.parts)?\.tmp", re.escape(SUFFIX)
+    written = rf"(\.\d+\.tmp({suffix})?|\.sha256|{suffix})\.[a-z0-9_]{{8}}\.tmp"
+    litter = _matching(path.parent, rf"\.{name}\.{process_id}({suffix})?|\.{{1,2}}{name}{written}")
+    for stale in sorted(litter, key=lambda path: not path.name.endswith(SUFFIX)):  # no manifest outlives its artifact
+        remove(stale)
+    if beside(path).exists():
+        _remove_aside(path)
+
+
+def _remove_aside(path: Path) -> None:
+    beside(_aside(path)).unlink(missing_ok=True)
+    remove(_aside(path))  # last: `once` looks for it
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """Return what lies in `folder` under a name that wholly matches `pattern`."""
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]

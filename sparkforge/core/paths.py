@@ -1,0 +1,54 @@
+"""Where things lie: the checkout, its state, and the user's cache.
+
+`SPARKFORGE_ROOT` (set in the image), `SPARKFORGE_STATE` and `SPARKFORGE_CACHE` (set by tests) move them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from sparkforge.core.errors import UsageError
+
+# The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
+ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])
+
+
+def state() -> Path:
+    """Directory of this checkout's environments, models, logs and records; absolute, may not exist yet."""
+    return Path(os.environ.get("SPARKFORGE_STATE", ROOT / ".sparkforge")).absolute()
+
+
+def secure_state() -> Path:
+    """Return the state folder, made if it is not there, and open to its owner alone.
+
+    It holds records that commands believe, such as which process is the server. A folder of another user stays as it
+    is: `sparkforge.serve.record` believes nothing in it.
+    """
+    folder = state()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def cache() -> Path:
+    """Directory of verified downloads, shared between checkouts; absolute, may not exist yet."""
+    if chosen := os.environ.get("SPARKFORGE_CACHE"):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")).absolute() / "sparkforge"
+
+
+def environment(name: str) -> Path:
+    """Folder of one of this checkout's Python environments; may not exist yet."""
+    return state() / "envs" / name
+
+
+def typed(text: str | Path) -> Path:
+    """Return the place that a person named, with its `~` expanded. Raises UsageError for a home that nobody has."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"there is no place {text}", "nobody has that home", "write its path out: /…") from error

@@ -1,0 +1,316 @@
+"""The one way in which Sparkforge runs other programs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sparkforge.core import interrupt
+from sparkforge.core.errors import ProcessError
+
+TAIL_LINES = 15
+LARGEST_PID = 1 << 22  # PID_MAX_LIMIT of 64-bit Linux, include/linux/threads.h
+PIECE = 1 << 16  # bytes
+KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    base: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+    fix: str = "",
+    check: bool = True,
+    seconds: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end and return it with stdout and stderr as text.
+
+    `env` is added to this process's environment, or to `base` instead of it. Raises ProcessError, with the last lines
+    that the program printed and `fix` as the next step, if it cannot be started, runs longer than `seconds`, or (with
+    `check`) ends with another code than 0. If we are interrupted or time is up, it ends with all that it has started.
+    """
+    arguments = [str(word) for word in command]
+    pipe = subprocess.PIPE
+    streams = {"stdin": pipe if stdin is not None else None, "stdout": pipe, "stderr": pipe}
+    options = {"cwd": cwd, "env": {**(base or os.environ), **(env or {})}, "text": True, "errors": "replace", **streams}
+    try:
+        result = _to_its_end(arguments, options, stdin, seconds)
+    except subprocess.TimeoutExpired as error:
+        by_hand = f"run it by hand: {shlex.join(arguments)}"
+        raise ProcessError(
+            f"{Path(arguments[0]).name} did not end within {seconds:g} s",
+            "it was stopped",
+            fix or by_hand,
+            code="process.failed",
+        ) from error
+    except OSError as error:
+        raise _cannot_run(arguments[0], error, fix) from error
+    except ValueError as error:  # a NUL in an argument or a variable
+        raise _cannot_run(arguments[0], error, "correct that argument") from error
+    if check and result.returncode != 0:
+        tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:])
+        raise ProcessError(
+            f"{Path(arguments[0]).name} ended with code {result.returncode}",
+            tail or "it printed nothing",
+            fix or f"run it by hand: {' '.join(arguments)}",
+            code="process.failed",
+        )
+    return result
+
+
+def _cannot_run(program: str, error: Exception, fix: str = "") -> ProcessError:
+    return ProcessError(f"cannot run {program}", str(error), fix or f"install {program}", code="process.failed")
+
+
+def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
+    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours."""
+    return _to_its_end([str(word) for word in command], {"cwd": cwd, "env": {**os.environ, **env}}).returncode
+
+
+def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
+    """Run `command` and yield what it prints to stdout and stderr, as it comes; it ends when nobody reads on.
+
+    Raises ProcessError if it cannot be started.
+    """
+    arguments = [str(word) for word in command]
+    decoder = getincrementaldecoder("utf-8")("replace")  # a piece can end in the middle of a character
+    with ExitStack() as stack:
+        with interrupt.held():
+            try:
+                process = subprocess.Popen(
+                    arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
+                )
+            except OSError as error:
+                raise _cannot_run(arguments[0], error) from error
+            stack.enter_context(process)
+            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+        while process.stdout and (data := process.stdout.read(PIECE)):
+            yield decoder.decode(data)
+        yield decoder.decode(b"", final=True)
+
+
+def _to_its_end(
+    arguments: list[str], options: Mapping[str, Any], stdin: str | None = None, seconds: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as `subprocess.run` does, but if we are interrupted end its children and theirs as well."""
+    with ExitStack() as stack:
+        with interrupt.held():
+            process = stack.enter_context(subprocess.Popen(arguments, **options))
+            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+        out, err = process.communicate(stdin, timeout=seconds)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
+    """Start `command` in a session of its own with stdout and stderr appended to `log`; return its process id.
+
+    `env` is the whole environment. The child outlives this process.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=cwd,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return child.pid
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a program ended: its exit code (-N for signal N) and what it used, together with those that it waited for.
+
+    `peak` is the kernel's own high-water mark, in bytes, of the resident size of the *largest single process* among
+    them: exact for a driver whose stages run one after another, too low where stages run side by side. It is never
+    below the size that this process had when it started the program.
+    """
+
+    code: int
+    peak: int
+    cpu_seconds: float
+
+
+class Child:
+    """A program in a session of its own, stdout and stderr in `log`, whose resource usage is read when it ends.
+
+    Raises ProcessError if it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> None:
+        arguments = [str(word) for word in command]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    arguments,
+                    cwd=cwd,
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise _cannot_run(arguments[0], error) from error
+        self.pid = self._process.pid
+
+    def poll(self) -> Usage | None:
+        """Return how it ended; None while it runs."""
+        pid, status, used = os.wait4(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        self._process.returncode = os.waitstatus_to_exitcode(status)  # Popen must not wait for it again
+        return Usage(self._process.returncode, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime)
+
+    def end(self) -> None:
+        """End it and every process of its session."""
+        if self._process.returncode is None:
+            terminate_session(self.pid)
+            self._process.returncode = -signal.SIGTERM
+
+
+def resident_sizes(leaders: Iterable[int]) -> dict[int, int]:
+    """Return, for each session leader, the sum in bytes of the resident sizes in its session now.
+
+    Pages that several processes share count once for each of them.
+    """
+    sizes, page = dict.fromkeys(leaders, 0), os.sysconf("SC_PAGE_SIZE")
+    for pid in psutil.pids():
+        with suppress(OSError, ValueError):  # it may end while we look
+            if (leader := os.getsid(pid)) in sizes:
+                sizes[leader] += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
+    return sizes
+
+
+def started_at(pid: int) -> float | None:
+    """Start time of a live process in seconds since the epoch; None if there is none or only its zombie.
+
+    Process ids are used again, so a record of a process is the pair (pid, start time).
+    """
+    if not _is_program(pid):
+        return None
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def _is_program(pid: int) -> bool:
+    """Tell whether a number, perhaps of a damaged record, can be the id of a process that we may end.
+
+    To the kernel -1 is every process of this user and 0 our own group; 1 is the system's first.
+    """
+    return 1 < pid < LARGEST_PID
+
+
+def terminate_session(pid: int, *, grace: float = 15.0) -> None:
+    """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
+
+    Raises ProcessError if one of them may not be signalled; the others have ended then.
+    """
+    if _is_program(pid):
+        _end(pid, grace, lambda _pids: session_members(pid))
+
+
+def terminate(pids: Sequence[int], *, grace: float = 15.0) -> None:
+    """End these processes: SIGTERM, `grace` seconds, SIGKILL. Waits for their end."""
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
+        _signal_all(pids, number)
+        if not pids or _wait_for_end(pids[0], pids, seconds):
+            return
+
+
+def terminate_tree(pid: int, *, grace: float = 15.0) -> None:
+    """End a process and all that descend from it: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
+
+    Raises ProcessError if one of them may not be signalled.
+    """
+    if _is_program(pid):
+        _end(pid, grace, _tree)
+
+
+def _end(pid: int, grace: float, members_of: Callable[[list[int]], list[int]]) -> None:
+    members = members_of([pid])
+    _signal_all(members, signal.SIGTERM)
+    if not _wait_for_end(pid, members, grace):
+        members = [*members, *members_of(members)]  # with what they started meanwhile
+        _signal_all(members, signal.SIGKILL)
+        _wait_for_end(pid, members, KILL_SECONDS)
+
+
+def _tree(pids: list[int]) -> list[int]:
+    """Return the ids of processes and of all that descend from them."""
+    members = list(pids)
+    for pid in pids:
+        with suppress(psutil.Error):
+            members += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return members
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Return the ids of this user's processes whose environment had `name` set to `value` at their start."""
+    pids = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # another user's, or it ends while we look
+            if process.environ().get(name) == value:
+                pids.append(process.pid)
+    return pids
+
+
+def session_members(leader: int) -> list[int]:
+    """Process ids of the session that `leader` leads, the leader first if it still lives."""
+    members = []
+    for pid in psutil.pids() if _is_program(leader) else ():
+        with suppress(OSError):
+            if os.getsid(pid) == leader:
+                members.append(pid)
+    return sorted(members, key=lambda p: (p != leader, p))
+
+
+def _wait_for_end(leader: int, pids: Sequence[int], seconds: float) -> bool:
+    """Wait until all of `pids` have ended; return whether they have. `leader` may be our own child, and is reaped."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(ChildProcessError):
+            os.waitpid(leader, os.WNOHANG)
+        if all(started_at(pid) is None for pid in pids):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    refused = []
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            refused.append(str(pid))
+    if refused:
+        raise ProcessError(
+            f"cannot end process {', '.join(refused)}",
+            "it belongs to another user",
+            f"ask that user, or: sudo kill {' '.join(refused)}",
+            code="process.failed",
+        )

@@ -1,0 +1,53 @@
+"""Data tables of plans: frozen records that refuse unknown keys, read from TOML with an error that names the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparkforge.core.documents import read_toml
+from sparkforge.core.errors import InputError
+
+
+class Record(BaseModel):
+    """A frozen record that refuses unknown keys and figures that are no numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+TOLD, MEASURED, BOUND, TABLE = "told", "measured here", "our own bound", "devices.toml"
+
+
+class Figure(Record):
+    """A figure, who says so, and when."""
+
+    value: float = Field(ge=0)
+    source: str = Field(min_length=1)
+    date: str = Field(pattern=r"^\d{4}(-\d{2}){0,2}$")
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in few words: the user, this machine, us, or the table, which has the source."""
+        return next((word for word in (TOLD, MEASURED, BOUND) if self.source.startswith(word)), TABLE)
+
+
+Table = TypeVar("Table", bound=BaseModel)
+
+
+def load(path: Path, shape: type[Table]) -> Table:
+    """Read a table of `shape`. Raises InputError."""
+    edit = f"correct {path.parent.name}/{path.name}, then run the same command again"
+    try:
+        return shape.model_validate(read_toml(path))
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path}", error.strerror or str(error), "git status   # is it gone?", code="input.table"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path.name} is malformed", f"{where}: {first['msg']}", edit, code="input.table") from error
+    except ValueError as error:  # no TOML, or no text at all
+        raise InputError(f"{path.name} is no TOML", " ".join(str(error).split()), edit, code="input.table") from error

@@ -1,0 +1,305 @@
+"""`./inv doctor`: what is wrong, the first cause first, and the next command. Reads much, changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkforge import __version__
+from sparkforge.core import paths
+from sparkforge.core.console import console, echo, echo_json, say
+from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
+from sparkforge.core.tables import Record
+from sparkforge.core.urls import without_passwords
+from sparkforge.doctor import evidence as evidences
+from sparkforge.doctor import logscan, signatures
+from sparkforge.doctor.evidence import Evidence
+from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, Seen, Severity, Signature
+from validate.checks.finding import Status
+from validate.checks.software import reinstall
+from validate.report import one_line
+
+SCHEMA = 1
+MARKS = {Severity.ERROR: "✗", Severity.WARNING: "!", Severity.NOTE: "·"}
+PLACES = 3  # of a problem that are printed
+LONGEST = 400  # characters of a text that comes from a file
+CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
+PACKAGE = "patched-package"
+
+
+class Place(Record):
+    """Where a problem shows: a log and its line, or the source of a fact; the text there, and how often it occurs."""
+
+    source: str
+    line: int = 0
+    text: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        where = f"{self.source}:{self.line}" if self.line else self.source
+        return f"{where} · {self.text}" + (f" (and {self.count - 1} more)" if self.count > 1 else "")
+
+
+class Problem(Record):
+    """One problem, its reason and the next command. `causes` are the ids of other problems that lead to it."""
+
+    id: str
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+    places: tuple[Place, ...] = ()
+    follows: tuple[str, ...] = ()
+    seen: tuple[Seen, ...] = ()
+    causes: tuple[str, ...] = ()
+
+
+def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
+    """Print the problems, and write the archive if asked. Raises RefusalError for anything worse than a note.
+
+    Raises UsageError for a folder that is none or a wrong archive name, StorageError for a log that cannot be read.
+    """
+    archive = paths.typed(bundle) if bundle else None
+    if archive and (not archive.name.endswith((".tar.gz", ".tgz")) or archive.is_dir()):
+        raise UsageError(f"--bundle {bundle} is no archive's name", "it ends with .tar.gz", "--bundle support.tar.gz")
+    evidence = gather(log, state)
+    problems = ranked(examine(evidence, signatures.load()))
+    if as_json:
+        echo_json(document(problems, evidence))
+    else:
+        _print(problems, evidence)
+    if archive:
+        from sparkforge.doctor import support  # noqa: PLC0415 - only for an archive
+
+        support.write(archive, document(problems, evidence), evidence)
+    worst = [problem for problem in problems if problem.severity is not Severity.NOTE]
+    if worst:
+        count = f"{len(worst)} problems were found; first" if len(worst) > 1 else "one problem was found"
+        raise RefusalError(f"{count}: {worst[0].what}", worst[0].why, worst[0].fix, code="validation.problems")
+
+
+def gather(log: str, state: str) -> Evidence:
+    """Return the evidence: a log alone if only that is named, else a state folder, the Docker engine and the machine.
+
+    Raises UsageError, StorageError.
+    """
+    folder = paths.typed(state).absolute() if state else paths.state()
+    if state and not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "--state names one like .sparkforge", "./inv doctor")
+    named = evidences.open_log(log) if log else None
+    if named and not state:
+        return Evidence(logs=[named], sources=[evidences.EvidenceSource(named.name, "the log that you named")])
+    evidence = evidences.collect_state(folder)
+    from sparkforge.doctor import container  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    container.add_container(evidence)
+    if named:
+        evidence.logs.append(named)
+        evidence.add_source(named.name, "the log that you named")
+    evidences.add_machine(evidence)
+    return evidence
+
+
+def examine(evidence: Evidence, known: Sequence[Signature]) -> list[Problem]:
+    """Return every problem that the evidence shows, those that come earlier in a build or start first."""
+    problems = [
+        *_refused_audits(evidence),
+        *_changed_packages(evidence),
+        *_failed_checks(evidence),
+        *_in_logs(evidence, known),
+        *_in_facts(evidence, known),
+        *(_of_error(ENGINE, error, question) for question, error in evidence.errors),
+    ]
+    if failed := evidence.failure:  # the effect of the others, or the only thing that is known
+        error = SparkforgeError(str(failed.what), str(failed.why), str(failed.fix))
+        if error.fix.startswith("./inv doctor"):  # that command runs already
+            error.fix = "./inv logs"
+        problems.append(_of_error(LAST, error, f"./inv up, {evidences.ago(failed.ended)}"))
+    return _merged(problems)
+
+
+def ranked(problems: Sequence[Problem]) -> list[Problem]:
+    """Sort by severity, and causes before their effects; the order of discovery decides the rest.
+
+    A cause counts as severe as the worst that follows from it.
+    """
+    linked = [problem.model_copy(update={"causes": _causes(problem, problems)}) for problem in problems]
+    depths = {problem.id: _depth(problem.id, linked, ()) for problem in linked}
+    return sorted(linked, key=lambda problem: (_rank(problem, linked, ()), depths[problem.id]))
+
+
+def document(problems: Sequence[Problem], evidence: Evidence) -> dict[str, Any]:
+    """Return the problems as JSON values (docs/guide/troubleshooting.md)."""
+    return {
+        "schema": SCHEMA,
+        "sparkforge": __version__,
+        "problems": [problem.model_dump(mode="json") for problem in problems],
+        "sources": [{"name": s.name, "told": s.note, "read": s.read} for s in evidence.sources],
+    }
+
+
+def lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yield the problems as text."""
+    numbers = {problem.id: number for number, problem in reversed(list(enumerate(problems, 1)))}
+    for number, problem in enumerate(problems, 1):
+        yield f"{number:>2} {MARKS[problem.severity]} {problem.what}   [{problem.id}]"
+        yield f"     why:  {problem.why}"
+        yield from (f"     at:   {place}" for place in problem.places[:PLACES])
+        yield f"     next: {problem.fix}"
+        if problem.causes:
+            yield f"     follows from {', '.join(str(numbers[cause]) for cause in problem.causes)}, most likely"
+        yield from (f"     read: {seen.where} ({seen.date})" for seen in problem.seen)
+
+
+def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
+    for source in evidence.sources:
+        say(f"{'read' if source.read else 'not read'}: {source.name} · {one_line(source.note)}")
+    for line in lines(problems):
+        echo(line)
+    if not problems:
+        echo("nothing that is known to go wrong was found")
+
+
+def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
+    """Read every log to its end, and yield what it shows."""
+    for log in evidence.logs:
+        with console().status(f"reading {log.name}"):
+            hits = logscan.scan(log.chunks(), known)
+        for hit in hits:
+            place = Place(source=log.name, line=hit.line, text=_short(hit.text), count=hit.count)
+            yield _of_signature(hit.signature, hit.groups, place)
+        if log.broken:
+            evidence.add_source(log.name, f"read to byte {log.size} only: {log.broken}", read=False)
+
+
+def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
+    for signature in known:
+        if signature.holds(evidence.facts):
+            text = ", ".join(f"{name} = {evidence.facts[name]}" for name in signature.facts)
+            source = one_line(evidence.where[next(iter(signature.facts))])
+            yield _of_signature(signature, {}, Place(source=source, text=_short(text)))
+
+
+def _of_signature(signature: Signature, groups: Mapping[str, str], place: Place) -> Problem:
+    def filled(text: str) -> str:
+        """Replace each `{name}` by its group; one that did not match is empty."""
+        return _short(re.sub(r"\{(\w+)\}", lambda match: groups.get(match[1], ""), text))
+
+    return Problem(
+        id=signature.id,
+        severity=signature.severity,
+        what=filled(signature.what),
+        why=filled(signature.why) or "it does not say why",
+        fix=filled(signature.fix),
+        places=(place,),
+        follows=signature.follows,
+        seen=signature.seen,
+    )
+
+
+def _failed_checks(evidence: Evidence) -> Iterator[Problem]:
+    """Yield the required checks of validation reports that failed or were skipped, and warnings."""
+    for name, report in evidence.reports.items():
+        findings = report.get("findings")
+        for finding in findings if isinstance(findings, list) else []:
+            if not isinstance(finding, dict):
+                continue
+            check, status = _short(finding.get("check")), finding.get("status")
+            if status == Status.FAIL:
+                severity, verb = Severity.ERROR, "failed"
+            elif status == Status.SKIPPED and finding.get("required") is True:
+                severity, verb = Severity.ERROR, "was not run"
+            elif status == Status.WARN:
+                severity, verb = Severity.NOTE, "warns"
+            else:
+                continue
+            yield Problem(
+                id=CHECK,
+                severity=severity,
+                what=f"the validator's check {check} {verb}",
+                why=_short(finding.get("evidence")),
+                fix=_short(finding.get("fix")),
+                places=(Place(source=name, text=f"{check}: {_short(status)}"),),
+            )
+
+
+def _refused_audits(evidence: Evidence) -> Iterator[Problem]:
+    """Yield what the audits of builds refused."""
+    for name, audit in evidence.documents.items():
+        violations = audit.get("violations")
+        if isinstance(violations, list) and violations and isinstance(first := violations[0], dict):
+            rule = _short(first.get("rule"))
+            yield Problem(
+                id=AUDIT,
+                severity=Severity.ERROR,
+                what=f"the audit refused what was built: {len(violations)} times, first {rule}",
+                why=_short(first.get("detail")),
+                fix=_short(first.get("fix")) or "./inv build",
+                places=(Place(source=name, text=_short(first.get("file"))),),
+            )
+
+
+def _changed_packages(evidence: Evidence) -> Iterator[Problem]:
+    """Yield the packages of the embedded server that are not as in our patched wheels, with what differs."""
+    for wheel in evidence.wheels:
+        if wheel.problems:
+            number = f"; and {len(wheel.problems) - 1} more" if len(wheel.problems) > 1 else ""
+            yield Problem(
+                id=PACKAGE,
+                severity=Severity.ERROR,
+                what="an installed package is not as in our patched wheel",
+                why=_short(f"{wheel.problems[0]}{number}"),
+                fix=reinstall([Path(wheel.path).name.partition("-")[0].replace("_", "-")]),
+                places=tuple(Place(source=wheel.path, text=_short(problem)) for problem in wheel.problems),
+            )
+
+
+def _of_error(name: str, error: SparkforgeError, source: str) -> Problem:
+    return Problem(
+        id=name,
+        severity=Severity.ERROR,
+        what=_short(error.what),
+        why=_short(error.why),
+        fix=_short(error.fix),
+        places=(Place(source=source, text="failed" if name == LAST else type(error).__name__),),
+        follows=(EVERY,) if name == LAST else (),
+    )
+
+
+def _merged(problems: Iterable[Problem]) -> list[Problem]:
+    """Merge problems of the same id and text from several sources."""
+    merged: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        key = (problem.id, problem.what)
+        if key in merged:
+            problem = merged[key].model_copy(update={"places": (*merged[key].places, *problem.places)})  # noqa: PLW2901
+        merged[key] = problem
+    return list(merged.values())
+
+
+def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
+    """Return the ids of the problems that lead to this one; EVERY means every error that does not follow EVERY."""
+    causes = {*problem.follows} - {EVERY, problem.id}
+    if EVERY in problem.follows:
+        causes |= {p.id for p in problems if p.severity is Severity.ERROR and EVERY not in p.follows}
+    return tuple(dict.fromkeys(p.id for p in problems if p.id in causes))
+
+
+def _depth(name: str, problems: Sequence[Problem], path: tuple[str, ...]) -> int:
+    """Return the longest way from a problem without a cause to this one, in steps; a circle ends where it began."""
+    causes = {cause for problem in problems if problem.id == name for cause in problem.causes} - {*path, name}
+    return 1 + max(_depth(cause, problems, (*path, name)) for cause in causes) if causes else 0
+
+
+def _rank(problem: Problem, problems: Sequence[Problem], path: tuple[str, ...]) -> int:
+    """Return the rank of the worst of a problem and all that follows from it."""
+    path = (*path, problem.id)
+    effects = [p for p in problems if problem.id in p.causes and p.id not in path]
+    return min([problem.severity.rank, *(_rank(effect, problems, path) for effect in effects)])
+
+
+def _short(value: Any) -> str:
+    """Return a text of a file as one line that cannot disturb a terminal, without a URL's password."""
+    return without_passwords(one_line(str("" if value is None else value)))[:LONGEST]

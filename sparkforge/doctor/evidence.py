@@ -1,0 +1,351 @@
+"""The evidence that `./inv doctor` examines: logs, the validator's report, build manifests, the machine.
+
+Files are read, never changed. What cannot be read is noted in `sources`; no content of a file raises an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sparkforge.audit.patched import AuditedWheel, audit_patched
+from sparkforge.core import documents, paths
+from sparkforge.core.errors import InputError, SparkforgeError, StorageError
+from sparkforge.image import devices
+from sparkforge.serve import client, failure, record
+from sparkforge.serve.failure import Failure
+from sparkforge.serve.record import Server
+from validate.facts import gpu, machine
+from validate.facts.fact import Fact, gather
+from validate.facts.target import Options, Target
+
+CHUNK = 1 << 20
+HEAD, TAIL = 1 << 16, 1 << 18  # bytes of a log's begin and end that are kept for a support archive
+MAX_JSON = 16 << 20
+BUILD_LOGS = 300  # the newest ones; a kernel build leaves one for each unit
+UNIT_LOGS = ("kernels/logs/*.log", "build/vllm/*/logs/*.log")
+# A build of the image may lose a compiler, try again and succeed: its log counts only if it ends in one of these.
+IMAGE_LOGS = ("logs/image.log", "logs/compose.log")
+FAILED_BUILD = (b"failed to solve", b"Error response from daemon")
+MANIFESTS = (
+    *("*.manifest.json", "*/*.manifest.json", "*/*/*.manifest.json", "envs/*/.complete.json"),
+    *("*/audit-*.json", "build/vllm/*/audit.json", "up.json", "peaks.json"),
+    "envs/*/lib/python3*/site-packages/*.dist-info/patches/upstream.json",
+)
+# What the embedded server imports.
+PACKAGES = "envs/{stack}/lib/python3*/site-packages/*.dist-info"
+# A stage removes its manifest first and writes it last (sparkforge/core/manifest.py): a folder without its manifest was
+# begun and not finished. Fact → folder, manifest.
+STAGES = {
+    "build.kernels_finished": ("kernels", "kernels/*.manifest.json"),
+    "build.vllm_finished": ("build/vllm", "vllm-overlay.manifest.json"),
+}
+STDIN = "-"
+EMBEDDED, UNIT, OTHER = "embedded server", "compiler", "other"  # kinds of logs
+
+
+@dataclass(frozen=True)
+class EvidenceSource:
+    """A file or program that was asked, and the result: "35 kB, 2 min ago", or why it was not read."""
+
+    name: str
+    note: str
+    read: bool = True
+
+
+class Log:
+    """A log that is read once; its first and last bytes are kept.
+
+    `kind` says which program wrote it; `written` is the Unix time of its last change.
+    """
+
+    def __init__(
+        self, name: str, chunks: Callable[[], Iterator[bytes]], *, kind: str = OTHER, written: float = 0.0
+    ) -> None:
+        self.name, self._chunks, self.kind, self.written = name, chunks, kind, written
+        self.head = self.tail = b""
+        self.size, self.broken = 0, ""
+
+    @classmethod
+    def of_file(cls, path: Path, kind: str = OTHER) -> Log:
+        """Return the log in a file, which is opened when it is read."""
+
+        def chunks() -> Iterator[bytes]:
+            """CHUNK bytes at a time: a log may be larger than memory."""
+            with _open_file(path) as file:
+                while chunk := file.read(CHUNK):
+                    yield chunk
+
+        return cls(name_of(path), chunks, kind=kind, written=_modified(path))
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the log's bytes; if reading fails it ends there, and `broken` says why."""
+        try:
+            for chunk in self._chunks():
+                self.size += len(chunk)
+                self.head += chunk[: HEAD - len(self.head)]
+                self.tail = (self.tail + chunk)[-TAIL:]
+                yield chunk
+        except OSError as error:
+            self.broken = error.strerror or str(error)
+        except SparkforgeError as error:  # the Docker engine's
+            self.broken = f"{error.what}: {error.why}"
+
+    def excerpt(self) -> bytes:
+        """Return the whole log if it is short, else its begin and its end, in whole lines.
+
+        A line that is cut could begin in the middle of a secret, which the redaction would not recognise.
+        """
+        if self.size <= TAIL:
+            return self.tail
+        head, tail = self.head[: self.head.rfind(b"\n") + 1], self.tail[self.tail.find(b"\n") + 1 :]
+        if b"\n" not in self.tail:
+            tail = b""
+        return head + b"\n[... %d bytes left out ...]\n\n" % max(0, self.size - len(head) - len(tail)) + tail
+
+
+@dataclass
+class Evidence:
+    """All evidence. `facts` is a flat table for signatures, `where` names the source of each fact.
+
+    `reports` are the validator's, `documents` other JSON files, by name; `wheels` are installed patched packages, with
+    what differs from their wheels; `errors` are what the Docker engine refused,
+    after the question; `machine` and `inspected` go into a support archive unchanged.
+    """
+
+    logs: list[Log] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[str, Any] = field(default_factory=dict)
+    wheels: list[AuditedWheel] = field(default_factory=list)
+    errors: list[tuple[str, SparkforgeError]] = field(default_factory=list)
+    failure: Failure | None = None
+    server: Server | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
+    inspected: dict[str, Any] = field(default_factory=dict)
+    sources: list[EvidenceSource] = field(default_factory=list)
+
+    def add_source(self, name: str, note: str, *, read: bool = True) -> None:
+        """Note what came of a source."""
+        self.sources.append(EvidenceSource(name, note, read))
+
+    def add_fact(self, name: str, value: Any, where: str) -> None:
+        """Note a fact and its source."""
+        self.facts[name], self.where[name] = value, where
+
+
+def open_log(name: str) -> Log:
+    """Return the log that a user named; `-` is stdin. Raises StorageError if it cannot be opened or is no file."""
+    if name == STDIN:
+        return Log("stdin", lambda: iter(lambda: sys.stdin.buffer.read(CHUNK), b""))
+    path = paths.typed(name)
+    try:
+        _open_file(path).close()
+    except OSError as error:
+        why = "it is a folder" if isinstance(error, IsADirectoryError) else error.strerror or str(error)
+        raise StorageError(f"cannot read {path}", why, f"ls -ld {path}", code="storage.access") from error
+    return Log.of_file(path)
+
+
+def collect_state(state: Path) -> Evidence:
+    """Return the evidence under `state`."""
+    evidence = Evidence(failure=failure.read(state))
+    record_path = state / record.record_path().name
+    try:
+        evidence.server = record.read(record_path)
+    except StorageError as error:  # somebody else may have written it
+        evidence.add_source(name_of(record_path), f"not believed: {error.why}", read=False)
+    _add_build_logs(state, evidence)
+    _add_manifests(state, evidence)
+    _add_packages(state, evidence)
+    _add_report(state, evidence)
+    _add_server(state, evidence)
+    existing = next(folder for folder in (state, *state.parents) if folder.exists())
+    evidence.add_fact("disk.state_free_bytes", shutil.disk_usage(existing).free, f"statvfs {state}")
+    if evidence.failure:
+        evidence.add_source("the last ./inv up", f"failed {ago(evidence.failure.ended)}")
+    return evidence
+
+
+def add_machine(evidence: Evidence) -> None:
+    """Add facts of this machine as the validator reads them. Takes 8 s at most."""
+    for name, fact in sorted(machine_facts().items()):
+        if not name.startswith(("serve.", "python.")):  # these describe a server that is about to start
+            evidence.machine[name] = asdict(fact)
+            evidence.add_fact(name, fact.value, fact.source)
+    evidence.add_source("this machine", f"{len(evidence.machine)} facts")
+
+
+def machine_facts() -> Mapping[str, Fact]:
+    """Return them; what cannot be read is a fact without a value."""
+    return gather(Target(Options(), ""), (machine.READINGS, gpu.SMI_READINGS, gpu.CUDA_READINGS))
+
+
+def name_of(path: Path) -> str:
+    """Return a path as a person in the checkout would type it."""
+    return str(path.relative_to(paths.ROOT)) if path.is_relative_to(paths.ROOT) else str(path)
+
+
+def ago(then: float) -> str:
+    """Say how long ago a Unix time was."""
+    seconds = max(0.0, time.time() - then)
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def size(count: int) -> str:
+    """Say a number of bytes."""
+    for unit, length in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= length:
+            return f"{count / length:.1f} {unit}"
+    return f"{count} B"
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open a regular file. Raises OSError, for a pipe or device too: those may wait or go on for ever."""
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except ValueError as error:  # a NUL in the name
+        raise OSError(None, str(error), str(path)) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(None, f"it is a pipe, socket or device; to read one: ./inv doctor --log {STDIN} < {path}")
+    return file
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object. Raises OSError, or ValueError for one that is broken, too large or no object."""
+    value = documents.read_json(path, largest=MAX_JSON, finite=False)
+    if not isinstance(value, dict):
+        raise ValueError("it holds no object")  # noqa: TRY004 - callers take ValueError for every broken file
+    return value
+
+
+def _modified(path: Path) -> float:
+    """Return the Unix time of the last change; 0 for a file that has been removed by now."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_stale(path: Path, evidence: Evidence) -> bool:
+    """Tell whether a file is older than the `./inv up` that failed last; then it says nothing about that failure."""
+    return evidence.failure is not None and path.stat().st_mtime < evidence.failure.began
+
+
+def _add_log(path: Path, evidence: Evidence, kind: str = OTHER) -> None:
+    name = name_of(path)
+    try:
+        if not path.is_file():
+            evidence.add_source(name, "not there", read=False)
+        elif not os.access(path, os.R_OK):
+            evidence.add_source(name, "cannot be read: permission denied", read=False)
+        elif _is_stale(path, evidence):
+            evidence.add_source(name, f"left out: {ago(path.stat().st_mtime)}, before the last ./inv up", read=False)
+        else:
+            evidence.logs.append(Log.of_file(path, kind))
+            evidence.add_source(name, f"{size(path.stat().st_size)}, {ago(path.stat().st_mtime)}")
+    except OSError as error:
+        evidence.add_source(name, f"cannot be read: {error.strerror}", read=False)
+
+
+def _add_build_logs(state: Path, evidence: Evidence) -> None:
+    units = sorted((path for pattern in UNIT_LOGS for path in state.glob(pattern)), key=_modified, reverse=True)
+    units = units[:BUILD_LOGS]
+    evidence.logs += [Log.of_file(path, UNIT) for path in sorted(units) if path.is_file() and os.access(path, os.R_OK)]
+    if units:
+        newest = ago(_modified(units[0]))
+        evidence.add_source(f"{name_of(units[0].parent)}/*.log", f"{len(units)} logs of compilers, newest {newest}")
+    for name in IMAGE_LOGS:
+        path = state / name
+        if path.is_file() and _has_failed(path):
+            _add_log(path, evidence)
+
+
+def _has_failed(path: Path) -> bool:
+    """Tell whether a log of docker ends in a failure; True for one that cannot be read, which `_add_log` reports."""
+    try:
+        with _open_file(path) as file:
+            file.seek(max(0, path.stat().st_size - HEAD))
+            end = file.read()
+    except OSError:
+        return True
+    return any(sign in end for sign in FAILED_BUILD)
+
+
+def _add_manifests(state: Path, evidence: Evidence) -> None:
+    count = 0
+    for path in sorted({path for pattern in MANIFESTS for path in state.glob(pattern) if path.is_file()}):
+        try:
+            evidence.documents[name_of(path)] = _read_object(path)
+            count += 1
+        except (OSError, ValueError) as error:
+            evidence.add_source(name_of(path), f"cannot be read: {error}; that stage is done again", read=False)
+    if count:
+        evidence.add_source("build manifests", f"{count} under {name_of(state)}")
+    for fact, (folder, pattern) in STAGES.items():
+        if (state / folder).is_dir():
+            evidence.add_fact(fact, any(state.glob(pattern)), f"{name_of(state / pattern)}, beside {folder}/")
+
+
+def _add_packages(state: Path, evidence: Evidence) -> None:
+    """Compare the patched packages of the embedded server's environment with their wheels: under a second."""
+    packages = PACKAGES.format(stack=devices.stack_of(devices.EMBEDDED))
+    name = name_of(state / packages)
+    try:
+        evidence.wheels = audit_patched(sorted(state.glob(packages)))
+    except InputError as error:
+        evidence.add_source(name, f"not compared: {error.what}: {error.why}", read=False)
+    else:
+        changed = sum(bool(wheel.problems) for wheel in evidence.wheels)
+        if evidence.wheels:
+            evidence.add_source(name, f"{len(evidence.wheels)} patched packages, {changed} not as in their wheels")
+
+
+def _add_report(state: Path, evidence: Evidence) -> None:
+    """Add the embedded server's validation report."""
+    path = state / "validation.json"
+    name = name_of(path)
+    try:
+        if not path.exists():
+            evidence.add_source(name, "not there", read=False)
+        elif _is_stale(path, evidence):
+            evidence.add_source(name, f"left out: {ago(path.stat().st_mtime)}, before the last ./inv up", read=False)
+        else:
+            report = evidence.reports[name] = _read_object(path)
+            evidence.add_source(name, f"verdict {report.get('verdict')}, {ago(path.stat().st_mtime)}")
+    except (OSError, ValueError) as error:
+        evidence.add_source(name, f"cannot be read: {error}", read=False)
+
+
+def _add_server(state: Path, evidence: Evidence) -> None:
+    """Add the embedded server's log, whether it runs, and what killed servers left."""
+    server = evidence.server
+    with suppress(StorageError):  # a record that is not believed
+        if left := record.leftovers(state):
+            evidence.add_fact("server.leftovers", len(left), record.describe_left(left))
+    if server and server.container:
+        return  # the Docker engine has its log
+    _add_log(Path(server.log) if server else state / "logs" / record.log_path().name, evidence, EMBEDDED)
+    if server is None:
+        return
+    where = f"{name_of(state / record.record_path().name)}, {server.where}"
+    if not server.alive:
+        where += f" {record.how_it_ended(server, state)}"
+    evidence.add_fact("server.alive", server.alive, where)
+    if server.alive:
+        evidence.add_fact("server.healthy", client.healthy(server.url), f"{server.url}/health")
+        evidence.add_fact("server.age_seconds", round(time.time() - server.started), where)
+    evidence.add_source("server", f"{server.model_id} at {server.url}, {'runs' if server.alive else 'has ended'}")

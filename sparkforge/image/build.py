@@ -1,0 +1,65 @@
+"""Build the container image through Compose, whose files name image, stages and secrets, and say what it must hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import Steps
+from sparkforge.core.docker import docker_logged
+from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core.git import checkout_git
+from sparkforge.image import compose, devices, rootfs
+from sparkforge.image.compose import SERVICE
+from sparkforge.pins import locks
+
+WAYS = ("wheel", "source")
+
+
+def build(
+    command: Sequence[str | Path], *, stack: str, way: str = "wheel", jobs: str = "auto", steps: Steps | None = None
+) -> Path:
+    """Build a stack's image with `docker` and `command`, which ends in Compose's `build`; return the build's log.
+
+    `way` is how vLLM gets in: upstream's wheel, or compiled from source. Raises UsageError for another one, and a
+    named error of the engine or EngineError with the log's last lines.
+    """
+    if way not in WAYS:
+        raise UsageError(
+            f"--from {way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "./inv build --from wheel"
+        )
+    log = paths.state() / "logs" / "image.log"
+    arguments = {"VLLM_FROM": way, "JOBS": jobs, **commit()}
+    flags = [flag for name, value in arguments.items() for flag in ("--build-arg", f"{name}={value}")]
+    with (steps or Steps(1)).step("build", f"{way}, the whole log in {log}") as tell:
+        docker_logged([*command, *flags, SERVICE], log, tell, compose.variables(stack))
+        tell(f"log in {log}")
+    return log
+
+
+def commit() -> dict[str, str]:
+    """Return the commit and its time as build arguments: the time is every file's in the image (reproducible builds).
+
+    A checkout with changes is marked, and one without git history has an unknown revision.
+    """
+    try:
+        revision, time = checkout_git(paths.ROOT, "log", "-1", "--format=%H %ct").split()
+    except ProcessError:
+        return {"REVISION": "unknown"}
+    changed = checkout_git(paths.ROOT, "status", "--porcelain").strip()
+    return {"REVISION": f"{revision}-changed" if changed else revision, "SOURCE_DATE_EPOCH": time}
+
+
+def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
+    """Return what a stack's image made from this checkout holds: patch queues and the locked set, name → sha256.
+
+    `machine` is the image's: amd64 or arm64.
+    """
+    lock = pins.load().image(stack).locks[devices.OCI_MACHINES[machine]]
+    return {
+        "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in rootfs.queues(stack, pins.load())},
+        "lock": {lock: hashlib.sha256(locks.lock_path(lock).read_bytes()).hexdigest()},
+    }

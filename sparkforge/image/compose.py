@@ -1,0 +1,100 @@
+"""Our Compose project: its files, what Compose resolves them to for a stack, up and down."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core import paths
+from sparkforge.core.docker import docker, docker_logged
+from sparkforge.core.errors import EngineError, UsageError
+
+PROJECT, SERVICE = "sparkforge", "vllm"
+FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
+STACK = "SPARKFORGE_STACK"
+OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
+KEY = "api_key"  # the Compose secret with the server's API key
+MORE = "SPARKFORGE_COMPOSE_FILES"
+
+
+@dataclass(frozen=True)
+class Service:
+    """The vllm service as Compose resolves it: image, stack, published port, GPUs, and the container's variables."""
+
+    image: str
+    stack: str
+    host: str
+    port: int
+    gpus: int
+    environment: Mapping[str, str]
+    key_file: str
+
+
+def project() -> str:
+    """Return the Compose project's name."""
+    return os.environ.get("COMPOSE_PROJECT_NAME") or PROJECT
+
+
+def files() -> list[Path]:
+    """Return the Compose files, the user's own ones last. Raises UsageError if one is not there."""
+    own = [name for name in os.environ.get(MORE, "").split(os.pathsep) if name]
+    override = [OVERRIDE] if (paths.ROOT / OVERRIDE).exists() else []
+    chosen = [paths.ROOT / name for name in (FILE, *override, *own)]
+    if missing := [path for path in chosen if not path.is_file()]:
+        raise UsageError(f"there is no {missing[0]}", "Compose needs it", f"git status   # or look at {MORE}")
+    return chosen
+
+
+def compose(*arguments: str | Path) -> list[str | Path]:
+    """Return the arguments of `docker` for a Compose command."""
+    file_options: list[str | Path] = [option for file in files() for option in ("--file", file)]
+    return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
+
+
+def variables(stack: str) -> dict[str, str]:
+    """Return the variable by which the Compose files take a stack; without it `.env` and then their default decide."""
+    return {STACK: stack} if stack else {}
+
+
+def resolve(env: Mapping[str, str]) -> Service:
+    """Return the service as Compose resolves it. Raises EngineError without Compose or for a broken file."""
+    text = docker(compose("config", "--format", "json"), env=env)
+    try:
+        document = json.loads(text)
+        service = document["services"][SERVICE]
+        published = service["ports"][0]
+        key_file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
+        environment = {name: str(value) for name, value in (service.get("environment") or {}).items()}
+        resources = (service.get("deploy") or {}).get("resources") or {}
+        return Service(
+            image=str(service["image"]),
+            stack=environment[STACK],
+            host=str(published.get("host_ip") or "127.0.0.1"),
+            port=int(published["published"]),
+            gpus=len((resources.get("reservations") or {}).get("devices") or []),
+            environment=environment,
+            key_file="" if key_file == os.devnull else key_file,  # our Compose file names /dev/null for none
+        )
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise EngineError(
+            f"Compose resolves no usable service {SERVICE}", why, "docker compose config", code="engine.failed"
+        ) from error
+
+
+def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None]) -> None:
+    """Create and start the service's container; the image must be there. Output goes to `log`."""
+    docker_logged(compose("up", "--detach", "--no-build", SERVICE), log, tell, env)
+
+
+def stop(env: Mapping[str, str]) -> None:
+    """Stop the service's container within its grace period; it stays, so that its log can be read."""
+    docker(compose("stop", SERVICE), env=env)
+
+
+def down(env: Mapping[str, str]) -> None:
+    """Stop and remove the project's containers and networks, not its volumes."""
+    docker(compose("down"), env=env)

@@ -1,0 +1,36 @@
+"""The devices that a user can name, and the stack that each has."""
+
+from __future__ import annotations
+
+from sparkforge import pins
+from sparkforge.core.errors import UsageError
+
+# What serves: vLLM's CPU build in an environment, or a container with or without a GPU.
+AUTO, EMBEDDED, DOCKER, DOCKER_CPU = "auto", "embedded", "docker", "docker-cpu"
+CPU, CUDA, NGC = (
+    "cpu",
+    "cuda",
+    "ngc",
+)  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
+OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def stack_of(device: str, stack: str = "") -> str:
+    """Return the stack that a device serves, `stack` if that is named. Raises UsageError if it cannot serve it."""
+    table = pins.load()
+    stack = stack or table.devices.get(device, table.default)
+    fix = f"leave --stack out, or: ./inv up --device {DOCKER} --stack {stack}"
+    if device == EMBEDDED and stack not in table.environments:
+        served = ", ".join(name for name in table.stacks if name in table.environments)
+        why = f"it serves from an environment of pins.toml, and only {served} has one: there is no CPU build of {stack}"
+        raise UsageError(f"the device {device} cannot serve the stack {stack}", why, fix)
+    if device == DOCKER_CPU and table.image(stack).device != CPU:
+        raise UsageError(f"the device {device} cannot serve the stack {stack}", "its image needs a GPU", fix)
+    if device == DOCKER:
+        table.image(stack)
+    return stack
+
+
+def build_command(stack: str) -> str:
+    """Return the command that builds a stack's image."""
+    return f"./inv build --engine {DOCKER} --stack {stack}"

@@ -1,0 +1,262 @@
+"""The Docker engine, read through its API: version, GPU access, images, our containers."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+import requests
+from docker.errors import APIError, DockerException
+
+from sparkforge.core.docker import INSTALL, explained
+from sparkforge.core.errors import EngineError, IntegrityError, SparkforgeError
+
+SECONDS = 20  # until an engine that does not answer is given up; starting a container takes it seconds at most
+FIRST_CLOSED = 28  # the first Docker whose ports on 127.0.0.1 only this machine reaches
+NVIDIA = "nvidia"
+CDI_KIND = "nvidia.com/gpu"
+HOOK = "nvidia-container-runtime-hook"  # with it on its PATH, dockerd takes GPU reservations without a runtime entry
+CDI_ENTRY = re.compile(rf'["\']?kind["\']?\s*:\s*["\']?{re.escape(CDI_KIND)}')
+START = "sudo systemctl start docker"
+JOIN = "sudo usermod -aG docker $USER, log out and in, then run the same command again"
+GIVE_GPU = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+# A processor as the engine names it → as OCI names it in images.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine: its version, platform as OCI writes it (linux/arm64), and how it gives GPUs to containers."""
+
+    version: str
+    platform: str
+    runtimes: tuple[str, ...]
+    cdi: tuple[str, ...]
+    hook: bool
+    root: str
+    rootless: bool
+
+    @property
+    def gpu(self) -> str:
+        """How a container gets the GPU here, in words; empty if it cannot."""
+        ways = (
+            (NVIDIA in self.runtimes, "NVIDIA runtime"),
+            (bool(self.cdi), f"CDI device {next(iter(self.cdi), '')}"),
+            (self.hook, HOOK),
+        )
+        return next((way for available, way in ways if available), "")
+
+    @property
+    def leaks_loopback_ports(self) -> bool:
+        """Whether a port published on 127.0.0.1 can be reached by machines of the same layer-2 network.
+
+        Docker 28 closed that (moby/moby issue 45610); a rootless engine publishes through a process of its own.
+        """
+        major = self.version.partition(".")[0]
+        return major.isdecimal() and int(major) < FIRST_CLOSED and not self.rootless
+
+    def require_gpu(self) -> None:
+        """Raise EngineError if a container cannot get the GPU."""
+        if not self.gpu:
+            why = f"it knows the runtimes {', '.join(self.runtimes) or 'none'} and no CDI device {CDI_KIND}"
+            raise EngineError("the Docker engine cannot give a container the GPU", why, GIVE_GPU, code="engine.gpu")
+
+
+@dataclass(frozen=True)
+class State:
+    """A container's state: `status` as Docker names it, `health` empty without a health check."""
+
+    status: str
+    health: str
+    exit_code: int
+    restarts: int
+    out_of_memory: bool
+    health_output: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether its program runs."""
+        return self.status in {"running", "paused"}
+
+
+@contextmanager
+def connected() -> Iterator[docker.DockerClient]:
+    """Open the engine that the `docker` command would use (DOCKER_HOST, else its context), and name what goes wrong.
+
+    Raises EngineError.
+    """
+    client = None
+    try:
+        client = docker.from_env(timeout=SECONDS, version="auto")
+        yield client
+    except (DockerException, requests.RequestException) as error:
+        raise named(error) from error
+    finally:
+        if client is not None:
+            client.close()
+
+
+def named(error: Exception) -> SparkforgeError:
+    """Return our error for one of the SDK's."""
+    if isinstance(error, APIError) and error.response is not None:
+        return explained(str(error.explanation or error), f"the engine answered {error.status_code}", "docker info")
+    chain = list(_chain(error))
+    if any(isinstance(link, requests.Timeout | TimeoutError) for link in chain):
+        return EngineError(
+            "the Docker engine does not answer",
+            f"no answer within {SECONDS} s",
+            "sudo systemctl restart docker",
+            code="engine.down",
+        )
+    numbers = {link.errno for link in chain if isinstance(link, OSError)}
+    if numbers & {errno.EACCES, errno.EPERM}:
+        return EngineError(
+            "no permission to use the Docker engine", _system_message(chain), JOIN, code="engine.permission"
+        )
+    if numbers & {errno.ENOENT, errno.ECONNREFUSED, errno.ENOTSOCK, errno.ENOTDIR, errno.ECONNRESET}:
+        if shutil.which("docker") or shutil.which("dockerd"):
+            return EngineError("the Docker engine does not run", _system_message(chain), START, code="engine.down")
+        return EngineError("no Docker engine is installed", _system_message(chain), INSTALL, code="engine.missing")
+    return EngineError("the Docker engine cannot be used", _system_message(chain), "docker info", code="engine.failed")
+
+
+def read(client: docker.DockerClient) -> Engine:
+    """Return what the engine says of itself."""
+    info = client.info()
+    machine = str(info.get("Architecture", ""))
+    return Engine(
+        version=str(info.get("ServerVersion", "")),
+        platform=f"{info.get('OSType', 'linux')}/{ARCHITECTURES.get(machine, machine)}",
+        runtimes=tuple(sorted(info.get("Runtimes") or {})),
+        cdi=_cdi_devices(info),
+        hook=shutil.which(HOOK) is not None,
+        root=str(info.get("DockerRootDir", "")),
+        rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
+    )
+
+
+def require_image(client: docker.DockerClient, name: str, platform: str, build: str) -> Any:
+    """Return the image `name`; `build` is the command that makes it.
+
+    Raises EngineError, or IntegrityError if it is for another platform than `platform`.
+    """
+    try:
+        image = client.images.get(name)
+    except docker.errors.ImageNotFound as error:
+        raise missing(name, build) from error
+    if (built_for := platform_of(image.attrs)) != platform:
+        why = f"it is {built_for}, the engine is {platform}"
+        raise IntegrityError(f"{name} is for another platform", why, build, code="integrity.image")
+    return image
+
+
+def missing(name: str, build: str) -> EngineError:
+    """Build the error for an image that is not there; `build` makes it."""
+    return EngineError(f"there is no image {name}", "it was not built here yet", build, code="engine.image")
+
+
+def platform_of(attrs: Mapping[str, Any]) -> str:
+    """Return an image's platform as OCI writes it: linux/arm64."""
+    return f"{attrs.get('Os', '')}/{attrs.get('Architecture', '')}"
+
+
+def state(client: docker.DockerClient, container: str) -> State | None:
+    """Return what a container does; None if it is gone."""
+    try:
+        details = client.api.inspect_container(container)
+    except docker.errors.NotFound:
+        return None
+    current, health = details["State"], details["State"].get("Health") or {}
+    log = health.get("Log") or [{}]
+    return State(
+        status=str(current.get("Status", "")),
+        health=str(health.get("Status", "")),
+        exit_code=int(current.get("ExitCode", 0)),
+        restarts=int(details.get("RestartCount", 0)),
+        out_of_memory=bool(current.get("OOMKilled")),
+        health_output=str(log[-1].get("Output", "")).strip(),
+    )
+
+
+def runs(container: str) -> bool:
+    """Tell whether a container runs; an engine that is down or gone runs none."""
+    try:
+        with connected() as client:
+            current = state(client, container)
+    except EngineError as error:
+        if error.code not in {"engine.down", "engine.missing"}:
+            raise
+        return False
+    return current is not None and current.runs
+
+
+def mounted_from(container: str, target: str) -> str:
+    """Return the file or folder of the host that a container has at `target`; empty if there is none."""
+    with connected() as client:
+        try:
+            mounts = client.api.inspect_container(container).get("Mounts") or []
+        except docker.errors.NotFound:
+            return ""
+    return next((str(mount.get("Source", "")) for mount in mounts if mount.get("Destination") == target), "")
+
+
+def service_container(client: docker.DockerClient, project: str, service: str) -> str | None:
+    """Return the id of the newest container of a Compose service, running or not; None if there is none."""
+    labels = [f"com.docker.compose.project={project}", f"com.docker.compose.service={service}"]
+    containers = client.api.containers(all=True, filters={"label": [*labels, "com.docker.compose.oneoff=False"]})
+    newest = max(containers, key=lambda container: container["Created"], default=None)
+    return str(newest["Id"]) if newest else None
+
+
+def _cdi_devices(info: dict[str, Any]) -> tuple[str, ...]:
+    """Return the NVIDIA devices of the Container Device Interface, as the engine or the files of its folders name them.
+
+    Engines since API 1.50 list what they discovered; older ones only where they look.
+    """
+    names = [str(device.get("ID", "")) for device in info.get("DiscoveredDevices") or []]
+    if discovered := tuple(sorted(name for name in names if name.startswith(f"{CDI_KIND}="))):
+        return discovered
+    for folder in info.get("CDISpecDirs") or []:
+        for file in sorted(Path(folder).glob("*")):
+            if file.suffix in {".yaml", ".yml", ".json"} and CDI_ENTRY.search(_text(file)):
+                return (f"{CDI_KIND} ({file})",)
+    return ()
+
+
+def _text(file: Path) -> str:
+    """Return a file's text; one that only root may read, or that is a folder, tells us nothing."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and everything it was made from: the SDK, requests and urllib3 each wrap the one below."""
+    seen, waiting = set[int](), [error]
+    while waiting:
+        link = waiting.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        waiting += [
+            cause for cause in (*link.args, link.__cause__, link.__context__) if isinstance(cause, BaseException)
+        ]
+
+
+def _system_message(chain: list[BaseException]) -> str:
+    """Return the operating system's message if there is one, else the outermost error's."""
+    messages = [
+        f"{link.strerror}: {link.filename}" if link.filename else link.strerror
+        for link in chain
+        if isinstance(link, OSError) and link.strerror
+    ]
+    return str(messages[0]) if messages else str(chain[0])

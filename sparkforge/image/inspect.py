@@ -1,0 +1,220 @@
+"""What an image is and holds: labels, layers and digests from the engine, the manifest from inside the image."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import docker
+
+from sparkforge import pins
+from sparkforge.core.console import echo, say
+from sparkforge.core.docker import PRUNE, require_plugin
+from sparkforge.core.errors import EngineError, IntegrityError, StorageError
+from sparkforge.image import compose as docker_compose
+from sparkforge.image import engine
+from sparkforge.image.devices import CPU, build_command
+
+# Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
+MANIFEST_LABEL = "org.sparkforge.manifest"
+AUDIT_LABEL = "org.sparkforge.audit"
+# Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
+# embedded image, 8 GB in the Spark's (docs/concepts/images.md).
+CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
+Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
+# What of the manifest must be this checkout's, and what each is called.
+COMPARED = {"patches": "patch queue", "lock": "locked set"}
+
+
+def ready_to_build(stack: str) -> list[str | Path]:
+    """Return the arguments of `docker` for a Compose build of a stack's image, once the machine can build it.
+
+    Raises an engine's error, EngineError without buildx or Compose, StorageError.
+    """
+    for plugin in ("buildx", "compose"):
+        require_plugin(plugin)
+    with engine.connected() as client:
+        root = Path(engine.read(client).root)
+        images = client.images.list(name=docker_compose.resolve(docker_compose.variables(stack)).image)
+    # An engine elsewhere, or in a virtual machine, keeps its files out of sight; a second build has its cache.
+    needed = CPU_BYTES if pins.load().image(stack).device == CPU else CUDA_BYTES
+    if root.is_dir() and not images and (free := shutil.disk_usage(root).free) < needed:
+        why = f"{root} has {free / 1e9:.1f} GB free and a first build takes {needed / 1e9:.0f} GB"
+        raise StorageError("not enough room to build the image", why, PRUNE, code="storage.full")
+    return docker_compose.compose("--progress", "plain", "build")
+
+
+def inspect(stack: str, name: str) -> None:
+    """Print labels, platform, digests, provenance and layers of a stack's image, or of the image `name`."""
+    with engine.connected() as client:
+        image = _get_image(client, stack, name)
+        for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
+            echo(line)
+        manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack))
+    for key, value in sorted(manifest.items()):
+        echo(f"  {key:<10} {_brief(value)}")
+
+
+def verify(stack: str, name: str, expected: Expected) -> None:
+    """Say that the image claims to be made from this checkout, or raise IntegrityError with every difference.
+
+    Only a claim: manifest, audit and labels lie in the image, and whoever made it wrote them. It can be refuted here,
+    and not proven, as no file of the image is compared with a hash of this checkout.
+
+    `expected` takes the image's processor (amd64, arm64) and returns what this checkout has: a key of COMPARED → name
+    of a queue or a lock → its sha256.
+    """
+    with engine.connected() as client:
+        image = _get_image(client, stack, name)
+        platform = engine.read(client).platform
+        manifest, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
+        wanted = expected(str(image.attrs.get("Architecture", "")))
+        wrong = [*differences(_parsed(manifest), wanted), *unaudited(_parsed(manifest), report)]
+    if (built_for := engine.platform_of(image.attrs)) != platform:
+        wrong.append(f"it is for {built_for}, the engine is {platform}")
+    if wrong:
+        what = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
+        raise IntegrityError(what, "; ".join(wrong), build_command(stack), code="integrity.image")
+    kernels, audit = _parsed(manifest).get("kernels") or {}, _parsed(report)
+    say(
+        f"{image.short_id} claims, by its own manifest: {', '.join(sorted(wanted['patches']))} "
+        "and every lock as in this checkout, "
+        f"{len(kernels)} compiled modules of FlashInfer; audited in the build: {audit['files']} files hashed, "
+        f"{len(_code(audit))} read for machine code. Nothing contradicts it; proven is only what is built here: "
+        "./inv image.reproduce"
+    )
+
+
+def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return in words where an image's manifest is not as expected."""
+    lines = []
+    for key, label in COMPARED.items():
+        held, wanted = dict(manifest.get(key) or {}), expected[key]
+        lines += [
+            f"{label} {name}: the image has {_short(held.get(name))}, the checkout {_short(wanted.get(name))}"
+            for name in sorted({*held, *wanted})
+            if held.get(name) != wanted.get(name)
+        ]
+    return lines
+
+
+def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations: str) -> list[str]:
+    """Return what the engine knows of an image, for a person; layers by size, in the order of the build."""
+    config = attrs.get("Config") or {}
+    labels = config.get("Labels") or {}
+    layers = [layer for layer in reversed(history) if layer.get("Size")]
+    return [
+        f"{', '.join(attrs.get('RepoTags') or ['no tag'])} · {attrs['Id']}",
+        f"  platform   {engine.platform_of(attrs)} · user {config.get('User') or 'root'} · made {attrs.get('Created')}",
+        f"  size       {_size(int(attrs.get('Size', 0)))} in the engine's storage",
+        f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
+        f"  provenance {attestations}",
+        *(f"  label      {name}={value}" for name, value in sorted(labels.items())),
+        *(f"  layer      {_size(int(layer['Size'])):>9}  {_step(layer)}" for layer in layers),
+    ]
+
+
+def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
+    """Return in words why the audit that lies in an image does not speak for it; nothing if it does.
+
+    It must be the one that the manifest names by hash, without a violation, and have read every compiled module.
+    """
+    if hashlib.sha256(report).hexdigest() not in dict(manifest.get("audit") or {}).values():
+        return ["its audit report is not the one that its manifest names"]
+    audit = _parsed(report)
+    violations = (audit.get("code") or {}).get("violations") or []
+    read = {Path(str(file["path"])).stem for file in _code(audit)}
+    missing = sorted(set(manifest.get("kernels") or {}) - read)
+    return [
+        *(f"its audit found {violation['rule']}: {violation['file']}" for violation in violations[:3]),
+        *(f"{name} was not audited" for name in missing[:3]),
+    ]
+
+
+def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what the audit says of each file with machine code; the CPU's image has none."""
+    return (audit.get("code") or {}).get("files") or []
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Return a document of the image. Raises EngineError if it is none."""
+    try:
+        document: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise EngineError(
+            "cannot read what the image says of itself", str(error), "./inv build --engine docker", code="engine.failed"
+        ) from error
+    return document
+
+
+def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> bytes:
+    """Return the file that a label names, read without running the image.
+
+    Raises IntegrityError if the image has no such label: then it is none of ours, or an old one.
+    """
+    labels = (image.attrs.get("Config") or {}).get("Labels", {}) or {}
+    if label not in labels:
+        why = f"it has no label {label}"
+        raise IntegrityError(
+            f"{image.short_id} is no image of this Sparkforge", why, build_command(stack), code="integrity.image"
+        )
+    container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
+    try:
+        stream, _ = client.api.get_archive(container, labels[label])
+        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
+            member = archive.extractfile(archive.getmembers()[0])
+            return member.read() if member else b""
+    except (docker.errors.NotFound, tarfile.TarError, IndexError) as error:
+        raise EngineError(
+            f"cannot read {labels[label]} of the image", str(error), build_command(stack), code="engine.failed"
+        ) from error
+    finally:
+        client.api.remove_container(container, v=True, force=True)
+
+
+def _get_image(client: docker.DockerClient, stack: str, name: str) -> Any:
+    name = name or docker_compose.resolve(docker_compose.variables(stack)).image
+    try:
+        return client.images.get(name)
+    except docker.errors.ImageNotFound as error:
+        raise engine.missing(name, build_command(stack)) from error
+
+
+def _attestations(client: docker.DockerClient, image: str) -> str:
+    """Say whether BuildKit's attestations lie beside the image; engines since API 1.48 can list them."""
+    if tuple(int(part) for part in client.api.api_version.split(".")) < (1, 48):
+        return "in the labels and the manifest; this engine does not list attestations"
+    url = client.api._url("/images/{0}/json", image)  # noqa: SLF001 - the SDK has no call with `manifests`
+    response = client.api._result(client.api._get(url, params={"manifests": 1}), json=True)  # noqa: SLF001
+    kinds = [entry.get("Kind") for entry in response.get("Manifests") or []]
+    count = kinds.count("attestation")
+    return (
+        f"{count} attestations of BuildKit, the labels and the manifest" if count else "in the labels and the manifest"
+    )
+
+
+def _step(layer: Mapping[str, Any]) -> str:
+    text = " ".join(str(layer.get("CreatedBy", "")).removesuffix("# buildkit").split())
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if len(value) > 10:
+        return f"{len(value)} entries"
+    return ", ".join(f"{name} {_short(str(digest))}" for name, digest in value.items()) or "none"
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"

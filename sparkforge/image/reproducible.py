@@ -1,0 +1,226 @@
+"""`./inv image.reproduce`: build an image twice, as differently as an honest builder could, and compare the bytes.
+
+The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
+OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.docker import docker_logged
+from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.files import require_space, write_json
+from sparkforge.core.git import checkout_git
+from sparkforge.core.process import run
+from sparkforge.image.devices import CPU, CUDA
+
+NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, and one unpacked to compare
+SHOWN = 20  # differing files that are named
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What must not matter to the bytes: where, under which umask, zone and locale, and how parallel is built."""
+
+    name: str
+    folder: str
+    umask: int
+    zone: str
+    locale: str
+    jobs: str
+
+
+BUILDS = (
+    Circumstances("a", "first", 0o022, "UTC", "C.UTF-8", "1"),
+    Circumstances("b", "second/of two, elsewhere", 0o077, "Pacific/Kiritimati", "tr_TR.UTF-8", "2"),
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An OCI archive, read: sha256 of the file, of its configuration, and of each layer in order."""
+
+    archive: str
+    config: str
+    layers: tuple[str, ...]
+
+
+def report_path(stack: str) -> Path:
+    """Return the path of the last report on a stack's image."""
+    return paths.state() / f"reproducible-{stack}.json"
+
+
+def verify_reproducible(stack: str, target: str, more: Sequence[str]) -> None:
+    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`. Raises IntegrityError."""
+    table = pins.load()
+    needed = NEEDED_BYTES.get(table.image(stack).device)
+    if needed is None:
+        base = table.component(stack, "base").image
+        why = f"the Dockerfile makes images from Debian, and this one is made from {base}"
+        raise UsageError(f"cannot build {stack} twice", why, f"./inv image.reproduce --stack {table.default}")
+    state = paths.state()
+    state.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="reproducible-", dir=state) as name:
+        work = Path(name)
+        require_space(work, needed, "two images")
+        archives = [build(stack, target, circumstances, work, more) for circumstances in BUILDS]
+        images = [read(archive) for archive in archives]
+        report = compare(images)
+        if not report["identical"]:
+            differences = dict(islice(differing(archives), SHOWN))
+            report["differing"] = [f"{name}: {difference}" for name, difference in differences.items()]
+            report["explained"] = explained(archives, differences)
+        write_json(report_path(stack), report)
+    for image, circumstances in zip(images, BUILDS, strict=True):
+        say(f"{circumstances.name}: {len(image.layers)} layers, archive sha256 {image.archive}")
+    require_identical(report)
+    say("identical: the archives are the same, byte for byte")
+
+
+def build(stack: str, target: str, circumstances: Circumstances, work: Path, more: Sequence[str]) -> Path:
+    """Build an OCI archive of a copy of this checkout and return its path.
+
+    `more` are further arguments of `docker buildx build`. Raises EngineError.
+    """
+    checkout = work / circumstances.folder
+    copy_checkout(checkout, circumstances.umask)
+    output = work / f"{circumstances.name}.tar"
+    epoch = checkout_git(paths.ROOT, "log", "-1", "--format=%ct").strip()  # every file's time in the image
+    command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", target]
+    for name, value in {"STACK": stack, "JOBS": circumstances.jobs, "SOURCE_DATE_EPOCH": epoch}.items():
+        command += ["--build-arg", f"{name}={value}"]
+    # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.
+    options = "rewrite-timestamp=true,compression=gzip,compression-level=1,force-compression=true"
+    command += [*more, "--output", f"type=oci,dest={output},{options}", str(checkout)]
+    env = {"TZ": circumstances.zone, "LC_ALL": circumstances.locale, "LANG": circumstances.locale}
+    log = paths.state() / "logs" / f"reproducible-{circumstances.name}.log"
+    docker_logged(command, log, lambda _text: None, env)
+    shutil.rmtree(checkout)
+    return output
+
+
+def copy_checkout(folder: Path, umask: int) -> None:
+    """Copy what git tracks, as a clone made under `umask` would have it: modes are not part of a commit."""
+    names = checkout_git(paths.ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, names.split("\0")):
+        source, target = paths.ROOT / name, folder / name
+        if not source.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        target.chmod((0o777 if os.access(source, os.X_OK) else 0o666) & ~umask)
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        path.chmod(0o777 & ~umask)
+
+
+def read(archive: Path) -> Image:
+    """Return what an OCI archive holds (image-spec: index.json → manifest → config and layers)."""
+    with archive.open("rb") as file:
+        whole = hashlib.file_digest(file, "sha256").hexdigest()
+    with tarfile.open(archive) as tar:
+        index = _json(tar, "index.json")
+        manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
+    layers = tuple(str(layer["digest"]) for layer in manifest["layers"])
+    return Image(whole, str(manifest["config"]["digest"]), layers)
+
+
+def _json(tar: tarfile.TarFile, name: str) -> dict[str, Any]:
+    file = tar.extractfile(name)
+    document: dict[str, Any] = json.loads(file.read()) if file else {}
+    return document
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def compare(images: Sequence[Image]) -> dict[str, Any]:
+    """Return the comparison of two images as a document."""
+    first, second = images
+    return {
+        "identical": first == second,
+        "archives": [first.archive, second.archive],
+        "configurations equal": first.config == second.config,
+        "layers": [{"a": a, "b": b, "equal": a == b} for a, b in zip(first.layers, second.layers, strict=False)],
+        "layers in each": [len(first.layers), len(second.layers)],
+    }
+
+
+def differing(archives: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield each path inside the layers that only one image has, or that differs, and in what."""
+    first, second = (dict(_entries(archive)) for archive in archives)
+    for name in sorted(first.keys() | second.keys()):
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None:
+            yield name, f"only in {'b' if a is None else 'a'}"
+        elif a != b:
+            yield name, ", ".join(f"{key} {a[key]} and {b[key]}" for key in a if a[key] != b[key])
+
+
+def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield "layer N: path" and the entry's own facts for every entry of every layer."""
+    with tarfile.open(archive) as tar:
+        for number, digest in enumerate(read(archive).layers):
+            with tarfile.open(fileobj=tar.extractfile(_blob(digest)), mode="r:*") as layer:
+                for entry in layer:
+                    file = layer.extractfile(entry) if entry.isreg() else None
+                    content = hashlib.file_digest(file, "sha256").hexdigest()[:12] if file else entry.linkname  # type: ignore[arg-type]
+                    facts = {"mode": oct(entry.mode), "owner": f"{entry.uid}:{entry.gid}", "time": entry.mtime}
+                    yield f"layer {number}: {entry.name}", {**facts, "content": content}
+
+
+def explained(archives: Sequence[Path], names: Collection[str]) -> str:
+    """Return what diffoscope says of the archives' documents and of the files `names` in them, or how to get it."""
+    if shutil.which("diffoscope") is None:
+        return "install diffoscope for the differences inside files: sudo apt install diffoscope"
+    with tempfile.TemporaryDirectory(dir=archives[0].parent) as folder:
+        sides = [Path(folder) / side for side in "ab"]
+        for archive, side in zip(archives, sides, strict=True):
+            _extract(archive, names, side)
+        return run(["diffoscope", "--max-report-size", "20000", *sides], check=False).stdout
+
+
+def _extract(archive: Path, names: Collection[str], folder: Path) -> None:
+    """Write an archive's index, manifest and configuration, and the files `names` of its layers, below `folder`."""
+    with tarfile.open(archive) as tar:
+        index = _json(tar, "index.json")
+        manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
+        documents = {"index": index, "manifest": manifest, "config": _json(tar, _blob(manifest["config"]["digest"]))}
+        for name, document in documents.items():
+            write_json(folder / f"{name}.json", document)
+        for number, description in enumerate(manifest["layers"]):
+            with tarfile.open(fileobj=tar.extractfile(_blob(description["digest"])), mode="r:*") as layer:
+                for entry in layer:
+                    wanted = entry.isreg() and f"layer {number}: {entry.name}" in names
+                    if wanted and (file := layer.extractfile(entry)):
+                        target = folder / str(number) / entry.name.strip("/")
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(file.read())
+
+
+def require_identical(report: Mapping[str, Any]) -> None:
+    """Raise IntegrityError with the first differences, unless there is none."""
+    if report["identical"]:
+        return
+    layers = [number for number, layer in enumerate(report["layers"]) if not layer["equal"]]
+    differing_files = "; ".join(report.get("differing", [])[:5]) or "only the configuration or the manifest differs"
+    raise IntegrityError(
+        "two builds of this checkout are not the same image",
+        f"layers {', '.join(map(str, layers)) or 'none'} differ: {differing_files}",
+        "read .sparkforge/reproducible-*.json; docs/concepts/images.md, 'The same bytes twice'",
+        code="integrity.not-reproducible",
+    )

@@ -1,0 +1,372 @@
+"""What an image holds of Python: `python -m sparkforge.image.rootfs STEP`, run by the stages of the Dockerfile.
+
+One tree at /opt/venv: a hash-locked set, patched, without what its device cannot load (`deploy/trim.toml`), its
+bytecode the same in every build. The tree is verified last, against what its own records say of every file. Our own
+packages are not in it: the image has them in a folder of their own, which is on PYTHONPATH (Dockerfile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from sparkforge import environments, pins
+from sparkforge.audit import report as audit_report
+from sparkforge.audit.patched import AuditedWheel, audit_installed
+from sparkforge.compile import toolchain
+from sparkforge.compile.flashinfer import build as flashinfer_build
+from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.compile.vllm import wheel as vllm_wheel
+from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.core.console import say, show_error
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import IntegrityError, SparkforgeError, UsageError
+from sparkforge.core.files import sha256_file, write_atomic, write_json
+from sparkforge.core.installed import Installed, is_below
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run
+from sparkforge.image import trimming
+from sparkforge.image.devices import CUDA, NGC
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component, Pins, StackImage, locks
+from sparkforge.pins.patched import load_patched
+from sparkforge.pins.verify import ImageChanges, patched_packages
+
+# FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
+AHEAD_OF_TIME = "flashinfer/data/aot"
+REPORT = "audit.json"  # beside the manifest
+# Written at install, with times and paths of the build.
+VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A virtual environment that becomes part of a stack's image."""
+
+    root: Path
+    stack: str
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.root / "bin/python"
+
+    @property
+    def packages(self) -> Path:
+        """Its site-packages."""
+        return next((self.root / "lib").glob("python3.*")) / "site-packages"
+
+    @property
+    def inputs(self) -> StackImage:
+        """What pins.toml says that the image is made from."""
+        return pins.load().image(self.stack)
+
+    @property
+    def device(self) -> str:
+        """What the image is for: cpu, cuda or ngc."""
+        return self.inputs.device
+
+    @property
+    def lock(self) -> str:
+        """The set that it is made from on this processor."""
+        return self.inputs.locks[os.uname().machine]
+
+
+def prepare_toolchain(tree: Tree) -> None:
+    """Install the CUDA compiler and its company, for an image that compiles. Raises the errors of `toolchain`."""
+    if tree.device == CUDA:
+        toolchain.print_toolchain()
+
+
+def install(tree: Tree, more: str = "") -> None:
+    """Make the tree from its lock, with patched wheels, and the lock `more`.
+
+    Raises the errors of `environments.fetch_wheels` and `locks.install`.
+    """
+    table = pins.load()
+    shutil.rmtree(tree.root, ignore_errors=True)
+    # The distribution's interpreter, not that of the environment which runs us.
+    base_python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    torch_of_base = ["--system-site-packages"] if tree.device == NGC else []
+    run([sys.executable, "-m", "uv", "venv", "--quiet", *torch_of_base, "--python", base_python, tree.root])
+    # What the lock does not bring as it is: patched wheels, and those that no package index lists.
+    components = [
+        component
+        for component in table.stack(tree.stack).components.values()
+        if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
+    ]
+    brought = environments.fetch_wheels(tree.lock, components)
+    environments.install_locked(tree.python, tree.lock, brought, bytecode=False)
+    for component in components:
+        if component.provides:
+            environments.name_distribution(tree.packages, *component.provides.split("=="))
+    if tree.device == CUDA:
+        home = tree.packages / toolchain.HOME
+        toolchain.add_links(home)
+        toolchain.make_stub(home, toolchain.host_compiler(home)[0])
+    if more:
+        locks.install(tree.python, more, bytecode=False)
+    name_plugins(tree.packages)
+
+
+def queues(stack: str, table: Pins) -> Iterator[Queue]:
+    """Yield each patch queue that belongs to a stack's tree, once."""
+    components: dict[str, Component] = table.stack(stack).components
+    for folder in dict.fromkeys(component.patches for component in components.values() if component.patches):
+        yield Queue.load(ROOT / "patches" / folder)
+
+
+def name_plugins(packages: Path) -> None:
+    """Let vLLM find the plugins of spark-mxfp4, whose package lies outside the tree."""
+    text = (ROOT / "spark_mxfp4" / "pyproject.toml").read_text(encoding="utf-8")
+    project: dict[str, Any] = tomllib.loads(text)["project"]
+    groups = "".join(
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in sorted(points.items()))
+        for group, points in sorted(project["entry-points"].items())
+    )
+    environments.name_distribution(packages, project["name"], project["version"], groups)
+
+
+def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
+    """Compile a set of FlashInfer's modules with the tree's own CUDA, and put them where a server loads them.
+
+    `name` is a set of the stack's kernel table; empty for the image's own. A stack without kernels has none compiled.
+    Raises the errors of `build_kernels`, and IntegrityError if it compiled none.
+    """
+    if not tree.inputs.kernels:
+        say(f"the stack {tree.stack} has no kernels to compile")
+        return
+    os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
+    flashinfer_build.build_kernels(tree.stack, set_name=name, jobs=jobs, output=str(built), python=str(tree.python))
+    take_kernels(tree, built)
+
+
+def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
+    """Compile vLLM's own extensions against the tree, and lay them over upstream's. Raises the errors of both.
+
+    A stack on its base's own torch has no wheel of upstream's: the whole of vLLM is compiled and installed. `sources`
+    is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
+    """
+    brought = str(sources) if any(sources.iterdir()) else ""
+    if tree.device == NGC:
+        wheel = vllm_wheel.build_wheel(tree.stack, tree.python, tree.root / "wheels", sources=brought, jobs=jobs)
+        run([sys.executable, "-m", "uv", "pip", "install", "--python", tree.python, "--no-deps", "--offline", wheel])
+        shutil.rmtree(wheel.parent)
+        return
+    os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
+    overlay = vllm_build.build_extensions(
+        ExtensionRequest(tree.stack, targets=targets, sources=brought, jobs=jobs, python=str(tree.python))
+    )
+    vllm_overlay.install_overlay(overlay, str(tree.packages))
+
+
+def take_kernels(tree: Tree, built: Path) -> None:
+    """Copy the modules under `built`, a FlashInfer workspace, to where FlashInfer loads them without a compiler."""
+    modules = sorted(built.glob(".cache/flashinfer/*/*/cached_ops/*/*.so"))
+    if not modules:
+        raise IntegrityError(
+            "there are no kernels to put into the image",
+            f"{built} holds none",
+            "./inv build.kernels",
+            code="integrity.image-tree",
+        )
+    for module in modules:
+        target = tree.packages / AHEAD_OF_TIME / module.stem / module.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(module, target)
+    say(f"{len(modules)} modules of FlashInfer: {', '.join(module.stem for module in modules)}")
+
+
+def finish(tree: Tree, jobs: int) -> None:
+    """Trim the tree and make it the same in every build: no volatile files, no times, bytecode in one order."""
+    for name, size in trimming.trim(tree.packages, trimming.cuts(tree.device)).items():
+        say(f"left out: {name} ({size / 1e6:.0f} MB)")
+    for name in VOLATILE:
+        for path in tree.packages.glob(f"*.dist-info/{name}"):
+            path.unlink()
+    for record in tree.packages.glob("*.dist-info/RECORD"):
+        forget_volatile(record)
+    for path in sorted(tree.packages.rglob("__pycache__")):
+        shutil.rmtree(path)
+    compile_bytecode(tree, jobs)
+
+
+def forget_volatile(record: Path) -> None:
+    """Take the files that are not kept out of a record, which has their hashes: those are other ones in every build."""
+    lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
+    if kept != lines:
+        write_atomic(record, "".join(kept))
+
+
+def compile_bytecode(tree: Tree, jobs: int) -> None:
+    """Compile every package in a process of its own: what a .pyc holds depends on what its process compiled before it.
+
+    The image cannot write bytecode (its root is read-only), and without it each of vLLM's processes starts 6 s later.
+    Unchecked hashes instead of times, for the image's times are one epoch (PEP 552). What a .pth file imports when a
+    process starts must not leave bytecode of its own, with times.
+    """
+    env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def compile_one(path: Path) -> None:
+        """Compile one package, or one module beside the packages."""
+        flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
+        run([tree.python, "-m", "compileall", *flags, path], env=env, check=False)
+
+    packages = sorted(path for path in tree.packages.iterdir() if path.suffix in ("", ".py") and _holds_python(path))
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(compile_one, packages))
+
+
+def _holds_python(path: Path) -> bool:
+    return path.suffix == ".py" or (path.is_dir() and next(path.rglob("*.py"), None) is not None)
+
+
+def audit_code(tree: Tree) -> dict[str, Any]:
+    """Audit the machine code that gpt-oss runs on, FlashInfer's modules and vLLM's libraries; return the report.
+
+    The report leaves out how long that took, which differs in every build. The CPU's image has no such code, and its
+    report is empty. Raises AuditError.
+    """
+    if tree.device not in (CUDA, NGC):
+        return {}
+    files = sorted([*(tree.packages / AHEAD_OF_TIME).rglob("*.so"), *(tree.packages / "vllm").glob("*.so")])
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "audit.json"
+        audit_report.run_audit(files, tools=toolchain.audit_tools, machine=os.uname().machine, output=output)
+        document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return {key: value for key, value in document.items() if key not in ("seconds", "mb_per_second")}
+
+
+def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
+    """Return how many files are as their wheels' records say, and which patched wheels are installed.
+
+    Raises IntegrityError if a file differs or is missing, if a package is not in the lock, or if one that the stack has
+    patches for is not the wheel in `locks/patched.toml`.
+    """
+    changes, lock, patched = image_changes(tree), load_patched(), patched_packages(pins.load(), tree.stack)
+    locked_names = _locked(tree.lock) | {"vllm", "torch", "spark-mxfp4"}
+    files, wrong, wheels = 0, list[str](), dict[str, AuditedWheel]()
+    for record in sorted(tree.packages.glob("*.dist-info/RECORD")):
+        installed = Installed.read(record.parent, strict=False)
+        files += sum(not is_below(line.path, changes.left_out) for line in installed.lines)
+        if installed.name in patched:
+            wheels[installed.name] = audit_installed(record.parent, lock, changes)
+            wrong += wheels[installed.name].problems
+            continue
+        if installed.name not in locked_names:
+            wrong.append(f"{installed.name} is in no lock")
+        wrong += installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=None)
+    wrong += [f"{name} is not installed" for name in patched if name not in wheels]
+    if wrong:
+        why = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        fix = "build the image again, with --no-cache"
+        raise IntegrityError(f"{tree.root} is not what its locks say", why, fix, code="integrity.image-tree")
+    return files, list(wheels.values())
+
+
+def image_changes(tree: Tree) -> ImageChanges:
+    """Return what the build changes of the installed wheels: what the table leaves out, and what was compiled here."""
+    cuts = trimming.cuts(tree.device)
+    records = [Installed.read(record.parent, strict=False) for record in tree.packages.glob("*.dist-info/RECORD")]
+    left_out = {trimming.cut_part(line.path, cuts) for installed in records for line in installed.lines}
+    overlay = tree.packages / vllm_overlay.RECORD  # audited before it was laid over the wheel
+    files = read_json(overlay)["files"] if overlay.is_file() else {}
+    return ImageChanges(
+        left_out=tuple(sorted(left_out - {""})), compiled={path: change["after"] for path, change in files.items()}
+    )
+
+
+def _locked(name: str) -> set[str]:
+    lines = locks.lock_path(name).read_text(encoding="utf-8").splitlines()
+    matches = (re.match(r"([A-Za-z0-9._-]+)(\[.*\])?==", line) for line in lines)
+    return {canonicalize_name(match[1]) for match in matches if match}
+
+
+def describe(tree: Tree) -> dict[str, Any]:
+    """Return what the image says of itself: versions, queues with their hashes, lock, kernels, and a key of it all."""
+    table = pins.load()
+    parts = [path.name.removesuffix(".dist-info").rpartition("-") for path in sorted(tree.packages.glob("*.dist-info"))]
+    libraries = sorted((tree.packages / AHEAD_OF_TIME).glob("*/*.so"))
+    document: dict[str, Any] = {
+        "stack": tree.stack,
+        "device": tree.device,
+        "machine": os.uname().machine,
+        "python": sys.version.split()[0],
+        "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
+        "packages": {canonicalize_name(name): version for name, _, version in parts},
+        "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in queues(tree.stack, table)},
+        **image_changes(tree).model_dump(mode="json"),
+        "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},
+    }
+    # Caches of compiled code are kept under this key: times cannot tell one image's sources from another's.
+    document["key"] = hashlib.sha256(repr(document).encode()).hexdigest()[:16]
+    return document
+
+
+STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
+    "toolchain": lambda tree, _options: prepare_toolchain(tree),
+    "install": lambda tree, options: install(tree, options.more),
+    "kernels": lambda tree, options: compile_kernels(tree, options.built, options.set, options.jobs),
+    "vllm": lambda tree, options: compile_vllm(tree, options.sources, options.targets, options.jobs),
+    "finish": lambda tree, options: finish(tree, _jobs(options.jobs)),
+    "verify": lambda tree, options: _verify(tree, options.describe),
+}
+
+
+def _verify(tree: Tree, output: Path) -> None:
+    """Verify and audit the tree; leave the report beside the manifest, which names it by hash."""
+    files, wheels = verify(tree)
+    say(f"{files} files are as their wheels say, {len(wheels)} wheels are ours by locks/patched.toml")
+    report = output.with_name(REPORT)
+    write_json(report, {"files": files, "wheels": [asdict(wheel) for wheel in wheels], "code": audit_code(tree)})
+    write_json(output, {**describe(tree), "audit": {REPORT: sha256_file(report)}})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one step; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sparkforge.image.rootfs", description=__doc__)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("--stack", required=True, help="a stack of pins.toml")
+    parser.add_argument("--tree", type=Path, default=Path("/opt/venv"))
+    parser.add_argument("--with", dest="more", default="", help="a further lock to install")
+    parser.add_argument("--set", default="", help="a set of the stack's kernel table")
+    parser.add_argument("--built", type=Path, default=Path("/kernels"), help="where the kernels are built")
+    parser.add_argument("--sources", type=Path, default=Path("/mnt/bundle"), help="what vLLM is compiled from")
+    parser.add_argument("--targets", default="", help="CMake targets of vLLM, with commas; none: all that SM121 uses")
+    parser.add_argument("--jobs", default="auto")
+    parser.add_argument("--describe", type=Path, default=Path("/opt/image.json"), help="where to write the manifest")
+    options = parser.parse_args(arguments)
+    try:
+        STEPS[options.step](Tree(options.tree, options.stack), options)
+    except SparkforgeError as error:
+        show_error(error)
+        return error.exit_code
+    return 0
+
+
+def _jobs(text: str) -> int:
+    if text == "auto":
+        return os.cpu_count() or 1
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "--jobs auto")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Leave out of an image what its device cannot load: the table deploy/trim.toml and the removal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core.documents import read_toml
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.paths import ROOT
+
+TABLE = ROOT / "deploy/trim.toml"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left out of an image: paths below site-packages, and why."""
+
+    name: str
+    paths: tuple[str, ...]
+    why: str
+
+
+def cuts(device: str, table: Path | None = None) -> list[Cut]:
+    """Return what the table, deploy/trim.toml unless another is named, leaves out of the device's image."""
+    entries: dict[str, dict[str, Any]] = read_toml(table or TABLE).get(device, {})
+    return [Cut(name, tuple(entry["paths"]), entry["why"]) for name, entry in entries.items()]
+
+
+def trim(packages: Path, cuts: Sequence[Cut]) -> dict[str, int]:
+    """Remove what `cuts` name; return the bytes that each freed. Raises IntegrityError if a path matches nothing.
+
+    A name that no longer exists means that upstream moved something, and with it perhaps the reason.
+    """
+    freed = {}
+    for cut in cuts:
+        freed[cut.name] = 0
+        for pattern in cut.paths:
+            matches = sorted(packages.glob(pattern))
+            if not matches:
+                why = f"{pattern} of [{cut.name}] matches nothing under {packages}"
+                fix = "look where upstream moved it; edit deploy/trim.toml"
+                raise IntegrityError("the trimming table is out of date", why, fix, code="integrity.image-tree")
+            freed[cut.name] += sum(_remove(path) for path in matches)
+    return freed
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, link or folder; return its bytes on disk."""
+    if path.is_symlink() or not path.is_dir():
+        size = 0 if path.is_symlink() else path.stat().st_size
+        path.unlink()
+        return size
+    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+    shutil.rmtree(path)
+    return size
+
+
+def cut_part(path: str, cuts: Sequence[Cut]) -> str:
+    """Return the file or the folder of `path`, below site-packages, that `cuts` leave out; empty if they do not."""
+    match = _pattern(tuple(cuts)).match(path)
+    return match[1] if match else ""
+
+
+def is_cut(path: str, cuts: Sequence[Cut]) -> bool:
+    """Tell whether `path`, below site-packages, is one that `cuts` leave out."""
+    return bool(cut_part(path, cuts))
+
+
+@cache
+def _pattern(cuts: tuple[Cut, ...]) -> re.Pattern[str]:
+    """Return what matches the begin of every path that `cuts` leave out; a tree has 100,000 paths."""
+    globs = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for cut in cuts for pattern in cut.paths)
+    return re.compile(f"({globs})(?:/|$)")

@@ -1,0 +1,1 @@
+"""Checkpoints: fetched from a hub, or tiny ones written here; the Harmony vocabulary."""

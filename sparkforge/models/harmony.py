@@ -1,0 +1,164 @@
+"""The o200k Harmony vocabulary, as the tokenizer files that transformers and vLLM read.
+
+`openai_harmony` (distribution oss-harmony, a dependency of vLLM) holds the vocabulary inside its library, so nothing
+is downloaded. It is imported when a function needs it, because the launcher's environment does not have it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+from sparkforge.core.errors import InputError
+from sparkforge.core.files import write_atomic
+
+VOCAB_SIZE = 201_088  # config.json of openai/gpt-oss-20b and -120b
+BASE_TOKENS = 199_998  # o200k_base without its special tokens; Harmony's begin right behind
+# tiktoken names this hash for o200k_base.tiktoken (tiktoken_ext/openai_public.py).
+VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+CHAT_TEMPLATE = Path(__file__).with_name("harmony.jinja")
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION, _LEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
+# How o200k splits text before merging (tiktoken_ext/openai_public.py, o200k_base).
+SPLIT = "|".join([
+    f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}", f"{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+])  # fmt: skip
+
+
+def offline_environment() -> dict[str, str]:
+    """Return the variables that keep a server from asking the network for a model or a vocabulary.
+
+    oss-harmony reads its built-in vocabulary unless TIKTOKEN_ENCODINGS_BASE points elsewhere, so none is needed for it.
+    """
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@cache
+def base_vocabulary() -> tuple[bytes, ...]:
+    """Return the bytes of the 199,998 base tokens, in the order of their ids.
+
+    Raises InputError if the installed openai_harmony is missing or holds another vocabulary.
+    """
+    tokens = tuple(_token_bytes(i) for i in range(BASE_TOKENS))
+    digest = hashlib.sha256(_tiktoken_bytes(tokens)).hexdigest()
+    if digest != VOCABULARY_SHA256:
+        raise InputError(
+            "the o200k vocabulary is not the known one",
+            f"openai_harmony gave sha256 {digest}, not {VOCABULARY_SHA256}",
+            "install the pinned oss-harmony again",
+            code="input.model",
+        )
+    return tokens
+
+
+def special_tokens() -> dict[str, int]:
+    """Return Harmony's special and reserved tokens with their ids, 199,998 to 201,087, in the order of ids."""
+    # oss-harmony knows one id more than the model has rows; asking by id leaves it out.
+    return {_token_bytes(i).decode(): i for i in range(BASE_TOKENS, VOCAB_SIZE)}
+
+
+def write_vocabulary(directory: Path) -> Path:
+    """Write `o200k_base.tiktoken` into `directory` and return its path, for programs with TIKTOKEN_ENCODINGS_BASE."""
+    path = directory / "o200k_base.tiktoken"
+    write_atomic(path, _tiktoken_bytes(base_vocabulary()))
+    return path
+
+
+def encode(text: str) -> list[int]:
+    """Return the tokens of `text`, in which `<|start|>` and the like are special tokens. Raises InputError."""
+    return list(_encoding().encode(text, allowed_special="all"))
+
+
+def decode(tokens: list[int]) -> str:
+    """Return the text of `tokens`, with special tokens written as `<|start|>` and the like. Raises InputError."""
+    return b"".join(map(_token_bytes, tokens)).decode(errors="replace")
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    """Return the tokenizer's files (name → bytes): tokenizer.json, its configuration, special tokens, chat template."""
+    names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    config = {
+        **names,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 1_000_000_000,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    return {
+        "tokenizer.json": _json(_tokenizer(), indent=None),
+        "tokenizer_config.json": _json(config),
+        "special_tokens_map.json": _json(names),
+        "chat_template.jinja": CHAT_TEMPLATE.read_bytes(),
+    }
+
+
+@cache
+def _encoding():  # type: ignore[no-untyped-def]  # noqa: ANN202 (openai_harmony is untyped and imported late)
+    try:
+        from openai_harmony import load_harmony_encoding  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError(
+            "cannot make the tokenizer",
+            f"this Python has no openai_harmony ({error})",
+            "run it with the embedded runtime's Python, which ./inv up makes",
+            code="input.model",
+        ) from error
+    return load_harmony_encoding("HarmonyGptOss")
+
+
+def _token_bytes(token: int) -> bytes:
+    # The public door, `decode`, gives text, and most tokens are no whole UTF-8 text.
+    return bytes(_encoding()._inner.decode_bytes([token]))  # noqa: SLF001
+
+
+def _tiktoken_bytes(tokens: tuple[bytes, ...]) -> bytes:
+    return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+
+
+def _tokenizer() -> dict[str, object]:
+    """Build tokenizer.json: byte-level BPE whose merges give tiktoken's result.
+
+    tiktoken merges the neighbours whose joined bytes have the lowest rank, however they are cut; so every cut of a
+    token into two tokens is a merge, in the order of the joined token's rank.
+    """
+    tokens = base_vocabulary()
+    letters = _byte_letters()
+    text = [token.decode("latin-1").translate(letters) for token in tokens]
+    rank = {token: i for i, token in enumerate(tokens)}
+    merges = [
+        [text[rank[token[:cut]]], text[rank[token[cut:]]]]
+        for token in tokens for cut in range(1, len(token)) if token[:cut] in rank and token[cut:] in rank
+    ]  # fmt: skip
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special_tokens().items()],
+        "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": None, "decoder": level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None,
+            "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            # tiktoken takes a piece that is a token whole, without merging.
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "vocab": {written: i for i, written in enumerate(text)}, "merges": merges,
+        },
+    }  # fmt: skip
+
+
+def _byte_letters() -> dict[int, int]:
+    """Map each byte to the printable letter that byte-level BPE writes for it (tokenizers, ByteLevel)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: byte for byte in printable}, **{byte: 256 + i for i, byte in enumerate(hidden)}}
+
+
+def _json(value: object, indent: int | None = 2) -> bytes:
+    separators = None if indent else (",", ":")
+    return (json.dumps(value, indent=indent, separators=separators, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,356 @@
+"""Fetch a gpt-oss checkpoint: only the files that vLLM reads, resumed where a run was killed, every hash checked.
+
+`python -m sparkforge.models.hub REPOSITORY --to FOLDER [--revision REV] [--mirror FOLDER] [--replace]`
+
+Files are collected in a folder of their own. Only when all of them are there, have their hashes and fit together, the
+target appears, or its files are replaced by renames. A target without our note, or with that of another model, changes
+only with --replace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn
+
+from sparkforge.core import paths
+from sparkforge.core.console import download_bar, echo, say, show_error
+from sparkforge.core.errors import InputError, IntegrityError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space, sha256_file, write_json
+from sparkforge.models import table as models
+from sparkforge.models.hub_source import NOTE, CheckpointSource, Note, RemoteFile
+from validate.facts import checkpoint
+from validate.facts.target import Options, Target
+
+PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
+PART = re.compile(r"\.(.+)\.(?:[0-9a-f]{12}|unknown)\.part")
+# What vLLM 0.32.0 reads of a checkpoint; the hub's gpt-oss repositories also hold the weights twice more, in original/
+# and metal/.
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+)
+WORKERS = 4  # files at a time: one connection seldom fills a line
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing and exiting."""
+        raise UsageError("the arguments cannot be read", message, "python -m sparkforge.models.hub --help")
+
+
+def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = False) -> Path:
+    """Make `target` the checkpoint of `source` and return it; only verify it if it is whole already.
+
+    Nothing in an existing `target` changes before everything has been fetched and verified. Without `replace` its files
+    change only if our note says that they are an earlier fetch of the same repository. Raises NetworkError,
+    IntegrityError, InputError, and StorageError for a folder that is not ours or while another process fetches it.
+    """
+    target = paths.typed(target).absolute().resolve()
+    with locked(target.parent / f".{target.name}.lock", f"fetch {target.name}"):
+        if target.exists() and not target.is_dir():
+            raise UsageError(
+                f"{target} is no folder", "a checkpoint is a folder of files", "name another one: --to FOLDER"
+            )
+        files = choose(source)
+        different = [file for file in files if not _has(target / file.name, file)]
+        note = Note.read(target)
+        if different and not replace:
+            _require_ours(target, note, source)
+        for file in different:
+            if (target / file.name).exists():
+                say(f"{file.name} has other bytes than {file.digest[:19] or file.size}…: it is fetched again")
+        work = target / PARTIAL if target.exists() else target.with_name(f".{target.name}{PARTIAL}")
+        if different or not target.exists():
+            missing = _missing(work, different)
+            require_space(work, sum(file.size - _size(_part(work, file)) for file in missing), source.name)
+            _fetch_all(source, work, missing)
+        _check(target, work, files, different, source.repository)
+        if not target.exists():
+            for stale in work.glob(".*.part"):
+                stale.unlink()
+            write_json(work / NOTE, _note(source, work, files))
+            work.rename(target)
+            fsync_directory(target.parent)
+        elif different or note is not None:
+            _swap(source, target, work, files, different, note)
+    return target
+
+
+def _has(path: Path, file: RemoteFile) -> bool:
+    """Tell whether `path` holds the bytes of `file`."""
+    return (
+        path.is_file()
+        and path.stat().st_size == file.size
+        and (not file.digest or digest_of(path, file.digest) == file.digest)
+    )
+
+
+def _require_ours(target: Path, note: Note | None, source: CheckpointSource) -> None:
+    """Raise StorageError unless `target` is not there, is empty, or is an earlier fetch of the same repository."""
+    if not target.exists() or {path.name for path in target.iterdir()} <= {PARTIAL}:
+        return
+    if note is None:
+        why = f"it is not a folder that model.fetch made: {NOTE} is not in it, or cannot be read"
+    elif note.repository != source.repository:
+        why = f"it holds {note.repository}"
+    else:
+        return
+    raise StorageError(
+        f"{target} is left as it is",
+        why,
+        f"name another folder: --to FOLDER; or --replace, which loses files in {target}",
+        code="storage.access",
+    )
+
+
+def _swap(
+    source: CheckpointSource,
+    target: Path,
+    work: Path,
+    files: list[RemoteFile],
+    different: list[RemoteFile],
+    note: Note | None,
+) -> None:
+    """Rename verified files into `target`, and remove what only the earlier revision had, if it still is as noted.
+
+    A kill in between leaves our old note and the rest in `work`: the next run goes on from there.
+    """
+    for file in different:
+        (work / file.name).replace(target / file.name)
+    fsync_directory(target)
+    for name, sha256 in (note.files if note else {}).items():
+        path = target / name
+        gone = name not in {file.name for file in files} and name == Path(name).name
+        if gone and path.is_file() and sha256_file(path) == sha256:
+            path.unlink()
+    for path in target.glob(".*.part"):  # of Sparkforge before 2026-12, which wrote files in place
+        if note and (part := PART.fullmatch(path.name)) and _wanted(part[1]):
+            path.unlink()
+    write_json(target / NOTE, _note(source, target, files))
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def choose(source: CheckpointSource) -> list[RemoteFile]:
+    """Return the files of `source` that vLLM reads. Raises InputError if there is no such checkpoint."""
+    top = [file for file in source.files() if "/" not in file.name]
+    files = [file for file in top if _wanted(file.name)]
+    names = {file.name for file in files}
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        why = f"it has {', '.join(sorted(names)) or 'none of the files that vLLM reads'}"
+        raise InputError(
+            f"{source.name} is no safetensors checkpoint",
+            why,
+            "./inv model.fetch openai/gpt-oss-120b",
+            code="input.model",
+        )
+    return files
+
+
+def _wanted(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in WANTED)
+
+
+def digest_of(path: Path, like: str) -> str:
+    """Return the file's digest of the same kind as `like`: a git blob's id is SHA-1 over its length and bytes."""
+    if not like.startswith("git:"):
+        return f"sha256:{sha256_file(path)}"
+    blob = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as file:
+        while data := file.read(CHUNK):
+            blob.update(data)
+    return f"git:{blob.hexdigest()}"
+
+
+def fetch_and_report(repository: str, revision: str, to: str, mirror: str, *, replace: bool = False) -> None:
+    """Fetch a checkpoint and print what, from where, and what to do next. Raises as `fetch_checkpoint` does."""
+    target = Path(to) if to else paths.ROOT / "models" / repository.rpartition("/")[2]  # where Compose looks
+    pinned = revision or ("" if mirror else models.pinned_revision(repository) or _recorded(target, repository))
+    source = _source(repository, pinned, mirror)
+    say(f"{source.name} at {source.revision} → {target}")
+    if not pinned and not mirror:
+        say(f"no revision of {repository} is pinned: this is its main branch now, and the commit is recorded in {NOTE}")
+    folder = fetch_checkpoint(source, target, replace=replace)
+    say("every file is whole and has its hash" if not mirror else "every file is whole")
+    echo(str(folder))
+    say(f"serve it: ./inv up --model {folder}")
+
+
+def _recorded(target: Path, repository: str) -> str:
+    """Return the commit that an earlier fetch of the same repository recorded; empty if there was none."""
+    note = Note.read(paths.typed(target))
+    return note.revision if note and note.repository == repository else ""
+
+
+def main(command_line: list[str]) -> int:
+    """Fetch from the command line; return the exit code."""
+    parser = Parser(prog="python -m sparkforge.models.hub", description=__doc__, allow_abbrev=False)
+    parser.add_argument("repository", help="such as openai/gpt-oss-120b")
+    for flag in ("--revision", "--to", "--mirror"):
+        parser.add_argument(flag, default="")
+    parser.add_argument(
+        "--replace", action="store_true", help="replace files in a folder that model.fetch did not make"
+    )
+    try:
+        arguments = parser.parse_args(command_line)
+        fetch_and_report(
+            arguments.repository, arguments.revision, arguments.to, arguments.mirror, replace=arguments.replace
+        )
+    except SparkforgeError as error:
+        show_error(error)
+        return error.exit_code
+    except OSError as error:  # the image has no console, whose handler would name it too
+        summary, why = f"cannot use {error.filename or 'a file'}", error.strerror or str(error)
+        show_error(StorageError(summary, why, "name another folder: --to FOLDER", code="storage.access"))
+        return StorageError.exit_code
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on where it stopped")
+        return 130
+    return 0
+
+
+def _source(repository: str, revision: str, mirror: str) -> CheckpointSource:
+    if mirror:
+        from sparkforge.models.hub_mirror import Mirror  # noqa: PLC0415 - a mirror needs no hub library
+
+        return Mirror(Path(mirror), repository, revision)
+    from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - and the hub's library is needed for nothing else
+
+    return Hub(repository, revision or "main")
+
+
+def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:
+    """Make `work`, remove from it what is of another revision, and return the files that it lacks."""
+    work.mkdir(parents=True, exist_ok=True)
+    missing = [file for file in files if not _has(work / file.name, file)]
+    for file in missing:
+        (work / file.name).unlink(missing_ok=True)
+    return missing
+
+
+def _fetch_all(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> None:
+    """Fetch files side by side, the largest first. The first failure, or Ctrl-C, ends them all; parts are kept."""
+    stopping, counting = threading.Event(), threading.Lock()
+    ordered = sorted(files, key=lambda file: -file.size)
+    total = sum(file.size for file in files)
+    with download_bar(source.name, total) as advance, ThreadPoolExecutor(WORKERS) as pool:
+        advance(sum(_size(_part(work, file)) for file in files))
+
+        def count(size: int) -> None:
+            """Count a piece of any thread's file, and end the thread if another one failed."""
+            if stopping.is_set():
+                raise InterruptedError("another file failed")
+            with counting:
+                advance(size)
+
+        running = [pool.submit(_fetch_file, source, work, file, count) for file in ordered]
+        try:
+            finished, _ = wait(running, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+        finally:
+            stopping.set()
+            for future in running:
+                future.cancel()
+
+
+def _fetch_file(source: CheckpointSource, work: Path, file: RemoteFile, count: Callable[[int], None]) -> None:
+    part = _part(work, file)
+    source.fetch(file, part, count)
+    digest = digest_of(part, file.digest)
+    if part.stat().st_size != file.size or (file.digest and digest != file.digest):
+        part.unlink()
+        raise IntegrityError(
+            f"{file.name} is not the file that {source.name} names",
+            f"it has {digest}, not {file.digest or f'{file.size} bytes'}",
+            "run the same command again: it fetches this file anew",
+            code="integrity.hash",
+        )
+    with part.open("rb+") as written:
+        os.fsync(written.fileno())
+    part.rename(work / file.name)
+    fsync_directory(work)
+
+
+def _part(work: Path, file: RemoteFile) -> Path:
+    """Return the path of a half-fetched file; the digest in its name keeps revisions apart."""
+    mark = file.digest.partition(":")[2][:12] or "unknown"
+    return work / f".{file.name}.{mark}.part"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _check(target: Path, work: Path, files: list[RemoteFile], different: list[RemoteFile], repository: str) -> None:
+    """Raise InputError unless the files fit together, and are the gpt-oss in MXFP4 that `repository` names."""
+    folder = target if target.exists() else work
+    if target.exists() and different:  # the files lie in two folders: links show the checkpoint as it will be
+        folder = work / ".view"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for file in files:
+            (folder / file.name).symlink_to((work if file in different else target) / file.name)
+    validated = Target(Options(model=folder), "spark")
+    try:
+        missing, damaged, _ = checkpoint.survey(validated)
+        absent = checkpoint.files_missing(validated)
+        config = checkpoint.config(validated)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+    except Exception as error:
+        raise _broken(repository, work, str(error)) from error
+    if wrong := [*(f"{name} is missing" for name in (*missing, *absent)), *damaged]:
+        raise _broken(repository, work, "; ".join(wrong[:3]))
+    if (config.get("model_type"), method) != ("gpt_oss", "mxfp4"):
+        why = f"model_type {config.get('model_type')!r} with quantization {method!r}, not gpt_oss in mxfp4"
+        raise _broken(repository, work, why)
+    if wrong := models.differences(config, repository):
+        raise InputError(
+            f"this checkpoint is not {repository}",
+            f"its config.json has {'; '.join(wrong[:3])} (sparkforge/models/models.toml)",
+            f"check the mirror, or name the model that it is; then rm -r {work}",
+            code="input.model",
+        )
+
+
+def _broken(repository: str, work: Path, why: str) -> InputError:
+    return InputError(
+        f"{repository} is no whole gpt-oss checkpoint", why,
+        f"name another repository or mirror; what was fetched: rm -r {work}", code="input.model"
+    )  # fmt: skip
+
+
+def _note(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> dict[str, object]:
+    named = {}
+    for file in files:
+        digest = file.digest if file.digest.startswith("sha256:") else digest_of(work / file.name, "sha256:")
+        named[file.name] = {"size": file.size, "sha256": digest.removeprefix("sha256:")}
+    return {
+        "schema": 1,
+        "source": source.name,
+        "repository": source.repository,
+        "revision": source.revision,
+        "files": named,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""The Hugging Face hub as the source of a checkpoint, by its own library (huggingface_hub 2.4).
+
+Transfers go through the library's `http_get`, which takes up a file at any byte; its higher-level calls begin an
+interrupted file anew, and a shard of gpt-oss-120b has 4 GB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub import errors as hub_errors
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils._headers import build_hf_headers
+
+from sparkforge.core.errors import IntegrityError, NetworkError, SparkforgeError, StorageError
+from sparkforge.core.files import disk_full
+from sparkforge.models.hub_source import RemoteFile
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # an answer of another shape
+AGAIN = "run the same command again: it goes on where it stopped"
+ELSEWHERE = "check the network and HF_ENDPOINT; or fetch it on another machine and name the copy: --mirror FOLDER"
+
+
+class Hub:
+    """A repository of the hub, or of what HF_ENDPOINT names, at one commit."""
+
+    def __init__(self, repository: str, revision: str) -> None:
+        """Ask for the commit and its files. Raises NetworkError."""
+        self.repository, self.name = repository, repository
+        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+        if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise NetworkError(
+                f"cannot fetch {repository}",
+                "HF_HUB_OFFLINE is set",
+                "unset HF_HUB_OFFLINE, or --mirror FOLDER",
+                code="network.fetch",
+            )
+        with _hub_errors(repository, revision):
+            info = HfApi(endpoint=self.endpoint).model_info(repository, revision=revision, files_metadata=True)
+            if not COMMIT.fullmatch(str(info.sha)):
+                raise ValueError(f"the hub names no commit: {str(info.sha)[:80]!r}")
+            self.revision = str(info.sha)
+            self._files = [_remote_file(sibling) for sibling in info.siblings or []]
+
+    def files(self) -> list[RemoteFile]:
+        """Return every file of the commit with the digest that the hub's metadata names."""
+        return self._files
+
+    def fetch(self, file: RemoteFile, part: Path, advance: Callable[[int], None]) -> None:
+        """Download what `part` lacks. Raises NetworkError or StorageError."""
+        url = hf_hub_url(self.repository, file.name, revision=self.revision, endpoint=self.endpoint)
+        with _hub_errors(self.repository, self.revision), part.open("ab") as output:
+            begin = output.tell()
+            if begin > file.size:
+                output.truncate(0)
+                begin = 0
+            http_get(
+                url,
+                output,
+                resume_size=begin,
+                headers=build_hf_headers(library_name="sparkforge"),
+                expected_size=file.size,
+                tqdm_class=_progress(_bounded(file, begin, advance)),
+            )
+
+
+def _remote_file(sibling: Any) -> RemoteFile:
+    """Return the file of one entry of the hub's answer: large ones carry a sha256, small ones their git blob's id."""
+    lfs = sibling.lfs
+    digest = f"sha256:{lfs.sha256}" if lfs else f"git:{sibling.blob_id}" if sibling.blob_id else ""
+    return RemoteFile(str(sibling.rfilename), int(lfs.size if lfs else sibling.size or 0), digest)
+
+
+def _bounded(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Return `advance` that raises IntegrityError once the file has more bytes than the hub's metadata says."""
+    count = begin
+
+    def counted(size: int) -> None:
+        """Count; the library calls it with a negative number when it begins a piece anew."""
+        nonlocal count
+        count += size
+        if count > file.size:
+            raise IntegrityError(
+                f"{file.name} is not the file that the hub names",
+                f"it has more than {file.size} bytes",
+                "check HF_ENDPOINT, or name a copy: --mirror FOLDER",
+                code="integrity.hash",
+            )
+        advance(size)
+
+    return counted
+
+
+def _progress(advance: Callable[[int], None]) -> Any:
+    """Return a class with the few methods of tqdm that the library calls."""
+
+    class Progress:
+        """Stands in for tqdm: takes its arguments, shows nothing, passes the bytes on."""
+
+        def __init__(self, *_args: object, **_more: object) -> None:
+            pass
+
+        def update(self, count: float | None = 1) -> None:
+            """Pass on `count` bytes; the signature is tqdm's."""
+            advance(int(count or 0))
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    return Progress
+
+
+@contextmanager
+def _hub_errors(repository: str, revision: str) -> Iterator[None]:
+    """Turn what the library raises inside into our errors."""
+    try:
+        yield
+    except InterruptedError:
+        raise
+    except (*MALFORMED, hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
+        raise _as_ours(error, repository, revision) from error
+    except Exception as error:
+        # httpx2's own errors; the library re-exports no name for their base.
+        if type(error).__module__.partition(".")[0] not in {"httpx2", "httpx"}:
+            raise
+        raise NetworkError(
+            f"cannot reach the hub for {repository}", _text(error), ELSEWHERE, code="network.fetch"
+        ) from error
+
+
+def _as_ours(error: Exception, repository: str, revision: str) -> SparkforgeError:
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return disk_full(Path.cwd() if error.filename is None else Path(error.filename).parent)
+    if isinstance(error, OSError) and error.filename:
+        return StorageError(
+            f"cannot write {error.filename}",
+            str(error.strerror),
+            "name another folder: --to FOLDER",
+            code="storage.access",
+        )
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    page = f"{constants.ENDPOINT}/{repository}"
+    why, fix = f"the hub answered {status}: {_text(error)}" if status else _text(error), AGAIN
+    if isinstance(error, hub_errors.RevisionNotFoundError):
+        why, fix = f"it has no revision {revision}", f"--revision main, or look at {page}/commits/main"
+    elif isinstance(error, hub_errors.GatedRepoError) or status in {401, 403}:
+        if status:
+            why = f"the hub answered {status}: it is gated or private, or there is no such name"
+        fix = f"accept its terms at {page}, then HF_TOKEN=hf_… ./inv model.fetch {repository}"
+    elif isinstance(error, hub_errors.RepositoryNotFoundError | hub_errors.HFValidationError):
+        why, fix = "the hub knows no such repository", "./inv model.fetch openai/gpt-oss-120b"
+    return NetworkError(f"cannot fetch {repository}", why, fix, code="network.fetch")
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,336 @@
+"""A tiny gpt-oss checkpoint that answers by script: greedy decoding gives the token sequence chosen when it is written.
+
+For tests of what a server makes of a model's output. Each script has a cue, a word in the prompt; the model answers
+`<|start|>assistant` with the script of the latest cue, then with `<|return|>`, whatever else the prompt holds. Limits:
+cues stand 8 tokens apart at least and the latest within the last 1000 tokens; each turn begins its script anew.
+
+Nothing is trained. Tokens have codes of ±1 (an extended Hamming code), and a position's hidden state is laid out in
+fields. Layer 0's heads look 1, 2, ... tokens back, by RoPE alone, and copy those tokens' codes into fields. Layer 1's
+first head finds the latest cue and copies its script's code. Then each intermediate neuron of an expert knows one
+context: its MXFP4 weights are that context's codes, so it opens for this context only and writes the next token's code.
+The router takes the script's expert. The LM head's rows are the codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sparkforge.core.errors import InputError
+from sparkforge.models import harmony
+from sparkforge.models.harmony import VOCAB_SIZE
+from sparkforge.models.tiny import Weights
+from sparkforge.models.tiny_format import BLOCK, HEAD_DIM, Floats, Sizes, Tensor, bfloat16
+
+RECIPE = 1  # raise it when the bytes change, so that older directories are written anew
+HEADS, EXPERTS = 6, 8
+CONTEXT = HEADS + 1  # tokens that decide the next one: the last and what each head of layer 0 copies
+BITS = 16  # of a code
+DISTANCE = 4  # bits in which two codes differ at least
+OPENING = "<|start|>assistant"  # what every prompt ends with, and a script continues
+END = "<|return|>"  # what follows a script, and any context that no script has
+
+# Fields of the hidden state. The first CONTEXT codes are the last token's, the one's before it, and so on.
+SCRIPT, OUTPUT = CONTEXT * BITS, (CONTEXT + 1) * BITS
+EXPERT = OUTPUT + BITS
+CUE = EXPERT + EXPERTS
+CONSTANT, HIDDEN = CUE + 1, 160
+LEVEL = 6.0  # what every token has in CONSTANT, but for cues: those have less, so that all embeddings have one norm
+NAMED = BITS + 2  # squares of what a cue's embedding has besides: its script's code, the expert, 1 in CUE
+
+# Layer 0: score of the token at the right distance above that of its neighbours, by the pairs that turn fastest.
+NEAR, NEAR_PAIRS = 130.0, range(10)
+# Layer 1: the score of a cue falls over 1000 tokens, so that the latest wins, by 12 against one 8 tokens older,
+# with pair → factors of cosine and sine, by least squares for `config`. Beside it stands what a cue scores above other
+# tokens, on the pairs that hardly turn.
+RECENT = {12: (0, 0.03), 13: (0.05, -0.03), 14: (0.12, 0.2), 15: (0.36, 0.28), 16: (0.04, 0.19), 17: (0, 0.05)}
+SLOPE, PRESENT, STILL_PAIRS = 7300.0, 8800.0, range(24, 32)
+KEY = 16.0  # of every pair of a key
+
+GAIN = 2  # a neuron's weights are ±GAIN; SwiGLU's limit of 7 caps what an open one gives
+E2M1 = {
+    0.0: 0,
+    0.5: 1,
+    1.0: 2,
+    2.0: 4,
+    6.0: 7,
+    -0.5: 9,
+    -1.0: 10,
+    -2.0: 12,
+    -6.0: 15,
+}  # values in use, and their codes (OCP Microscaling Formats, 5.3.3)
+ONE = 127  # E8M0's code of 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the model writes after `<|start|>assistant` when the latest cue in its prompt is `cue`.
+
+    `cue` is a word that is one token, at the begin of a text and behind a space. `text` is Harmony's text with its
+    special tokens.
+    """
+
+    cue: str
+    text: str
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of `text`."""
+        return tuple(harmony.encode(self.text))
+
+    @cached_property
+    def cues(self) -> tuple[int, ...]:
+        """The two tokens that are the cue. Raises InputError if it takes more."""
+        written = [harmony.encode(text) for text in (self.cue, f" {self.cue}")]
+        if any(len(tokens) != 1 for tokens in written):
+            raise _unusable(self, f"{self.cue!r} is more than one token", "choose a short common word")
+        return tuple(token for (token,) in written)
+
+    @cached_property
+    def contexts(self) -> Mapping[tuple[int, ...], int]:
+        """The last tokens, newest first, → the next one; fewer than CONTEXT where the script begins.
+
+        Raises InputError if one context has two next tokens.
+        """
+        opening, end = tuple(harmony.encode(OPENING)), tuple(harmony.encode(END))
+        written = (*opening, *self.tokens, *(() if self.tokens[-1:] == end else end))
+        contexts: dict[tuple[int, ...], int] = {}
+        for position in range(len(opening), len(written)):
+            context = written[max(0, position - CONTEXT) : position][::-1]
+            if contexts.setdefault(context, written[position]) != written[position]:
+                last = harmony.decode(list(context[::-1]))
+                why = f"two tokens follow {last!r}, and the model sees no more than {CONTEXT} tokens back"
+                raise _unusable(self, why, "change one of the two places")
+        return contexts
+
+    def following(self, written: Sequence[int]) -> int | None:
+        """Return the token that the model writes after `written`: the contexts of the most weight decide, or None."""
+        tokens: dict[float, set[int]] = {}
+        for length in range(1, CONTEXT + 1):
+            context = tuple(written[: -length - 1 : -1])
+            if len(context) == length and context in self.contexts:
+                tokens.setdefault(_weight(context), set()).add(self.contexts[context])
+        decisive = tokens[max(tokens)] if tokens else set()
+        return decisive.pop() if len(decisive) == 1 else None
+
+
+class ScriptedModel:
+    """The tensors of a checkpoint that follows `scripts`.
+
+    Raises InputError for scripts that it could not follow, by their cue.
+    """
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        """Check the scripts and lay out codes and experts."""
+        self.scripts = tuple(scripts)
+        cues = [cue for script in self.scripts for cue in script.cues]
+        for script in self.scripts:
+            if cues.count(script.cues[0]) > 1:
+                raise _unusable(script, "two scripts have this cue", "give each its own cue")
+            if common := set(cues) & set(script.tokens):
+                words = ", ".join(repr(harmony.decode([token])) for token in sorted(common))
+                raise _unusable(script, f"its text holds {words}, a cue itself", "choose another cue")
+            _check_order(script)
+        opening = harmony.encode(OPENING)
+        tokens = sorted(
+            {*opening, *harmony.encode(END), *(token for script in self.scripts for token in script.tokens)}
+        )
+        if max(len(tokens), len(self.scripts)) >= len(CODES):
+            why = f"{len(tokens)} different tokens in {len(self.scripts)} scripts; there are {len(CODES) - 1} codes"
+            raise _unusable(self.scripts[0], why, "write several checkpoints")
+        # Code 0 is that of all other tokens.
+        self.code_of = {token: CODES[number] for number, token in enumerate(tokens, 1)}
+        self.contexts: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(EXPERTS)]
+        self.expert_of: list[int] = []
+        for number, script in enumerate(self.scripts):
+            expert = min(range(EXPERTS), key=lambda index: len(self.contexts[index]))
+            self.expert_of.append(expert)
+            self.contexts[expert] += [(number, context, token) for context, token in script.contexts.items()]
+
+    @property
+    def recipe(self) -> str:
+        """What the checkpoint is made of."""
+        text = "\0".join(f"{script.cue}\0{script.text}" for script in self.scripts)
+        return f"scripted {RECIPE} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Its sizes; the intermediate size is that of the fullest expert."""
+        fullest = max(len(expert) for expert in self.contexts)
+        return Sizes(HIDDEN, -(-fullest // 64) * 64, layers=2, experts=EXPERTS, top_k=4, heads=HEADS, kv_heads=2)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's tensors by name, in the order of the model."""
+        yield "model.embed_tokens.weight", bfloat16(self._embeddings())
+        plain = BITS + LEVEL**2
+        idle = np.zeros((EXPERTS, HIDDEN), np.float32)
+        yield from _layer(0, (plain, plain), _look_back(), idle, self._experts([[]] * EXPERTS))
+        plain = CONTEXT * BITS + LEVEL**2
+        router = idle.copy()
+        router[:, EXPERT : EXPERT + EXPERTS] = 20 * np.eye(EXPERTS)
+        yield from _layer(1, (plain, plain + BITS + 1), _find_cue(), router, self._experts(self.contexts))
+        yield "model.norm.weight", bfloat16(np.ones(HIDDEN, np.float32))
+        head = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
+        for token, code in self.code_of.items():
+            head[token, OUTPUT : OUTPUT + BITS] = 4 * code
+        head[harmony.special_tokens()[END], CONSTANT] = 6
+        yield "lm_head.weight", bfloat16(head)
+
+    def _embeddings(self) -> Floats:
+        rows = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
+        rows[:, :BITS], rows[:, CONSTANT] = CODES[0], LEVEL
+        for token, code in self.code_of.items():
+            rows[token, :BITS] = code
+        for number, script in enumerate(self.scripts):
+            for cue in script.cues:
+                rows[cue, SCRIPT : SCRIPT + BITS] = CODES[number]
+                rows[cue, [EXPERT + self.expert_of[number], CUE]] = 1
+                rows[cue, CONSTANT] = (LEVEL**2 - NAMED) ** 0.5
+        return rows
+
+    def _experts(self, contexts: Sequence[Sequence[tuple[int, tuple[int, ...], int]]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the experts whose neurons know `contexts`: script's number, tokens newest first, next token."""
+        inner = self.sizes.intermediate
+        gates = np.zeros((EXPERTS, inner, HIDDEN), np.float32)
+        bias = np.zeros((EXPERTS, 2 * inner), np.float32)  # rows of gate and of up in turn
+        outputs = np.zeros((EXPERTS, HIDDEN, inner), np.float32)
+        for expert, neurons in enumerate(contexts):
+            for neuron, (number, context, token) in enumerate(neurons):
+                codes = np.concatenate([self.code_of[known] for known in context])
+                gates[expert, neuron, : len(codes)] = codes
+                gates[expert, neuron, SCRIPT : SCRIPT + BITS] = CODES[number]
+                # The whole context gives GAIN * DISTANCE, and one with another code -GAIN * DISTANCE at most.
+                bias[expert, 2 * neuron] = -GAIN * (len(codes) + BITS - DISTANCE)
+                outputs[expert, OUTPUT : OUTPUT + BITS, neuron] = _weight(context) * self.code_of[token]
+        weights = np.zeros((EXPERTS, 2 * inner, HIDDEN), np.float32)
+        weights[:, ::2] = gates
+        yield from _mxfp4("gate_up_proj", weights, ONE + GAIN.bit_length() - 1)
+        yield "gate_up_proj_bias", bfloat16(bias)
+        yield from _mxfp4("down_proj", outputs, ONE)
+        yield "down_proj_bias", bfloat16(np.zeros((EXPERTS, HIDDEN), np.float32))
+
+
+def weights(scripts: Sequence[Script]) -> Weights:
+    """Return what `tiny.write_tiny` writes for `scripts`. Raises InputError for scripts that no model could follow."""
+    model = ScriptedModel(scripts)
+    return Weights(lambda: model.recipe, lambda: model.sizes, model.tensors)
+
+
+def _codes() -> Floats:
+    """Return the 2048 words of the extended Hamming code of 16 bits, as ±1."""
+    words = (np.arange(1 << 16)[:, None] >> np.arange(BITS)) & 1
+    # The positions of the ones cancel out under exclusive or, and their number is even.
+    syndrome = np.bitwise_xor.reduce(np.where(words, np.arange(BITS), 0), axis=1)
+    codes: Floats = (1 - 2 * words[(syndrome == 0) & (words.sum(1) % 2 == 0)]).astype(np.float32)
+    return codes
+
+
+CODES = _codes()
+
+
+def _check_order(script: Script) -> None:
+    """Raise InputError unless the contexts give the script's tokens one by one."""
+    written = [*[-1] * CONTEXT, *harmony.encode(OPENING)]  # behind any prompt
+    for token in script.tokens:
+        if script.following(written) != token:
+            last = harmony.decode(written[CONTEXT:][-CONTEXT:])
+            raise _unusable(script, f"after {last!r} the script's begin would be written again", "change the text")
+        written.append(token)
+
+
+def _weight(context: Sequence[int]) -> float:
+    """Return how much a context's neuron writes: a longer one, which is surer, outweighs those that it ends with.
+
+    Contexts are short at a script's begin alone. The shortest is the prompt's end.
+    """
+    return {2: 0.5, CONTEXT: 6.0}.get(len(context), 2.0)
+
+
+def _turn(back: float) -> Floats:
+    """Return the angles by which RoPE turns its 32 pairs over `back` tokens (YaRN, as `tiny_format.config` sets it)."""
+    base, factor, length, fast, slow = 150_000, 32.0, 4096, 32.0, 1.0
+    pairs = np.arange(HEAD_DIM // 2)
+    low, high = (HEAD_DIM * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (fast, slow))
+    ramp = np.clip((pairs - low) / (high - low), 0, 1)
+    angles: Floats = (back * base ** (-2 * pairs / HEAD_DIM) * (ramp / factor + 1 - ramp)).astype(np.float32)
+    return angles
+
+
+def _look_back() -> dict[str, Floats]:
+    """Return the attention whose head n copies the code of the token n + 1 places back."""
+    attention = _no_attention()
+    half = HEAD_DIM // 2
+    near = list(NEAR_PAIRS)
+    for head in range(HEADS):
+        angles = _turn(head + 1)[near]
+        query = attention["q_proj.bias"][head * HEAD_DIM : (head + 1) * HEAD_DIM]
+        query[near], query[[half + pair for pair in near]] = np.cos(angles), -np.sin(angles)
+        query *= NEAR / KEY
+        field = (head + 1) * BITS
+        attention["o_proj.weight"][field : field + BITS, head * HEAD_DIM : head * HEAD_DIM + BITS] = np.eye(BITS)
+    for first in (0, HEAD_DIM):
+        attention["k_proj.bias"][[first + pair for pair in near]] = KEY
+        attention["v_proj.weight"][first : first + BITS, :BITS] = np.eye(BITS)
+    return attention
+
+
+def _find_cue() -> dict[str, Floats]:
+    """Return the attention whose head 0 copies the script's code and expert from the latest cue."""
+    attention = _no_attention()
+    half, fields = HEAD_DIM // 2, [*range(SCRIPT, SCRIPT + BITS), *range(EXPERT, EXPERT + EXPERTS)]
+    for pair, (cosine, sine) in RECENT.items():
+        attention["q_proj.bias"][[pair, half + pair]] = np.array([cosine, sine]) * SLOPE / KEY
+    for pair in STILL_PAIRS:
+        attention["q_proj.bias"][pair] = PRESENT / len(STILL_PAIRS) / KEY
+    attention["k_proj.weight"][[*RECENT, *STILL_PAIRS], CUE] = KEY
+    attention["v_proj.weight"][range(len(fields)), fields] = 1
+    attention["o_proj.weight"][fields, range(len(fields))] = 1
+    return attention
+
+
+def _no_attention() -> dict[str, Floats]:
+    """Return zeros for each tensor of an attention layer."""
+    rows = {"q_proj": HEADS * HEAD_DIM, "k_proj": 2 * HEAD_DIM, "v_proj": 2 * HEAD_DIM}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (count, HIDDEN) for name, count in rows.items()}
+    shapes |= {f"{name}.bias": (count,) for name, count in rows.items()}
+    shapes |= {"o_proj.weight": (HIDDEN, HEADS * HEAD_DIM), "o_proj.bias": (HIDDEN,), "sinks": (HEADS,)}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def _layer(
+    number: int,
+    squares: tuple[float, float],
+    attention: Mapping[str, Floats],
+    router: Floats,
+    experts: Iterator[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a layer's tensors; its two norms give back the hidden state whose sums of squares `squares` are."""
+    prefix = f"model.layers.{number}."
+    for name, square in zip(("input_layernorm", "post_attention_layernorm"), squares, strict=True):
+        yield f"{prefix}{name}.weight", bfloat16(np.full(HIDDEN, (square / HIDDEN) ** 0.5, np.float32))
+    for name, values in attention.items():
+        yield f"{prefix}self_attn.{name}", bfloat16(values)
+    yield f"{prefix}mlp.router.weight", bfloat16(router)
+    yield f"{prefix}mlp.router.bias", bfloat16(np.zeros(EXPERTS, np.float32))
+    for name, tensor in experts:
+        yield f"{prefix}mlp.experts.{name}", tensor
+
+
+def _mxfp4(name: str, values: Floats, scale: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield `values`, which E2M1 has, as blocks with one E8M0 scale for all; a byte's low half comes first."""
+    codes = np.zeros(values.shape, np.uint8)
+    for value, code in E2M1.items():
+        codes[values == value] = code
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(
+        *values.shape[:-1], values.shape[-1] // BLOCK, BLOCK // 2
+    )
+    yield f"{name}_blocks", Tensor(blocks.shape, "U8", blocks.tobytes())
+    yield f"{name}_scales", Tensor(blocks.shape[:-1], "U8", bytes([scale]) * int(np.prod(blocks.shape[:-1])))
+
+
+def _unusable(script: Script, why: str, fix: str) -> InputError:
+    return InputError(f"no model could follow the script of {script.cue!r}", why, fix, code="input.model")

@@ -1,0 +1,104 @@
+"""What every tiny checkpoint shares with openai/gpt-oss-20b: config.json, and tensors in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparkforge.models.harmony import VOCAB_SIZE
+
+HEAD_DIM = 64
+BLOCK = 32  # MXFP4 elements that share one scale (OCP Microscaling Formats v1.0, table 1)
+# safetensors' names of types, and numpy's; bfloat16, which numpy lacks, as words.
+DTYPES = {"BF16": "<u2", "U8": "u1", "I8": "i1", "I32": "<i4", "F32": "<f4"}
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Sizes(NamedTuple):
+    """What sets a small gpt-oss apart from a large one; hidden and intermediate are multiples of 32."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+
+
+class Tensor(NamedTuple):
+    """One tensor on disk: its shape, its dtype as safetensors names it, and its little-endian bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Return it as numpy sees it; bfloat16 as unsigned words."""
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+def config(sizes: Sizes) -> dict[str, Any]:
+    """Return config.json: openai/gpt-oss-20b's keys with smaller sizes."""
+    return {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": sizes.top_k, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "hidden_size": sizes.hidden, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": sizes.intermediate,
+        "layer_types": ["sliding_attention", "full_attention"] * (sizes.layers // 2),
+        "max_position_embeddings": 131072, "model_type": "gpt_oss",
+        "num_attention_heads": sizes.heads, "num_experts_per_tok": sizes.top_k, "num_hidden_layers": sizes.layers,
+        "num_key_value_heads": sizes.kv_heads, "num_local_experts": sizes.experts, "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        # Without a version below 5, transformers takes a local tokenizer for a faulty Mistral one and warns.
+        "transformers_version": "4.55.0", "use_cache": True, "vocab_size": VOCAB_SIZE,
+    }  # fmt: skip
+
+
+def bfloat16(values: Floats) -> Tensor:
+    """Round finite float32 values to bfloat16, to nearest, even on ties."""
+    bits = values.astype("<f4").view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return Tensor(values.shape, "BF16", rounded.astype("<u2").tobytes())
+
+
+def to_safetensors(named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Lay tensors out as a safetensors file (its README): header length, JSON header padded to 8 bytes, data."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    # Wide types first, so that every tensor begins at a multiple of its element's size.
+    ordered = sorted(named.items(), key=lambda item: (-np.dtype(DTYPES[item[1].dtype]).itemsize, item[0]))
+    for name, tensor in ordered:
+        begin, end = end, end + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(tensor.data for _, tensor in ordered)])
+
+
+def from_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file. Raises ValueError, KeyError or TypeError if broken."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    metadata, body = header.pop("__metadata__"), memoryview(data)[8 + size :]
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = Tensor(tuple(entry["shape"]), entry["dtype"], bytes(body[begin:end]))
+    return tensors, metadata

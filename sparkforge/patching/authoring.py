@@ -1,0 +1,194 @@
+"""Write a new patch from a commit or the edits of a checkout that holds the queue: headed, checked and queued."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import PatchError, UsageError
+from sparkforge.core.files import fsync_directory, locked, write_atomic
+from sparkforge.core.git import git
+from sparkforge.core.manifest import remove
+from sparkforge.patching import checkout, status, upstream
+from sparkforge.patching.series import FIELDS, PATCH_NAME, Patch, Queue
+from sparkforge.patching.upstream import Release
+from sparkforge.pins import Pins
+from sparkforge.sources import archive, fetch
+
+
+@dataclass(frozen=True)
+class PatchDraft:
+    """A patch being written: its queue, and the release that it is for."""
+
+    name: str
+    folder: Path
+    queue: Queue
+    release: Release
+
+    @property
+    def scratch(self) -> Path:
+        """The scratch copy, a git repository."""
+        return paths.state() / "patch" / self.folder.name / self.name
+
+    @property
+    def file_name(self) -> str:
+        """The patch's file name, one number above the last in the queue."""
+        return f"{int(self.queue.patches[-1].name[:4]) + 1:04}-{self.name}.patch"
+
+
+def new_patch(
+    name: str, *, stack: str, of: str = "vllm", source: str = "", commit: str = "",
+    finish: bool = False, **fields: str,
+) -> None:  # fmt: skip
+    """Write the patch `name` for a stack's upstream `of` from the checkout `source`, or from one of its commits.
+
+    Without `source` a scratch copy is made to edit, and with `finish` the patch is written from that one and the copy
+    removed. `fields` are description, bug, drop_when, and if wanted origin and forwarded; several lines are joined by
+    ` ; ` in drop_when. Raises UsageError for what is missing or was not changed, and what `begin_patch` and
+    `write_patch` raise.
+    """
+    if (source and finish) or (commit and not source):
+        why = "--commit is for --from DIR, --finish for the scratch copy"
+        raise UsageError("these options do not go together", why, f"./inv patch.new {name} --from DIR [--commit ID]")
+    draft = prepare(pins.load(), name, stack, of)
+    if not (source or finish):
+        begin_patch(draft)
+        say(f"edit under {draft.scratch} (git diff shows your changes), then")
+        say(f"./inv patch.new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
+        return
+    file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
+    say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
+
+
+def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = status.PATCHES) -> PatchDraft:
+    """Find the queue and the release of the patch `name`. Raises UsageError for a bad name or one that is taken."""
+    if not PATCH_NAME.fullmatch(f"0001-{name}.patch"):
+        raise UsageError(f"{name!r} is no name for a patch", "it takes small letters, digits and single hyphens",
+                         "name it by what it does, such as guard-option-on-old-torch")  # fmt: skip
+    for folder in patches.glob(f"{of}-*"):
+        if (paths.state() / "patch" / folder.name / name).is_dir():  # `finish_patch` removes the scratch copy last
+            _sweep(folder, name)
+    component, queue, _ = status.chosen(table, stack, f"{of}-0", patches)
+    folder = patches / f"{queue.upstream}-{queue.version}"
+    if present := [patch.name for patch in queue.patches if patch.name[5:] == f"{name}.patch"]:
+        raise UsageError(f"{present[0]} is in the queue already", f"see {folder}", "choose another name")
+    return PatchDraft(name, folder, queue, upstream.release(table, component, queue.version))
+
+
+def begin_patch(draft: PatchDraft) -> Path:
+    """Make the scratch copy unless it is there: the release as a git repository, with the queue as commits.
+
+    Raises the errors of `fetch` and `archive`, PatchError, and ProcessError without git.
+    """
+    with locked(draft.scratch.with_name(f".{draft.name}.lock"), f"make {draft.scratch}"):
+        for stale in draft.scratch.parent.glob(f".{draft.name}.*.tmp"):
+            remove(stale)
+        if not draft.scratch.exists():
+            file = fetch.fetch(draft.release.package, draft.release.filename, draft.release.sha256, draft.release.size)
+            archive.require_space_for(file, draft.scratch)
+            temporary = draft.scratch.with_name(f".{draft.name}.{os.getpid()}.tmp")
+            archive.unpack(file, temporary, top=draft.release.top)
+            checkout.make_repository(temporary, {}, str(draft.release))
+            checkout.apply_mailbox(temporary, draft.folder, draft.queue)
+            temporary.rename(draft.scratch)
+            fsync_directory(draft.scratch.parent)
+    return draft.scratch
+
+
+def finish_patch(draft: PatchDraft, fields: dict[str, str]) -> Path:
+    """Write the patch from the scratch copy and remove the copy; return the patch file. Raises as `write_patch`."""
+    if not draft.scratch.is_dir():
+        raise UsageError(
+            f"{draft.name} was not begun", f"there is no {draft.scratch}", f"./inv patch.new {draft.name} makes it"
+        )
+    git(draft.scratch, "add", "--all")
+    file = write_patch(draft, draft.scratch, fields)
+    remove(draft.scratch)
+    return file
+
+
+def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: str = "") -> Path:
+    """Write the patch into its queue from a checkout that holds the queue; return the patch file.
+
+    The patch is one `commit`, or everything since the queue's last commit, uncommitted edits included. A commit's
+    message is the description unless `fields` has one. Raises UsageError if nothing was edited or a
+    field is missing, PatchError for what a patch may not hold or for a checkout of another queue; nothing is then
+    written.
+    """
+    if not checkout.holds_queue(tree, draft.queue):
+        raise UsageError(f"{tree} does not hold the queue {draft.folder.name}", "it has none of its commits",
+                         f"./inv dev.patch {shlex.quote(str(tree))}, then carry your edits over")  # fmt: skip
+    if commit:
+        (single,) = checkout.commits(tree, commit, "--max-count=1")
+        diff = checkout.diff(tree, f"{single.id}^", single.id)
+        fields = {"description": single.message, **fields}
+    else:
+        diff = checkout.diff(tree, checkout.queue_commits(tree, draft.queue.upstream)[-1].id)
+        if unknown := [path for state, path in checkout.changes(tree) if state == "??"]:
+            say(f"not in the patch, since git does not know them (git add makes it): {', '.join(unknown)}")
+    head = header(fields)
+    if not diff:
+        undo = f"; to give it up: rm -r {shlex.quote(str(tree))}" if tree == draft.scratch else ""
+        raise UsageError(f"{draft.name} changes nothing", f"{tree} has no edits beyond the queue",
+                         f"edit files in it, then the same command again{undo}")  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="sparkforge-") as folder:
+        candidate = Path(folder) / draft.file_name
+        candidate.write_bytes(head + diff)
+        _require_right(draft, Patch.load(candidate))
+    series = draft.folder / "series"
+    text = series.read_text(encoding="utf-8")
+    # Between these two the queue is refused by name ("not in `series`").
+    write_atomic(draft.folder / draft.file_name, head + diff)
+    write_atomic(series, text + ("" if text.endswith("\n") else "\n") + draft.file_name + "\n")
+    return draft.folder / draft.file_name
+
+
+def header(fields: dict[str, str]) -> bytes:
+    """Return a DEP-3 header with its closing line. Raises UsageError naming the flags of missing fields."""
+    today = datetime.now().astimezone().date().isoformat()
+    values = {"Origin": "vendor, Sparkforge", "Forwarded": "no", "Last-Update": today}
+    values |= {key.replace("_", "-").capitalize(): value.strip() for key, value in fields.items() if value.strip()}
+    if missing := [name for name in FIELDS if name not in values]:
+        flags = " ".join(f"--{name.lower()} …" for name in missing)
+        raise UsageError("the patch has no header", f"it lacks {', '.join(missing)}", f"add {flags}")
+    values["Drop-when"] = "\n".join(part.strip() for part in values["Drop-when"].split(" ; "))
+    lines = [f"{name}: " + "\n ".join(line or "." for line in values[name].splitlines()) for name in FIELDS]
+    return ("\n".join(lines) + "\n---\n").encode()
+
+
+def _require_right(draft: PatchDraft, patch: Patch) -> None:
+    """Raise unless `patch` applies exactly to the queue's result, and its Drop-when does not hold yet."""
+    names = {*draft.queue.paths, *(c.path for c in patch.changes), *(c.path for c in patch.drop_when)}
+    read = upstream.reader(draft.release, names)
+    if held := [condition for condition in patch.drop_when if condition.holds_for(read(condition.path))]:
+        raise UsageError("the Drop-when is of no use", f"it holds on {draft.release.filename} already: {held[0]}",
+                         "name a text that upstream will have, or lack, once it needs the patch no more")  # fmt: skip
+    contents = draft.queue.apply({path: read(path) for path in names})
+    for change in patch.changes:
+        try:
+            change.apply(contents[change.path])
+        except PatchError as error:
+            raise PatchError(
+                f"{draft.file_name} was not written", f"it does not apply after {draft.folder.name}: {error.why}",
+                "make it the first commit after the queue (git rebase -i), without other edits", code="patch.conflict",
+            ) from error  # fmt: skip
+
+
+def _sweep(folder: Path, name: str) -> None:
+    """Remove what a killed `finish_patch` of this very patch left in the queue: a patch that `series` does not name."""
+    series = folder / "series"
+    named = series.read_text(encoding="utf-8").split() if series.is_file() else []
+    for file in folder.glob(f"*-{name}.patch"):
+        if re.fullmatch(rf"\d{{4}}-{re.escape(name)}\.patch", file.name) and file.name not in named:
+            file.unlink()
+    for pattern in (f".????-{name}.patch.*.tmp", ".series.*.tmp"):
+        for file in folder.glob(pattern):
+            file.unlink()

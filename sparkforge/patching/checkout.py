@@ -1,0 +1,243 @@
+"""A patch queue as git commits: in a development checkout, and where patches are written and carried over.
+
+Each patch is a commit with a fixed author and date. Its message is the patch's DEP-3 header and one more field,
+`Sparkforge-Patch: QUEUE/FILE SHA256`, which tells the commit from others and is left out when it becomes a file again.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, time
+from email.utils import format_datetime
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core.console import say
+from sparkforge.core.errors import PatchError, UsageError
+from sparkforge.core.git import git
+from sparkforge.patching import status, upstream
+from sparkforge.patching.series import Patch, Queue
+from sparkforge.pins import Component, Pins
+
+FIELD = "Sparkforge-Patch"
+HEADER = re.compile(rf"^(Description: .*?)\n{FIELD}: (\S+) (\S+)$", re.MULTILINE | re.DOTALL)
+NAME, EMAIL = "Sparkforge", "sparkforge@localhost"
+# Nothing of a repository's own configuration may change a commit or run a program.
+SETTINGS = (
+    f"user.name={NAME}", f"user.email={EMAIL}", "commit.gpgsign=false", "core.hooksPath=/dev/null",
+    "apply.whitespace=nowarn", "apply.ignoreWhitespace=no", "i18n.commitEncoding=UTF-8",
+)  # fmt: skip
+AM = (
+    "am", "--quiet", "--patch-format=mbox", "--keep", "--no-keep-cr", "--no-3way", "--no-scissors", "--no-gpg-sign",
+    "--no-message-id", "--committer-date-is-author-date",
+)  # fmt: skip
+DIFF = (
+    "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--abbrev=12", "--unified=3",
+    "--inter-hunk-context=0", "--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "-O/dev/null",
+)  # fmt: skip
+SESSIONS = ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit: its id, its message, and, if it is a patch of a queue, that patch's name there (`QUEUE/FILE`)."""
+
+    id: str
+    message: str
+    patch: str = ""
+    sha256: str = ""
+    header: str = ""
+
+
+def commit_queue(directory: str, stack: str) -> None:
+    """Put a stack's queue into the git checkout `directory` as commits, and say what was done.
+
+    The queue is the one whose files the checkout has. Raises what `commit_to_checkout` raises.
+    """
+    say(commit_to_checkout(pins.load(), stack, Path(directory)))
+
+
+def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = status.PATCHES) -> str:
+    """Commit a queue to a checkout of the pinned release unless it is there; return what was done.
+
+    Raises UsageError for a folder that is no checkout of the release, or has uncommitted changes or an unfinished
+    merge, and PatchError for a checkout with another queue or of another version. The checkout is then as it was.
+    """
+    _require_repository(tree)
+    session = _end_killed_session(tree)
+    component, queue = _queue_of(table, stack, tree, patches)
+    folder = patches / f"{queue.upstream}-{queue.version}"
+    if holds_queue(tree, queue):
+        return f"{folder.name} in {tree}: already there, {len(queue.patches)} commits"
+    _require_idle(tree, session)
+    head = git(tree, "rev-parse", "HEAD").stdout.strip()
+    read = upstream.reader(upstream.release(table, component), queue.paths)
+    released = {path: read(path) for path in queue.paths}
+    present = contents(tree, queue.paths)
+    if other := [path for path, content in released.items() if present[path] != content]:
+        tags = git(tree, "describe", "--tags", "--always", "HEAD").stdout.strip()
+        raise PatchError(
+            f"{tree} is not {queue.upstream} {queue.version}",
+            f"it is at {tags}, and {', '.join(other)} differ from the release",
+            f"check out the release's tag (git -C {shlex.quote(str(tree))} checkout v{queue.version}), then again",
+            code="patch.conflict",
+        )
+    apply_mailbox(tree, folder, queue)
+    if contents(tree, queue.paths) != queue.apply(released):
+        git(tree, "reset", "--quiet", "--keep", head)
+        raise PatchError(
+            f"the queue {folder.name} was not committed", "git made other bytes of its patches than they say",
+            f"look for filters and line ends in {tree}/.gitattributes", code="patch.conflict"
+        )  # fmt: skip
+    undo = f"git -C {shlex.quote(str(tree))} reset --keep {head[:12]}"
+    names = "".join(f"\n  {patch.name}" for patch in queue.patches)
+    return f"{folder.name} in {tree}: {len(queue.patches)} commits on {head[:12]}{names}\nto undo it: {undo}"
+
+
+def holds_queue(tree: Path, queue: Queue) -> bool:
+    """Tell whether the commits of `tree` hold exactly `queue`. Raises PatchError if they hold another one."""
+    folder = f"{queue.upstream}-{queue.version}"
+    present = sorted((commit.patch, commit.sha256) for commit in queue_commits(tree, queue.upstream))
+    if present and present != [(f"{folder}/{patch.name}", patch.sha256) for patch in queue.patches]:
+        raise PatchError(
+            f"{tree} holds another queue than {folder}",
+            f"its commits are {', '.join(name for name, _ in present)}, and some differ from the files of those names",
+            "start again from the release's tag, then carry your own commits over (git rebase --onto)",
+            code="patch.modified",
+        )
+    return bool(present)
+
+
+def queue_commits(tree: Path, name: str) -> list[Commit]:
+    """Return the commits of `tree` that are patches for the upstream `name`, oldest first."""
+    marked = commits(tree, "HEAD", f"--grep=^{FIELD}: ")
+    return [commit for commit in marked if status.target(commit.patch.partition("/")[0])[0] == name]
+
+
+def commits(tree: Path, revisions: str, *options: str) -> list[Commit]:
+    """Return the commits that `revisions` names, oldest first."""
+    log = git(tree, "log", "--reverse", "--format=%H%n%B%x00", *options, revisions, "--").stdout
+    result = []
+    for entry in filter(None, (entry.strip() for entry in log.split("\0"))):
+        identity, _, message = entry.partition("\n")
+        header = HEADER.search(message)
+        result.append(Commit(identity, message, *(header.group(2, 3, 1) if header else ())))
+    return result
+
+
+def mail(folder: Path, patch: Patch) -> bytes:
+    """Return a patch file of `folder` as a mail that `git am` reads."""
+    head, _, diff = (folder / patch.name).read_bytes().partition(b"\n---\n")
+    date = datetime.combine(datetime.fromisoformat(patch.header["Last-Update"]).date(), time(), UTC)
+    lines = (
+        f"From {'0' * 40} Mon Sep 17 00:00:00 2001", f"From: {NAME} <{EMAIL}>", f"Date: {format_datetime(date)}",
+        f"Subject: {patch.header['Description'].splitlines()[0]}", "MIME-Version: 1.0",
+        "Content-Type: text/plain; charset=UTF-8", "Content-Transfer-Encoding: 8bit", "", head.decode(),
+        f"{FIELD}: {folder.name}/{patch.name} {patch.sha256}", "---", "",
+    )  # fmt: skip
+    return "\n".join(lines).encode() + diff
+
+
+def apply_mailbox(tree: Path, folder: Path, queue: Queue) -> None:
+    """Commit each patch of the queue in `folder` with `git am`. Raises PatchError; the tree is then as it was."""
+    with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
+        mailbox = Path(scratch).resolve() / "mailbox"
+        mailbox.write_bytes(b"\n".join(mail(folder, patch) for patch in queue.patches))
+        done = git(tree, *AM, mailbox, settings=SETTINGS, ends=range(256))
+    if done.returncode:
+        git(tree, "am", "--abort", settings=SETTINGS, ends=range(256))
+        raise PatchError(
+            f"the queue {folder.name} does not apply to {tree}",
+            " ".join((done.stderr or done.stdout).split()),
+            "nothing was changed; check out the release's tag, then the same command again",
+            code="patch.conflict",
+        )
+
+
+def make_repository(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
+    """Make `tree` a repository, with `files` written into it, whose first commit holds all of it."""
+    tree.mkdir(parents=True, exist_ok=True)
+    git(tree, "init", "--quiet", "--template=", "--initial-branch=upstream")
+    for setting in (*SETTINGS, "core.autocrlf=false", "merge.conflictStyle=diff3"):  # a person runs git here, too
+        git(tree, "config", *setting.split("=", 1))
+    (tree / ".git/info").mkdir()
+    (tree / ".git/info/exclude").write_text("__pycache__/\n*.pyc\n", encoding="utf-8")
+    commit_files(tree, files, message)
+
+
+def commit_files(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
+    """Write `files` (None: remove it) into `tree` and commit everything that is there."""
+    for path, content in files.items():
+        if content is None:
+            (tree / path).unlink(missing_ok=True)
+        else:
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_bytes(content)
+    git(tree, "add", "--all", "--force")
+    git(tree, "commit", "--quiet", "--allow-empty", f"--message={message}", settings=SETTINGS)
+
+
+def diff(tree: Path, *revisions: str) -> bytes:
+    """Return the diff between two revisions, or between one and the work tree, as our queues hold it."""
+    with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
+        output = Path(scratch).resolve() / "diff"
+        git(tree, *DIFF, f"--output={output}", *revisions, "--")
+        return output.read_bytes()
+
+
+def changes(tree: Path) -> list[tuple[str, str]]:
+    """Return (state, path) of what is not committed, untracked files included, with git's two letters for the state."""
+    lines = git(tree, "status", "--porcelain", "--untracked-files=all", settings=["core.quotePath=false"]).stdout
+    return [(line[:2], line[3:]) for line in lines.splitlines()]
+
+
+def _require_repository(tree: Path) -> None:
+    """Raise UsageError for a folder that is not the top of a git repository with a commit."""
+    if not tree.is_dir():
+        raise UsageError(f"{tree} is no git checkout", "there is no such folder", "name the folder that you cloned")
+    done = git(tree, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", ends=(0, 1, 128))
+    if done.returncode or not (tree / ".git").exists():
+        why = " ".join(done.stderr.split()) or "it has no .git, or no commit"
+        raise UsageError(f"{tree} is no git checkout", why, "name the top folder of a clone")
+
+
+def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Component, Queue]:
+    """Return the stack's queue whose files `tree` has. Raises UsageError unless there is exactly one."""
+    queues = status.queues(table, stack, patches)
+    present = [
+        (component, queue) for component, queue in queues if any((tree / path).is_file() for path in queue.paths)
+    ]
+    if len(present) != 1:
+        known = ", ".join(f"{queue.upstream} {queue.version}" for _, queue in queues) or "none"
+        raise UsageError(f"{tree} is no checkout that stack {stack} patches", f"its queues are for: {known}",
+                         "name the top folder of a clone of one of them")  # fmt: skip
+    return present[0]
+
+
+def _end_killed_session(tree: Path) -> bool:
+    """Abort a `git am` of ours, which lasts only if we were killed; tell whether another session is under way."""
+    words = (word for name in SESSIONS for word in ("--git-path", name))
+    places = [tree / line for line in git(tree, "rev-parse", *words).stdout.splitlines()]
+    mail = places[0] / "0001"
+    if mail.is_file() and f"\n{FIELD}: ".encode() in mail.read_bytes():
+        git(tree, "am", "--abort", settings=SETTINGS)
+    return any(place.exists() for place in places)
+
+
+def _require_idle(tree: Path, session: bool) -> None:
+    """Raise UsageError if tracked files have uncommitted changes, or a merge or the like is unfinished."""
+    if session:
+        raise UsageError(f"{tree} is not ready", "a rebase, merge or `git am` in it is unfinished",
+                         "finish or abort it (git status says how), then the same command again")  # fmt: skip
+    if dirty := [path for state, path in changes(tree) if state != "??"]:
+        raise UsageError(f"{tree} has uncommitted changes", ", ".join(dirty[:5]),
+                         "commit or stash them (git stash), then the same command again")  # fmt: skip
+
+
+def contents(tree: Path, names: Iterable[str]) -> dict[str, bytes | None]:
+    """Return the bytes of the files `names` under `tree`; None where there is no such file."""
+    return {name: (tree / name).read_bytes() if (tree / name).is_file() else None for name in names}

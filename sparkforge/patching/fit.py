@@ -1,0 +1,106 @@
+"""Where a change would fit: `hunks` applies at the named line or refuses, this looks further, for status and rebase.
+
+As in `git apply`, a hunk that begins at line 1 stays at the beginning, one that ends without context stays at the end,
+and two hunks never overlap. Unlike git, a hunk that fits in several places is not put into the nearest: a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+from sparkforge.patching.hunks import FileChange, Hunk
+
+SHOWN = 12  # lines of a hunk in a message
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A hunk, or a whole file (`line` 0), that does not fit: the 1-based line it names, why, and its text as a diff."""
+
+    path: str
+    line: int
+    why: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.why}" if self.line else f"{self.path}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a change makes of a file: the bytes after it, by how many lines each hunk moved, and what does not fit."""
+
+    content: bytes | None
+    offsets: tuple[int, ...] = ()
+    misfits: tuple[Misfit, ...] = ()
+
+
+def fit(change: FileChange, content: bytes | None) -> Fit:
+    """Return what `change` makes of `content` (None: no such file), its hunks looked for in the whole file."""
+    if change.creates != (content is None):
+        why = "upstream has the file already" if change.creates else "upstream has no such file any more"
+        return Fit(content, misfits=(Misfit(change.path, 0, why),))
+    lines = BytesIO(content or b"").readlines()
+    result, end = list[bytes](), 0
+    offsets, misfits = list[int](), list[Misfit]()
+    for hunk in change.hunks:
+        line, why = _find(hunk, lines, end, moved=any(offsets))
+        if line is None:
+            misfits.append(Misfit(change.path, hunk.start + 1, why, _text(hunk)))
+            continue
+        offsets.append(line - hunk.start)
+        result += [*lines[end:line], *hunk.after]
+        end = line + len(hunk.before)
+    result += lines[end:]
+    if change.deletes and result and not misfits:
+        misfits.append(Misfit(change.path, 0, "the patch deletes the file, and upstream's holds more than it knows"))
+    if misfits:
+        return Fit(content, tuple(offsets), tuple(misfits))
+    return Fit(None if change.deletes else b"".join(result), tuple(offsets))
+
+
+def undone(change: FileChange) -> FileChange:
+    """Return the change that takes `change` back."""
+    hunks, grown = list[Hunk](), 0
+    for hunk in change.hunks:
+        hunks.append(replace(hunk, start=hunk.start + grown, before=hunk.after, after=hunk.before))
+        grown += len(hunk.after) - len(hunk.before)
+    return replace(change, creates=change.deletes, deletes=change.creates, hunks=tuple(hunks))
+
+
+def _find(hunk: Hunk, lines: list[bytes], end: int, *, moved: bool) -> tuple[int | None, str]:
+    """Return the 0-based line where `hunk` fits, or None and the reason.
+
+    `end` is where the hunk before it ends, and `moved` says whether one before it was moved.
+    """
+    candidates = _candidates(hunk, lines)
+    if hunk.start in candidates and hunk.start >= end and (len(candidates) == 1 or not moved):
+        return hunk.start, ""
+    if not candidates:
+        return None, "the text that it changes is not there"
+    if len(candidates) > 1:
+        numbers = ", ".join(str(line + 1) for line in candidates)
+        return None, f"it fits in {len(candidates)} places: lines {numbers}"
+    return (candidates[0], "") if candidates[0] >= end else (None, "its text stands before that of an earlier hunk")
+
+
+def _candidates(hunk: Hunk, lines: list[bytes]) -> list[int]:
+    size, last = len(hunk.before), len(lines) - len(hunk.before)
+    fixed = hunk.start == 0 or not size  # at the beginning, or no text to look for
+    starts = range(hunk.start, min(hunk.start, last) + 1) if fixed else range(last + 1)
+    before = list(hunk.before)
+    fitting = (start for start in starts if lines[start : start + size] == before)
+    return [start for start in fitting if hunk.ends_in_context or start == last]
+
+
+def _text(hunk: Hunk) -> str:
+    """Return a hunk as its removed and added lines, without the context that both share at its ends."""
+    before, after = list(hunk.before), list(hunk.after)
+    while before and after and before[0] == after[0]:
+        del before[0], after[0]
+    while before and after and before[-1] == after[-1]:
+        del before[-1], after[-1]
+    diff = [f"-{line.decode().rstrip()}" for line in before] + [f"+{line.decode().rstrip()}" for line in after]
+    more = [f"… {len(diff) - SHOWN} more lines"] if len(diff) > SHOWN else []
+    return "\n".join([*diff[:SHOWN], *more])

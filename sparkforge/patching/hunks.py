@@ -1,0 +1,185 @@
+"""One patch's changes to files: parsed strictly, carried out exactly, without git.
+
+A user's machine has Python and may have no git (docs/decisions/0002-patches-without-git.md). The rule is that of
+`git apply` without its search for another place: every context line and removed line must be equal, byte for byte, at
+the very line that the hunk names, and a hunk that ends without context must end at the end of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+from unidiff.errors import UnidiffParseError
+from unidiff.patch import Hunk as ParsedHunk
+from unidiff.patch import PatchedFile, PatchSet
+
+from sparkforge.core.errors import PatchError
+from sparkforge.sources.archive import unharmful
+
+Content: TypeAlias = bytes | None  # None: there is no such file
+NOWHERE = "/dev/null"
+RESERVED = ".sparkforge"  # our own records in a tree begin so; no patch may touch them
+
+# The lines that may stand before a file's hunks. Everything else there is refused, the known kinds by their name.
+HUNK_LINE = re.compile(r"^@@ .*$", re.MULTILINE)
+INFO_LINE = re.compile(r"diff --git \S+ \S+|index [0-9a-f]+\.\.[0-9a-f]+( 100644)?|(new|deleted) file mode 100644")
+REFUSED_LINES = (
+    (re.compile(r"^(GIT binary patch|Binary files? )", re.MULTILINE), "holds a binary change"),
+    (re.compile(r"^(rename|copy) (from|to) ", re.MULTILINE), "renames or copies a file"),
+    (re.compile(r"^(old|new) mode \d", re.MULTILINE), "changes a file's mode"),
+    (re.compile(r"^(new|deleted) file mode (?!100644$)", re.MULTILINE), "touches a link or a program, not a 0644 file"),
+)
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """A block of changed lines; `start` is the 0-based index of its first line in the file before the change."""
+
+    start: int
+    before: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+    ends_in_context: bool
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """What one patch does to the file at `path`, relative to the tree."""
+
+    patch: str
+    path: str
+    creates: bool
+    deletes: bool
+    hunks: tuple[Hunk, ...]
+
+    def apply(self, content: Content) -> Content:
+        """Return the file's bytes after this change; None means that there is no such file, before or after.
+
+        Raises PatchError, naming the patch and the place, unless everything matches exactly.
+        """
+        if self.creates != (content is None):
+            raise self._conflict("the file is there already" if self.creates else "the file is missing")
+        lines = BytesIO(content or b"").readlines()  # splits at \n alone, as git does
+        result, previous = list[bytes](), 0
+        for number, hunk in enumerate(self.hunks):
+            if self.creates and number:  # as git: after the first hunk the file is no longer empty
+                raise self._conflict("the patch creates the file more than once")
+            end = hunk.start + len(hunk.before)
+            if tuple(lines[hunk.start : end]) != hunk.before or hunk.start < previous:
+                raise self._conflict(f"the text at line {hunk.start + 1} is not the one that the patch changes")
+            if not hunk.ends_in_context and end != len(lines):
+                raise self._conflict(f"the hunk at line {hunk.start + 1} ends without context inside the file")
+            result += [*lines[previous : hunk.start], *hunk.after]
+            previous = end
+        result += lines[previous:]
+        if self.deletes and result:
+            raise self._conflict("the patch deletes the file, and the file holds more than the patch knows")
+        return None if self.deletes else b"".join(result)
+
+    def _conflict(self, why: str) -> PatchError:
+        return PatchError(
+            f"{self.patch} does not apply to {self.path}",
+            why,
+            "restore the pinned version of the tree, then run the same command again; "
+            "for another version the patch has to be carried over (docs/concepts/patch-queue.md)",
+            code="patch.conflict",
+        )
+
+
+def digest(content: Content) -> str | None:
+    """Hex sha256 of a file's bytes; None for a file that is not there."""
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def parse(patch: str, diff: str) -> tuple[FileChange, ...]:
+    """Read a unified diff with a/ and b/ prefixes; `patch` is the file's name for messages.
+
+    Raises PatchError for anything but plain changes of text files inside the tree.
+    """
+    if not diff.endswith("\n"):
+        raise refuse(patch, "is cut off: its last line does not end")
+    for pattern, reason in REFUSED_LINES:
+        if pattern.search(diff):
+            raise refuse(patch, reason)
+    try:
+        files = PatchSet(diff)
+    except (UnidiffParseError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
+        raise refuse(patch, f"cannot be parsed: {' '.join(str(error).split())}") from error
+    changes = tuple(_file_change(patch, file) for file in files)
+    if not changes:
+        raise refuse(patch, "changes no file")
+    if HUNK_LINE.sub("@@", str(files)) != HUNK_LINE.sub("@@", diff):  # all that we read is all that there is
+        raise refuse(patch, "holds lines that belong to no file or hunk, or gives one file two names")
+    if len({change.path for change in changes}) != len(changes):
+        raise refuse(patch, "names a file twice")
+    return changes
+
+
+def refuse(patch: str, reason: str) -> PatchError:
+    """Build the error for a patch that may not be used; `reason` continues the patch's name."""
+    return PatchError(
+        f"{patch} cannot be used",
+        f"it {reason}",
+        "restore it from the repository (git checkout -- patches), or write it again with `git diff`",
+        code="patch.format",
+    )
+
+
+def _file_change(patch: str, file: PatchedFile) -> FileChange:
+    creates, deletes = file.source_file == NOWHERE, file.target_file == NOWHERE
+    paths = {
+        _path(patch, name, prefix)
+        for name, prefix, absent in ((file.source_file, "a/", creates), (file.target_file, "b/", deletes))
+        if not absent
+    }
+    if len(paths) != 1:
+        raise refuse(patch, f"gives one file two names: {file.source_file} and {file.target_file}")
+    path = paths.pop()
+    for line in file.patch_info or ():
+        if not INFO_LINE.fullmatch(line.rstrip("\n")):
+            raise refuse(patch, f"holds a line that belongs to no hunk: {line.strip()!r}")
+        # `git diff --no-index` writes one prefix twice for a new or a deleted file.
+        if line.startswith("diff --git ") and {name[2:] for name in line.split()[2:]} != {path}:
+            raise refuse(patch, f"gives one file two names: {line.strip()} and {path}")
+    if not file and not (creates or deletes):
+        raise refuse(patch, f"changes nothing in {path}")
+    return FileChange(patch, path, creates, deletes, tuple(_hunk(patch, hunk) for hunk in file))
+
+
+def _path(patch: str, name: str, prefix: str) -> str:
+    """Return `name` without its prefix, or refuse it where it leads out of the tree, is ambiguous, or is our record."""
+    path = name.removeprefix(prefix)
+    parts = path.split("/")
+    if path == name:
+        raise refuse(patch, f"names {name}, which does not begin with {prefix}")
+    if PurePosixPath(path).is_absolute() or any(part in ("", ".", "..") for part in parts):
+        raise refuse(patch, f"names {name}, which leads out of the tree or is not in its shortest form")
+    if name.startswith('"') or not unharmful(path) or parts[0].startswith(RESERVED):
+        raise refuse(patch, f"names {name}, which is no plain file name or belongs to Sparkforge")
+    return path
+
+
+def _hunk(patch: str, parsed: ParsedHunk) -> Hunk:
+    before, after = list[bytes](), list[bytes]()
+    sides = {" ": (before, after), "-": (before,), "+": (after,)}
+    last = ""
+    for line in parsed:
+        if line.line_type == "\\":  # "\ No newline at end of file" is about the line above it
+            if not line.value.startswith(" "):
+                raise refuse(patch, f"holds a line that belongs to no hunk: {line.value.strip()!r}")
+            if not last:
+                raise refuse(patch, f"speaks of a line before the first one of the hunk at line {parsed.source_start}")
+            for side in sides[last]:
+                side[-1] = side[-1].removesuffix(b"\n")
+        elif line.line_type in sides:
+            last = line.line_type
+            for side in sides[last]:
+                side.append(line.value.encode())
+        else:
+            raise refuse(patch, f"holds an empty line after the hunk at line {parsed.source_start}")
+    start = parsed.source_start - 1 if before else parsed.source_start  # "-N,0" means after line N
+    return Hunk(start, tuple(before), tuple(after), ends_in_context=last == " ")

@@ -1,0 +1,239 @@
+"""A patch queue on disk: `patches/<upstream>-<version>/series` and its patches with DEP-3 headers.
+
+DEP-3 is Debian's format for patch headers (https://dep-team.pages.debian.net/deps/dep3/): `Field: value`, continued by
+lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition a line, any of which
+says that upstream no longer needs the patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+
+from sparkforge.core.errors import PatchError
+from sparkforge.core.files import write_atomic
+from sparkforge.patching.hunks import Content, FileChange, parse, refuse
+from sparkforge.sources.archive import unharmful
+
+FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
+DIRECTORY = re.compile(r"(?P<upstream>[a-z][a-z0-9_-]*?)-(?P<version>\d[0-9A-Za-z.+]*)")
+PATCH_NAME = re.compile(r"\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch")
+FIELD = re.compile(r"(?P<name>[A-Za-z][A-Za-z-]*): *(?P<value>.*)")
+CONDITION = re.compile(r"(?P<kind>contains|lacks) (?P<path>\S+) (?P<text>\S.*)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One line of `Drop-when`: the unpatched upstream file at `path` contains, or lacks, `text`."""
+
+    kind: str
+    path: str
+    text: str
+
+    def holds(self, tree: Path) -> bool:
+        """Evaluate the condition on an unpatched upstream tree; a missing file lacks every text."""
+        file = tree / self.path
+        return self.holds_for(file.read_bytes() if file.is_file() else None)
+
+    def holds_for(self, content: bytes | None) -> bool:
+        """Evaluate the condition on the bytes of the unpatched file at `path`; None: there is no such file."""
+        return (self.text.encode() in (content or b"")) == (self.kind == "contains")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path} {self.text}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch: its file name, sha256 of its bytes, DEP-3 header, changes, and when to drop it."""
+
+    name: str
+    sha256: str
+    header: Mapping[str, str]
+    changes: tuple[FileChange, ...]
+    drop_when: tuple[Condition, ...]
+    text: bytes  # the whole file
+
+    @classmethod
+    def load(cls, file: Path) -> Patch:
+        """Read one patch file. Raises PatchError for anything that is not a well-headed plain text diff."""
+        if not PATCH_NAME.fullmatch(file.name):
+            raise refuse(file.name, "is not named NNNN-imperative-subject.patch")
+        data = file.read_bytes()
+        if b"\0" in data:
+            raise refuse(file.name, f"holds a NUL at byte {data.index(0)}, and a patch is text")
+        if b"\r" in data:
+            raise refuse(file.name, "has carriage returns; an editor or a mail program damaged its line ends")
+        try:
+            head, separator, diff = data.decode().partition("\n---\n")
+        except UnicodeDecodeError as error:
+            raise refuse(file.name, f"is not UTF-8 at byte {error.start}") from error
+        if not separator:
+            raise refuse(file.name, "has no line `---` between its header and its diff")
+        header = _header(file.name, head)
+        return cls(
+            file.name,
+            hashlib.sha256(data).hexdigest(),
+            header,
+            parse(file.name, diff),
+            tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()),
+            data,
+        )
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The patches for one version of one upstream, in the order of its series."""
+
+    upstream: str
+    version: str
+    patches: tuple[Patch, ...]
+    installed: Mapping[str, str] = field(default_factory=dict)  # a source archive's folder → where it is installed
+
+    @classmethod
+    def load(cls, directory: Path) -> Queue:
+        """Read `directory`, named <upstream>-<version>. Raises PatchError if any part of it is malformed."""
+        name = DIRECTORY.fullmatch(directory.name)
+        if not name:
+            raise _bad_series(directory, "the directory is not named <upstream>-<version>")
+        patches = tuple(Patch.load(directory / entry) for entry in _series(directory))
+        return cls(name["upstream"], name["version"], patches, _installed(directory))
+
+    def for_tree(self, tree: Path) -> Queue:
+        """Return this queue with the paths that `tree` has: an installed package may keep folders elsewhere."""
+        return self._with({old: new for old, new in self.installed.items()
+                           if not (tree / old).exists() and (tree / new).is_dir()})  # fmt: skip
+
+    def for_files(self, names: Collection[str]) -> Queue:
+        """Return this queue with the paths that an archive of the files `names` has, as `for_tree` does for a tree."""
+
+        def holds(folder: str) -> bool:
+            """Tell whether a file lies in it."""
+            return any(name.startswith(f"{folder}/") for name in names)
+
+        return self._with({old: new for old, new in self.installed.items() if not holds(old) and holds(new)})
+
+    def _with(self, moves: Mapping[str, str]) -> Queue:
+        return replace(self, patches=tuple(_moved(patch, moves) for patch in self.patches)) if moves else self
+
+    def apply(self, contents: Mapping[str, Content]) -> dict[str, Content]:
+        """Return `contents` (path → bytes) after every patch, in memory and with fuzz 0. Raises PatchError."""
+        after = dict(contents)
+        for patch in self.patches:
+            for change in patch.changes:
+                after[change.path] = change.apply(after[change.path])
+        return after
+
+    def apply_to(self, tree: Path) -> None:
+        """Apply every patch to the files in `tree`, a private copy. Raises PatchError before it writes anything."""
+        queue = self.for_tree(tree)
+        before = {path: (tree / path).read_bytes() if (tree / path).is_file() else None for path in queue.paths}
+        for path, content in queue.apply(before).items():
+            if content is None:
+                (tree / path).unlink()
+            elif content != before[path]:
+                write_atomic(tree / path, content)
+
+    @property
+    def sha256(self) -> str:
+        """Hex sha256 over upstream, version, and each patch's name and hash, in order."""
+        lines = [f"{self.upstream} {self.version}", *(f"{patch.sha256} {patch.name}" for patch in self.patches)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every file that a patch touches, sorted, relative to the tree."""
+        return tuple(sorted({change.path for patch in self.patches for change in patch.changes}))
+
+
+def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
+    def place(path: str) -> str:
+        """Only the top folder moves, `src/x.py` to `lib/x.py`."""
+        folder, slash, rest = path.partition("/")
+        return moves.get(folder, folder) + slash + rest
+
+    changes = tuple(replace(change, path=place(change.path)) for change in patch.changes)
+    conditions = tuple(replace(condition, path=place(condition.path)) for condition in patch.drop_when)
+    return replace(patch, changes=changes, drop_when=conditions)
+
+
+def _installed(directory: Path) -> dict[str, str]:
+    """Read `installed`, if the queue has it: a top folder of the source archive and its place in a package, a line."""
+    file = directory / "installed"
+    lines = _lines(directory, file) if file.is_file() else []
+    pairs = [line.split() for line in lines if line and not line.startswith("#")]
+    for parts in pairs:
+        if len(parts) != 2 or "/" in parts[0] or not all(map(unharmful, parts)):
+            raise _bad_series(directory, f"`installed` has a line that is no `FOLDER FOLDER/INSIDE`: {' '.join(parts)}")
+    return {parts[0]: parts[1] for parts in pairs}
+
+
+def _series(directory: Path) -> list[str]:
+    """Return the names in `series`: each exists and is listed once, in rising order, and no patch is unlisted."""
+    file = directory / "series"
+    if not file.is_file():
+        raise _bad_series(directory, "there is no file `series`")
+    lines = (line.partition("#")[0].strip() for line in _lines(directory, file))
+    names = [line for line in lines if line]
+    present = {path.name for path in directory.glob("*.patch")}
+    checks = (
+        (not names, "`series` names no patch"),
+        ([name for name in names if name not in present], "`series` names files that are not there"),
+        (sorted(present - set(names)), "these patches are not in `series`"),
+        (names != sorted(set(names)), "the patches in `series` are not in rising order, each once"),
+    )
+    for wrong, reason in checks:
+        if wrong:
+            raise _bad_series(directory, f"{reason}: {', '.join(wrong)}" if isinstance(wrong, list) else reason)
+    return names
+
+
+def _lines(directory: Path, file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise _bad_series(directory, f"`{file.name}` is not UTF-8 at byte {error.start}") from error
+
+
+def _header(patch: str, text: str) -> dict[str, str]:
+    """Read DEP-3 fields; a value's continuation lines follow it after line breaks."""
+    fields: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        field = FIELD.fullmatch(line)
+        if line.startswith(" ") and name:
+            fields[name] = f"{fields[name]}\n{line.strip()}".strip()
+        elif field and field["name"] not in fields:
+            name = field["name"]
+            fields[name] = field["value"].strip()
+        else:
+            raise refuse(patch, f"has a header line that is no new DEP-3 field: {line!r}")
+    if missing := [name for name in FIELDS if not fields.get(name)]:
+        raise refuse(patch, f"lacks the header fields {', '.join(missing)}")
+    try:
+        date.fromisoformat(fields["Last-Update"])
+    except ValueError as error:
+        raise refuse(patch, f"has a Last-Update that is no date: {fields['Last-Update']}") from error
+    return fields
+
+
+def _condition(patch: str, line: str) -> Condition:
+    match = CONDITION.fullmatch(line)
+    if not match:
+        raise refuse(patch, f"has a Drop-when that is not `contains PATH TEXT` or `lacks PATH TEXT`: {line}")
+    if not unharmful(match["path"]):
+        raise refuse(patch, f"has a Drop-when for {match['path']!r}, which is no file of the tree")
+    return Condition(match["kind"], match["path"], match["text"])
+
+
+def _bad_series(directory: Path, reason: str) -> PatchError:
+    return PatchError(
+        f"the patch queue {directory} cannot be used",
+        reason,
+        "restore it from the repository (git checkout -- patches), or correct `series`",
+        code="patch.format",
+    )

@@ -1,0 +1,184 @@
+"""The status of a patch queue on a release or a tree: patch by patch, each on the result of those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core.console import echo, say
+from sparkforge.core.errors import InputError, PatchError, UsageError
+from sparkforge.core.paths import ROOT
+from sparkforge.patching import upstream
+from sparkforge.patching.fit import Fit, Misfit, fit, undone
+from sparkforge.patching.hunks import Content
+from sparkforge.patching.series import DIRECTORY, Patch, Queue
+from sparkforge.patching.upstream import Reader
+from sparkforge.pins import Component, Pins
+
+PATCHES = ROOT / "patches"
+
+
+class Verdict(Enum):
+    """What happens to one patch on an upstream tree."""
+
+    APPLIES = "applies"
+    OFFSET = "applies with offset"
+    UPSTREAM = "already upstream"
+    CONFLICTS = "conflicts"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one patch, what shows it, and the hunks that do not fit."""
+
+    patch: Patch
+    verdict: Verdict
+    evidence: str = ""
+    misfits: tuple[Misfit, ...] = ()
+
+    def __str__(self) -> str:
+        mark = "✗" if self.verdict is Verdict.CONFLICTS else "✓"
+        return f"{mark} {self.patch.name}: {self.verdict.value}" + (f" ({self.evidence})" if self.evidence else "")
+
+
+def paths_of(queue: Queue) -> set[str]:
+    """Return every file that judging `queue` reads: those it touches, and those its `Drop-when` asks about."""
+    return {*queue.paths, *(condition.path for patch in queue.patches for condition in patch.drop_when)}
+
+
+def judge(queue: Queue, read: Reader) -> list[Judgement]:
+    """Judge each patch on the unpatched tree behind `read`, with the patches before it that apply."""
+    return carry(queue, read)[0]
+
+
+def carry(queue: Queue, read: Reader) -> tuple[list[Judgement], dict[str, Content]]:
+    """Judge as `judge` does, and return the files as the patches that apply leave them too."""
+    contents: dict[str, Content] = {path: read(path) for path in paths_of(queue)}
+    now, judgements = dict(contents), list[Judgement]()
+    for patch in queue.patches:
+        judgement, changed = judge_one(patch, contents, now)
+        now |= changed
+        judgements.append(judgement)
+    return judgements, now
+
+
+def judge_one(
+    patch: Patch, pristine: Mapping[str, Content], now: Mapping[str, Content]
+) -> tuple[Judgement, dict[str, Content]]:
+    """Judge one patch; return the verdict and the files that it changes where it applies.
+
+    `pristine` is upstream's tree, which `Drop-when` asks about; `now` is the same after the patches before.
+    """
+    for condition in patch.drop_when:
+        if condition.holds_for(pristine[condition.path]):
+            return Judgement(patch, Verdict.UPSTREAM, f"its Drop-when holds: {condition}"), {}
+    fits = _fits(patch, now)
+    misfits = tuple(misfit for result in fits.values() for misfit in result.misfits)
+    if misfits:
+        if not any(result.misfits for result in _fits(patch, now, back=True).values()):
+            return Judgement(patch, Verdict.UPSTREAM, "its reverse applies"), {}
+        hunks = sum(len(change.hunks) for change in patch.changes)
+        return Judgement(patch, Verdict.CONFLICTS, f"{len(misfits)} of {hunks} hunks", misfits), {}
+    contents = {path: result.content for path, result in fits.items()}
+    moved = []  # such as `pkg/a.py +12, +15 lines`
+    for path, result in fits.items():
+        if offsets := dict.fromkeys(f"{offset:+}" for offset in result.offsets if offset):
+            moved.append(f"{path} {', '.join(offsets)} lines")
+    if moved:
+        return Judgement(patch, Verdict.OFFSET, "; ".join(moved)), contents
+    return Judgement(patch, Verdict.APPLIES), contents
+
+
+def judge_release(queue: Queue, release: upstream.Release) -> list[Judgement]:
+    """Judge `queue` on a release's archive. Raises the errors of `upstream.reader`."""
+    return judge(queue, upstream.reader(release, paths_of(queue)))
+
+
+def judge_tree(queue: Queue, tree: Path) -> list[Judgement]:
+    """Judge `queue` on the files of `tree`, which are taken as they are. Raises UsageError if it is no folder."""
+    if not tree.is_dir():
+        raise UsageError(f"cannot judge {tree}", "it is no folder", "name an unpacked source archive or a checkout")
+
+    def read(path: str) -> Content:
+        """Return the bytes of a file."""
+        return (tree / path).read_bytes() if (tree / path).is_file() else None
+
+    return judge(queue.for_tree(tree), read)
+
+
+def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
+    """Return the queues that a stack's components name, each with its component, a source archive before a wheel.
+
+    Raises InputError for an unknown stack, PatchError for a malformed queue.
+    """
+    return [(component, Queue.load(patches / name)) for name, component in _named(table, stack).items()]
+
+
+def _named(table: Pins, stack: str) -> dict[str, Component]:
+    """Return the queues' folder names that a stack names, each with its component."""
+    named: dict[str, Component] = {}
+    for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
+        if component.patches:
+            named.setdefault(component.patches, component)
+    return named
+
+
+def target(text: str) -> tuple[str, str]:
+    """Read `0.33.0` or `flashinfer-0.7.2.post1` as (upstream, version); a bare version is vLLM's."""
+    named = DIRECTORY.fullmatch(text)
+    return (named["upstream"], named["version"]) if named else ("vllm", text)
+
+
+def chosen(table: Pins, stack: str, against: str, patches: Path = PATCHES) -> tuple[Component, Queue, str]:
+    """Return the stack's component and queue that `against` names, and the version. Raises InputError for none."""
+    name, version = target(against)
+    named = _named(table, stack)
+    for folder, component in named.items():
+        if target(folder)[0] == name:
+            return component, Queue.load(patches / folder), version
+    known = ", ".join(target(folder)[0] for folder in named) or "none"
+    raise InputError(
+        f"stack {stack} has no patches for {name}", f"it has queues for: {known}", "name one of them", code="input.pins"
+    )
+
+
+def print_status(stack: str, against: str = "", tree: str = "") -> None:
+    """Print the status of a stack's queues to stdout: on the pinned releases, on the version `against`, or on `tree`.
+
+    Raises PatchError if a patch neither applies nor is upstream.
+    """
+    table = pins.load()
+    pairs = queues(table, stack)
+    version: str | None = None
+    if against:
+        component, queue, version = chosen(table, stack, against)
+        pairs = [(component, queue)]
+    judgements = list[Judgement]()
+    for component, queue in pairs:
+        if tree:
+            subject, verdicts = tree, judge_tree(queue, Path(tree))
+        else:
+            release = upstream.release(table, component, version)
+            subject, verdicts = str(release), judge_release(queue, release)
+        print_all(f"{queue.upstream}-{queue.version} on {subject}", verdicts)
+        judgements += verdicts
+    if conflicts := [judgement.patch.name for judgement in judgements if judgement.verdict is Verdict.CONFLICTS]:
+        fix = f"./inv patch.rebase {against}" if against else "docs/guide/troubleshooting.md#patches"
+        raise PatchError(f"{len(conflicts)} patches do not apply", ", ".join(conflicts), fix, code="patch.conflict")
+
+
+def print_all(title: str, judgements: Iterable[Judgement]) -> None:
+    """Print the verdicts to stdout, and for people the hunks that do not fit."""
+    echo("\n".join([title, *(f"  {judgement}" for judgement in judgements)]))
+    for judgement in judgements:
+        for misfit in judgement.misfits:
+            say("\n    ".join([f"  {judgement.patch.name[:4]} {misfit}", *misfit.text.splitlines()]))
+
+
+def _fits(patch: Patch, now: Mapping[str, Content], *, back: bool = False) -> dict[str, Fit]:
+    """Fit every change of `patch`, or with `back` its reverse, onto `now`."""
+    changes = [undone(change) if back else change for change in patch.changes]
+    return {change.path: fit(change, now[change.path]) for change in changes}

@@ -1,0 +1,152 @@
+"""Files of an upstream release, straight from its archive: a few of ten thousand are read, so nothing is unpacked.
+
+What was read is kept under the archive's sha256 and checked by hash on every use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from packaging.version import InvalidVersion, Version
+
+from sparkforge.core import paths
+from sparkforge.core.errors import InputError, IntegrityError, NetworkError
+from sparkforge.core.files import write_atomic, write_json
+from sparkforge.patching.hunks import Content, digest
+from sparkforge.pins import Component, Pins
+from sparkforge.pins.index import client, project_page
+from sparkforge.sources import archive, fetch, offline
+
+Reader: TypeAlias = Callable[[str], Content]  # path inside the tree → bytes, None where there is no such file
+LARGEST = 64 << 20  # bytes of one file; the largest that a patch of ours touches has 0.2 MB
+
+
+@dataclass(frozen=True)
+class Release:
+    """One archive of one version; `pinned` tells whether its hash is in pins.toml."""
+
+    package: str
+    version: str
+    filename: str
+    sha256: str
+    pinned: bool
+    size: int | None = None  # bytes, as pinned
+
+    def __str__(self) -> str:
+        return self.filename + ("" if self.pinned else " (unpinned, hash as the index gives it)")
+
+    @property
+    def top(self) -> str | None:
+        """The folder that holds everything in the archive; None for a wheel, which has none."""
+        return self.filename.removesuffix(".tar.gz") if self.filename.endswith(".tar.gz") else None
+
+
+def release(table: Pins, component: Component, version: str | None = None) -> Release:
+    """Return the archive of `component` in `version` (None: the pinned one).
+
+    A version that pins.toml lacks is looked for among earlier downloads, then on the package index. Only for looking:
+    nothing is built from it. Raises NetworkError if the index has no such version, InputError for an image.
+    """
+    package = component.package
+    if package is None:
+        raise InputError("an image has no patches", "it is no package", "name a package's queue", code="input.pins")
+    version = version or component.version
+    for pinned in (component, *table.components()):
+        if (pinned.package, pinned.version) == (package, version):
+            names = sorted(pinned.files, key=lambda name: not name.endswith(".tar.gz"))
+            sha256, size = pinned.files[names[0]], pinned.size_of(names[0])
+            return Release(package, version, names[0], sha256, pinned=True, size=size)
+    filename = f"{package.replace('-', '_')}-{version}.tar.gz"  # PEP 625
+    return Release(package, version, filename, _seen(filename) or _listed(package, filename), pinned=False)
+
+
+def reader(release: Release, wanted: Iterable[str]) -> Reader:
+    """Return a reader of the files `wanted` of a release. Raises the errors of `fetch`, and IntegrityError."""
+    folder = paths.cache() / "members" / release.sha256
+    kept = _kept(folder)
+    if missing := [path for path in wanted if path not in kept]:
+        contents = members(
+            fetch.fetch(release.package, release.filename, release.sha256, release.size), release.top, set(missing)
+        )
+        for content in contents.values():
+            if content is not None:
+                write_atomic(folder / str(digest(content)), content)
+        kept |= contents
+        write_json(folder / "index.json", {path: digest(content) for path, content in kept.items()})
+    return kept.__getitem__
+
+
+def _kept(folder: Path) -> dict[str, Content]:
+    """Return what earlier runs kept and still has the right hash."""
+    try:
+        index: Mapping[str, str | None] = json.loads((folder / "index.json").read_bytes())
+        kept = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None
+                for path, sha256 in index.items()}  # fmt: skip
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    return {path: content for path, content in kept.items() if digest(content) == index[path]}
+
+
+def members(file: Path, top: str | None, wanted: set[str]) -> dict[str, Content]:
+    """Read the files `wanted` of an archive; every member is checked as for unpacking."""
+    contents: dict[str, Content] = dict.fromkeys(wanted)
+    try:
+        for member in archive.members(file):
+            path = archive.checked_path(file, member, top)
+            if path not in wanted or member.kind != "file":
+                continue
+            with member.open() as source:
+                content = source.read(LARGEST + 1)
+            if contents[path] is not None or len(content) > LARGEST:
+                raise IntegrityError(
+                    f"{file.name} is refused", f"{path} is in it twice, or is too large",
+                    f"do not trust it: rm {file}, then the same command again", code="integrity.archive"
+                )  # fmt: skip
+            contents[path] = content
+    except archive.MALFORMED as error:
+        raise IntegrityError(
+            f"{file.name} is refused",
+            f"it is damaged or truncated: {error}",
+            f"rm {file}, then the same command again",
+            code="integrity.archive",
+        ) from error
+    return contents
+
+
+def _seen(filename: str) -> str | None:
+    """Return the hash of an earlier download of that name, if there is exactly one; `fetch` checks it again."""
+    downloads = list((paths.cache() / "files").glob(f"*/{filename}"))
+    return downloads[0].parent.name if len(downloads) == 1 else None
+
+
+def _order(version: str) -> tuple[bool, Version]:
+    """Sort key of a version as the index has it; what is none comes first."""
+    try:
+        return True, Version(version)
+    except InvalidVersion:
+        return False, Version("0")
+
+
+def _listed(package: str, filename: str) -> str:
+    """Return the hash that the package index gives for a file. Raises NetworkError if it lists none."""
+    if offline.folder():
+        raise NetworkError(
+            f"cannot fetch {filename}",
+            "it is not in the bundle",
+            "run this where there is a network",
+            code="network.fetch",
+        )
+    with client() as http:
+        listed = project_page(package, http).packages
+    for entry in listed:
+        if entry.filename == filename and (sha256 := (entry.digests or {}).get("sha256")):
+            return sha256
+    sources = sorted({entry.version for entry in listed if entry.package_type == "sdist" and entry.version}, key=_order)
+    raise NetworkError(
+        f"cannot find {filename}", f"the package index has no source archive of {package} in that version",
+        f"name one of its versions: {', '.join(sources[-8:])}", code="network.fetch"
+    )  # fmt: skip

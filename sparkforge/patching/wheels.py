@@ -1,0 +1,349 @@
+"""Patched wheels and source archives: upstream's pinned file with its queue applied, one file with one sha256.
+
+`patched` makes the file once, from upstream's in the cache, and checks it against `locks/patched.toml`. Nothing is
+edited where it is installed: an environment or an image gets upstream's package from such a file, or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from packaging.version import Version
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import IntegrityError, PatchError
+from sparkforge.core.files import atomic_file, require_space, write_json
+from sparkforge.core.installed import parse_record, record_digest
+from sparkforge.core.paths import ROOT
+from sparkforge.patching import repack, upstream
+from sparkforge.patching.hunks import Content, digest
+from sparkforge.patching.repack import HashedOutput
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component, Pins, Stack
+from sparkforge.pins.patched import PatchedFile, load_patched, write_patched
+from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.sources import archive, fetch, pip_download
+
+PATCHES = ROOT / "patches"
+SCHEMA = 1
+AGAIN = "if the change is meant: ./inv patch --lock; else git checkout -- patches locks pins.toml"
+LARGEST_RATIO = 8  # of a stored source archive to the packed one; FlashInfer's has 7.7
+SDIST = ".tar.gz"
+SDIST_FOLDER = ".sparkforge-patches"  # of a source archive, which has no dist-info; no patch may touch it
+
+
+@dataclass(frozen=True)
+class PatchedWheel:
+    """A patched wheel or source archive: where it lies, its own name and hash, and what it comes from."""
+
+    path: Path
+    package: str  # as pins.toml names it
+    version: str  # such as 0.32.0+sparkforge.1
+    upstream: str  # upstream's file name
+    lock: PatchedFile
+    made: bool  # now, not before
+
+    @property
+    def requirement(self) -> str:
+        """The line of a requirements file that names this very file."""
+        return f"{self.package}=={self.version} --hash=sha256:{self.lock.sha256}"
+
+
+def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> PatchedWheel:
+    """Return the file that `filename` of `component` becomes, made now unless it is in the cache.
+
+    Raises PatchError where the queue or the result is not what `locks/patched.toml` says, or a patch does not fit,
+    IntegrityError for a malformed wheel, and the errors of `fetch`. A damaged file in the cache is made again.
+    """
+    queue, lock = locked(component, filename, patches)
+    target = fetch.cached(lock.file, lock.sha256)
+    made = False
+    if not _verified(target, lock):
+        with fetch.locked_download(target):
+            if not _verified(target, lock):  # another process has made it meanwhile
+                if target.exists():
+                    say(f"{target.name}: the copy in the cache is damaged; making it again")
+                require_space(target.parent, lock.size, target.name)
+                with atomic_file(target) as file:  # an error inside it leaves nothing
+                    _make_checked(component, filename, queue, lock, file)
+                write_json(_stamp(target), identity(target))
+                made = True
+    return PatchedWheel(
+        target, str(component.package), local_version(component.version, lock.revision), filename, lock, made
+    )
+
+
+def patched_components(stack: Stack) -> list[Component]:
+    """Return the components of a stack that are installed from patched wheels."""
+    components = stack.components.values()
+    return [each for each in components if each.patches and any(name.endswith(".whl") for name in each.files)]
+
+
+def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
+    """Return the patched wheel of `component` for a machine. Raises as `patched`, ProcessError if none is pinned."""
+    return patched(component, choose_pinned(component, target).filename)
+
+
+def make_stack(stack: str, machine: str = "", *, dry_run: bool = False) -> None:
+    """Make the patched wheels of a stack for a machine (as `uname -m` has it; default: this one), and report them.
+
+    With `dry_run` they are made and compared with the lock, and nothing of them is kept. Raises as `patched`.
+    """
+    target = TargetMachine(machine or platform.machine())
+    for component in patched_components(pins.load().stack(stack)):
+        if dry_run:
+            filename = choose_pinned(component, target).filename
+            queue, lock = locked(component, filename)
+            with Path(os.devnull).open("wb") as nowhere:
+                _make_checked(component, filename, queue, lock, nowhere)
+            say(f"{lock.file}: fits locks/patched.toml (dry run: nothing was kept)")
+        else:
+            wheel = patched_wheel(component, target)
+            say(f"{wheel.path}: {'made' if wheel.made else 'unchanged'}, sha256 {wheel.lock.sha256}")
+
+
+def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES) -> None:
+    """Make every patched file of a stack's queues and write their hashes to `locks/patched.toml`.
+
+    A queue's revision rises by one where a file of it is locked already and comes out different, so that one version
+    never names two files. All files of a queue have one revision, whatever stack they belong to.
+    """
+    table, former = table or pins.load(), load_patched()
+    queues = {component.patches for component in table.stack(stack).components.values()}
+    files = {name: component for component in table.components() if component.patches for name in component.files}
+    entries = {name: lock for name, lock in former.items() if name in files}
+    for folder in sorted(filter(None, queues)):
+        queue = Queue.load(patches / folder)
+        chosen = {name: component for name, component in files.items() if component.patches == folder}
+        revision = max((lock.revision for lock in former.values() if lock.queue == folder), default=1)
+        locks = {name: _make_cached(component, name, queue, revision) for name, component in chosen.items()}
+        if any(former.get(name, lock) != lock for name, lock in locks.items()):
+            locks = {name: _make_cached(component, name, queue, revision + 1) for name, component in chosen.items()}
+        for lock in locks.values():
+            say(f"{lock.file}: sha256 {lock.sha256}")
+        entries |= locks
+    if entries == dict(former):
+        say("locks/patched.toml is unchanged")
+    else:
+        write_patched(entries)
+
+
+def _make_cached(component: Component, filename: str, queue: Queue, revision: int) -> PatchedFile:
+    """Make a patched file whose hash is not known yet, put it into the cache, and return its entry."""
+    source, scratch = fetch_upstream(component, filename), paths.cache() / "patched" / filename
+    require_space(scratch.parent, LARGEST_RATIO * source.stat().st_size, f"the patched {filename}")
+    with fetch.locked_download(scratch):
+        with atomic_file(scratch) as file:
+            lock = make(source, component, queue, revision, file)
+        target = fetch.cached(lock.file, lock.sha256)
+        with fetch.locked_download(target):
+            scratch.replace(target)
+            write_json(_stamp(target), identity(target))
+    return lock
+
+
+def locked(component: Component, filename: str, patches: Path = PATCHES) -> tuple[Queue, PatchedFile]:
+    """Return the queue of a file and its entry in the lock. Raises PatchError where they do not fit."""
+    queue, lock = Queue.load(patches / str(component.patches)), load_patched().get(filename)
+    if lock is None or (lock.queue, lock.queue_sha256) != (component.patches, queue.sha256):
+        why = "it has no entry there" if lock is None else f"the queue there is not patches/{component.patches}"
+        raise PatchError(f"{filename} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
+    return queue, lock
+
+
+def _make_checked(component: Component, filename: str, queue: Queue, lock: PatchedFile, output: IO[bytes]) -> None:
+    """Write the patched file to `output`. Raises PatchError if it is not the locked one."""
+    made = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
+    if made != lock:
+        why = f"its sha256 is {made.sha256}, and {lock.sha256} is locked"
+        raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
+
+
+def _stamp(target: Path) -> Path:
+    return target.with_name("verified.json")
+
+
+def identity(target: Path) -> list[int]:
+    """Return what changes whenever a file's bytes do. Hashing takes a second, and installers check the hash again."""
+    status = target.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _verified(target: Path, lock: PatchedFile) -> bool:
+    """Tell whether the cache holds the file; it is hashed unless it is the very file that was hashed before."""
+    with suppress(OSError, ValueError):
+        if read_json(_stamp(target)) == identity(target):
+            return True
+    if not fetch.intact(target, lock.sha256):
+        return False
+    write_json(_stamp(target), identity(target))
+    return True
+
+
+def fetch_upstream(component: Component, filename: str) -> Path:
+    """Return upstream's file in the cache; its hash was checked now. Raises the errors of `fetch`."""
+    return (pip_download.fetch_wheel if component.index else fetch.fetch_pinned)(component, filename)
+
+
+def local_version(version: str, revision: int) -> str:
+    """Return upstream's version with ours: 0.32.0+sparkforge.1, which `==0.32.0` matches (PEP 440)."""
+    return f"{version}{'.' if Version(version).local else '+'}sparkforge.{revision}"
+
+
+def make(source: Path, component: Component, queue: Queue, revision: int, output: IO[bytes]) -> PatchedFile:
+    """Write the patched form of `source` to `output` and return the lock's entry for it.
+
+    The same inputs give the same bytes on every machine, with every Python and zlib. Raises PatchError where a patch
+    does not fit, IntegrityError for a malformed archive.
+    """
+    hashed = HashedOutput(output)
+    version = local_version(component.version, revision)
+    try:
+        write = _write_sdist if source.name.endswith(SDIST) else _write_wheel
+        record = write(source, component, queue, version, hashed)
+    except archive.MALFORMED as error:
+        raise _refused(source, f"it is damaged: {error or type(error).__name__}") from error
+    name = source.name.replace(f"-{component.version}", f"-{version}", 1)
+    return PatchedFile(queue=str(component.patches), queue_sha256=queue.sha256, revision=revision, file=name,
+                       sha256=hashed.sha256, size=hashed.size, record=record)  # fmt: skip
+
+
+def _write_wheel(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> str:
+    """Write a patched wheel; return the canonical hash of its RECORD."""
+    names = _names(source)
+    info = _dist_info(source, names, component.version)
+    queue, record = queue.for_files(names), f"{info}/RECORD"
+    before = upstream.members(source, None, {*queue.paths, record, f"{info}/METADATA"})
+    rows = _rows(source, before.pop(record))
+    for path, content in before.items():
+        if content is not None and rows.get(path) != _row(content):
+            raise _refused(source, f"{path} is not the file that its RECORD lists")
+    metadata = before.pop(f"{info}/METADATA")
+    after = queue.apply(before)
+
+    def place(path: str) -> str:
+        """Return the path of a member in the patched wheel: two folders are named after the version (PEP 427)."""
+        folder, slash, rest = path.partition("/")
+        stem, dot, suffix = folder.rpartition(".")
+        if folder in (info, info.removesuffix("dist-info") + "data"):
+            return stem.removesuffix(component.version) + version + dot + suffix + slash + rest
+        return path
+
+    contents = {**after, place(f"{info}/METADATA"): _metadata(source, metadata, component.version, version)}
+    for name, data in _documents(source, component, queue, before, after).items():
+        contents[place(f"{info}/patches/{name}")] = data
+    contents = dict(sorted(contents.items()))
+    rows = {place(path): row for path, row in rows.items() if path != record}
+    for path, content in contents.items():
+        if content is None:
+            rows.pop(path, None)
+        else:
+            rows[path] = _row(content)
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(
+        [*((path, *row) for path, row in rows.items()), (place(record), "", "")]
+    )
+    contents[place(record)] = lines.getvalue().encode()
+    repack.rewrite_wheel(source, output, place, contents, place(record))
+    return record_digest(parse_record(lines.getvalue(), place(record)))
+
+
+def _write_sdist(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> None:
+    """Write a patched source archive."""
+    top = source.name.removesuffix(SDIST)
+    before = upstream.members(source, top, {*queue.paths, "PKG-INFO"})
+    metadata = _metadata(source, before.pop("PKG-INFO"), component.version, version)
+    after = queue.apply(before)
+    contents = {**after, "PKG-INFO": metadata}
+    for name, data in _documents(source, component, queue, before, after).items():
+        contents[f"{SDIST_FOLDER}/{name}"] = data
+    stem = top.removesuffix(component.version)
+    repack.rewrite_sdist(source, output, (top, stem + version), dict(sorted(contents.items())))
+
+
+def _names(source: Path) -> list[str]:
+    """Return the files of a wheel. Raises IntegrityError for a member that could not be unpacked safely."""
+    names = [
+        archive.checked_path(source, member, None) for member in archive.members(source) if member.kind != "folder"
+    ]
+    if len(set(names)) != len(names):
+        raise _refused(source, f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+    return names
+
+
+def _dist_info(source: Path, names: Iterable[str], version: str) -> str:
+    """Return the name of a wheel's one .dist-info folder. Raises IntegrityError unless it is for `version`."""
+    folders = sorted({name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".dist-info")})
+    if len(folders) != 1 or not folders[0].endswith(f"-{version}.dist-info"):
+        raise _refused(source, f"its .dist-info folders are {folders}, and one for {version} is expected")
+    return folders[0]
+
+
+def _rows(source: Path, record: Content) -> dict[str, tuple[str, str]]:
+    """Read a RECORD: (hash, size) by path."""
+    if record is None:
+        raise _refused(source, "it has no RECORD")
+    rows = list(csv.reader(io.StringIO(record.decode(), newline="")))
+    if any(len(row) != 3 for row in rows):
+        raise _refused(source, "its RECORD has a line that is not `path,hash,size`")
+    return {path: (hashed, size) for path, hashed, size in rows}
+
+
+def _row(content: bytes) -> tuple[str, str]:
+    """Return hash and size as RECORD has them: base64 without padding (PEP 427)."""
+    hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    return f"sha256={hashed}", str(len(content))
+
+
+def _metadata(source: Path, metadata: Content, version: str, ours: str) -> bytes:
+    """Return METADATA or PKG-INFO with our version."""
+    head, blank, body = (metadata or b"").partition(b"\n\n")
+    old, new = f"Version: {version}".encode(), f"Version: {ours}".encode()
+    lines = head.split(b"\n")
+    if lines.count(old) != 1:
+        raise _refused(source, f"its metadata does not say `{old.decode()}` once")
+    return b"\n".join(new if line == old else line for line in lines) + blank + body
+
+
+def _documents(
+    source: Path, component: Component, queue: Queue, before: Mapping[str, Content], after: Mapping[str, Content]
+) -> dict[str, bytes]:
+    """Return what a patched file says of itself, by name: its patches and where it comes from."""
+    origin = {
+        "schema": SCHEMA,
+        "upstream": queue.upstream,
+        "version": component.version,
+        "filename": source.name,
+        "sha256": component.files[source.name],
+        "queue_sha256": queue.sha256,
+        "patches": [{"name": patch.name, "sha256": patch.sha256} for patch in queue.patches],
+        "files": {path: {"before": digest(before[path]), "after": digest(after[path])} for path in queue.paths},
+    }
+    return {
+        "series": "".join(f"{patch.name}\n" for patch in queue.patches).encode(),
+        **{patch.name: patch.text for patch in queue.patches},
+        "upstream.json": (json.dumps(origin, indent=2, sort_keys=True) + "\n").encode(),
+    }
+
+
+def _refused(source: Path, reason: str) -> IntegrityError:
+    return IntegrityError(
+        f"{source.name} cannot be patched",
+        f"{reason}; nothing of it was kept",
+        f"look at it: {source}; another version of it needs another pin in pins.toml",
+        code="integrity.archive",
+    )

@@ -1,0 +1,14 @@
+"""Every outside input by version and hash: pins.toml, lock files, the package index, Debian packages."""
+
+from sparkforge.pins.table import Component, EnvironmentPin, GitSource, PinnedFile, Pins, Stack, StackImage, load
+
+__all__ = [
+    "Component",
+    "EnvironmentPin",
+    "GitSource",
+    "PinnedFile",
+    "Pins",
+    "Stack",
+    "StackImage",
+    "load",
+]

@@ -1,0 +1,168 @@
+"""Debian packages by hash: `deploy/debian.toml` → `locks/debian/DEVICE-STAGE-ARCH.txt`, resolved by apt itself.
+
+Debian's archive drops a version when the next one comes, so a version alone is no pin (docs/decisions/0005). Each line
+of a lock is a sha256 and a path that holds both below the archive's mirror and below a snapshot of its day; see
+`deploy/install-debs`. The closure holds what the base has too: libc6-dev must meet exactly its libc6.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_text, read_toml
+from sparkforge.core.errors import InputError, NetworkError
+from sparkforge.core.files import write_atomic
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run
+
+TABLE = ROOT / "deploy/debian.toml"
+LOCKS = ROOT / "locks/debian"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+ARCHITECTURES = ("amd64", "arm64")
+STAGES = ("runtime", "build", "source", "dev")
+NETWORK = "check the network, then run the same command again"
+_URI = re.compile(r"^'(?P<url>\S+)' \S+ \d+ SHA256:(?P<sha256>[0-9a-f]{64})$")
+
+
+@dataclass(frozen=True)
+class DebianSet:
+    """What a device's image adds in a stage: the suite, and the packages asked for, earlier stages' included."""
+
+    device: str
+    stage: str
+    suite: str
+    wanted: tuple[str, ...]
+
+    def path(self, architecture: str) -> Path:
+        """Return the path of its lock for `architecture`, named as Debian does (amd64, arm64)."""
+        return LOCKS / f"{self.device}-{self.stage}-{architecture}.txt"
+
+
+@dataclass(frozen=True)
+class Deb:
+    """One package file: its sha256 and its path below an archive, such as debian/pool/main/t/tini/tini_….deb."""
+
+    sha256: str
+    path: str
+
+
+def sets(table: Path = TABLE) -> list[DebianSet]:
+    """Return every set of the table, runtime before build."""
+    devices: dict[str, Any] = read_toml(table)
+    return [
+        DebianSet(
+            device, stage, entry["suite"], tuple(name for part in STAGES[: i + 1] for name in entry.get(part, ()))
+        )
+        for device, entry in devices.items()
+        for i, stage in enumerate(STAGES)
+    ]
+
+
+def read(path: Path) -> list[Deb]:
+    """Return the packages of a lock. Raises InputError for a line that is not a sha256 and a path."""
+    packages = []
+    try:
+        for line in read_text(path).splitlines():
+            if not line.startswith("#"):
+                sha256, name = line.split()
+                packages.append(Deb(sha256, name))
+    except ValueError as error:
+        raise InputError(f"{path.name} is malformed", str(error), "./inv pins.debian", code="input.pins") from error
+    return packages
+
+
+def lock_all() -> list[Path]:
+    """Resolve every set for every architecture with apt, and write the locks. Raises NetworkError."""
+    written = []
+    with tempfile.TemporaryDirectory(prefix="sparkforge-apt-") as folder:
+        for suite in sorted({packages.suite for packages in sets()}):
+            for architecture in ARCHITECTURES:
+                apt = _apt(Path(folder) / f"{suite}-{architecture}", suite, architecture)
+                earlier: DebianSet | None = None
+                for packages in sets():
+                    if packages.suite == suite:
+                        same_device = earlier if earlier and earlier.device == packages.device else None
+                        written.append(_lock(packages, architecture, apt, same_device))
+                        earlier = packages
+    return written
+
+
+@functools.cache
+def mirror() -> str:
+    """Return the archive to resolve from: DEBIAN_MIRROR, else what this machine's apt uses. Raises NetworkError."""
+    indexes = run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], check=False).stdout.split()
+    archives = [uri.removesuffix("/debian/") for uri in indexes if uri.endswith("/debian/")]
+    if chosen := os.environ.get("DEBIAN_MIRROR", "") or next(iter(archives), ""):
+        return chosen.rstrip("/")
+    raise NetworkError(
+        "no Debian archive is known",
+        "apt on this machine has none",
+        "DEBIAN_MIRROR=URL ./inv pins.debian",
+        code="network.fetch",
+    )
+
+
+def _apt(work: Path, suite: str, architecture: str) -> list[str]:
+    """Make a private apt that knows `suite` and an empty machine; return the command that starts it."""
+    for name in ("lists/partial", "cache/archives/partial", "etc"):
+        (work / name).mkdir(parents=True)
+    (work / "status").touch()
+    signed = f"deb [arch={architecture} signed-by={KEYRING}] {mirror()}"
+    sources = [f"{signed}/debian {suite} main", f"{signed}/debian {suite}-updates main"]
+    sources.append(f"{signed}/debian-security {suite}-security main")
+    (work / "etc/sources.list").write_text("\n".join(sources) + "\n", encoding="utf-8")
+    options = {
+        "Dir::State": work, "Dir::State::lists": work / "lists", "Dir::State::status": work / "status",
+        "Dir::Cache": work / "cache", "Dir::Etc": work / "etc", "Dir::Etc::sourcelist": work / "etc/sources.list",
+        "Dir::Etc::sourceparts": "/dev/null", "Dir::Etc::parts": "/dev/null", "Dir::Etc::preferencesparts": "/dev/null",
+        "APT::Architecture": architecture, "APT::Architectures::": architecture, "APT::Sandbox::User": "root",
+        "APT::Install-Recommends": "false", "Acquire::Languages": "none", "Acquire::ForceHash": "sha256",
+    }  # fmt: skip
+    command = ["apt-get", "-qq", *(word for key, value in options.items() for word in ("-o", f"{key}={value}"))]
+    run([*command, "update"], fix=NETWORK)
+    return command
+
+
+def _lock(packages: DebianSet, architecture: str, apt: list[str], earlier: DebianSet | None) -> Path:
+    """Write the lock of a set, without the packages of the stage before it."""
+    debs = _closure(packages, apt)
+    if earlier:
+        present = set(_closure(earlier, apt))
+        debs = [deb for deb in debs if deb not in present]
+    lock = packages.path(architecture)
+    if lock.exists() and sorted(read(lock), key=lambda deb: deb.path) == debs:
+        return lock  # nothing changed: keep its day, whose snapshot holds these files
+    day = datetime.now(UTC).strftime("%Y%m%dT000000Z")
+    head = f"# Made from deploy/debian.toml by `./inv pins.debian`; do not edit.\n# snapshot {day}\n"
+    write_atomic(lock, head + "".join(f"{deb.sha256}  {deb.path}\n" for deb in debs))
+    return lock
+
+
+def _closure(packages: DebianSet, apt: list[str]) -> list[Deb]:
+    """Return every package that a set needs on an empty machine, sorted by path."""
+    lines = run([*apt, "install", "--print-uris", "--yes", *packages.wanted], fix=NETWORK).stdout.splitlines()
+    return sorted((_deb(line) for line in lines), key=lambda deb: deb.path)
+
+
+def _deb(line: str) -> Deb:
+    match = _URI.match(line)
+    if match is None:
+        raise NetworkError(
+            "cannot lock a Debian package", f"apt printed {line!r}, without a sha256", NETWORK, code="network.fetch"
+        )
+    path = match["url"].removeprefix(f"{mirror()}/")
+    return Deb(match["sha256"], path.replace("%2b", "+").replace("%7e", "~"))
+
+
+def lock_and_report() -> None:
+    """Lock every set and print the number of its packages."""
+    for path in lock_all():
+        say(f"{path.relative_to(ROOT)}: {len(read(path))} packages")

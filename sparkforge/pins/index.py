@@ -1,0 +1,178 @@
+"""Find a package's file on the package index that pip is configured to use.
+
+`pypi-simple` reads the index pages (HTML or JSON, PEP 503/691); the index itself is pip's, so that a mirror or a
+certificate set up once serves here too.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import httpx
+import tenacity
+
+from sparkforge.core.console import say
+from sparkforge.core.errors import NetworkError, ProcessError, StorageError
+from sparkforge.core.http import LimitError, request
+from sparkforge.core.process import run
+from sparkforge.core.urls import without_passwords
+
+# pypi-simple loads an HTML parser and takes 0.14 s: only what reads a page imports it.
+if TYPE_CHECKING:
+    from pypi_simple import ProjectPage
+
+PIP_PLACES = ("PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS")
+TIMEOUT = httpx.Timeout(30.0, read=120.0)
+ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+PAGE_BYTES = 32 << 20  # the largest page that a lock of ours needs has 2 MB
+PAGE_SECONDS = 300.0
+ATTEMPTS = 4
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds before another attempt; Retry-After counts up to the longest
+BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which the same request may succeed
+
+
+@dataclass(frozen=True)
+class PipConfig:
+    """The part of pip's configuration that a download needs."""
+
+    index_url: str
+    cert: str | None
+
+
+def pip_config() -> PipConfig:
+    """Return pip's index URL and CA bundle: from the environment, else from pip's files."""
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT  # noqa: PLC0415
+
+    files = _pip_files(*map(os.environ.get, PIP_PLACES))
+    index = os.environ.get("PIP_INDEX_URL") or files.get("index-url") or PYPI_SIMPLE_ENDPOINT
+    return PipConfig(index.rstrip("/") + "/", os.environ.get("PIP_CERT") or files.get("cert"))
+
+
+@cache
+def _pip_files(*_places: str | None) -> dict[str, str]:
+    """Return the settings in pip's files, which pip itself reads; `_places` is what says where they lie."""
+    try:
+        lines = run([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
+    except ProcessError:  # an environment without pip, such as one made by uv
+        return {}
+    settings = {}
+    for line in lines:
+        key, _, value = line.partition("=")
+        if not key.startswith(":env:"):
+            settings[key.rpartition(".")[2]] = value.strip().strip("'\"")
+    return settings
+
+
+def client() -> httpx.Client:
+    """Return an HTTP client that trusts what pip trusts and follows redirects.
+
+    Raises StorageError for a CA bundle that cannot be read, NetworkError for a proxy that cannot be used.
+    """
+    cert = pip_config().cert
+    try:
+        verify = ssl.create_default_context(cafile=cert) if cert else True
+    except OSError as error:  # ssl.SSLError is one, and neither names the file
+        raise StorageError(
+            f"cannot read the certificates in {cert}",
+            error.strerror or str(error),
+            "correct PIP_CERT: pip config list",
+            code="storage.access",
+        ) from error
+    try:
+        return httpx.Client(verify=verify, timeout=TIMEOUT, follow_redirects=True)
+    except (ValueError, ImportError, httpx.InvalidURL) as error:
+        raise NetworkError(
+            "cannot use the proxy", f"{type(error).__name__} for HTTPS_PROXY, HTTP_PROXY or ALL_PROXY",
+            "set it to http://HOST:PORT, or unset it", code="network.fetch"
+        ) from error  # fmt: skip
+
+
+def attempts() -> tenacity.Retrying:
+    """Return the loop for a request that may be repeated: over broken connections, silence and busy servers."""
+    return tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(ATTEMPTS),
+        retry=tenacity.retry_if_exception(worth_repeating),
+        wait=_wait,
+        before_sleep=_say_again,
+        reraise=True,
+    )
+
+
+def worth_repeating(error: BaseException) -> bool:
+    """Tell whether the same request may succeed later: not after a 404, an answer without end, or a bad URL."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in BUSY
+    # ConnectError: no such host, nothing listens, or a certificate that is not trusted.
+    lasting = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.ProxyError, httpx.ConnectError, LimitError)
+    return isinstance(error, httpx.TransportError) and not isinstance(error, lasting)
+
+
+def reason(error: httpx.HTTPError) -> str:
+    """Return an error as text without the URL, which may hold a password."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"HTTP {error.response.status_code} {error.response.reason_phrase}".strip()
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    usual = tenacity.wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)(state)
+    return min(float(asked), LONGEST_WAIT) if asked.isdecimal() and len(asked) < 10 else usual
+
+
+def _say_again(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    why = reason(error) if isinstance(error, httpx.HTTPError) else ""
+    say(f"the transfer failed ({why}); attempt {state.attempt_number + 1} of {ATTEMPTS}")
+
+
+def project_page(package: str, http: httpx.Client) -> ProjectPage:
+    """Read the index page of `package`. Raises NetworkError if it cannot be read."""
+    from pypi_simple import ProjectPage  # noqa: PLC0415
+
+    url = f"{pip_config().index_url}{package}/"
+    try:
+        page = attempts()(_page, url, http)
+    except httpx.HTTPError as error:
+        raise NetworkError(
+            f"cannot find {package}",
+            f"the package index did not answer: {without_passwords(reason(error))}",
+            "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again",
+            code="network.fetch",
+        ) from error
+    try:
+        if "json" in page.headers.get("content-type", ""):
+            return ProjectPage.from_json_data(page.json(), base_url=str(page.url))
+        return ProjectPage.from_html(package, page.text, base_url=str(page.url))
+    except Exception as error:  # pypi-simple's, pydantic's and Beautiful Soup's own, and RecursionError
+        why = " ".join(str(error).split())[:300]
+        raise NetworkError(
+            f"cannot find {package}",
+            f"the page of the package index is malformed: {type(error).__name__}: {why}",
+            "check that PIP_INDEX_URL names a package index (PEP 503): pip config list",
+            code="network.fetch",
+        ) from error
+
+
+def _page(url: str, http: httpx.Client) -> httpx.Response:
+    page = request(http, "GET", url, seconds=PAGE_SECONDS, limit=PAGE_BYTES, headers={"Accept": ACCEPT})
+    return page.raise_for_status()
+
+
+def locate(package: str, filename: str, http: httpx.Client) -> tuple[str, int | None]:
+    """Return the URL of `filename`, and its size if the index names it. Raises NetworkError if it is not listed."""
+    for entry in project_page(package, http).packages:
+        if entry.filename == filename:
+            return entry.url.partition("#")[0], entry.size
+    raise NetworkError(
+        f"cannot find {filename}",
+        f"the package index lists no such file for {package}",
+        "check that your mirror is complete, or unset PIP_INDEX_URL",
+        code="network.fetch",
+    )

@@ -1,0 +1,52 @@
+"""`locks/patched.toml`: the patched wheel or source archive that each upstream file becomes, by hash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field, RootModel
+
+from sparkforge.core.files import write_atomic
+from sparkforge.core.paths import ROOT
+from sparkforge.core.tables import Record, load
+from sparkforge.pins.table import Sha256, Text
+
+PATH = (
+    ROOT / "locks" / "patched.toml"
+)  # not locks.LOCKS: the validator reads it where nothing of `pins.locks` is installed
+HEADER = (
+    "# Made by `./inv patch --lock`; do not edit. One table per upstream file: what it is once its queue is applied.\n"
+)
+
+
+class PatchedFile(Record):
+    """What one upstream file becomes: its queue (folder under patches/), and the file that the queue makes of it."""
+
+    queue: Text
+    queue_sha256: Sha256
+    revision: int = Field(gt=0, strict=True)  # N of the version's +sparkforge.N
+    file: Text
+    sha256: Sha256
+    size: int = Field(gt=0, strict=True)  # bytes
+    record: Sha256 | None = None  # of a wheel: `record_digest` of its RECORD (core/installed.py)
+
+
+class PatchedLock(RootModel[dict[str, PatchedFile]]):
+    """Every patched file by upstream's file name."""
+
+
+def load_patched(path: Path | None = None) -> Mapping[str, PatchedFile]:
+    """Read the lock, by default PATH; an empty one where there is none yet. Raises InputError."""
+    path = path or PATH
+    return load(path, PatchedLock).root if path.exists() else {}
+
+
+def write_patched(files: Mapping[str, PatchedFile], path: Path | None = None) -> None:
+    """Replace the lock, by default PATH."""
+    tables = []
+    for name, file in sorted(files.items()):
+        values = file.model_dump(exclude_none=True).items()
+        lines = (f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in values)
+        tables.append("\n".join([f'["{name}"]', *lines]))
+    write_atomic(path or PATH, "\n\n".join([HEADER.rstrip(), *tables]) + "\n")

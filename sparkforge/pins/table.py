@@ -1,0 +1,250 @@
+"""`pins.toml`: every outside input with its version, hash, size, licence and reason. The only reader of that file.
+
+A pin without a hash or a size, with an unknown key, or listed twice is refused; nothing downstream checks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from sparkforge.core.documents import DocumentError, read_toml
+from sparkforge.core.errors import InputError
+from sparkforge.core.paths import ROOT
+from sparkforge.core.tables import Record
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+GitHash = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{40}|unknown)$")]
+Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Size = Annotated[int, Field(gt=0, strict=True)] | Literal["unknown"]  # bytes; pins.toml says what stays unknown
+
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class PinnedFile(Record):
+    """One file of a package: its hash, and the size in bytes beyond which a download of it stops."""
+
+    sha256: Sha256
+    size: Size
+
+
+class Component(Record):
+    """One outside input: a registry package's files, or an image by digest."""
+
+    version: Text
+    kind: Literal["sdist", "wheel", "image"]
+    licence: Text
+    why: Text
+    source: Text | None = None  # where the hash was read, if not from the file itself
+    package: Text | None = None
+    pinned_files: dict[Text, PinnedFile] = Field(default_factory=dict, alias="files")
+    image: Text | None = None
+    digest: Digest | None = None
+    size: Size | None = None  # of an image; a package's files have one each
+    patches: Text | None = None  # folder under patches/
+    index: Text | None = None  # of a wheel that the default package index does not have: see sources/pip_download.py
+    provides: Text | None = None  # NAME==VERSION that importlib.metadata shall know too, where the package differs
+
+    @model_validator(mode="after")
+    def _has_hash_and_size(self) -> Component:
+        if self.kind == "image":
+            if not (self.image and self.digest and self.size) or self.pinned_files or self.package:
+                raise ValueError("an image needs 'image', 'digest' and 'size' and nothing of a package")
+        elif not (self.package and self.pinned_files) or self.image or self.digest or self.size:
+            raise ValueError("a package needs 'package' and at least one file with its sha256 and size")
+        if self.provides and self.provides.partition("==")[2].partition("+")[0] != self.version:
+            raise ValueError(f"'provides' must be NAME=={self.version}, with or without a local version")
+        return self
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The sha256 of each file by name."""
+        return {name: file.sha256 for name, file in self.pinned_files.items()}
+
+    def size_of(self, filename: str) -> int | None:
+        """Return the size of one of its files in bytes; None if pins.toml says that it is unknown."""
+        size = self.pinned_files[filename].size
+        return None if size == "unknown" else size
+
+
+class GitSource(Record):
+    """A git repository that an upstream's build fetches by itself unless it is told of a copy.
+
+    `of` names the component whose files ask for it, `asked_in` the file, `dependency` the name it has there, and `tag`
+    what upstream writes. `commit` and `tree` are SHA-1 names, or `unknown`: said, because a tag can be moved.
+    """
+
+    of: Text
+    asked_in: Text
+    dependency: Text
+    repository: Text
+    tag: Text
+    commit: GitHash
+    tree: GitHash
+    size: Size  # of a download of that commit; git reports none, so it is `unknown` until somebody has measured one
+    licence: Text
+    needed: bool  # by gpt-oss on compute capability 12.1
+    why: Text  # or why not
+    src_dir: Text | None = None  # the variable with which upstream takes a copy
+    folder: str = ""  # of the repository, which that variable wants instead of the whole
+    switch: Text | None = None  # what leaves it out of the build without a patch
+    source: Text | None = None  # where the commit was read, if not in upstream's own file
+
+    @model_validator(mode="after")
+    def _commit_is_upstreams(self) -> GitSource:
+        if COMMIT.fullmatch(self.tag) and self.commit != self.tag:
+            raise ValueError("upstream asks for a commit, and 'commit' is another one")
+        if not COMMIT.fullmatch(self.tag) and self.commit != "unknown" and not self.source:
+            raise ValueError("upstream asks for a tag: 'source' must say where its commit was read")
+        return self
+
+
+class StackImage(Record):
+    """What a stack's container image is made from, besides its components; a native build takes the same kernels.
+
+    `device` names the Debian packages, the trimming table and the stages of the image; `locks` maps a processor (as
+    `uname -m` prints it) to a hash-locked set; `kernels` is a set of the stack's kernel table, compiled for
+    `architecture`; `environments` names what "kernels" and "vllm" are compiled with where no interpreter is named.
+    """
+
+    device: Literal["cpu", "cuda", "ngc"]
+    locks: dict[Text, Text] = Field(min_length=1)
+    architecture: str = ""
+    kernels: str = ""
+    environments: dict[Literal["kernels", "vllm"], Text] = Field(default_factory=dict)
+
+
+class Stack(Record):
+    """A set of components that build one runtime, what their builds fetch by git, and what its image is made from."""
+
+    summary: Text
+    components: dict[Text, Component] = Field(min_length=1)
+    git: dict[Text, GitSource] = Field(default_factory=dict)
+    image: StackImage | None = None
+
+    @model_validator(mode="after")
+    def _git_sources_belong(self) -> Stack:
+        if strays := sorted(name for name, pin in self.git.items() if pin.of not in self.components):
+            raise ValueError(f"'of' names no component of this stack: {', '.join(strays)}")
+        return self
+
+
+class EnvironmentPin(Record):
+    """What one Python environment under the checkout's state is made from (sparkforge/environments.py)."""
+
+    lock: Text  # a hash-locked set
+    wheels: tuple[Text, ...] = ()  # STACK/COMPONENT, fetched by their pins; installed besides the lock if it lacks them
+    project: bool = False  # with this checkout's own distributions, editable
+    copy_files: bool = Field(False, alias="copy")  # instead of hard links into uv's cache
+    size: int = Field(gt=0, strict=True)  # bytes to ask for: installed, and the downloads
+
+
+class Pins(Record):
+    """The whole table: stacks and environments by name.
+
+    `default` is the stack that commands use where none is named, `devices` maps a device that has another one to it.
+    """
+
+    schema_: Literal[1] = Field(alias="schema")
+    default: Text
+    devices: dict[Text, Text] = Field(default_factory=dict)
+    stacks: dict[Text, Stack] = Field(min_length=1)
+    environments: dict[Text, EnvironmentPin] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_hash_a_file(self) -> Pins:
+        seen: dict[str, str] = {}
+        for component in self.components():
+            for name, sha256 in component.files.items():
+                if seen.setdefault(name, sha256) != sha256:
+                    raise ValueError(f"{name} is pinned with two different hashes")
+        return self
+
+    @model_validator(mode="after")
+    def _named_stacks_are_there(self) -> Pins:
+        if unknown := sorted({self.default, *self.devices.values()} - self.stacks.keys()):
+            raise ValueError(f"'default' or 'devices' names no stack: {', '.join(unknown)}")
+        return self
+
+    @model_validator(mode="after")
+    def _wheels_are_pinned(self) -> Pins:
+        known = {f"{stack}/{name}" for stack, table in self.stacks.items() for name in table.components}
+        wheels = {wheel for environment in self.environments.values() for wheel in environment.wheels}
+        if unknown := sorted(wheels - known):
+            raise ValueError(f"'wheels' of an environment names no component: {', '.join(unknown)}")
+        return self
+
+    def components(self) -> Iterator[Component]:
+        """Every component of every stack."""
+        for stack in self.stacks.values():
+            yield from stack.components.values()
+
+    def stack(self, name: str) -> Stack:
+        """Return one stack. Raises InputError naming the known ones."""
+        if name not in self.stacks:
+            known = ", ".join(self.stacks)
+            raise InputError(
+                f"there is no stack {name}",
+                f"pins.toml has {known}",
+                f"name one of them: --stack {self.default}",
+                code="input.pins",
+            )
+        return self.stacks[name]
+
+    def image(self, stack: str) -> StackImage:
+        """Return what a stack's image is made from. Raises InputError for an unknown stack, or one without an image."""
+        image = self.stack(stack).image
+        if image is None:
+            built = ", ".join(name for name, table in self.stacks.items() if table.image)
+            raise InputError(
+                f"the stack {stack} has no image",
+                f"pins.toml has no table [stacks.{stack}.image]; there are images of {built}",
+                f"name one of them: --stack {self.default}",
+                code="input.pins",
+            )
+        return image
+
+    def environment(self, name: str) -> EnvironmentPin:
+        """Return what an environment is made from. Raises InputError if there is none of that name."""
+        if name not in self.environments:
+            raise InputError(
+                f"there is no environment {name}",
+                f"pins.toml has {', '.join(self.environments) or 'none'}",
+                "add it to pins.toml",
+                code="input.pins",
+            )
+        return self.environments[name]
+
+    def component(self, stack: str, name: str) -> Component:
+        """Return one component. Raises InputError if there is none of that name."""
+        try:
+            return self.stacks[stack].components[name]
+        except KeyError:
+            known = ", ".join(self.stacks[stack].components if stack in self.stacks else self.stacks)
+            raise InputError(
+                f"nothing is pinned as {stack}/{name}",
+                f"pins.toml has {known}",
+                "add it to pins.toml",
+                code="input.pins",
+            ) from None
+
+
+def load(path: Path = ROOT / "pins.toml") -> Pins:
+    """Read and check the table. Raises InputError naming every entry that is wrong."""
+    try:
+        return Pins.model_validate(read_toml(path))
+    except FileNotFoundError:
+        raise InputError(
+            f"cannot read {path}", "it is not there", "git checkout pins.toml", code="input.pins"
+        ) from None
+    except DocumentError as error:  # includes a key that is there twice
+        raise InputError(f"{path.name} is no valid TOML", str(error), f"correct {path}", code="input.pins") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{path.name} is refused", wrong, f"correct {path}", code="input.pins") from None

@@ -1,0 +1,145 @@
+"""An installed patched distribution against `locks/patched.toml`: whether it is that wheel, and unchanged.
+
+What the build of an image leaves out of a wheel, or compiles itself and lays over it, is in the image's manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+from pydantic import Field, ValidationError
+
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.installed import REINSTALL, Installed
+from sparkforge.core.tables import Record
+from sparkforge.pins.patched import PatchedFile
+from sparkforge.pins.table import Pins, Sha256, Text
+
+LOCAL = "sparkforge"  # of the version of every patched wheel: 0.32.0+sparkforge.1
+ORIGIN = "patches/upstream.json"  # in its dist-info folder, beside the patches
+# FlashInfer loads what was compiled ahead of time from here (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
+ADDED_LATER = ("flashinfer/data/aot",)
+
+
+class PatchHash(Record):
+    """A patch that was applied: its file name and the sha256 of its bytes."""
+
+    name: Text
+    sha256: Sha256
+
+
+class FileHashes(Record):
+    """Hex sha256 of one file in upstream's wheel and in the patched one; None: it has no such file."""
+
+    before: Sha256 | None
+    after: Sha256 | None
+
+
+class WheelOrigin(Record):
+    """`patches/upstream.json` of a patched wheel: what it was made from, and the files that its patches changed."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    upstream: Text
+    version: Text
+    filename: Text
+    sha256: Sha256
+    queue_sha256: Sha256
+    patches: tuple[PatchHash, ...]
+    files: dict[str, FileHashes]
+
+
+class ImageChanges(Record, extra="ignore"):
+    """What an image's own build changed of installed wheels: paths left out, and sha256 by path of what it compiled."""
+
+    left_out: tuple[Text, ...] = ()
+    compiled: dict[str, Sha256] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, manifest: Path) -> ImageChanges:
+        """Read them from an image's manifest; none where there is no such file. Raises OSError, ValueError."""
+        return cls.model_validate(read_json(manifest)) if manifest.is_file() else cls()
+
+
+def patched_packages(pins: Pins, stack: str) -> list[str]:
+    """Return the normalised names of the distributions that a stack has patches for."""
+    components = pins.stack(stack).components.values()
+    return sorted({canonicalize_name(each.package) for each in components if each.patches and each.package})
+
+
+def is_patched(version: str) -> bool:
+    """Tell whether a version is one of our patched wheels: its local part is, or ends in, `sparkforge.N`."""
+    try:
+        local = (Version(version).local or "").split(".")
+    except InvalidVersion:
+        return False
+    return len(local) > 1 and local[-2] == LOCAL
+
+
+def read_origin(info: Path) -> WheelOrigin:
+    """Read what a patched wheel in a dist-info folder says of itself. Raises IntegrityError."""
+    file = info / ORIGIN
+    try:
+        return WheelOrigin.model_validate(read_json(file))
+    except ValidationError as error:
+        reason = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = str(error)
+    raise IntegrityError(f"{file} cannot be read", reason, REINSTALL, code="integrity.installed")
+
+
+def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> PatchedFile:
+    """Return the wheel of the lock that a distribution was installed from, by version and RECORD.
+
+    Raises IntegrityError, which says what it is instead: upstream's wheel, another revision, or another RECORD.
+    """
+    wheels = _wheels(installed.name, lock)
+    same = [wheel for wheel, version in wheels if version == _version(installed.version)]
+    name = f"{installed.name} {installed.version}"
+    if not is_patched(installed.version):
+        what, why = f"{name} is upstream's wheel", "it does not have our patches"
+    elif not wheels:
+        what, why = f"{name} is not locked", f"locks/patched.toml has no wheel of {installed.name}"
+    elif not same:
+        locked = ", ".join(sorted({str(version) for _, version in wheels}))
+        what, why = f"{name} is not the locked version", f"locks/patched.toml has {locked}"
+    elif not (installed.info / ORIGIN).is_file():
+        what, why = f"{name} is not from a wheel of ours", f"it has no {ORIGIN} in its metadata"
+    else:
+        for wheel in same:
+            if wheel.record == installed.record:
+                return wheel
+        what = f"{name} is not from the locked wheel"
+        why = f"its RECORD is not that of {' or '.join(wheel.file for wheel in same)}"
+    raise IntegrityError(what, why, REINSTALL, code="integrity.installed")
+
+
+def differences(installed: Installed, changes: ImageChanges) -> list[str]:
+    """Return how its files differ from RECORD and from what the image's build changed, as `path: change`."""
+    return installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=ADDED_LATER)
+
+
+def _wheels(name: str, lock: Mapping[str, PatchedFile]) -> list[tuple[PatchedFile, Version]]:
+    """Return the lock's wheels of a distribution, each with its version."""
+    found = []
+    for wheel in lock.values():
+        try:
+            distribution, version, _, _ = parse_wheel_filename(wheel.file)
+        except InvalidWheelFilename:  # a source archive
+            continue
+        if distribution == name:
+            found.append((wheel, version))
+    return found
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None

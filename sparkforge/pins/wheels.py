@@ -1,0 +1,193 @@
+"""Choose, for a machine that need not be this one, the file of each requirement in a hash-locked set.
+
+`pip download --platform` cannot: it judges the markers of a lock (`; platform_machine == …`) by the machine it runs on,
+and takes one platform tag at a time. Tags and markers are those of PyPA's `packaging`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import httpx
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName, default_environment
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from sparkforge.core import paths
+from sparkforge.core.errors import InputError, ProcessError
+from sparkforge.core.files import sha256_file, write_json
+from sparkforge.core.manifest import Made, once
+from sparkforge.pins.index import client, project_page
+from sparkforge.pins.table import Component
+
+if TYPE_CHECKING:  # it loads an HTML parser
+    from pypi_simple import DistributionPackage
+
+GLIBC = 35  # the newest minor version of glibc 2 that a chosen wheel may require: Ubuntu 22.04's, below DGX OS's 2.39
+LEGACY = {"manylinux2014": 17, "manylinux2010": 12, "manylinux1": 5}  # PEP 600
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class TargetMachine:
+    """The machine that files are for: as `uname -m` has it, and its Python's version."""
+
+    machine: str
+    python: tuple[int, int] = sys.version_info[:2]
+
+    def __str__(self) -> str:
+        return f"cp{self.python[0]}{self.python[1]}-{self.machine}"
+
+    def tags(self) -> dict[Tag, int]:
+        """Return every wheel tag that the machine takes, with its rank: the lower the better."""
+        platforms = []
+        for minor in range(GLIBC, 4, -1):
+            platforms.append(f"manylinux_2_{minor}_{self.machine}")
+            platforms += [f"{name}_{self.machine}" for name, glibc in LEGACY.items() if glibc == minor]
+        platforms.append(f"linux_{self.machine}")
+        tag = f"cp{self.python[0]}{self.python[1]}"
+        ranked = [*cpython_tags(self.python, [tag], platforms), *compatible_tags(self.python, tag, platforms)]
+        return {tag: rank for rank, tag in reversed(list(enumerate(ranked)))}
+
+    def environments(self) -> list[dict[str, str | AbstractSet[str]]]:
+        """Return what markers are judged by (PEP 508): with the first and the last release of its Python."""
+        version = ".".join(map(str, self.python))
+        linux: dict[str, str | AbstractSet[str]] = {
+            **cast("dict[str, str]", default_environment()), "os_name": "posix", "sys_platform": "linux",
+            "platform_system": "Linux", "platform_machine": self.machine, "implementation_name": "cpython",
+            "platform_python_implementation": "CPython", "python_version": version,
+        }  # fmt: skip
+        return [{**linux, "python_full_version": f"{version}.{release}"} for release in (0, 99)]
+
+
+@dataclass(frozen=True)
+class Pick:
+    """One file of a package index, by hash."""
+
+    package: str
+    filename: str
+    sha256: str
+
+
+def requirements(text: str, target: TargetMachine) -> Iterator[tuple[Requirement, frozenset[str]]]:
+    """Return each requirement of a hash-locked set that holds on `target`, with its hashes.
+
+    Raises InputError for a requirement without a hash or without an exact version.
+    """
+    environments = target.environments()
+    for line in text.replace("\\\n", " ").splitlines():
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        try:
+            requirement = Requirement(entry.partition("--hash")[0].strip())
+            marker = requirement.marker
+            holds = marker is None or any(marker.evaluate(environment) for environment in environments)
+        except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName, ValueError) as error:
+            raise InputError(
+                "a lock is malformed", f"{entry[:80]!r}: {str(error)[:200]}", "./inv pins.lock", code="input.pins"
+            ) from error
+        hashes = frozenset(HASH.findall(entry))
+        if not hashes or not re.fullmatch(r"==[^*,]+", str(requirement.specifier)):
+            raise InputError(
+                f"{requirement.name} is not locked",
+                f"{entry[:80]} has no hash or no exact version",
+                "./inv pins.lock",
+                code="input.pins",
+            )
+        if holds:
+            yield requirement, hashes
+
+
+def choose(
+    requirement: Requirement, hashes: frozenset[str], files: Sequence[DistributionPackage], target: TargetMachine
+) -> Pick:
+    """Return the file of `requirement` that fits `target` best: a wheel, else a source archive.
+
+    Raises InputError if no file with one of `hashes` fits.
+    """
+    ranks = target.tags()
+    best: tuple[int, Pick] | None = None
+    for file in files:
+        sha256 = (file.digests or {}).get("sha256", "")
+        if sha256 not in hashes:
+            continue  # first, because an index also lists file names that no tool understands any more
+        rank = _rank(file.filename, ranks)
+        if rank is not None and (best is None or rank < best[0]):
+            best = rank, Pick(requirement.name, file.filename, sha256)
+    if best is None:
+        raise InputError(
+            f"{requirement.name}{requirement.specifier} has no file for {target}",
+            f"none of the {len(hashes)} files in the lock fits it, or the index no longer has them",
+            "./inv pins.lock",
+            code="input.pins",
+        )
+    return best[1]
+
+
+def choose_pinned(component: Component, target: TargetMachine) -> Pick:
+    """Return the wheel of a pinned component that fits `target` best. Raises ProcessError if none does."""
+    ranks, best = target.tags(), ""
+    for filename in component.files:
+        rank = _rank(filename, ranks)
+        if filename.endswith(".whl") and rank is not None and (not best or rank < (_rank(best, ranks) or 0)):
+            best = filename
+    if not best:
+        raise ProcessError(
+            f"no {component.package} is pinned for this machine",
+            f"pins.toml has no wheel for {target}",
+            "use Python 3.11, 3.12 or 3.13 on x86_64 or aarch64: rm -rf .venv && PYTHON=python3.12 ./inv up",
+            code="process.setup",
+        )
+    return Pick(component.package or "", best, component.files[best])
+
+
+def _rank(filename: str, ranks: Mapping[Tag, int]) -> int | None:
+    if filename.endswith(".whl"):
+        try:
+            tags = parse_wheel_filename(filename)[3]
+        except InvalidWheelFilename:
+            return None
+        return min((ranks[tag] for tag in tags if tag in ranks), default=None)
+    return len(ranks) if filename.endswith((".tar.gz", ".zip")) else None
+
+
+def picks(lock: Path, target: TargetMachine) -> list[Pick]:
+    """Return the files of the set at `lock` for `target`, sorted by name. Asks the index once for each lock and target.
+
+    Raises InputError (see above) and NetworkError.
+    """
+    sha256 = sha256_file(lock)
+    cached = paths.cache() / "picks" / f"{lock.stem}-{target}-{sha256[:12]}.json"
+    inputs = {"lock": sha256, "target": str(target), "glibc": f"2.{GLIBC}"}
+
+    def make(temporary: Path) -> Made:
+        """Ask the index. Raises InputError and NetworkError."""
+        with client() as http:
+            chosen = _ask(lock.read_text(encoding="utf-8"), target, http)
+        write_json(temporary, [asdict(pick) for pick in chosen])
+        return Made({cached.name: sha256_file(temporary)})
+
+    once(cached, "picks", inputs, make)
+    try:
+        return [Pick(**pick) for pick in json.loads(cached.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError):
+        cached.unlink()
+        once(cached, "picks", inputs, make)
+        return [Pick(**pick) for pick in json.loads(cached.read_text(encoding="utf-8"))]
+
+
+def _ask(text: str, target: TargetMachine, http: httpx.Client) -> list[Pick]:
+    chosen = [
+        choose(requirement, hashes, project_page(requirement.name, http).packages, target)
+        for requirement, hashes in requirements(text, target)
+    ]
+    return sorted(chosen, key=lambda pick: pick.filename)

@@ -1,0 +1,142 @@
+"""Where a device's memory goes when a model serves, line by line; how long and how many sequences can be.
+
+All sizes are bytes. Lines are computed from the model's sizes, or bounds with a source; none was measured on a Spark.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from sparkforge.core.tables import Record
+from sparkforge.plan.architecture import STEPS_UNDER_WAY, Architecture
+from sparkforge.plan.devices import GIB, Device
+
+HOST_WORKING_BYTES = 4 * GIB  # measured with the tiny model on x86-64: 3.7 GB PSS (vLLM's CPU build, eager)
+# vLLM 0.32.0's own --max-num-batched-tokens and --max-num-seqs for its server on 70 to 160 GiB (arg_utils.py:2940).
+BATCHED_TOKENS, SEQUENCES = 8192, 1024
+DEFAULT_UTILIZATION = 0.92  # vLLM 0.32.0's own --gpu-memory-utilization, vllm/config/cache.py:102
+LOGIT_COPIES = 2  # bf16 → float32, and the sampler's own copy of it
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be served: tokens a sequence, sequences at once, the KV cache's type; and vLLM's bounds of a step."""
+
+    context: int
+    concurrency: int
+    kv: str = "bf16"
+    batched: int = BATCHED_TOKENS
+    sequences: int = SEQUENCES
+
+
+class Line(Record):
+    """One use of memory. `share`: it counts against vLLM's --gpu-memory-utilization."""
+
+    name: str
+    bytes: int
+    share: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All lines of a device's memory, and what is left of it (below 0: it does not fit)."""
+
+    total: int
+    lines: tuple[Line, ...]
+
+    @property
+    def left(self) -> int:
+        """Bytes for the page cache and everything unforeseen."""
+        return self.total - sum(line.bytes for line in self.lines)
+
+    @property
+    def share(self) -> float:
+        """The least --gpu-memory-utilization that holds vLLM's lines."""
+        return sum(line.bytes for line in self.lines if line.share) / self.total
+
+
+def kv_bytes(model: Architecture, load: Workload) -> int:
+    """KV blocks of all sequences while they decode, and what one more step of prefill keeps in the sliding layers."""
+    held = model.kv_held(load.context, load.kv)
+    admitted = model.kv_admitted(load.context, STEPS_UNDER_WAY * load.batched, load.kv)
+    return load.concurrency * held + admitted - held
+
+
+def activation_bytes(model: Architecture, load: Workload) -> int:
+    """Estimate of the largest step's activations, all in bf16 but the logits.
+
+    Experts: each token's k copies with gate and up, activation, and down; attention: queries, keys, values; the
+    hidden states four times (residual, normed, attention's and experts' output); logits of every sequence in float32.
+    """
+    experts = load.batched * model.top_k * (3 * model.intermediate + model.hidden)
+    attention = load.batched * (model.heads + 2 * model.kv_heads) * model.head_dim
+    logits = 4 * LOGIT_COPIES * min(load.sequences, load.batched) * model.vocab
+    return 2 * (experts + attention + 4 * load.batched * model.hidden) + logits
+
+
+def share_lines(model: Architecture, device: Device, load: Workload, weights: int | None = None) -> tuple[Line, ...]:
+    """Return what counts against vLLM's share. `weights`: bytes of the checkpoint on disk, where they are known."""
+    on_disk = model.weight_bytes() if weights is None else weights
+    how = "computed" if weights is None else "sizes of the files"
+    return (
+        Line(name="weights", bytes=on_disk, share=True, how=how),
+        Line(
+            name="padding of experts",
+            bytes=model.padding_bytes(device.align),
+            share=True,
+            how=f"computed, to multiples of {device.align}",
+        ),
+        Line(name="KV cache", bytes=kv_bytes(model, load), share=True, how="computed, vLLM's blocks"),
+        Line(name="activations", bytes=activation_bytes(model, load), share=True, how="computed, an estimate"),
+        Line(name="graphs, workspaces", bytes=int(device.runtime.value * GIB), share=True, how=device.runtime.origin),
+    )
+
+
+def make(model: Architecture, device: Device, load: Workload) -> Budget:
+    """Return the budget of serving `load` on `device`."""
+    beside = (
+        Line(
+            name="system, other programs",
+            bytes=int(device.resident.value * GIB),
+            share=False,
+            how=device.resident.origin,
+        ),
+        Line(name="vLLM outside its share", bytes=int(device.host.value * GIB), share=False, how=device.host.origin),
+    )
+    return Budget(device.memory_bytes, (*share_lines(model, device, load), *beside))
+
+
+def most_share(device: Device) -> float:
+    """The highest --gpu-memory-utilization that leaves the others theirs, cut to two decimals as one would write it."""
+    others = (device.resident.value + device.host.value) / device.memory.value
+    return int(100 * max(0.0, min(device.most.value, 1.0 - others))) / 100
+
+
+def fits(model: Architecture, device: Device, load: Workload) -> bool:
+    """Whether it fits, within the highest share that the device takes."""
+    return make(model, device, load).share <= most_share(device)
+
+
+def missing(model: Architecture, device: Device, load: Workload) -> int:
+    """Bytes by which it does not fit; 0 or less if it does."""
+    budget = make(model, device, load)
+    return int((budget.share - most_share(device)) * budget.total)
+
+
+def most_sequences(model: Architecture, device: Device, load: Workload) -> int:
+    """How many sequences of `load.context` tokens fit at once; 0 if none does."""
+    lines = share_lines(model, device, replace(load, concurrency=1))
+    spare = most_share(device) * device.memory_bytes - sum(line.bytes for line in lines)
+    return 0 if spare < 0 else 1 + int(spare // model.kv_held(load.context, load.kv))
+
+
+def most_tokens(model: Architecture, device: Device, load: Workload) -> int:
+    """The longest that `load.concurrency` sequences can be, at most the model's own limit; 0 if they do not fit."""
+
+    def too_long(tokens: int) -> bool:
+        """False up to some length: more tokens never take less memory."""
+        return not fits(model, device, replace(load, context=tokens))
+
+    return bisect_left(range(1, model.longest + 1), x=True, key=too_long)

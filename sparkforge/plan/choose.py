@@ -1,0 +1,133 @@
+"""Which serve profile fits a load on a device, and what rules out each of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+from sparkforge.plan import budget
+from sparkforge.plan.architecture import Architecture
+from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCES, Workload
+from sparkforge.plan.devices import GIB, Device
+
+CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+class ProfileRow(Protocol):
+    """What is read of a serve profile (sparkforge.serve.profiles)."""
+
+    @property
+    def about(self) -> str:
+        """When to take it."""
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return vLLM's arguments."""
+
+    def variables(self) -> dict[str, str]:
+        """Return vLLM's environment variables."""
+
+
+class ServerOptions(Record):
+    """A serve profile's arguments and environment variables as vLLM gets them."""
+
+    about: str
+    arguments: tuple[str, ...]
+    variables: dict[str, str]
+
+    def number(self, flag: str, default: float) -> float:
+        """Return a flag's value. Raises InputError for one that is no number."""
+        value = flag_value(self.arguments, flag)
+        return default if value is None else _number(flag, value)
+
+    def longest(self, default: int) -> int:
+        """Return --max-model-len."""
+        return int(self.number("--max-model-len", default))
+
+    def load(self, asked: Workload) -> Workload:
+        """Return the workload with this profile's bounds of a step."""
+        batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
+        return replace(asked, batched=batched, sequences=int(self.number("--max-num-seqs", SEQUENCES)))
+
+
+class ProfileFit(Record):
+    """Whether a profile serves the workload; `against` is empty if it does. Shares are --gpu-memory-utilization."""
+
+    name: str
+    about: str
+    share: float
+    needed: float
+    most: float
+    max_model_len: int
+    max_num_seqs: int
+    against: tuple[str, ...]
+
+
+def read_profiles(profiles: Mapping[str, ProfileRow]) -> dict[str, ServerOptions]:
+    """Return the serve profiles as plans read them."""
+    return {
+        name: ServerOptions(about=profile.about, arguments=profile.arguments(), variables=profile.variables())
+        for name, profile in profiles.items()
+    }
+
+
+def verdicts(
+    model: Architecture, device: Device, asked: Workload, profiles: Mapping[str, ServerOptions]
+) -> list[ProfileFit]:
+    """Judge the profiles that are made for the device, in the order of its row."""
+    return [_verdict(name, profiles[name], model, device, asked) for name in device.profiles if name in profiles]
+
+
+def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
+    """Return the first profile that fits; `verdicts` are in the order of caution."""
+    return next((verdict for verdict in verdicts if not verdict.against), None)
+
+
+def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Device, asked: Workload) -> ProfileFit:
+    load, longest = profile.load(asked), profile.longest(model.longest)
+    share = profile.number("--gpu-memory-utilization", DEFAULT_UTILIZATION)
+    most, needed = budget.most_share(device), budget.make(model, device, load).share
+    objections = {
+        f"--max-model-len is {longest}": asked.context > longest,
+        f"--max-num-seqs is {load.sequences}": asked.concurrency > load.sequences,
+    }
+    if CPU_SPACE in profile.variables:
+        space, cache = _number(CPU_SPACE, profile.variables[CPU_SPACE]), budget.kv_bytes(model, load) / GIB
+        objections[f"the KV cache needs {cache:.1f} GiB, {CPU_SPACE} is {space:g}"] = cache > space
+    else:
+        # vLLM does not start unless one sequence of --max-model-len fits.
+        least = budget.make(model, device, replace(load, context=longest, concurrency=1)).share
+        objections |= {
+            f"its share of {share:g} is more than the {most:.2f} that can be had": share > most,
+            f"one sequence of its --max-model-len needs a share of {least:.2f}, it has {share:g}": least > share,
+            f"this needs a share of {needed:.2f}, it has {share:g}": needed > share,
+        }
+    return ProfileFit(
+        name=name,
+        about=profile.about,
+        share=share,
+        needed=needed,
+        most=most,
+        max_model_len=longest,
+        max_num_seqs=load.sequences,
+        against=tuple(objection for objection, applies in objections.items() if applies),
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise InputError(
+            "sparkforge/serve/profiles.toml is malformed",
+            f"{name} is {text!r}, which is no number from 0",
+            "edit sparkforge/serve/profiles.toml",
+            code="input.table",
+        )
+    return value

@@ -1,0 +1,162 @@
+"""Devices to plan for: the rows of `devices.toml`, and the machine that this runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from pydantic import Field
+
+from sparkforge.core import memory
+from sparkforge.core.errors import UsageError
+from sparkforge.core.tables import BOUND, MEASURED, Figure, Record, load
+
+FILE = Path(__file__).with_name("devices.toml")
+THIS = "this"
+GIB = 1 << 30
+COPY_BYTES = 32 << 20  # a thread's buffer; two of them are more than its share of a cache
+COPY_THREADS = 20  # as many cores as a Spark has: at most 1.3 GB for a moment
+COPY_ROUNDS = 4
+CPU_HOST = 4.0  # GiB beside weights and KV cache: vLLM's CPU build took 3.7 GB with the tiny model, x86-64, eager
+CPU_PROFILES = ("embedded",)
+
+
+class Device(Record):
+    """What serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
+
+    `resident` is in use before a server starts, `runtime` what vLLM's share holds besides weights, KV cache and
+    activations, `host` what vLLM takes outside its share of a unified memory, `most` the highest share for vLLM,
+    `align` what the experts' sizes are padded to.
+    """
+
+    about: str
+    names: tuple[str, ...]
+    unified: bool
+    experts: str
+    align: int = Field(ge=1)
+    profiles: tuple[str, ...]
+    why_experts: str
+    why_align: str
+    memory: Figure
+    resident: Figure
+    runtime: Figure
+    host: Figure
+    most: Figure
+    bandwidth: Figure | None = None
+    rates: dict[str, Figure] = Field(default={})
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that a server can see."""
+        return int(self.memory.value * GIB)
+
+    @property
+    def bytes_a_second(self) -> float | None:
+        """Memory bandwidth in bytes a second."""
+        return self.bandwidth.value * 1e9 if self.bandwidth else None
+
+    def flops(self, rate: str) -> float | None:
+        """Arithmetic of one kind in FLOP a second; None if it is not known."""
+        return self.rates[rate].value * 1e12 if rate in self.rates else None
+
+
+class Devices(Record):
+    """The whole file."""
+
+    devices: dict[str, Device]
+
+
+def table(path: Path = FILE) -> dict[str, Device]:
+    """Return every device by name. Raises InputError."""
+    return load(path, Devices).devices
+
+
+def named(name: str) -> Device:
+    """Return the table's device called `name`. Raises UsageError for an unknown name."""
+    known = table()
+    if name not in known:
+        names = ", ".join((*known, THIS))
+        raise UsageError(f"no device {name!r}", f"there are {names}", "./inv plan --device spark")
+    return known[name]
+
+
+def by_gpu(name: str) -> Device | None:
+    """Return the device whose GPU calls itself `name`; None for one that the table does not have."""
+    spaced = name.replace("-", " ")
+    return next((d for d in table().values() if any(known in spaced for known in d.names)), None)
+
+
+def this_machine(gpu: str) -> Device:
+    """Return this machine, measured. `gpu` is nvidia-smi's name of its GPU, empty if it has none.
+
+    Raises UsageError for a GPU that the table does not have, or if not even the memory can be read.
+    """
+    try:
+        total, free = psutil.virtual_memory().total, memory.measure().available
+    except OSError as error:
+        raise UsageError("this machine's memory is not known", str(error), "./inv plan --device spark") from error
+    return describe(gpu, total, free, None if gpu else copy_speed())
+
+
+def describe(gpu: str, total: int, free: int, bandwidth: float | None) -> Device:
+    """Return a machine with `total` and `free` bytes of memory: the table's row for its GPU, or the processor alone.
+
+    `free` is what a server can get, within the container's limit. `bandwidth` is the processor's in bytes a second,
+    None if it is not known. Raises UsageError for a GPU that the table does not have.
+    """
+    size = _measured(total / GIB, "/proc/meminfo MemTotal")
+    resident = _measured((total - free) / GIB, "MemTotal - MemAvailable, within the container's limit")
+    if gpu:
+        row = by_gpu(gpu)
+        if row is None:
+            fix = f"add it to sparkforge/plan/{FILE.name}, with a source for each figure; or choose another --device"
+            raise UsageError(f"the GPU {gpu} is not known", f"sparkforge/plan/{FILE.name} has no row for it", fix)
+        figures = {"memory": size, "resident": resident} if row.unified else {}
+        return row.model_copy(update={"about": f"this machine: {gpu}", **figures})
+    return Device(
+        about="this machine: its processor",
+        names=(),
+        unified=True,
+        experts="bf16",
+        align=1,
+        profiles=CPU_PROFILES,
+        why_experts="vLLM's CPU build computes in bf16",
+        why_align="our plugin takes the sizes as they are",
+        memory=size,
+        resident=resident,
+        runtime=_bound(0.0, "without a GPU there are none"),
+        host=_bound(CPU_HOST, "vLLM's CPU build took 3.7 GB with the tiny model"),
+        most=_bound(1.0, "there is no share to keep to on a processor"),
+        bandwidth=_measured(bandwidth / 1e9, "copies of buffers, all cores, in this very run") if bandwidth else None,
+    )
+
+
+def copy_speed() -> float:
+    """Measure the bytes a second that this machine's memory moves, read and written, with a thread on every core."""
+    cores = min(COPY_THREADS, len(os.sched_getaffinity(0)))
+    pairs = [(ctypes.create_string_buffer(COPY_BYTES), ctypes.create_string_buffer(COPY_BYTES)) for _ in range(cores)]
+
+    def copy(pair: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]) -> None:
+        """Copy the second buffer onto the first, COPY_ROUNDS times."""
+        for _ in range(COPY_ROUNDS):
+            ctypes.memmove(pair[0], pair[1], COPY_BYTES)  # releases the interpreter's lock
+
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(copy, pairs))  # the first touch of every page is not counted
+        start = time.monotonic()
+        list(pool.map(copy, pairs))
+        seconds = time.monotonic() - start
+    return 2.0 * cores * COPY_ROUNDS * COPY_BYTES / seconds
+
+
+def _measured(value: float, source: str) -> Figure:
+    return Figure(value=value, source=f"{MEASURED}: {source}", date=datetime.now(UTC).date().isoformat())
+
+
+def _bound(value: float, source: str) -> Figure:
+    return Figure(value=value, source=f"{BOUND}: {source}", date="2026-11-21")

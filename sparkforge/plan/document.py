@@ -1,0 +1,130 @@
+"""A plan as a document, sparkforge-plan/1: what `./inv plan --json` prints, and what its tables show.
+
+`plan.schema.json` is made from this: `python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Literal
+
+from sparkforge.core.tables import Record
+from sparkforge.plan.budget import Line
+from sparkforge.plan.choose import ProfileFit
+from sparkforge.plan.cited import Against
+from sparkforge.plan.devices import Device
+from sparkforge.plan.speed import Comparison
+
+
+class Asked(Record):
+    """The requested workload. `kv` is bf16 or fp8; auto is the model's own, bf16."""
+
+    context: int
+    concurrency: int
+    kv: str
+    resident_bytes: int
+
+
+class ModelRow(Record):
+    """The model. `on_disk` is the checkpoint's real size where it is known, `computed` the sum of the parts; bytes."""
+
+    name: str
+    source: str
+    computed: int
+    on_disk: int | None
+    on_disk_source: str
+
+
+class DeviceRow(Record):
+    """The device with its figures and their sources."""
+
+    name: str
+    described: Device
+
+
+class WeightRow(Record):
+    """Weights of one kind over all layers."""
+
+    name: str
+    form: str
+    bytes: int
+
+
+class KvRow(Record):
+    """One layer type's KV cache. Bytes: a token in one layer, and all such layers of one sequence at the context."""
+
+    layers: str
+    count: int
+    layer_token_bytes: int
+    tokens_kept: int
+    sequence_bytes: int
+
+
+class Capacity(Record):
+    """What fits. `missing_bytes` is above 0 if the request does not fit; shares are of the device's memory."""
+
+    fits: bool
+    missing_bytes: int
+    needed_share: float
+    most_share: float
+    most_sequences: int
+    most_tokens: int
+
+
+class DecodeRow(Record):
+    """A decode step at best. Tokens a second; `best_total`: if all tokens chose the same experts. None: not known."""
+
+    batch: int
+    context: int
+    experts: float
+    bytes: int
+    intensity: float
+    bound: str
+    seconds: float | None
+    each: float | None
+    total: float | None
+    best_total: float | None
+
+
+class PrefillRow(Record):
+    """Reading one prompt alone at best; `seconds` is its time to the first token. None: not known."""
+
+    prompt: int
+    chunk: int
+    intensity: float
+    bound: str
+    seconds: float | None
+    rate: float | None
+
+
+class Plan(Record):
+    """All of it."""
+
+    format: Literal["sparkforge-plan/1"] = "sparkforge-plan/1"
+    established: Literal["computed"] = "computed"
+    asked: Asked
+    model: ModelRow
+    device: DeviceRow
+    weights: list[WeightRow]
+    kv: list[KvRow]
+    memory_bytes: int
+    budget: tuple[Line, ...]
+    left_bytes: int
+    fit: Capacity
+    decode: list[DecodeRow]
+    prefill: list[PrefillRow]
+    profiles: list[ProfileFit]
+    recommended: str
+    advice: str
+    cited: list[Against]
+    measured: list[Comparison]
+
+
+def schema() -> str:
+    """Return `plan.schema.json` as it must be."""
+    return json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema())

@@ -1,0 +1,292 @@
+"""`./inv plan`: what a model needs of a device, what fits, how fast it can be at best, and which serve profile to take.
+
+A plan is computed from sizes and cited figures. Only `--device this` reads the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.tables import TOLD
+from sparkforge.plan import architecture, budget, choose, cited, devices, roofline, speed
+from sparkforge.plan.architecture import KV_BYTES, Architecture
+from sparkforge.plan.budget import Workload
+from sparkforge.plan.choose import ProfileFit, ServerOptions
+from sparkforge.plan.cited import CitedRow
+from sparkforge.plan.devices import GIB, Device
+from sparkforge.plan.document import (
+    Asked,
+    Capacity,
+    DecodeRow,
+    DeviceRow,
+    KvRow,
+    ModelRow,
+    Plan,
+    PrefillRow,
+    WeightRow,
+)
+from sparkforge.plan.speed import Comparison
+
+BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
+PROMPTS = (1024, 8192)  # of the prefill table, beside the context
+CITED_MODEL, CITED_GPU = "gpt-oss-120b", "GB10"
+MOST_SEQUENCES = 100_000
+PROFILES = "sparkforge/serve/profiles.toml"
+DEFAULT_CONTEXT, DEFAULT_CONCURRENCY = 8192, "4"
+
+
+class KnownModel(Protocol):
+    """What is read of a row of sparkforge/models/models.toml."""
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Its config.json."""
+
+    @property
+    def source(self) -> str:
+        """Where that is from."""
+
+    @property
+    def tensor_bytes(self) -> int | None:
+        """Bytes of all weights, None if not known."""
+
+    @property
+    def tensor_bytes_source(self) -> str:
+        """Where that is from."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of `./inv plan` as the user wrote them; empty: the default."""
+
+    model: str
+    device: str = "spark"
+    context: str = ""
+    concurrency: str = ""
+    kv_dtype: str = "auto"
+    resident: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for."""
+
+    name: str
+    source: str
+    model: Architecture
+    on_disk: int | None = None
+    on_disk_source: str = ""
+
+
+def read_subject(name: str, known: Mapping[str, KnownModel]) -> Subject:
+    """Return the model: a name in `known`, a folder, or a config.json. Raises InputError."""
+    if (row := known.get(name.removeprefix("openai/"))) is not None:
+        name = name.removeprefix("openai/")
+        model = architecture.parse(row.config, f"sparkforge/models/models.toml, {name}")
+        return Subject(name, row.source, model, row.tensor_bytes, row.tensor_bytes_source)
+    try:
+        path = Path(name).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that nobody has, a byte that no name has
+        exists = False
+    if not exists:
+        why = f"it is no folder, no file, and none of {', '.join(known)}"
+        raise InputError(f"there is no model {name[:200]!r}", why, architecture.GET, code="input.config")
+    model = architecture.read(path)
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")] if path.is_dir() else []
+    folder = path if path.is_dir() else path.parent
+    on_disk = sum(sizes) or None
+    return Subject(folder.resolve().name, str(path), model, on_disk, "sizes of its safetensors files" if sizes else "")
+
+
+def read_load(
+    request: PlanRequest, model: Architecture, device: Device, profiles: Mapping[str, ServerOptions]
+) -> Workload:
+    """Return what is to be served. Raises UsageError for an option that makes no sense."""
+    lengths = [profiles[name].longest(model.longest) for name in device.profiles if name in profiles]
+    usual = min(DEFAULT_CONTEXT, max(lengths, default=model.longest), model.longest)
+    context = _whole("--context", request.context or str(usual), model.longest)
+    concurrency = _whole("--concurrency", request.concurrency or DEFAULT_CONCURRENCY, MOST_SEQUENCES)
+    kv = request.kv_dtype
+    if kv not in ("auto", *KV_BYTES):
+        raise UsageError(f"--kv-dtype {kv!r} is not known", f"there are auto, {', '.join(KV_BYTES)}", "--kv-dtype auto")
+    return Workload(context, concurrency, "bf16" if kv == "auto" else kv, sequences=concurrency)
+
+
+def read_device(name: str, resident: str, gpu: str) -> Device:
+    """Return the device, with `resident` GB (10^9 bytes) in use by others unless that is empty.
+
+    `gpu` is the name of this machine's GPU, for the device `this`. Raises UsageError.
+    """
+    device = devices.this_machine(gpu) if name == devices.THIS else devices.named(name)
+    if not resident:
+        return device
+    try:
+        value = float(resident)
+    except ValueError:
+        value = -1.0
+    if not math.isfinite(value) or value < 0:
+        raise UsageError(f"--resident {resident} has no meaning", "it is a number of GB from 0", "--resident 6")
+    figure = device.resident.model_copy(update={"value": value * 1e9 / GIB, "source": f"{TOLD} by --resident"})
+    return device.model_copy(update={"resident": figure})
+
+
+def make_plan(
+    subject: Subject,
+    name: str,
+    device: Device,
+    load: Workload,
+    profiles: Mapping[str, ServerOptions],
+    figures: Sequence[CitedRow] = (),
+) -> Plan:
+    """Return the plan. `name` is the device's in the request, `figures` are other people's.
+
+    Raises InputError for a table that is malformed.
+    """
+    model = subject.model
+    verdicts = choose.verdicts(model, device, load, profiles)
+    recommended = choose.recommended(verdicts)
+    nearest = recommended or min(verdicts, key=lambda verdict: len(verdict.against), default=None)
+    if recommended:  # else the step is vLLM's own, for as many sequences as requested
+        load = profiles[recommended.name].load(load)
+    memory = budget.make(model, device, load)
+    is_cited = subject.name == CITED_MODEL and CITED_GPU in device.names
+    return Plan(
+        asked=Asked(
+            context=load.context,
+            concurrency=load.concurrency,
+            kv=load.kv,
+            resident_bytes=int(device.resident.value * GIB),
+        ),
+        model=ModelRow(
+            name=subject.name,
+            source=subject.source,
+            computed=model.weight_bytes(),
+            on_disk=subject.on_disk,
+            on_disk_source=subject.on_disk_source,
+        ),
+        device=DeviceRow(name=name, described=device),
+        weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts()],
+        kv=_kv(model, load),
+        memory_bytes=memory.total,
+        budget=memory.lines,
+        left_bytes=memory.left,
+        fit=Capacity(
+            fits=budget.fits(model, device, load),
+            missing_bytes=max(0, budget.missing(model, device, load)),
+            needed_share=memory.share,
+            most_share=budget.most_share(device),
+            most_sequences=budget.most_sequences(model, device, load),
+            most_tokens=budget.most_tokens(model, device, load),
+        ),
+        decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
+        prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
+        profiles=verdicts,
+        recommended=recommended.name if recommended else "",
+        advice=_advice(model, device, load, recommended, nearest),
+        cited=cited.against(model, device, figures) if is_cited else [],
+        measured=_measured(subject, device, load) if name == devices.THIS else [],
+    )
+
+
+def require_fit(plan: Plan) -> None:
+    """Raise RefusalError if the request does not fit, with how much is missing and what to change."""
+    if plan.fit.fits:
+        return
+    asked_for = f"{plan.asked.concurrency} x {plan.asked.context} tokens"
+    needed, most = (share * plan.memory_bytes / GIB for share in (plan.fit.needed_share, plan.fit.most_share))
+    raise RefusalError(
+        f"{plan.model.name} with {asked_for} does not fit {plan.device.described.about}",
+        f"{plan.fit.missing_bytes / GIB:.1f} GiB are missing: vLLM's part needs {needed:.1f}, it can have {most:.1f}",
+        plan.advice,
+        code="validation.too-large",
+    )
+
+
+def _whole(flag: str, text: str, most: int) -> int:
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if not 0 < value <= most:
+        raise UsageError(f"{flag} {text} has no meaning here", f"it takes a whole number from 1 to {most}", f"{flag} 1")
+    return value
+
+
+def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparison]:
+    measured = speed.newest(subject.name)
+    if measured is None or not device.names:
+        return []
+    comparisons = speed.compare(subject.model, device, replace(measured, kv=load.kv, batched=load.batched))
+    return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
+
+
+def _kv(model: Architecture, load: Workload) -> list[KvRow]:
+    token, kept = model.kv_layer_token(load.kv), min(load.context, model.window)
+    rows = (("full attention", model.full_layers, load.context), ("sliding window", model.sliding_layers, kept))
+    return [
+        KvRow(
+            layers=name,
+            count=count,
+            layer_token_bytes=token,
+            tokens_kept=tokens,
+            sequence_bytes=count * tokens * token,
+        )
+        for name, count, tokens in rows
+    ]
+
+
+def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:
+    time = roofline.time(roofline.decode(model, batch, load.context, load.kv, "bf16"), device)
+    same = roofline.decode(model, batch, load.context, load.kv, "bf16", touched=model.top_k)
+    best, seconds = roofline.time(same, device).seconds, time.seconds
+    return DecodeRow(
+        batch=batch,
+        context=load.context,
+        experts=roofline.experts_touched(model.experts, model.top_k, batch),
+        bytes=int(time.work.bytes),
+        intensity=time.work.intensity,
+        bound=time.bound,
+        seconds=seconds,
+        each=1 / seconds if seconds else None,
+        total=batch / seconds if seconds else None,
+        best_total=batch / best if best else None,
+    )
+
+
+def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> PrefillRow:
+    works = list(roofline.prefill(model, prompt, 1, load.batched, load.kv))
+    seconds = roofline.first_token_seconds(model, device, prompt, 1, load.batched, load.kv)
+    bounds = {roofline.time(work, device).bound for work in works}
+    return PrefillRow(
+        prompt=prompt,
+        chunk=load.batched,
+        intensity=sum(work.flops for work in works) / sum(work.bytes for work in works),
+        bound=" and ".join(sorted(bounds)),
+        seconds=seconds,
+        rate=prompt / seconds if seconds else None,
+    )
+
+
+def _advice(
+    model: Architecture, device: Device, load: Workload, recommended: ProfileFit | None, nearest: ProfileFit | None
+) -> str:
+    """Say the next command, or what to change, in one line."""
+    if not budget.fits(model, device, load):
+        return _smaller(model, device, load)
+    if recommended:
+        return "./inv up" if "embedded" in device.profiles else f"./inv up --device docker --profile {recommended.name}"
+    if nearest is None:
+        return f"{PROFILES} has no profile for this device; its flags are for a Spark and for processors"
+    against = "; ".join(nearest.against)
+    return f"ask for less, or change {nearest.name} in {PROFILES}, the nearest profile: {against}"
+
+
+def _smaller(model: Architecture, device: Device, load: Workload) -> str:
+    sequences, tokens = budget.most_sequences(model, device, load), budget.most_tokens(model, device, load)
+    ways = [f"--concurrency {sequences}"] if sequences else []
+    ways += [f"--context {tokens}"] if tokens else []
+    ways += ["--kv-dtype fp8"] if load.kv != "fp8" and budget.fits(model, device, replace(load, kv="fp8")) else []
+    return "./inv plan with " + " or ".join(ways) if ways else "a smaller model, such as ./inv plan gpt-oss-20b"

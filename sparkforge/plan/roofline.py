@@ -1,0 +1,179 @@
+"""How fast a model can decode and prefill at best: bytes over bandwidth, arithmetic over rate, whichever takes longer.
+
+A ceiling, not a forecast: reading, computing and everything else are taken to overlap perfectly. What is counted: all
+weights that a step touches, the keys and values that it reads and writes, and the products' arithmetic. What is not:
+activations, norms, softmax, sampling, launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sparkforge.plan.architecture import BITS, Architecture
+from sparkforge.plan.devices import Device
+
+MOST_STEPS = 10_000  # beyond that, steps are taken larger: a shape that makes no sense must still end
+MEMORY, COMPUTE, UNKNOWN, RATES_UNKNOWN = "memory", "compute", "?", "memory?"
+
+
+def experts_touched(experts: int, top_k: int, tokens: int) -> float:
+    """Experts of a layer that `tokens` tokens touch, in expectation, if routing is even and independent.
+
+    E * (1 - (1 - k/E)^M). Real routing is uneven: it touches fewer.
+    """
+    return experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step must do at least: bytes of memory traffic, and FLOP by the rate that they run at."""
+
+    bytes: float
+    expert_flops: float
+    dense_flops: float
+
+    @property
+    def flops(self) -> float:
+        """All arithmetic."""
+        return self.expert_flops + self.dense_flops
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity in FLOP a byte."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Time:
+    """How long `work` takes at least, in seconds, and what bounds it. None: the device's figures are not known."""
+
+    work: Work
+    memory: float | None
+    compute: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The longer of the two; None if the bandwidth is not known."""
+        return None if self.memory is None else max(self.memory, self.compute or 0.0)
+
+    @property
+    def bound(self) -> str:
+        """What the step waits for; with a question mark where the device's rates are not known."""
+        if self.memory is None:
+            return UNKNOWN
+        if self.compute is None:
+            return RATES_UNKNOWN
+        return COMPUTE if self.compute > self.memory else MEMORY
+
+
+def time(work: Work, device: Device) -> Time:
+    """Return how long `work` takes on `device` at least."""
+    bandwidth, experts, dense = device.bytes_a_second, device.flops(device.experts), device.flops("bf16")
+    compute = work.expert_flops / experts + work.dense_flops / dense if experts and dense else None
+    return Time(work, work.bytes / bandwidth if bandwidth else None, compute)
+
+
+def decode(model: Architecture, batch: int, context: int, kv: str, dense: str, touched: float | None = None) -> Work:
+    """One step that decodes a token of `batch` sequences, each behind `context` tokens.
+
+    `dense` is the form of attention and LM head, a key of BITS; `touched` experts a layer, if not by even routing.
+    """
+    hit = experts_touched(model.experts, model.top_k, batch) if touched is None else touched
+    attended = batch * attention_flops(model, context, context + 1)
+    head = 2 * batch * model.vocab * model.hidden
+    return Work(
+        bytes=weights_read(model, hit, dense)
+        + head_bytes(model, dense)
+        + batch * (model.kv_read(context, kv) + token_bytes(model, kv)),
+        expert_flops=batch * expert_flops(model),
+        dense_flops=batch * dense_flops(model) + attended + head,
+    )
+
+
+def prefill(model: Architecture, prompt: int, prompts: int, chunk: int, kv: str) -> Iterator[Work]:
+    """Yield the steps that read `prompts` prompts of `prompt` tokens each.
+
+    `chunk` tokens are read a step (--max-num-batched-tokens), across prompts.
+    Logits are computed for each prompt's last token only, as vLLM does.
+    """
+    step = max(chunk, prompts * prompt // MOST_STEPS)
+    for begin in range(0, prompts * prompt, step):
+        end = min(begin + step, prompts * prompt)
+        pieces = list(_pieces(begin, end, prompt))
+        tokens, ends = end - begin, sum(last == prompt for _, last in pieces)
+        hit = experts_touched(model.experts, model.top_k, tokens)
+        cached = sum(model.kv_read(first, kv) for first, _ in pieces)
+        yield Work(
+            bytes=weights_read(model, hit, "bf16")
+            + (head_bytes(model, "bf16") if ends else 0.0)
+            + cached
+            + tokens * token_bytes(model, kv),
+            expert_flops=tokens * expert_flops(model),
+            dense_flops=tokens * dense_flops(model)
+            + sum(attention_flops(model, first, last) for first, last in pieces)
+            + 2 * ends * model.vocab * model.hidden,
+        )
+
+
+def first_token_seconds(
+    model: Architecture, device: Device, prompt: int, prompts: int, chunk: int, kv: str
+) -> float | None:
+    """Seconds until the last of `prompts` prompts, sent together, can have its first token.
+
+    None if the device's bandwidth or rates are not known: a prompt's time without its arithmetic says nothing.
+    """
+    times = [time(work, device) for work in prefill(model, prompt, prompts, chunk, kv)]
+    if any(step.memory is None or step.compute is None for step in times):
+        return None
+    return sum(step.seconds or 0.0 for step in times)
+
+
+def weights_read(model: Architecture, touched: float, dense: str) -> float:
+    """Bytes of all layers' weights that a step reads: attention, router, norms, and `touched` experts a layer."""
+    named = {part.name: part.bytes for part in model.parts(dense)}
+    always = ("attention qkv", "attention o", "attention sinks", "router", "norms")
+    return sum(named[name] for name in always) + model.layers * touched * model.expert_bytes
+
+
+def head_bytes(model: Architecture, dense: str) -> float:
+    """Bytes of the LM head, which is the embedding where both are tied."""
+    return model.vocab * model.hidden * BITS["bf16" if model.tied else dense] / 8
+
+
+def token_bytes(model: Architecture, kv: str) -> int:
+    """Bytes that each token moves by itself: its embedding, and its keys and values written."""
+    return 2 * model.hidden + model.layers * model.kv_layer_token(kv)
+
+
+def expert_flops(model: Architecture) -> int:
+    """FLOP of a token in its experts, all layers."""
+    return 2 * model.layers * model.top_k * model.expert
+
+
+def dense_flops(model: Architecture) -> int:
+    """FLOP of a token in the attention's projections and the router, all layers."""
+    return 2 * model.layers * (model.attention + model.experts * model.hidden)
+
+
+def attention_flops(model: Architecture, first: int, last: int) -> int:
+    """FLOP of scores and weighted sums for the tokens at positions `first` to `last` - 1, which see all before them."""
+    seen = _seen(last) - _seen(first)
+    in_window = _seen(last, model.window) - _seen(first, model.window)
+    pairs = model.full_layers * seen + model.sliding_layers * in_window
+    return 4 * model.heads * model.head_dim * pairs
+
+
+def _seen(tokens: int, window: int | None = None) -> int:
+    """Sum over the first `tokens` positions of how many tokens each attends to, itself included."""
+    ramp = tokens if window is None else min(tokens, window)
+    return ramp * (ramp + 1) // 2 + (tokens - ramp) * (window or 0)
+
+
+def _pieces(begin: int, end: int, prompt: int) -> Iterator[tuple[int, int]]:
+    """Split a step's tokens by prompts; yields each piece's first and last + 1 position within its prompt."""
+    while begin < end:
+        first = begin % prompt
+        last = min(prompt, first + end - begin)
+        yield first, last
+        begin += last - first

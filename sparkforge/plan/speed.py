@@ -1,0 +1,197 @@
+"""The newest benchmark result of this machine, and whether a measured speed is far under what a device allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from sparkforge.core import paths
+from sparkforge.core.documents import read_json
+from sparkforge.core.tables import Record, load
+from sparkforge.plan import roofline
+from sparkforge.plan.architecture import Architecture
+from sparkforge.plan.budget import BATCHED_TOKENS
+from sparkforge.plan.devices import Device
+
+FILE = Path(__file__).with_name("plan.toml")
+NEWEST = 50  # result files that are looked at, newest first
+LARGEST = 20_000_000  # bytes of one; a result of 160 requests has 40 kB
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+PROCESSORS = {"embedded", "docker-cpu"}  # devices of sparkforge/serve/device.py that compute without a GPU
+
+Count = Annotated[int, Field(gt=0, lt=10**9, strict=True)]
+Milliseconds = Annotated[float, Field(gt=0, lt=10**9, strict=True)]
+
+
+class SpeedThreshold(Record):
+    """A bound, the reason for it, and the usual causes of a speed beyond it."""
+
+    value: float = Field(gt=0)
+    why: str = Field(min_length=1)
+    causes: str = Field(min_length=1)
+
+
+class Format(Record):
+    """How a cited server keeps what gpt-oss has in bf16 (`dense`: attention, head), its KV cache and prefill step."""
+
+    name: str
+    dense: Literal["bf16", "fp8", "mxfp4", "q8_0"]
+    kv: Literal["bf16", "fp8"]
+    chunk: int = Field(default=BATCHED_TOKENS, ge=1)
+    source: str = Field(min_length=1)
+
+
+class Thresholds(Record):
+    """Both bounds."""
+
+    decode: SpeedThreshold
+    first_token: SpeedThreshold
+
+
+class Judging(Record):
+    """The whole file."""
+
+    thresholds: Thresholds
+    formats: tuple[Format, ...]
+
+
+class _Part(Record, extra="ignore"):
+    """A part of a benchmark's result, sparkforge-bench/1, of which only some keys are read."""
+
+
+class _Config(_Part):
+    model: str
+    url: str
+    tp: Literal[1]
+    isl: Count
+    osl: Count
+    conc: Count
+
+
+class _FirstToken(_Part):
+    median: Milliseconds
+
+
+class _BetweenTokens(_Part):
+    median: Milliseconds | None = None
+
+
+class _Metrics(_Part):
+    ttft_ms: _FirstToken
+    tpot_ms: _BetweenTokens | None = None
+
+
+class _Server(_Part):
+    device: str
+
+
+class _Machine(_Part):
+    measured_at: str = ""
+
+
+class _Result(_Part):
+    format: Literal["sparkforge-bench/1"]
+    passed: Literal[True]
+    config: _Config
+    metrics: _Metrics
+    server: _Server
+    machine: _Machine
+
+    def is_from_here(self, model: str) -> bool:
+        """Whether it is of `model`, served from this machine on its GPU."""
+        return (
+            self.config.model.rstrip("/").rsplit("/", 1)[-1] == model
+            and urlsplit(self.config.url).hostname in LOOPBACK
+            and self.server.device not in PROCESSORS
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `./inv bench.perf` measured: medians in milliseconds; `tpot_ms` None for answers of one token.
+
+    `kv` and `batched` are how the server kept its KV cache, and its --max-num-batched-tokens.
+    """
+
+    prompt: int
+    answer: int
+    concurrency: int
+    ttft_ms: float
+    tpot_ms: float | None
+    kv: str = "bf16"
+    batched: int = BATCHED_TOKENS
+    file: str = ""
+    at: str = ""
+
+
+class Comparison(Record):
+    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under."""
+
+    told: str
+    measured: float
+    computed: float
+    causes: str = ""
+
+
+def judging(path: Path = FILE) -> Judging:
+    """Read the table. Raises InputError."""
+    return load(path, Judging)
+
+
+def newest(model: str) -> Measured | None:
+    """Return the newest result in the state that passed, of `model` served from this machine; None if there is none.
+
+    Files that cannot be read or are no results do not matter: others' files lie there too, and half-written ones.
+    """
+    files = sorted((paths.state() / "bench").glob("**/*.json"), key=_modified, reverse=True)[:NEWEST]
+    results: list[Measured] = []
+    for file in files:
+        try:
+            result = _Result.model_validate(read_json(file, largest=LARGEST))
+            if not result.is_from_here(model):
+                continue
+        except (OSError, ValueError):
+            continue
+        config, metrics = result.config, result.metrics
+        between = metrics.tpot_ms.median if metrics.tpot_ms else None
+        measured = Measured(config.isl, config.osl, config.conc, metrics.ttft_ms.median, between)
+        results.append(replace(measured, file=file.name, at=result.machine.measured_at))
+    return max(results, key=lambda measured: measured.at, default=None)
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def ceiling(model: Architecture, device: Device, batch: int, context: int, kv: str, dense: str) -> float | None:
+    """Tokens a second that each of `batch` sequences can decode at most, by even routing; None if not known."""
+    seconds = roofline.time(roofline.decode(model, batch, context, kv, dense), device).seconds
+    return 1.0 / seconds if seconds else None
+
+
+def compare(model: Architecture, device: Device, measured: Measured) -> Iterator[Comparison]:
+    """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds."""
+    bounds = judging().thresholds
+    context = measured.prompt + measured.answer // 2
+    best = ceiling(model, device, measured.concurrency, context, measured.kv, "bf16")
+    if best and measured.tpot_ms:
+        speed = 1000.0 / measured.tpot_ms
+        sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}"
+        causes = bounds.decode.causes if speed < bounds.decode.value * best else ""
+        yield Comparison(told=sentence, measured=speed, computed=best, causes=causes)
+    floor = roofline.first_token_seconds(
+        model, device, measured.prompt, measured.concurrency, measured.batched, measured.kv
+    )
+    if floor:
+        times = measured.ttft_ms / 1000.0 / floor
+        sentence = f"first token {measured.ttft_ms:.0f} ms, {times:.1f} times the computed floor of {floor * 1000:.0f}"
+        causes = bounds.first_token.causes if times > bounds.first_token.value else ""
+        yield Comparison(told=sentence, measured=measured.ttft_ms, computed=floor * 1000, causes=causes)

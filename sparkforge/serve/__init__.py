@@ -1,0 +1,1 @@
+"""Start, stop and ask a server, embedded or in a container."""

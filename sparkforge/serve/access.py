@@ -1,0 +1,263 @@
+"""Who may ask the server: the file with the API key, and the middleware with which vLLM guards every route.
+
+vLLM 0.32.0's own key guards /v1, /v2, /inference and /cohere only: `POST /invocations` answers a whole chat without
+it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option for that loads `Guard`:
+`--middleware sparkforge.serve.access.Guard`. It reads environment variables, since everybody can read arguments:
+
+    VLLM_API_KEY              the key; vLLM's own check takes it from here too
+    SPARKFORGE_API_KEY_FILE   the file that it came from; named without a key, the server does not start
+    SPARKFORGE_ALLOWED_HOSTS  names for the Host header, with commas: NAME (any port) or NAME:PORT; empty: all of them
+    SPARKFORGE_METRICS        `open`: /metrics answers without the key
+
+Nothing but the standard library is imported: vLLM's process and the container's health check load this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.paths import typed
+
+KEY, KEY_FILE, HOSTS, METRICS = (
+    "VLLM_API_KEY",
+    "SPARKFORGE_API_KEY_FILE",
+    "SPARKFORGE_ALLOWED_HOSTS",
+    "SPARKFORGE_METRICS",
+)
+OPEN = "open"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+SECRET = "/run/secrets/api_key"  # noqa: S105 - where Compose puts the key's file
+LONGEST_KEY = 4096
+KEY_TEXT = re.compile(r"[\x21-\x7e]+")  # what an Authorization header carries without quoting
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:\[\],/@]+)(?::([0-9]{1,5}))?")
+# Scaling of a cluster's engines, which one machine has none of: a single POST makes vLLM answer 503 to everybody.
+CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """ASGI middleware: a request passes with an allowed Host header and, if there is a key, with the key.
+
+    /health needs no key, nor does /metrics with SPARKFORGE_METRICS=open. Raises RuntimeError when the server starts if
+    its settings make no sense: without a guard no server.
+    """
+
+    def __init__(self, app: Application) -> None:
+        key, metrics = os.environ.get(KEY, ""), os.environ.get(METRICS, "")
+        if os.environ.get(KEY_FILE) and not key:
+            raise RuntimeError(f"{KEY_FILE} names a file, but the key in it did not arrive in {KEY}")
+        if metrics not in {"", OPEN}:
+            raise RuntimeError(f"{METRICS} is {metrics!r}; it must be {OPEN} or empty")
+        self._app = app
+        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+        self._hosts = frozenset(hosts(os.environ.get(HOSTS, "")))
+        self._open_paths = {"/health", "/metrics"} if metrics == OPEN else {"/health"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        status, message = self._refusal(scope)
+        if not status:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": message})  # before accept: HTTP 403
+        else:
+            await _answer(send, status, message)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str]:
+        """Return the HTTP status and the message with which a request is refused; 0 if it may pass."""
+        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not self._host_allowed(headers):
+            return 403, f"this Host header is not allowed; {HOSTS} names the hosts that are"
+        if path in CLOSED_PATHS:
+            return 404, "Not Found"
+        if not self._digest or self._key_is_right(headers):
+            return 0, ""
+        if scope["type"] == "http" and (path in self._open_paths or _is_preflight(scope["method"], headers)):
+            return 0, ""
+        return 401, "this server needs its API key: Authorization: Bearer KEY"
+
+    def _host_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Tell whether the Host header is allowed.
+
+        A page of a foreign site can make its own name point to 127.0.0.1 (DNS rebinding); its requests say that name.
+        """
+        if not self._hosts:
+            return True
+        values = [value for name, value in headers if name == b"host"]
+        match = HOST.fullmatch(values[0].decode("latin-1").lower()) if len(values) == 1 else None
+        return match is not None and bool(self._hosts & {match[0], match[1], "*"})
+
+    def _key_is_right(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        values = [value for name, value in headers if name == b"authorization"]
+        if len(values) != 1:
+            return False
+        scheme, _, key = values[0].partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+        return same and scheme.lower() == b"bearer"
+
+
+def _is_preflight(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Tell whether this is a browser's CORS question: it carries no key, and vLLM's CORS middleware answers it."""
+    return method == "OPTIONS" and {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    """Send a refusal in the shape of OpenAI's errors."""
+    body = json.dumps({"error": {"message": message, "type": "access_error", "param": None, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def hosts(text: str) -> list[str]:
+    """Return the names between commas, as the Host header is compared with them."""
+    return [name for part in text.split(",") if (name := part.strip().lower())]
+
+
+def named_hosts(text: str) -> list[str]:
+    """Return the hosts that a user named. Raises UsageError for what is no host."""
+    names = hosts(text)
+    if wrong := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
+        why = "it is NAME, NAME:PORT or [IPV6]:PORT, several with commas"
+        raise UsageError(f"{wrong[0]!r} is no host", why, f"./inv up --allow-hosts spark.local   # or {HOSTS}")
+    return names
+
+
+def loopback_hosts(port: int) -> list[str]:
+    """Return what a client on this machine says in its Host header; it leaves port 80 out."""
+    return [*(f"{name}:{port}" for name in LOOPBACK), *(LOOPBACK if port == 80 else ())]
+
+
+def container_hosts(text: str) -> str:
+    """Return the hosts that a container allows: those named, and its own health check; all of them if none is named.
+
+    The port behind the names is the one that the host publishes, which a container does not know. Raises UsageError.
+    """
+    return ",".join((*LOOPBACK, *named_hosts(text))) if hosts(text) else ""
+
+
+def flags(key: str) -> tuple[str, ...]:
+    """Return vLLM's arguments that put the guard in front; with a key the API's documentation is off."""
+    return ("--middleware", f"{__name__}.{Guard.__name__}", *(("--disable-fastapi-docs",) if key else ()))
+
+
+def variables(key: str, key_file: str) -> dict[str, str]:
+    """Return the environment that hands the key to the server; empty values overrule inherited ones."""
+    return {KEY: key, KEY_FILE: key_file}
+
+
+def refuse_key_argument(arguments: Iterable[str]) -> None:
+    """Raise UsageError for a key among vLLM's arguments: everybody can read those with `ps`."""
+    # vLLM takes underscores and abbreviations too.
+    if any(word.replace("_", "-").startswith("--api-k") for word in arguments):
+        why = "arguments can be read by every user of the machine"
+        raise UsageError("--api-key may not be an argument", why, f"put the key into a file and name it: {KEY_FILE}")
+
+
+def refuse_inherited_key(environment: Mapping[str, str]) -> None:
+    """Raise UsageError for a key in the environment of `./inv up`: its clients would not know of it."""
+    if environment.get(KEY):
+        raise UsageError(f"{KEY} is set", "the key of a server comes from a file", "./inv up --api-key-file FILE")
+
+
+def key_path(option: str | None) -> Path | None:
+    """Return the file that --api-key-file names; None without the option. Raises UsageError for an empty name.
+
+    `--api-key-file "$FILE"` with FILE unset must not start a server without a key.
+    """
+    if option == "":
+        why = "an empty name would start a server without a key"
+        raise UsageError("--api-key-file names no file", why, "./inv up --api-key-file FILE")
+    return typed(option).absolute() if option is not None else None
+
+
+def read_key(path: Path, *, private: bool = True) -> str:
+    """Return the API key in a file: one line of printable ASCII.
+
+    `private` refuses a file that other users can read or change; a container's secret has to be readable for the
+    container's user. Raises StorageError for anything but a usable key.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block
+        try:
+            _refuse_file(path, os.fstat(descriptor), private=private)
+            data = os.read(descriptor, LONGEST_KEY + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        why = f"{error.strerror or error} (as uid {os.getuid()})"
+        fix = _make(path) if isinstance(error, FileNotFoundError) else f"ls -lL {path}"
+        raise StorageError(f"cannot read the API key in {path}", why, fix, code="storage.access") from error
+    try:
+        key = data.decode("ascii").strip()
+    except UnicodeDecodeError:
+        key = ""
+    if len(data) > LONGEST_KEY or not KEY_TEXT.fullmatch(key):
+        why = "it must hold one line of printable ASCII without spaces" if data.strip() else "it is empty"
+        raise StorageError(f"there is no API key in {path}", why, _make(path), code="storage.access")
+    return key
+
+
+def _make(path: Path) -> str:
+    """Return the command that makes a key."""
+    return f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
+
+
+def _refuse_file(path: Path, status: os.stat_result, *, private: bool) -> None:
+    """Raise StorageError for a key file that others can change or, if it is `private`, read."""
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(
+            f"cannot read the API key in {path}", "it is no regular file", f"ls -lL {path}", code="storage.access"
+        )
+    if private and status.st_uid not in {0, os.geteuid()}:
+        raise StorageError(
+            f"the API key in {path} is not ours",
+            f"its owner is uid {status.st_uid}",
+            f"ls -lL {path}",
+            code="storage.access",
+        )
+    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP if private else stat.S_IWOTH):
+        why = f"other users can read or change it (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise StorageError(f"the API key in {path} is not secret", why, f"chmod 600 {path}", code="storage.access")
+
+
+def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:
+    """Return the key of a container's secret, empty if it has none, and its file.
+
+    Without SPARKFORGE_API_KEY_FILE it is Compose's secret, which may be missing; Compose mounts /dev/null where no
+    file is named. Raises StorageError as `read_key` does.
+    """
+    named = environment.get(KEY_FILE)
+    path = Path(named or SECRET)
+    with suppress(OSError):  # read_key says why
+        if stat.S_ISCHR(path.stat().st_mode):
+            return "", path
+    if not named and not path.exists():
+        return "", path
+    return read_key(path, private=False), path
+
+
+def digest(key: str) -> str:
+    """Return the sha256 of a key, by which the health check sees that the file now holds another; empty for none."""
+    return hashlib.sha256(key.encode()).hexdigest() if key else ""

@@ -1,0 +1,188 @@
+"""The calls that we make to an OpenAI API: is it healthy, does it generate, chat with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from sparkforge.core import http, sse
+from sparkforge.core.errors import ServerError
+
+POLL_SECONDS = 0.25
+NO_ANSWER = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # JSON of another shape
+CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)  # the first token of a long prompt on a CPU takes minutes
+CHAT_SECONDS = 3600.0  # for a whole answer
+REFUSAL_BYTES = 1 << 20  # of an error's JSON
+REFUSAL_SECONDS = 10.0
+HEALTH_SECONDS = 2.0
+
+_MESSAGES = [{"role": "user", "content": "Say one."}]
+_SCHEMA = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+# What a server must be able to answer besides plain text; a few tokens each. Only that it answers is asked here, not
+# what: gpt-oss with JSON has faults of vLLM's own.
+PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "log probabilities": (
+        "/v1/chat/completions",
+        {"messages": _MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": 1},
+    ),
+    "log probabilities of the prompt": (
+        "/v1/completions",
+        {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1},
+    ),
+    "JSON": (
+        "/v1/chat/completions",
+        {
+            "messages": _MESSAGES,
+            "max_tokens": 8,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "number", "schema": _SCHEMA}},
+        },
+    ),
+    "a tool call": (
+        "/v1/chat/completions",
+        {
+            "messages": _MESSAGES,
+            "max_tokens": 8,
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "say", "parameters": _SCHEMA}}],
+        },
+    ),
+}
+
+
+def healthy(url: str) -> bool:
+    """Tell whether GET /health answers 200."""
+    try:
+        with httpx.Client(timeout=HEALTH_SECONDS, trust_env=False) as client:
+            response = http.request(client, "GET", f"{url}/health", seconds=HEALTH_SECONDS, limit=REFUSAL_BYTES)
+    except httpx.HTTPError:
+        return False
+    return response.status_code == httpx.codes.OK
+
+
+def accepts(url: str, key: str) -> bool:
+    """Tell whether the server takes the API key; one that does not answer refuses none."""
+    try:
+        reply = httpx.get(f"{url}/v1/models", timeout=2.0, headers=_headers(key), trust_env=False)
+    except httpx.HTTPError:
+        return True
+    return reply.status_code != httpx.codes.UNAUTHORIZED
+
+
+def first_token(
+    url: str, model: str, timeout: float, key: str = "", probes: Mapping[str, tuple[str, dict[str, Any]]] = PROBES
+) -> str:
+    """Generate one token, then send one request for each of `probes`; return the token's text.
+
+    `key` is the server's API key, if it has one. Raises ServerError, which names the request, if one is not
+    answered within `timeout` seconds in all.
+
+    A healthy server can still be unable to generate: kernels compile, and fail, at the first request that needs them,
+    and log probabilities, JSON and tool calls each need others.
+    """
+    deadline = time.monotonic() + timeout
+    body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    response = _probe("a first token", url, "/v1/completions", {"model": model, **body}, timeout, key)
+    try:
+        usage, text = response["usage"], response["choices"][0]["text"]
+        count = usage["completion_tokens"]
+    except NO_ANSWER as error:
+        raise _unanswered("a first token", repr(error)) from error
+    if count != 1:
+        raise _unanswered("a first token", f"it counted {usage}")
+    for name, (path, probe) in probes.items():
+        _probe(name, url, path, {"model": model, **probe}, max(1.0, deadline - time.monotonic()), key)
+    return str(text)
+
+
+def _probe(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> Any:
+    """Send one request and return the response's JSON. Raises ServerError, which calls the request `name`."""
+    try:
+        with httpx.Client(timeout=timeout, headers=_headers(key), trust_env=False) as client:
+            response = http.request(client, "POST", f"{url}{path}", seconds=timeout, limit=REFUSAL_BYTES, json=body)
+        response.raise_for_status()
+        return response.json()
+    except httpx.HTTPStatusError as error:
+        refusal = _refused(error.response)
+        raise _unanswered(name, f"{refusal.what}: {refusal.why}") from error
+    except (httpx.HTTPError, *NO_ANSWER) as error:
+        raise _unanswered(name, repr(error)) from error
+
+
+def _unanswered(name: str, why: str) -> ServerError:
+    return ServerError(
+        "the server cannot generate", f"the request for {name}: {why}", "./inv logs", code="server.reply"
+    )
+
+
+def wait_until_healthy(
+    is_healthy: Callable[[], bool], deadline: float, still_alive: Callable[[], bool] = lambda: True
+) -> bool:
+    """Wait until `is_healthy()`; return False if the server ends or `deadline` (monotonic) passes before."""
+    while time.monotonic() < deadline and still_alive():
+        if is_healthy():
+            return True
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def wait_until_serving(url: str, model: str, deadline: float, still_alive: Callable[[], bool], key: str = "") -> bool:
+    """Wait for health, then for one token and an answer to each of PROBES; False as `wait_until_healthy`.
+
+    Raises ServerError if it is healthy and cannot generate.
+    """
+    if not wait_until_healthy(lambda: healthy(url), deadline, still_alive):
+        return False
+    first_token(url, model, max(1.0, deadline - time.monotonic()), key)
+    return True
+
+
+def chat(url: str, model: str, message: str, max_tokens: int, key: str = "") -> Iterator[str]:
+    """Stream the answer to `message` as pieces of text, reasoning included. Raises ServerError."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": message}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    try:
+        with (
+            httpx.Client(timeout=CHAT_TIMEOUT, headers=_headers(key), trust_env=False) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.is_error:
+                raise _refused(http.whole(response, seconds=REFUSAL_SECONDS, limit=REFUSAL_BYTES))
+            for event in sse.events(response, CHAT_SECONDS):
+                if event.data == "[DONE]":
+                    return
+                yield from _pieces(json.loads(event.data))
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
+        raise ServerError("the answer broke off", repr(error)[:300], "./inv logs", code="server.reply") from error
+    raise ServerError("the answer broke off", "the stream ended without [DONE]", "./inv logs", code="server.reply")
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _pieces(event: dict[str, Any]) -> Iterator[str]:
+    if "error" in event:
+        raise ServerError(
+            "the server stopped the answer", str(event["error"])[:2000], "./inv logs", code="server.reply"
+        )
+    for choice in event.get("choices", []):
+        delta = choice.get("delta", {})
+        yield from (str(text) for key in ("reasoning", "reasoning_content", "content") if (text := delta.get(key)))
+
+
+def _refused(response: httpx.Response) -> ServerError:
+    try:
+        why = response.json()["error"]["message"]
+    except NO_ANSWER:
+        why = response.text
+    return ServerError(
+        f"the server answered {response.status_code}", str(why)[:2000], "./inv logs", code="server.reply"
+    )

@@ -1,0 +1,86 @@
+"""vLLM's command line and environment: the one place that turns what is served, where and how into both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.errors import InputError, UsageError
+from sparkforge.models.harmony import offline_environment
+from sparkforge.serve import access
+from sparkforge.serve.profiles import ServeProfile
+
+MODULE = "vllm.entrypoints.openai.api_server"  # unlike the `vllm` command it needs no distribution called vllm
+ENVIRONMENT = {
+    **offline_environment(),  # the model is on disk; a start must not wait for a network
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "spark_mxfp4",  # another installed plugin would be an input that nobody pinned
+    "PYTHONSAFEPATH": "1",  # no process of vLLM has its working directory on sys.path
+}
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How one of vLLM's API servers is started.
+
+    `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come behind the
+    profile's and win; so do the variables of `extra_environment`. A guarded server has `access.Guard` in front, and
+    its API key in `extra_environment`.
+    """
+
+    model: str
+    model_id: str
+    host: str
+    port: int
+    profile: ServeProfile | None = None
+    extra_arguments: tuple[str, ...] = ()
+    extra_environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    guarded: bool = True
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments for vLLM."""
+        flags = ("--model", self.model, "--served-model-name", self.model_id)
+        address = ("--host", self.host, "--port", str(self.port))
+        profile = self.profile.arguments() if self.profile else ()
+        guard = access.flags(self.environment.get(access.KEY, "")) if self.guarded else ()
+        return (*flags, *address, *profile, *self.extra_arguments, *guard)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that it needs."""
+        return {**ENVIRONMENT, **(self.profile.variables() if self.profile else {}), **self.extra_environment}
+
+    def command(self, python: str | Path) -> tuple[str, ...]:
+        """Return the whole command, run by the interpreter `python`."""
+        return (str(python), "-m", MODULE, *self.arguments)
+
+    def address(self) -> tuple[str, int]:
+        """Return the host and the port on which it listens. Raises UsageError for a port that is none."""
+        host, port = (flag_value(self.arguments, flag) or "" for flag in ("--host", "--port"))
+        if port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536:
+            return host, int(port)
+        fix = "leave --port out: it is 8000 in the image"
+        raise UsageError(f"--port {port!r} is no port", "ports are 1 to 65535", fix)
+
+
+def served_name(directory: Path) -> str:
+    """Return the name under which the API offers a checkpoint. Raises InputError if it is not one of gpt-oss."""
+    config = directory / "config.json"
+    try:
+        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except OSError as error:
+        why = f"cannot read {config.name}: {error.strerror}"
+        fix = "./inv up --model FOLDER, where FOLDER holds config.json and the safetensors files"
+        raise InputError(f"no model in {directory}", why, fix, code="input.model") from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        why, fix = f"config.json is no JSON object: {error}", "copy or download the checkpoint again"
+        raise InputError(f"no model in {directory}", why, fix, code="input.model") from error
+    if kind != "gpt_oss":
+        why, fix = f"its model_type is {kind!r}", "./inv up --model FOLDER with a gpt-oss checkpoint in MXFP4"
+        raise InputError(f"{directory.name} is no gpt-oss model", why, fix, code="input.model")
+    return directory.name

@@ -1,0 +1,65 @@
+"""Which device serves, and why, in one line."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.image.devices import AUTO, DOCKER, DOCKER_CPU, EMBEDDED
+
+NAMES = (AUTO, EMBEDDED, DOCKER, DOCKER_CPU)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+PRODUCT = Path("/sys/class/dmi/id/product_name")  # "NVIDIA_DGX_Spark" and the like; by public reports, not seen by us
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A device and the reason for it."""
+
+    device: str
+    why: str
+
+    @property
+    def container(self) -> bool:
+        """Whether it serves in a container."""
+        return self.device in {DOCKER, DOCKER_CPU}
+
+
+def choose(name: str) -> Choice:
+    """Return the device of that name; `auto` looks at the machine. Raises UsageError for an unknown name."""
+    if name in {EMBEDDED, DOCKER, DOCKER_CPU}:
+        return Choice(name, "you asked for it")
+    if name != AUTO:
+        raise UsageError(f"unknown device {name!r}", f"the devices are {', '.join(NAMES)}", "./inv up --device auto")
+    if missing := _no_spark():
+        return Choice(EMBEDDED, f"{missing}; vLLM's CPU build serves")
+    return _by_engine()
+
+
+def _no_spark() -> str:
+    """Say what this machine lacks to be a Spark or a relative of it; empty if it is one."""
+    if platform.machine() != "aarch64":
+        return f"this machine is {platform.machine()}, a Spark is aarch64"
+    return "" if NVIDIA_DRIVER.exists() else "no NVIDIA driver is loaded"
+
+
+def _by_engine() -> Choice:
+    """Take Docker if its engine can give a container the GPU."""
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    try:
+        with engine.connected() as client:
+            docker_engine = engine.read(client)
+            docker_engine.require_gpu()
+    except SparkforgeError as error:
+        return Choice(EMBEDDED, f"{error.what} ({error.fix}); until then vLLM's CPU build serves")
+    return Choice(DOCKER, f"this is {_product()} and Docker {docker_engine.version} has the GPU by {docker_engine.gpu}")
+
+
+def _product() -> str:
+    try:
+        return PRODUCT.read_text(encoding="utf-8").strip() or "an aarch64 machine with an NVIDIA driver"
+    except OSError:
+        return "an aarch64 machine with an NVIDIA driver"

@@ -1,0 +1,141 @@
+"""Serve on the embedded device: the model on disk, the validator, then vLLM's API server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, say
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.files import write_json
+from sparkforge.core.process import TAIL_LINES, run
+from sparkforge.serve import access, command_line, launch, profiles
+from sparkforge.serve.command_line import ServerCommand, served_name
+from sparkforge.serve.launch import LOOPBACK, Launch
+from sparkforge.serve.record import Server
+from sparkforge.serve.settings import TINY_ID
+
+PROFILE = profiles.named("embedded")
+ENVIRONMENT = {
+    **command_line.ENVIRONMENT,
+    **PROFILE.variables(),
+    "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
+}
+
+# Below site-packages: what vLLM's CPU build preloads.
+PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask the server: the API key with its file, both empty for none, and further names of this host."""
+
+    key_file: str = ""
+    key: str = field(default="", repr=False)
+    hosts: tuple[str, ...] = ()
+
+
+def check(model: str, profile: str, key_file: str | None = None, allow_hosts: str = "") -> Access:
+    """Check the arguments before minutes go into an environment; return who may ask the server.
+
+    Raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
+    """
+    if profile:
+        why = "the embedded device has one set of flags, [profiles.embedded] of sparkforge/serve/profiles.toml"
+        fix = f"./inv up --device docker --profile {profile}"
+        raise UsageError(f"--profile {profile} is for containers", why, fix)
+    if model:
+        served_name(paths.typed(model).absolute())
+    access.refuse_inherited_key(os.environ)
+    hosts = tuple(access.named_hosts(allow_hosts or os.environ.get(access.HOSTS, "")))
+    path = access.key_path(key_file)
+    return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
+
+
+def up(python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None) -> Server:
+    """Prepare the model, validate, start the server; return it once it serves.
+
+    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned.
+    Raises InputError, RefusalError, and what `launch.start` raises.
+    """
+    with steps.step("model") as tell:
+        directory = paths.typed(model).absolute() if model else write_tiny(python)
+        model_id = served_name(directory) if model else TINY_ID
+        tell(f"{model_id} in {directory}")
+    with steps.step("validation", "profile embedded") as tell:
+        tell(validate(python, directory, port))
+    with steps.step("server", "vLLM starts") as tell:
+        server = launch.start(describe(python, directory, model_id, port, allowed), tell)
+        tell("first token received")
+    write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
+    return server
+
+
+def describe(python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None) -> Launch:
+    """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`."""
+    allowed = allowed or Access()
+    environment = {
+        **ENVIRONMENT,
+        **preloaded(python),
+        "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
+        **access.variables(allowed.key, allowed.key_file),
+        access.HOSTS: ",".join((*access.loopback_hosts(port), *allowed.hosts)),
+        "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
+    }
+    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, extra_environment=environment)
+    return Launch(
+        command=server.command(python),
+        environment=server.environment,
+        model=model,
+        model_id=model_id,
+        device="embedded",
+        port=port,
+        key_file=allowed.key_file,
+        key=allowed.key,
+    )
+
+
+def preloaded(python: Path) -> dict[str, str]:
+    """Return the variables that preload vLLM's allocator and torch's OpenMP from a path with spaces; none for others.
+
+    vLLM's CPU build puts both into LD_PRELOAD by path, which the dynamic linker cuts at spaces. Names without a slash
+    are looked up in LD_LIBRARY_PATH, which it does not cut there (ld.so(8)).
+    """
+    site = next(python.parent.parent.glob("lib/python3*/site-packages"), None)
+    if site is None or not any(letter.isspace() for letter in str(site)):
+        return {}
+    libraries = [library for pattern in PRELOADED for library in sorted(site.glob(pattern))[:1]]
+    former = {name: os.environ.get(name, "") for name in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    names = ":".join(filter(None, (former["LD_PRELOAD"], *(library.name for library in libraries))))
+    folders = ":".join(filter(None, (former["LD_LIBRARY_PATH"], *(str(library.parent) for library in libraries))))
+    return {"LD_PRELOAD": names, "LD_LIBRARY_PATH": folders} if libraries else {}
+
+
+def write_tiny(python: Path) -> Path:
+    """Write the tiny checkpoint unless it is there and intact, and return its folder. Raises InputError.
+
+    Runs in the environment of `python`, which holds the Harmony vocabulary.
+    """
+    directory = paths.state() / "models" / TINY_ID
+    process = run([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT, check=False)
+    if process.returncode:
+        why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])
+        fix = "follow the line after `next:` above, then run the same command again"
+        raise InputError("the tiny model could not be written", why, fix, code="input.model")
+    return directory
+
+
+def validate(python: Path, model: Path, port: int) -> str:
+    """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
+    report = paths.state() / "validation.json"
+    command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
+    command += ["--model", model, "--host", LOOPBACK, "--port", str(port), "--serve-args", *PROFILE.arguments()]
+    process = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # the environment that the server gets
+    if process.returncode:
+        say(process.stdout + process.stderr)
+        why = f"it ended with code {process.returncode}; its report is above"
+        fix = "follow the line after `next:` under each FAIL, then ./inv up"
+        raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+    return process.stdout.strip().splitlines()[-1]

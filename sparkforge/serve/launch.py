@@ -1,0 +1,167 @@
+"""Start a server and stop it: one at a time for a checkout, detached, its log in a file, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkforge.core import interrupt, paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.core.files import locked
+from sparkforge.core.process import spawn, started_at, terminate, terminate_session
+from sparkforge.image import compose as docker_compose
+from sparkforge.serve import client, logs, record
+from sparkforge.serve.record import Server
+from sparkforge.serve.supervise import supervised
+
+LOOPBACK = "127.0.0.1"
+# vLLM gives its processes titles, and setproctitle writes those over their environment in /proc unless told not to.
+# The mark of a server stands there.
+KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
+READY_SECONDS = 900.0  # a slow disk and two cores; a broken start ends by itself long before
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start: a command with the environment added to ours, and where it will listen."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    model: Path
+    model_id: str
+    device: str
+    port: int
+    host: str = LOOPBACK
+    timeout: float = field(default=READY_SECONDS)
+    key_file: str = ""
+    key: str = field(default="", repr=False)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Be the only command of this checkout that starts a server, and end first what a killed server left.
+
+    Raises StorageError, which names the other command's process, or ServerError.
+    """
+    with locked(paths.state() / "serve.lock", "start a server"):
+        refuse_second()
+        if left := record.leftovers():
+            say(f"{record.describe_left(left)}; they are ended first")
+            terminate(left)
+        yield
+
+
+def refuse_second() -> None:
+    """Raise ServerError if our server runs."""
+    server = record.read()
+    if server and server.alive:
+        what, why = "a server of this checkout runs already", f"{server.model_id} at {server.url}"
+        raise ServerError(what, why, "./inv down, then ./inv up", code="server.running")
+
+
+def check_free(port: int, host: str = LOOPBACK) -> None:
+    """Raise ServerError if our server runs or another program has the port."""
+    refuse_second()
+    if not 0 < port < 65536:
+        raise UsageError(f"{port} is no port", "ports are 1 to 65535", "./inv up --port 8000")
+    with socket.socket() as probe:
+        # As uvicorn binds: a port in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError as error:
+            fix = "./inv up --port 8000"
+            raise ServerError(f"cannot use port {port}", str(error), fix, code="server.port") from error
+        except OSError as error:
+            why, fix = f"another program listens on {host}:{port}", f"./inv up --port {port + 1}"
+            raise ServerError(f"port {port} is taken", why, fix, code="server.port") from error
+
+
+def start(launch: Launch, progress: Callable[[str], None]) -> Server:
+    """Start a server and wait for its first answers. To be called inside `starting`.
+
+    Raises ServerError; whenever it raises, nothing is left running.
+    """
+    with ExitStack() as stack:
+        check_free(launch.port, launch.host)
+        with interrupt.held():  # none may run that we do not know of
+            server = _spawn(launch)
+            stack.push(lambda kind, *_: _end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
+        _wait(server, launch, progress)
+    return server
+
+
+def stop() -> Server | None:
+    """End the running server with all its children, and what killed servers left; return the server's record.
+
+    Returns None if there were only processes that nobody recorded. Raises ServerError if there was nothing to end.
+    """
+    recorded = record.read()
+    left = record.leftovers()
+    if left:
+        say(f"{record.describe_left(left)}; they are ended")
+        terminate(left)
+    if recorded and recorded.container:  # one that has ended is still there, and goes too
+        docker_compose.down({})
+        record.forget()
+    elif left and not (recorded and recorded.alive):
+        record.forget()
+    else:
+        recorded = record.running()
+        _end(recorded)
+    return recorded
+
+
+def _end(server: Server) -> None:
+    terminate_session(server.pid)
+    record.forget()
+
+
+def _spawn(launch: Launch) -> Server:
+    log = record.log_path()
+    if log.exists():
+        log.replace(log.with_name("server.previous.log"))
+    record.end_path().unlink(missing_ok=True)
+    environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
+    pid = spawn(supervised(launch.command, record.end_path()), log=log, env=environment, cwd=paths.state())
+    server = Server(
+        pid=pid,
+        started=started_at(pid) or 0.0,
+        host=launch.host,
+        port=launch.port,
+        model=str(launch.model),
+        model_id=launch.model_id,
+        device=launch.device,
+        log=str(log),
+        key_file=launch.key_file,
+    )
+    try:
+        record.write(server)
+    except BaseException:  # such as a full disk: nobody would find it
+        terminate_session(pid)
+        raise
+    return server
+
+
+def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> None:
+    def alive() -> bool:
+        """Show how far the log has come; return whether the server runs."""
+        progress(logs.milestone(logs.read(Path(server.log))) or "starting")
+        return server.alive
+
+    try:
+        deadline = time.monotonic() + launch.timeout
+        if client.wait_until_serving(server.url, server.model_id, deadline, alive, launch.key):
+            return
+        problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
+    except ServerError as error:
+        problem = f"is healthy but cannot generate ({error.why})"
+    why = "\n        ".join(logs.explain(logs.read(Path(server.log))) or ["its log is empty"])
+    fix = f"./inv doctor   # the whole log: less {server.log}"
+    raise ServerError(f"the server {problem}", why, fix, code="server.start")

@@ -1,0 +1,106 @@
+"""Serve profiles (profiles.toml): from a profile's name to vLLM's flags and variables, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints, model_validator
+
+from sparkforge.core import tables
+from sparkforge.core.errors import UsageError
+from sparkforge.core.tables import Record
+
+TABLE = Path(__file__).with_name("profiles.toml")
+Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
+
+
+class Setting(Record):
+    """The value of one flag or environment variable; a switch has an empty one."""
+
+    value: StrictStr | StrictInt | StrictFloat = ""
+    why: str = Field(min_length=1)
+
+
+class ServeProfile(Record):
+    """What vLLM is started with for one kind of use; `extends` names the profile or base whose settings it has too."""
+
+    about: str = ""
+    extends: str = ""
+    flags: dict[Flag, Setting] = Field(default_factory=dict)
+    environment: dict[str, Setting] = Field(default_factory=dict)
+
+    def merge(self, base: ServeProfile) -> ServeProfile:
+        """Return this profile with what `base` has and it does not set itself."""
+        return ServeProfile(
+            about=self.about or base.about,
+            extends=self.extends or base.extends,
+            flags={**base.flags, **self.flags},
+            environment={**base.environment, **self.environment},
+        )
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the flags as arguments."""
+        return tuple(f"{flag}={setting.value}" if setting.value != "" else flag for flag, setting in self.flags.items())
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables."""
+        return {name: str(setting.value) for name, setting in self.environment.items()}
+
+
+class StackProfiles(Record):
+    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own."""
+
+    profiles: dict[str, ServeProfile]
+
+
+class ServeProfiles(Record):
+    """The table as it is written: profiles, bases that no server is started with, and what stacks have otherwise."""
+
+    profiles: dict[str, ServeProfile]
+    bases: dict[str, ServeProfile] = Field(default_factory=dict)
+    stacks: dict[str, StackProfiles] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeProfiles:
+        for table in (self, *map(self.on_stack, self.stacks)):
+            for name in table.profiles:
+                if not table.resolve(name).about:
+                    raise ValueError(f"{name} has no 'about'")
+        return self
+
+    def on_stack(self, stack: str) -> ServeProfiles:
+        """Return the table as it is on a stack; the same for a stack that has nothing otherwise."""
+        changes = self.stacks[stack].profiles if stack in self.stacks else {}
+        changed = {name: profile.merge(self.profiles.get(name, ServeProfile())) for name, profile in changes.items()}
+        return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
+
+    def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
+        """Return a profile with what it inherits. Raises ValueError for an unknown or circular `extends`."""
+        table: Mapping[str, ServeProfile] = {**self.bases, **self.profiles}
+        if name in below or name not in table:
+            raise ValueError(f"{below[-1] if below else name} extends {name!r}, which is itself or not there")
+        profile = table[name]
+        if not profile.extends:
+            return profile
+        resolved = profile.merge(self.resolve(profile.extends, (*below, name)))
+        return resolved.model_copy(update={"about": profile.about, "extends": ""})
+
+
+def load(table: Path = TABLE, *, stack: str = "") -> dict[str, ServeProfile]:
+    """Read every profile, as it is on `stack`. Raises InputError for a table that cannot be read or is malformed."""
+    document = tables.load(table, ServeProfiles).on_stack(stack)
+    return {name: document.resolve(name) for name in document.profiles}
+
+
+def named(name: str, table: Path = TABLE, *, stack: str = "") -> ServeProfile:
+    """Return one profile, as it is on `stack`. Raises UsageError, with the known names, for an unknown one."""
+    profiles = load(table, stack=stack)
+    if name not in profiles:
+        raise UsageError(
+            f"no serve profile {name!r}",
+            f"there are {', '.join(profiles)} (sparkforge/serve/{TABLE.name})",
+            f"./inv up --profile {next(iter(profiles), 'safe')}",
+        )
+    return profiles[name]

@@ -1,0 +1,239 @@
+"""What this checkout serves: one JSON record, believed only if we wrote it and while its process lives.
+
+Commands send the API key to the address in the record. So the file and its folder must be ours and closed to others,
+the process must be ours, and a key is read only from the file that the process or container itself was started with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from sparkforge.core import paths
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ServerError, StorageError
+from sparkforge.core.files import write_json
+from sparkforge.core.process import session_members, started_at, with_variable
+from sparkforge.serve import access
+
+MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
+NAME = "server.json"
+LONGEST = 1 << 16  # bytes; a record has some hundred
+
+
+@dataclass(frozen=True)
+class End:
+    """How a server ended: its exit code, whether a signal asked for it, and when, in Unix time."""
+
+    code: int
+    asked: bool
+    time: float
+
+
+@dataclass(frozen=True)
+class Server:
+    """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
+
+    `started` is the process's start time, since process ids are used again. `key_file` holds its API key, if any.
+    """
+
+    pid: int
+    started: float
+    host: str
+    port: int
+    model: str
+    model_id: str
+    device: str
+    log: str
+    container: str = ""
+    key_file: str = ""
+
+    @property
+    def url(self) -> str:
+        """Base URL of its OpenAI API."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether the very process or container that was started still runs."""
+        if self.container:
+            from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+            return engine.runs(self.container)
+        try:
+            return started_at(self.pid) == self.started and psutil.Process(self.pid).uids().real == os.getuid()
+        except psutil.Error:
+            return False
+
+    @property
+    def key(self) -> str:
+        """The API key that its clients must send; empty if it has none.
+
+        Raises StorageError for a file that the server was not started with, or that `access.read_key` refuses.
+        """
+        if not self.key_file:
+            return ""
+        if self.key_file != self._own_key_file():
+            what, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
+            raise StorageError(what, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
+        return access.read_key(Path(self.key_file), private=not self.container)
+
+    def _own_key_file(self) -> str:
+        """Return the file of the API key as the process or the container itself has it; empty if it has none."""
+        if self.container:
+            from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+            return engine.mounted_from(self.container, access.SECRET)
+        try:
+            environment = psutil.Process(self.pid).environ() if self.alive else {}
+        except psutil.Error:
+            return ""
+        return environment.get(access.KEY_FILE, "")
+
+    @property
+    def where(self) -> str:
+        """What runs it, in words."""
+        return f"container {self.container[:12]}" if self.container else f"pid {self.pid}"
+
+
+def record_path() -> Path:
+    """Return where the record lies."""
+    return paths.state() / NAME
+
+
+def end_path(state: Path | None = None) -> Path:
+    """Return where it is written how the server ended."""
+    return (state or paths.state()) / "server.end.json"
+
+
+def log_path() -> Path:
+    """Return where the server's output goes."""
+    return paths.state() / "logs" / "server.log"
+
+
+def write(server: Server) -> None:
+    """Record a started server."""
+    paths.secure_state()
+    write_json(record_path(), asdict(server), mode=0o600)
+
+
+def read(path: Path | None = None) -> Server | None:
+    """Return the recorded server, dead or alive; None if there is none or the record is unreadable.
+
+    `path` is the record, if it is another state's. Raises StorageError for a record that somebody else may have
+    written.
+    """
+    path = path or record_path()
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        if path.is_symlink():
+            raise _untrusted(path, "it is a link", f"rm {path}") from None
+        return None
+    try:
+        _require_ours(path, os.fstat(descriptor))
+        data = os.read(descriptor, LONGEST)
+    finally:
+        os.close(descriptor)
+    try:
+        server = Server(**json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    numbers = isinstance(server.pid, int) and isinstance(server.port, int) and isinstance(server.started, int | float)
+    texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file)
+    return server if numbers and all(isinstance(text, str) for text in texts) else None
+
+
+def running() -> Server:
+    """Return the server that runs. Raises ServerError."""
+    server = read()
+    if server and server.alive:
+        return server
+    if left := leftovers():
+        what = "no server is running, but processes of one are left"
+        raise ServerError(what, describe_left(left), "./inv down", code="server.not-running")
+    why = f"its {server.where} {how_it_ended(server)}; its log: ./inv logs" if server else "this checkout started none"
+    raise ServerError("no server is running", why, "./inv up", code="server.not-running")
+
+
+def leftovers(state: Path | None = None) -> list[int]:
+    """Return the processes of servers of this checkout that the running server, if there is one, does not own.
+
+    A killed server leaves its engine and its workers, and a killed `./inv up` a server that nobody recorded. They are
+    known by a variable that every process of a server inherits. `state` is the state folder, if it is another one.
+    """
+    server = read(state / record_path().name if state else None)
+    own = session_members(server.pid) if server and not server.container and server.alive else []
+    return [pid for pid in with_variable(MARK, mark(state)) if pid not in own]
+
+
+def mark(state: Path | None = None) -> str:
+    """Return the value of MARK in the environment of the servers of a state folder."""
+    return str((state or paths.state()).resolve())
+
+
+def describe_left(pids: Sequence[int]) -> str:
+    """Say which processes are left and what they hold."""
+    size = 0
+    for pid in pids:
+        with suppress(psutil.Error):
+            size += psutil.Process(pid).memory_info().rss
+    return f"a server was killed; its {pids_in_words(pids)} hold up to {size / 1e9:.1f} GB"
+
+
+def pids_in_words(pids: Sequence[int]) -> str:
+    """Return "pid 12" or "pids 12, 13"."""
+    return f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+
+
+def ended(server: Server, state: Path | None = None) -> End | None:
+    """Return how the server ended, as supervise.py wrote it down; None if it runs or was killed with its supervisor."""
+    try:
+        value = read_json(end_path(state))
+        end = End(int(value["code"]), bool(value["asked"]), float(value["time"]))
+        return end if value["pid"] == server.pid and end.time >= server.started else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def how_it_ended(server: Server, state: Path | None = None) -> str:
+    """Say how a server that does not run any more has ended, as far as it is known."""
+    end = ended(server, state)
+    if end is None:
+        return "has ended"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.time))
+    return f"{'was asked to end' if end.asked else 'ended by itself'} at {when} with exit code {end.code}"
+
+
+def forget() -> None:
+    """Remove the record."""
+    with suppress(FileNotFoundError):
+        record_path().unlink()
+
+
+def _require_ours(path: Path, status: os.stat_result) -> None:
+    """Raise StorageError unless the record and its folder belong to us and nobody else can write them."""
+    folder = path.parent.stat()
+    for owned, owner in ((path, status.st_uid), (path.parent, folder.st_uid)):
+        if owner != os.geteuid():
+            fix = f"run the command as that user, or remove it: rm {path}"
+            raise _untrusted(path, f"{owned} belongs to uid {owner}, we are uid {os.geteuid()}", fix)
+    if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _untrusted(path, f"other users can write into {path.parent}", f"chmod 700 {path.parent}")
+    if not stat.S_ISREG(status.st_mode):
+        raise _untrusted(path, "it is no regular file", f"rm {path}")
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        why = f"its mode is {stat.S_IMODE(status.st_mode):04o}, and we write 0600"
+        raise _untrusted(path, why, f"chmod 600 {path}   # if you started this server; else: rm {path}")
+
+
+def _untrusted(path: Path, why: str, fix: str) -> StorageError:
+    return StorageError(f"{path} is not believed", why, fix, code="storage.access")

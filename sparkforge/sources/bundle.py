@@ -1,0 +1,440 @@
+"""Everything that a Spark without a network needs, as one tar: made here, verified member by member there.
+
+    index.json                every other member's sha256 and size, and what is absent, with the command that fetches it
+    files/HASH/NAME           sources and wheels by hash
+    simple/…                  a package index over them (PEP 503), for pip and uv
+    git/NAME-COMMIT.tar       repositories that the build needs
+    pins.toml locks/ patches/ vocabulary/
+
+The same inputs give the same bytes: members sorted, times and owners zero, modes 0644. Nothing is compressed, because
+wheels and source archives are compressed already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from packaging.utils import canonicalize_name
+
+from sparkforge import pins
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.files import CHUNK, require_space, sha256_file
+from sparkforge.core.manifest import Made, Manifest
+from sparkforge.core.process import run
+from sparkforge.pins import Pins, wheels
+from sparkforge.pins.locks import lock_path
+from sparkforge.pins.wheels import Pick, TargetMachine, choose_pinned
+from sparkforge.sources import archive, fetch, offline, pip_download, repositories, trees
+from sparkforge.sources.archive import checked_path, members, unharmful, write_member
+
+SCHEMA = 1
+EMBEDDED = "embedded"  # the device, whose stack pins.toml names
+BUNDLER = "1"  # raise it when this module would make other bytes of the same inputs
+MACHINES = ("aarch64", "x86_64")  # what the wheels that we pin are for, as `uname -m` says it
+MAX_INDEX = 16 << 20
+MAX_DEPTH = 32  # folders above a member; what we pack has at most 7
+WRITE_VOCABULARY = (
+    "import sys, pathlib; from sparkforge.models.harmony import write_vocabulary as w; w(pathlib.Path(sys.argv[1]))"
+)
+
+
+@dataclass(frozen=True)
+class BundleMember:
+    """One member: its path in the bundle, its bytes or the file that holds them, and the hash that these must have."""
+
+    path: str
+    source: Path | bytes
+    sha256: str
+    size: int
+
+    @classmethod
+    def of(cls, path: str, source: Path | bytes, sha256: str = "") -> BundleMember:
+        """Measure `source`; a file's hash is computed unless it is given."""
+        if isinstance(source, bytes):
+            return cls(path, source, hashlib.sha256(source).hexdigest(), len(source))
+        return cls(path, source, sha256 or sha256_file(source), source.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What the bundle should hold and does not: why, and the command that fetches it on a machine with a network."""
+
+    name: str
+    why: str
+    command: str
+
+
+def make(
+    output: Path, *, stack: str, target: TargetMachine | None = None, locks: Sequence[str] = ()
+) -> tuple[Manifest, bool]:
+    """Write the bundle to `output` unless it is there and current; return its manifest and whether it was made now.
+
+    `locks` are empty for those of `basic_locks`. Wheels go along as upstream's, with the patches and their lock: the
+    patched ones are made from them where the bundle is used, byte for byte the locked ones.
+
+    Repositories that have not been fetched (`./inv build.sources`) are listed as absent. Raises UsageError if another
+    file is in the way, and the errors of `fetch` and `wheels`.
+    """
+    target, table = target or TargetMachine(platform.machine()), pins.load()
+    locks = locks or basic_locks(table)
+    if output.exists() and not _is_bundle(output):
+        raise UsageError(f"cannot write {output}", "another file is there, and it is no bundle", "name another file")
+    if not output.name.endswith(".tar"):
+        raise UsageError(f"cannot write {output}", "a bundle is a .tar", f"name it {output}.tar")
+    inputs = {
+        "bundler": BUNDLER,
+        "stack": stack,
+        "target": str(target),
+        "locks": " ".join(locks),
+        **_inputs(table, stack),
+    }
+
+    def build(temporary: Path) -> Made:
+        """Gather and write the tar; packed repositories lie beside it meanwhile."""
+        scratch = temporary.with_name(temporary.name.replace(".tmp", ".parts.tmp"))
+        try:
+            scratch.mkdir()
+            entries, absent = gather(table, stack, target, scratch, locks)
+            # The checkout's members keep the hashes they had at the start: an edit meanwhile is noticed, not packed.
+            entries += [BundleMember.of(name, file, inputs.get(f"checkout:{name}", "")) for name, file in _checkout()]
+            entries.sort(key=lambda entry: entry.path)
+            write(temporary, entries, absent, {"stack": stack, "target": str(target)})
+        finally:
+            manifest.remove(scratch)
+        facts = {
+            "members": len(entries),
+            "bytes": temporary.stat().st_size,
+            "absent": [asdict(entry) for entry in absent],
+        }
+        return Made({output.name: sha256_file(temporary)}, facts=facts)
+
+    return manifest.once(output, "bundle", inputs, build)
+
+
+def make_and_report(output: Path, *, stack: str, machine: str = "", python: str = "", more: Sequence[str] = ()) -> None:
+    """Make a bundle and print what is in it and what is absent.
+
+    It is for a machine whose `uname -m` is `machine` and a Python such as 3.12; `more` names locks besides the basic
+    ones.
+    """
+    if python and not re.fullmatch(r"3\.\d+", python):
+        raise UsageError(f"{python} is no Python version", "it is not written as 3.12 is", "name one such as 3.12")
+    if machine and machine not in MACHINES:
+        why = f"what is pinned is for {' and '.join(MACHINES)}"
+        raise UsageError(f"cannot bundle for {machine}", why, f"--machine {MACHINES[0]}")
+    target = TargetMachine(machine or platform.machine())
+    if python:
+        target = TargetMachine(target.machine, (3, int(python.removeprefix("3."))))
+    bundle, new = make(output, stack=stack, target=target, locks=[*basic_locks(pins.load()), *more])
+    size = f"{bundle.facts['members']} members, {bundle.facts['bytes'] / 1e9:.2f} GB"
+    say(f"{output}: {'made' if new else 'unchanged'}, {size}")
+    say(f"sha256 {bundle.outputs[output.name]}")
+    for absent in bundle.facts["absent"]:
+        say(f"absent: {absent['name']}, because {absent['why']}\n  next: {absent['command']}")
+
+
+def basic_locks(table: Pins) -> tuple[str, str]:
+    """Return the locks of what ./inv itself runs on, and of the embedded device."""
+    return "tools", table.environment(table.devices[EMBEDDED]).lock
+
+
+def _inputs(table: Pins, stack: str) -> dict[str, str]:
+    """Return the hashes of what decides a bundle's content."""
+    inputs = {f"checkout:{name}": sha256_file(file) for name, file in _checkout()}
+    for name, pin in table.stack(stack).git.items():
+        copy = manifest.current(trees.repository_folder(name, pin), "git", repositories.manifest_inputs(pin))
+        inputs |= {f"git:{name}": copy.outputs["listing"]} if copy else {}
+    return inputs | {"vocabulary": str(_embedded(table).exists())}
+
+
+def _embedded(table: Pins) -> Path:
+    """Return the interpreter that has the vocabulary's library."""
+    return paths.environment(table.devices[EMBEDDED]) / "bin" / "python"
+
+
+def _checkout() -> list[tuple[str, Path]]:
+    """Return (path, file) of what of the checkout goes along: pins, locks and patches."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # a folder that cannot be listed would be left out without a word
+
+    files = [paths.ROOT / "pins.toml", *(file for file in (paths.ROOT / "locks").iterdir() if file.is_file())]
+    for folder, _, names in os.walk(paths.ROOT / "patches", onerror=refuse):
+        files += [Path(folder, name) for name in names]
+    return sorted((str(file.relative_to(paths.ROOT)), file) for file in files)
+
+
+def gather(
+    table: Pins, stack: str, target: TargetMachine, scratch: Path, locks: Sequence[str]
+) -> tuple[list[BundleMember], list[Absent]]:
+    """Fetch what a bundle holds besides the checkout's files; return it with what is absent."""
+    sources = [component for component in table.stack(stack).components.values() if component.kind == "sdist"]
+    files = {
+        Pick(source.package or "", filename, sha256): fetch.fetch_pinned(source, filename)
+        for source in sources
+        for filename, sha256 in source.files.items()
+    }
+    for pick in dict.fromkeys(pick for name in locks for pick in wheels.picks(lock_path(name), target)):
+        files[pick] = fetch.fetch(pick.package, pick.filename, pick.sha256)
+    absent: list[Absent] = []
+    for wheel in _indexed_wheels(table, target, locks):
+        if isinstance(wheel, Absent):
+            absent.append(wheel)
+        else:
+            files[wheel[0]] = wheel[1]
+    entries = [
+        BundleMember.of(f"files/{pick.sha256}/{pick.filename}", file, pick.sha256) for pick, file in files.items()
+    ]
+    for member in (*_repositories(table, stack, scratch), _vocabulary(table, scratch)):
+        if isinstance(member, Absent):
+            absent.append(member)
+        else:
+            entries.append(member)
+    entries += [BundleMember.of(path, page.encode()) for path, page in index_pages(files).items()]
+    return entries, absent
+
+
+def _indexed_wheels(table: Pins, target: TargetMachine, locks: Sequence[str]) -> Iterator[tuple[Pick, Path] | Absent]:
+    """Yield the wheels that `locks` are installed with and that no package index lists, such as torch without CUDA.
+
+    pip fetches them for this machine; for another one they must be in the cache.
+    """
+    chosen = [pin for pin in table.environments.values() if pin.lock in locks]
+    for name in dict.fromkeys(wheel for pin in chosen for wheel in pin.wheels):
+        component = table.component(*name.split("/"))
+        if component.index:
+            pick = choose_pinned(component, target)
+            if target == TargetMachine(platform.machine()):
+                file = pip_download.fetch_wheel(component, pick.filename)
+            else:
+                file = fetch.cached(pick.filename, pick.sha256)
+            if file.is_file() and sha256_file(file) == pick.sha256:
+                yield pick, file
+            else:
+                folder, url = shlex.quote(str(file.parent)), f"{component.index}/{quote(pick.filename)}"
+                yield Absent(
+                    f"{component.package} {component.version}",
+                    f"pip fetches it for this machine only, not for {target}",
+                    f"mkdir -p {folder} && cd {folder} && curl -fLO {url}, then make the bundle again",
+                )
+
+
+def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMember | Absent]:
+    """Pack each needed repository that was fetched."""
+    for name, pin in table.stack(stack).git.items():
+        folder = trees.repository_folder(name, pin)
+        if manifest.current(folder, "git", repositories.manifest_inputs(pin)):
+            file = scratch / f"{name}.tar"
+            listing = archive.read_listing(folder)
+            parts = [BundleMember.of(path, folder / path, sha256) for path, sha256 in sorted(listing.items())]
+            with file.open("wb") as out:
+                _write_tar(out, parts)
+            yield BundleMember.of(trees.bundled_path(name, pin), file)
+        elif pin.needed:
+            yield Absent(
+                name,
+                "it was not fetched to this machine",
+                f"./inv build.sources, or by hand: {repositories.fetch_command(name, pin)}",
+            )
+
+
+def _vocabulary(table: Pins, scratch: Path) -> BundleMember | Absent:
+    """Have the embedded environment, which holds oss-harmony, write its vocabulary; it checks the hash."""
+    if not _embedded(table).exists():
+        return Absent("vocabulary", "the embedded environment is not made", "./inv up, then ./inv bundle")
+    run([_embedded(table), "-c", WRITE_VOCABULARY, scratch], cwd=paths.ROOT)
+    return BundleMember.of("vocabulary/o200k_base.tiktoken", scratch / "o200k_base.tiktoken")
+
+
+def index_pages(files: Iterable[Pick]) -> Mapping[str, str]:
+    """Return the pages (path → HTML) of a package index over files/HASH/NAME."""
+    packages: dict[str, list[str]] = defaultdict(list)
+    for pick in sorted(files, key=lambda pick: pick.filename):
+        link = f"../../files/{pick.sha256}/{quote(pick.filename)}#sha256={pick.sha256}"
+        packages[canonicalize_name(pick.package)].append(f'<a href="{link}">{html.escape(pick.filename)}</a><br>')
+    pages = {f"simple/{name}/index.html": links for name, links in packages.items()}
+    pages["simple/index.html"] = [f'<a href="{name}/">{name}</a><br>' for name in sorted(packages)]
+    return {path: "\n".join(["<!DOCTYPE html>", *lines, ""]) for path, lines in pages.items()}
+
+
+def write(path: Path, entries: Sequence[BundleMember], absent: Sequence[Absent], about: Mapping[str, str]) -> None:
+    """Write a bundle. Raises IntegrityError if a file is not what its entry says, or changed meanwhile."""
+    listed = {entry.path: {"sha256": entry.sha256, "size": entry.size} for entry in entries}
+    value = {"schema": SCHEMA, **about, "members": listed, "absent": [asdict(entry) for entry in absent]}
+    index = BundleMember.of(offline.INDEX, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+    require_space(path.parent, sum(entry.size for entry in entries), "the bundle")
+    with path.open("wb") as out:
+        _write_tar(out, [index, *entries])
+
+
+def _write_tar(out: Any, entries: Iterable[BundleMember]) -> None:
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for entry in entries:
+            info = tarfile.TarInfo(entry.path)  # owner 0, time 0, mode 0644
+            info.size = entry.size
+            with io.BytesIO(entry.source) if isinstance(entry.source, bytes) else entry.source.open("rb") as file:
+                hashed = _Hashing(file)
+                tar.addfile(info, hashed)  # type: ignore[arg-type]
+            if hashed.digest.hexdigest() != entry.sha256:
+                raise IntegrityError(
+                    f"{entry.path} cannot be packed",
+                    f"{entry.source!s:.200} is not {entry.sha256}",
+                    "remove that file, then run the same command again",
+                    code="integrity.hash",
+                )
+
+
+class _Hashing:
+    """A file that hashes what is read of it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        """Read, and hash what was read."""
+        data: bytes = self.file.read(size)
+        self.digest.update(data)
+        return data
+
+
+def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, bool]:
+    """Unpack the bundle `file` into `folder` and verify every member; return its manifest and whether it was done now.
+
+    With `sha256` the whole file must have that hash. An older bundle in `folder` is replaced, once the new one lies
+    beside it and is verified. Raises IntegrityError that names the offending member, and UsageError
+    if `folder` holds anything but what we unpacked there; it is then as it was.
+    """
+    if not file.is_file():
+        raise UsageError(f"cannot unpack {file}", "there is no such file", "name a bundle made by ./inv bundle")
+    folder = Path(os.path.realpath(folder))
+    got = sha256_file(file)
+    if not sha256:
+        say(f"warning: without --sha256 the contents of {file.name} are only checked against what it says of itself")
+        say(f"  its sha256 is {got}; compare it with the one that ./inv bundle printed")
+    elif sha256.lower() != got:
+        raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {got}",
+                                "copy it again", code="integrity.hash")  # fmt: skip
+
+    def build(temporary: Path) -> Made:
+        """Unpack every member. Raises StorageError and IntegrityError."""
+        _require_unpacked_bundle(folder)
+        require_space(folder.parent, file.stat().st_size, "the bundle's content")
+        temporary.mkdir(parents=True)
+        try:
+            count = _unpack(file, temporary)
+        except archive.MALFORMED as error:
+            raise _refused(file, f"it is damaged or truncated: {error or type(error).__name__}") from error
+        _require_unpacked_bundle(folder)  # again: unpacking takes minutes
+        return Made({"index": sha256_file(temporary / offline.INDEX)}, facts={"members": count})
+
+    unpacked, new = manifest.once(folder, "bundle.unpack", {"bundle": got, "bundler": BUNDLER}, build)
+    if not new:
+        _require_unpacked_bundle(folder)
+    return unpacked, new
+
+
+def _require_unpacked_bundle(folder: Path) -> None:
+    """Raise UsageError unless `folder` is absent, or was unpacked by us and holds exactly what its index lists."""
+    if not os.path.lexists(folder):
+        return
+    index, marker = folder / offline.INDEX, manifest.load(folder)
+    if marker is None or marker.stage != "bundle.unpack" or not index.is_file():
+        why = "it exists and holds no bundle that ./inv bundle.unpack unpacked"
+    elif sha256_file(index) != marker.outputs.get("index"):
+        why = f"its {offline.INDEX} was changed after it was unpacked"
+    else:
+        listed = {path: sha256 for path, (sha256, _) in _read_index(index, index.read_bytes()).items()}
+        known = {offline.INDEX, *listed, *(parent for path in listed for parent in archive.parents(path))}
+        strange = sorted({str(path.relative_to(folder)) for path in folder.rglob("*")} - known)
+        whole = {path for path in listed if (folder / path).is_file() and not (folder / path).is_symlink()}
+        changed = [path for path in listed if path not in whole or sha256_file(folder / path) != listed[path]]
+        if not strange and not changed:
+            return
+        why = f"{(strange or changed)[0]} {'is not part of' if strange else 'is not as it was in'} the bundle in it"
+    raise UsageError(
+        f"cannot unpack into {folder}",
+        why,
+        f"name a new folder, or move this one away: mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.old')}",
+    )
+
+
+def _unpack(file: Path, folder: Path) -> int:
+    wanted: dict[str, tuple[str, int]] | None = None
+    unpacked: set[str] = set()
+    for member in members(file):
+        path = checked_path(file, member, None)
+        if wanted is None:
+            if path != offline.INDEX or member.kind != "file":
+                raise _refused(file, f"it begins with {member.name!r} instead of {offline.INDEX}")
+            _, size = write_member(member, folder / path, MAX_INDEX)
+            if size > MAX_INDEX:
+                raise _refused(file, f"its {offline.INDEX} has more than {MAX_INDEX} bytes")
+            wanted = _read_index(file, (folder / path).read_bytes())
+            continue
+        if path in unpacked or path not in wanted:
+            raise _refused(file, f"{member.name!r} {'is in it twice' if path in unpacked else 'is not in its index'}")
+        hashed = write_member(member, folder / path, wanted[path][1])
+        if hashed != wanted[path]:
+            raise IntegrityError(f"{file.name} is refused", f"{path} is not what the index says",
+                                    "copy the bundle again; nothing of it was kept", code="integrity.hash")  # fmt: skip
+        unpacked.add(path)
+    if wanted is None or (missing := sorted(set(wanted) - unpacked)):
+        raise _refused(file, f"it is truncated: {', '.join(missing[:3]) if wanted else 'it is empty'} is missing")
+    return len(unpacked)
+
+
+def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
+    """Return (sha256, size) of each member. Raises IntegrityError if the index is not one of ours."""
+    try:
+        value = json.loads(data)
+        if value["schema"] != SCHEMA:
+            raise ValueError("another schema")  # noqa: TRY301
+        members = {path: (str(entry["sha256"]), int(entry["size"])) for path, entry in value["members"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise _refused(file, f"its {offline.INDEX} is not one that this Sparkforge reads: {error}") from error
+    for path, (_, length) in members.items():
+        fine = unharmful(path) and path != offline.INDEX and length >= 0 and path.count("/") <= MAX_DEPTH
+        if not fine or any(parent in members for parent in archive.parents(path)):
+            raise _refused(file, f"its {offline.INDEX} lists {path[:200]!r}")
+    return members
+
+
+def _is_bundle(path: Path) -> bool:
+    """Tell whether a file begins with the index of a bundle."""
+    reader = members(path)  # holds the file open
+    try:
+        first = next(reader)
+        if first.name != offline.INDEX or first.kind != "file":
+            return False
+        with first.open() as source:
+            chunks = list(islice(iter(partial(source.read, CHUNK), b""), MAX_INDEX // CHUNK))
+        return _read_index(path, b"".join(chunks)) is not None
+    except (*archive.MALFORMED, IntegrityError, StopIteration, OSError):
+        return False
+
+
+def _refused(file: Path, reason: str) -> IntegrityError:
+    return IntegrityError(
+        f"{file.name} is refused",
+        f"{reason}; nothing of it was kept",
+        "copy the bundle again, or make it anew",
+        code="integrity.archive",
+    )

@@ -1,0 +1,174 @@
+"""Fetch a pinned file: from the cache if its bytes are still right, else from the index, hashed while it streams.
+
+A download stops at the size that the pin names. Processes that want the same file wait for one another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import httpx
+from filelock import FileLock
+
+from sparkforge.core import paths
+from sparkforge.core.console import download_bar, say
+from sparkforge.core.errors import IntegrityError, NetworkError
+from sparkforge.core.files import CHUNK, atomic_file, require_space, sha256_file, sweep_temporaries
+from sparkforge.core.http import LimitError
+from sparkforge.pins import Component
+from sparkforge.pins.index import attempts, client, locate, reason
+from sparkforge.sources import offline
+
+LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
+SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
+START_SECONDS = 600.0
+
+
+def cached(filename: str, sha256: str) -> Path:
+    """Return the path of a verified file: each hash has a folder, so that two files of one name never meet.
+
+    Raises NetworkError for a name that is a path; an index may list any.
+    """
+    plain = filename not in ("", "..") and Path(filename).name == filename and "\0" not in filename
+    if not plain or len(filename.encode(errors="replace")) > 200:  # NAME_MAX, less the prefix of a temporary file
+        raise NetworkError(
+            f"cannot fetch {filename[:80]!r}",
+            "it is no plain file name",
+            "check the index: pip config list",
+            code="network.fetch",
+        )
+    return paths.cache() / "files" / sha256 / filename
+
+
+@contextmanager
+def locked_download(target: Path) -> Iterator[None]:
+    """Hold the lock of one file of the cache; wait while another process fetches it."""
+    folder = paths.cache() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{target.parent.name}.lock"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+@cache
+def sweep(files: Path) -> int:
+    """Remove the temporaries that killed downloads left under `files`, once a process; return their bytes."""
+    freed = sum(sweep_temporaries(folder, ".*.tmp") for folder in files.glob("*/"))
+    if freed:
+        say(f"removed {freed / 1e6:.1f} MB that interrupted downloads had left")
+    return freed
+
+
+def fetch_all(component: Component, *, only: str = "") -> list[Path]:
+    """Fetch every file of `component` whose name ends with `only` and return their paths."""
+    return [fetch_pinned(component, name) for name in component.files if name.endswith(only)]
+
+
+def fetch_pinned(component: Component, filename: str) -> Path:
+    """Fetch one file of `component` and return its path in the cache. Raises as `fetch` does."""
+    size = component.size_of(filename)
+    return fetch(component.package or "", filename, component.files[filename], size)
+
+
+def fetch(package: str, filename: str, sha256: str, size: int | None = None) -> Path:
+    """Fetch one file and return its path in the cache; `size` is what a pin says, None if none does.
+
+    Raises NetworkError if it cannot be fetched, IntegrityError if it is larger than the pin or has another hash,
+    StorageError if there is no space. Nothing is kept then.
+    """
+    target = cached(filename, sha256)
+    if intact(target, sha256):
+        return target
+    sweep(target.parent.parent)
+    with locked_download(target):
+        if intact(target, sha256):  # another process has fetched it meanwhile
+            return target
+        if target.exists():
+            say(f"{filename}: the copy in the cache is damaged; fetching it again")
+        if bundle := offline.folder():
+            _copy_bundled(bundle, target, sha256)
+            return target
+        with client() as http:
+            url, listed = locate(package, filename, http)
+            try:
+                attempts()(download, url, target, sha256, http, size or listed)
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, OverflowError) as error:  # an index lists any URL
+                why = reason(error) if isinstance(error, httpx.HTTPError) else str(error)[:300]
+                raise NetworkError(
+                    f"cannot fetch {filename}", f"the transfer failed: {why}",
+                    "check the network, then run the same command again", code="network.fetch"
+                ) from error  # fmt: skip
+    return target
+
+
+def intact(target: Path, sha256: str) -> bool:
+    """Tell whether the cache holds this file; another process may replace it meanwhile."""
+    try:
+        return sha256_file(target) == sha256
+    except FileNotFoundError:
+        return False
+
+
+def download(url: str, target: Path, sha256: str, http: httpx.Client, size: int | None = None) -> None:
+    """Stream `url` to `target`, which appears only if its sha256 is right; at most `size` bytes are read.
+
+    Raises IntegrityError, StorageError and httpx's errors.
+    """
+    digest, count, limit = hashlib.sha256(), 0, size or LARGEST
+    deadline = time.monotonic() + START_SECONDS + limit / SLOWEST
+    with http.stream("GET", url) as response:
+        response.raise_for_status()
+        length = response.headers.get("content-length", "")
+        promised = int(length) if length.isdecimal() and len(length) < 20 else None
+        if promised is not None and promised > limit:
+            raise _too_large(target.name, sha256, limit, f"{promised} bytes are announced")
+        require_space(target.parent, promised or size or 0, target.name)
+        with atomic_file(target) as file, download_bar(target.name, promised or size) as advance:
+            # Raw bytes: an index that adds Content-Encoding must not change what is hashed.
+            for chunk in response.iter_raw(CHUNK):
+                count += len(chunk)
+                if count > limit:
+                    raise _too_large(target.name, sha256, limit, "more came")
+                if time.monotonic() > deadline:
+                    raise LimitError(f"{count} bytes came in {START_SECONDS + limit / SLOWEST:.0f} s")
+                digest.update(chunk)
+                file.write(chunk)
+                advance(len(chunk))
+            if digest.hexdigest() != sha256:  # inside atomic_file: raising drops the temporary file
+                raise wrong_file(target.name, f"wanted sha256 {sha256}, got {digest.hexdigest()}")
+
+
+def _copy_bundled(bundle: Path, target: Path, sha256: str) -> None:
+    """Copy a file of the unpacked bundle. Raises NetworkError if it has none, IntegrityError if it is wrong."""
+    source = bundle / "files" / sha256 / target.name
+    if not source.is_file():
+        raise NetworkError(
+            f"cannot fetch {target.name}",
+            f"the bundle has no such file with sha256 {sha256}, which pins.toml or a lock asks for",
+            "make the bundle from this very commit, on a machine with a network: ./inv bundle",
+            code="network.fetch",
+        )
+    if (digest := sha256_file(source)) != sha256:
+        fix = "copy the bundle again and unpack it into a new folder: ./inv bundle.unpack FILE FOLDER"
+        raise wrong_file(target.name, f"wanted sha256 {sha256}, the bundle has {digest}", fix)
+    with source.open("rb") as file, atomic_file(target) as output:
+        shutil.copyfileobj(file, output, CHUNK)
+
+
+def wrong_file(
+    name: str, why: str, fix: str = "do not trust this source; check the mirror, then run the same command again"
+) -> IntegrityError:
+    """Build the error for a file that is not the pinned one."""
+    return IntegrityError(
+        f"{name} is not the file that was pinned", f"{why}; nothing was kept", fix, code="integrity.hash"
+    )
+
+
+def _too_large(name: str, sha256: str, limit: int, why: str) -> IntegrityError:
+    return wrong_file(name, f"the pin with sha256 {sha256} has at most {limit} bytes, and {why}")

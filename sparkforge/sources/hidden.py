@@ -1,0 +1,91 @@
+"""What an upstream's build would fetch by itself, compared with `pins.toml`.
+
+Two kinds of files name it: CMake files, and `Cargo.lock` for crates that come from git instead of the crate registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from sparkforge.core.documents import read_toml
+from sparkforge.core.errors import InputError
+from sparkforge.pins import GitSource
+from sparkforge.sources import cmake
+from sparkforge.sources.cmake import Declared
+
+
+class Crate(BaseModel):
+    """One package of a `Cargo.lock`; without a source it is part of the tree."""
+
+    name: str
+    source: str = ""
+
+
+class Lock(BaseModel):
+    """What we read of a `Cargo.lock`."""
+
+    package: list[Crate] = []
+
+
+def declared(tree: Path) -> list[Declared]:
+    """Return every dependency that the source tree at `tree` would fetch by git or URL while it is built."""
+    return [*cmake.declared(tree), *cargo(tree)]
+
+
+def cargo(tree: Path) -> list[Declared]:
+    """Return the crates of each `Cargo.lock` under `tree` that come from git, at the commit that the lock names.
+
+    Raises InputError for a lock that cannot be read: it may hide one.
+    """
+    crates_from_git = []
+    for file in sorted(tree.rglob("Cargo.lock")):
+        name = str(file.relative_to(tree))
+        try:
+            crates = Lock.model_validate(read_toml(file)).package
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())[:300]
+            fix = "unpack the source again: ./inv build.sources"
+            raise InputError(f"{name} is no Cargo.lock that can be read", why, fix, code="input.pins") from error
+        for crate in crates:
+            if crate.source.startswith("git+"):
+                repository, _, commit = crate.source.removeprefix("git+").partition("#")
+                crates_from_git.append(Declared(crate.name, repository.partition("?")[0], commit, name, 0, None))
+    return crates_from_git
+
+
+def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitSource]) -> None:
+    """Compare what `upstream` declares with its pins.
+
+    Raises InputError naming each dependency that is not pinned, is pinned otherwise, or is pinned and not asked for.
+    """
+    wrong = [problem for dependency in declared if (problem := _problem(dependency, pinned))]
+    asked = {(dependency.file, dependency.name, dependency.tag) for dependency in declared}
+    for name, pin in pinned.items():
+        if (pin.asked_in, pin.dependency, pin.tag) not in asked:
+            wrong.append(f"pins.toml has {name} at {pin.tag}, which {pin.asked_in} does not ask for")
+    if wrong:
+        raise InputError(
+            f"the hidden dependencies of {upstream} are not those in pins.toml",
+            "; ".join(wrong),
+            "read upstream's change, then correct the stack's git table in pins.toml",
+            code="input.pins",
+        )
+
+
+def _problem(dependency: Declared, pinned: Mapping[str, GitSource]) -> str | None:
+    """Return what is wrong between a dependency and its pin, or None."""
+    asked = (dependency.file, dependency.name)
+    pins = {name: pin for name, pin in pinned.items() if (pin.asked_in, pin.dependency) == asked}
+    if not pins:
+        return f"{dependency} is not in pins.toml"
+    name, pin = next(((name, pin) for name, pin in pins.items() if pin.tag == dependency.tag), ("", None))
+    if pin is None:
+        return f"{dependency} is pinned as {', '.join(f'{name} at {pin.tag}' for name, pin in pins.items())}"
+    if pin.repository != dependency.repository:
+        return f"{name} is pinned with the repository {pin.repository}, and upstream has {dependency.repository}"
+    if pin.src_dir != dependency.override:
+        return f"{name} is pinned with the override variable {pin.src_dir}, and upstream has {dependency.override}"
+    return None

@@ -1,0 +1,40 @@
+"""Work from an unpacked bundle instead of the network.
+
+A bundle holds files by hash and, over them, a package index of plain HTML pages (PEP 503), so that pip and uv read it
+as any index: `PIP_INDEX_URL=file:///…/simple`. What is taken from it is checked against this checkout's own pins and
+locks, never against the bundle's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sparkforge.core.errors import UsageError
+from sparkforge.core.paths import typed
+
+VARIABLE = "SPARKFORGE_OFFLINE"
+INDEX = "index.json"
+
+
+def use(folder: Path) -> None:
+    """Take everything from the unpacked bundle in `folder` from now on, in this process and those it starts.
+
+    Raises UsageError if it is no unpacked bundle.
+    """
+    if not (folder / INDEX).is_file():
+        hint = f"./inv bundle.unpack {folder if folder.is_file() else 'FILE'} FOLDER"
+        raise UsageError(f"{folder} is no unpacked bundle", f"it has no {INDEX}", f"unpack the bundle first: {hint}")
+    os.environ |= {VARIABLE: str(folder.absolute()), "PIP_INDEX_URL": (folder.absolute() / "simple").as_uri(),
+                   "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}  # fmt: skip
+
+
+def use_bundle(chosen: str) -> None:
+    """Use the bundle in the folder that a command line names; with an empty name, the network stays in use."""
+    if chosen:
+        use(typed(chosen))
+
+
+def folder() -> Path | None:
+    """Return the folder of the bundle in use; None when the network may be used."""
+    return Path(chosen) if (chosen := os.environ.get(VARIABLE)) else None

@@ -1,0 +1,81 @@
+"""Fetch a pinned wheel that the default package index does not have, such as torch without CUDA, with pip.
+
+In one hash-checked step: from wherever pip is configured to look (a mirror, a find-links folder), else from the index
+that pins.toml names for the component.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sparkforge.core.errors import NetworkError, ProcessError
+from sparkforge.core.files import fsync_directory
+from sparkforge.core.process import run
+from sparkforge.pins import Component
+from sparkforge.sources import fetch
+
+PREFIX = ".pip-"  # of the folder that pip downloads into
+CHECK = "check the folder or mirror that pip is configured with: pip config list"
+MARGIN = 1 << 20  # pip's cache of HTTP answers puts their headers before the body
+LIMITED = """
+import resource, runpy, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+runpy.run_module("pip", run_name="__main__")
+"""
+
+
+def fetch_wheel(component: Component, filename: str) -> Path:
+    """Download a wheel of `component`, which must fit this Python, into the cache unless it is there.
+
+    Return its path. Raises NetworkError or IntegrityError.
+    """
+    sha256 = component.files[filename]
+    target = fetch.cached(filename, sha256)
+    if fetch.intact(target, sha256):
+        return target
+    with fetch.locked_download(target):
+        if fetch.intact(target, sha256):  # another process has fetched it meanwhile
+            return target
+        for stale in target.parent.glob(f"{PREFIX}*"):  # of a killed run: we hold the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=target.parent) as folder:
+            _download(component, filename, Path(folder))
+            downloaded = Path(folder) / filename
+            with downloaded.open("rb+") as file:
+                os.fsync(file.fileno())
+            downloaded.replace(target)
+        fsync_directory(target.parent)
+    return target
+
+
+def _download(component: Component, filename: str, folder: Path) -> None:
+    """Have pip download the wheel. The kernel lets it write no file that is larger than the pin says."""
+    size = component.size_of(filename) or fetch.LARGEST
+    requirement = f"{component.package}=={component.version} --hash=sha256:{component.files[filename]}"
+    base = [sys.executable, "-c", LIMITED, str(size + MARGIN), "download", "--quiet", "--no-deps", "--require-hashes"]
+    base += ["--only-binary", ":all:", "--dest", str(folder), "-r", "/dev/stdin"]
+    reasons = []
+    for index in ([], ["--index-url", str(component.index)]):
+        try:
+            run([*base, *index], stdin=requirement)
+        except ProcessError as error:
+            if "HASHES" in error.why or "do not match" in error.why:
+                raise fetch.wrong_file(str(component.package), error.why, CHECK) from error
+            if "File too large" in error.why:  # EFBIG
+                raise fetch.wrong_file(
+                    str(component.package), f"the pin has {size} bytes, and more came", CHECK
+                ) from error
+            reasons.append(error.why.splitlines()[-1])
+        else:
+            return
+    raise NetworkError(
+        f"cannot fetch {component.package}=={component.version}",
+        " / ".join(reasons),
+        "check the network, or point pip at a folder that holds the wheel: PIP_FIND_LINKS=/folder ./inv up",
+        code="network.fetch",
+    )

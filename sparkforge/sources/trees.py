@@ -1,0 +1,186 @@
+"""Every source that a build from source needs, unpacked or checked out under the checkout's state, by hash.
+
+A tree is in `sources/NAME-VERSION/HASH`, where HASH is the first 12 digits of the archive's sha256 or of the commit.
+Beside it, `HASH.sha256` lists its files as `sha256sum --check` reads them, and `HASH.manifest.json`, written last, says
+what it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.errors import IntegrityError, NetworkError, SparkforgeError
+from sparkforge.core.manifest import Made, Manifest, once
+from sparkforge.pins import Component, GitSource, Pins, Stack
+from sparkforge.sources import archive, fetch, hidden, offline, repositories
+from sparkforge.sources.cmake import Declared
+
+UNPACKER = "1"  # raise it when archive.py or cmake.py would make something else of the same archive
+DIGITS = 12
+ARCHIVE = ".tar.gz"
+
+State = Literal["made", "unchanged", "file", "left out", "missing"]
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """One source: its folder or file (None: there is none), how it got there, and a note for the user."""
+
+    name: str
+    version: str
+    path: Path | None
+    state: State
+    note: str
+    variable: str | None = None  # the variable that names the folder to a build
+
+    def __str__(self) -> str:
+        mark = {"missing": "✗", "left out": "-"}.get(self.state, "✓")
+        return f"{mark} {self.name} {self.version}: {self.state} · {self.note}"
+
+
+def fetch_sources(stack: str, *, table: Pins | None = None, git: bool = True) -> list[SourceTree]:
+    """Fetch every source of `stack` and return them, those left out on purpose included.
+
+    With `git` False only registry files. A repository that cannot be fetched is returned as missing (`require_all`).
+    Raises InputError if upstream hides a dependency that pins.toml lacks, and the errors of `fetch` and `archive`.
+    """
+    chosen = (table or pins.load()).stack(stack)
+    trees = [
+        tree for name, component in chosen.components.items() for tree in _fetch_component(name, component, chosen)
+    ]
+    return [*trees, *(fetch_repository(name, pin, git=git) for name, pin in chosen.git.items())]
+
+
+def print_sources(stack: str, *, git: bool = True) -> None:
+    """Fetch every source of `stack` and print where each is. Raises as `fetch_sources` and `require_all` do."""
+    table = pins.load()
+    trees = fetch_sources(stack, table=table, git=git)
+    for tree in trees:
+        say(str(tree))
+    require_all(trees, table.stack(stack).git)
+
+
+def require_all(trees: list[SourceTree], pinned: Mapping[str, GitSource]) -> None:
+    """Raise NetworkError naming each source that is missing, with the command that fetches it by hand."""
+    if missing := [tree for tree in trees if tree.state == "missing"]:
+        raise NetworkError(
+            f"{len(missing)} of {len(trees)} sources are missing",
+            "\n        ".join(f"{tree.name}: {tree.note}" for tree in missing),
+            "\n        ".join(repositories.fetch_command(tree.name, pinned[tree.name]) for tree in missing),
+            code="network.fetch",
+        )
+
+
+def list_trees(stack: str, *, table: Pins | None = None) -> list[tuple[str, Path]]:
+    """Return (component, folder) for each archive of `stack`, fetched or not."""
+    return [
+        (name, tree_folder(component, file))
+        for name, component in (table or pins.load()).stack(stack).components.items()
+        for file in component.files
+        if component.kind == "sdist" and file.endswith(ARCHIVE)
+    ]
+
+
+def tree_folder(component: Component, filename: str) -> Path:
+    """Return the folder that an archive of `component` is unpacked to."""
+    return sources_folder() / filename.removesuffix(ARCHIVE) / component.files[filename][:DIGITS]
+
+
+def repository_folder(name: str, pin: GitSource) -> Path:
+    """Return the folder that a repository is checked out to."""
+    return sources_folder() / f"{name}-{pin.tag[:DIGITS]}" / pin.commit[:DIGITS]
+
+
+def sources_folder() -> Path:
+    """Return the folder of all sources."""
+    return paths.state() / "sources"
+
+
+def _fetch_component(name: str, component: Component, stack: Stack) -> Iterator[SourceTree]:
+    """Fetch and unpack a component's source archives; a wheel among its files is fetched and left as it is."""
+    if component.kind != "sdist":
+        return
+    for filename in component.files:
+        if filename.endswith(ARCHIVE):
+            manifest, new = unpack_archive(component, filename)
+            declared = [Declared(**entry) for entry in manifest.facts["declared"]]
+            pinned = {key: pin for key, pin in stack.git.items() if pin.of == name}
+            hidden.check(declared, f"{name} {component.version}", pinned)
+            yield SourceTree(
+                name,
+                component.version,
+                tree_folder(component, filename),
+                "made" if new else "unchanged",
+                f"{len(declared)} hidden dependencies, all pinned",
+            )
+        else:
+            path = fetch.fetch_pinned(component, filename)
+            yield SourceTree(name, component.version, path, "file", filename)
+
+
+def unpack_archive(component: Component, filename: str) -> tuple[Manifest, bool]:
+    """Fetch and unpack an archive of `component` unless that is done; return its manifest and whether it was made now.
+
+    The manifest has what the build files would fetch by themselves (facts, `declared`).
+    """
+    target, inputs = tree_folder(component, filename), {filename: component.files[filename], "unpacker": UNPACKER}
+
+    def make(temporary: Path) -> Made:
+        """Fetch and unpack. Raises NetworkError and IntegrityError."""
+        file = fetch.fetch_pinned(component, filename)
+        archive.require_space_for(file, target)
+        listing = archive.unpack(file, temporary, top=filename.removesuffix(ARCHIVE))
+        archive.write_listing(target, listing)
+        declared = [asdict(entry) for entry in hidden.declared(temporary)]
+        return Made({"listing": archive.tree_sha256(listing)}, facts={"declared": declared, "files": len(listing)})
+
+    return once(target, "sources", inputs, make)
+
+
+def fetch_repository(name: str, pin: GitSource, *, git: bool) -> SourceTree:
+    """Fetch a repository that is needed; report one that is not, or that could not be fetched."""
+    version = pin.tag[:DIGITS]
+    if not pin.needed:
+        return SourceTree(name, version, None, "left out", pin.why)
+    if not git:
+        return SourceTree(name, version, None, "left out", "not asked for: registry files only")
+    target = repository_folder(name, pin)
+    fetch_tree = _unpack_bundled if offline.folder() else repositories.clone
+    try:
+        _, new = fetch_tree(name, pin, target)
+    except IntegrityError:
+        raise
+    except SparkforgeError as error:
+        return SourceTree(name, version, None, "missing", error.why.splitlines()[-1])
+    return SourceTree(name, version, target, "made" if new else "unchanged", pin.why, pin.src_dir)
+
+
+def _unpack_bundled(name: str, pin: GitSource, target: Path) -> tuple[Manifest, bool]:
+    """Unpack a repository's copy from the bundle. Raises NetworkError if the bundle has none of this commit."""
+    file = Path(offline.folder() or "") / bundled_path(name, pin)
+
+    def make(temporary: Path) -> Made:
+        """Unpack the bundle's copy. Raises NetworkError and IntegrityError."""
+        if not file.is_file():
+            raise NetworkError(
+                f"cannot fetch {name}", "the bundle has no copy", "see absent in its index.json", code="network.fetch"
+            )
+        listing = archive.unpack(file, temporary)
+        archive.write_listing(target, listing)
+        # No commit among the outputs: git compared nothing here, only the bundle says which commit these files are.
+        return Made(
+            {"listing": archive.tree_sha256(listing)}, facts={"bundle": file.name, "claimed_commit": pin.commit}
+        )
+
+    return once(target, "git", repositories.manifest_inputs(pin), make)
+
+
+def bundled_path(name: str, pin: GitSource) -> str:
+    """Return the path of a repository's copy in a bundle."""
+    return f"git/{name}-{pin.commit}.tar"

@@ -1,0 +1,123 @@
+"""Ask vLLM's own code, of the tree that is first on the path. A program for an interpreter with torch; never imported.
+
+Reads {"cases": [{"capability": [12, 1] | null, "flashinfer": true, "config": {…}}, …], "parser": MODULE,
+"profiles": {name: [argument, …]}} from stdin. The last line of stdout is {"version": …, "source": folder,
+"selections": [{"backend", "error", "warnings"}, …], "profiles": {name: error or ""}}; a part that was not asked for is
+empty, and one that could not run at all is {"error": …}.
+
+`cases` go to the MXFP4 selector. Those without a capability are asked of the CPU as it is and stand first. For the
+others the CPU build's platform claims to be CUDA: nothing but the answers to "which platform?", "which capability?" and
+"is FlashInfer there?" is made up. `profiles` go to the parser of the API server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# gpt-oss-120b as vllm/model_executor/models/gpt_oss.py builds it.
+GPT_OSS = {
+    "num_experts": 128,
+    "num_local_experts": 128,
+    "num_logical_experts": 128,
+    "experts_per_token": 4,
+    "hidden_dim": 2880,
+    "intermediate_size": 2880,
+    "device": "cpu",
+    "has_bias": True,
+}
+
+
+def parse(module: str, profiles: Mapping[str, list[str]]) -> dict[str, str]:
+    """Give each profile's arguments to the parser of `module`; return the error of each, empty where it takes them."""
+    utilities = importlib.import_module("vllm.utils.argparse_utils")
+    build = importlib.import_module(module).make_arg_parser
+    errors = {}
+    for name, words in profiles.items():
+        stderr = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(stderr):
+                build(utilities.FlexibleArgumentParser()).parse_args(["--model", "/model", *words])
+            errors[name] = ""
+        except SystemExit:
+            errors[name] = (stderr.getvalue().strip().splitlines() or ["it is refused without a message"])[-1]
+        except Exception as error:  # noqa: BLE001 - whatever a configuration class raises refuses the value
+            errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return errors
+
+
+def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the experts backend that the selector takes for each case."""
+    import vllm.utils.flashinfer  # noqa: PLC0415
+
+    flashinfer = {"installed": True}
+    # Before the selector is imported, which takes these functions by name.
+    for probe in ("has_flashinfer", "has_flashinfer_cutlass_fused_moe"):
+        setattr(vllm.utils.flashinfer, probe, lambda: flashinfer["installed"])
+    import torch  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe import config as moe  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp4  # noqa: PLC0415
+
+    # No model is loaded, so nobody overrides the activations; the real function asks for the running engine's config.
+    mxfp4.get_current_vllm_config = lambda: SimpleNamespace(model_config=SimpleNamespace(quantization_config=None))
+    model = {
+        **GPT_OSS,
+        "activation": MoEActivation.SWIGLUOAI,
+        "routing_method": moe.RoutingMethodType.Renormalize,
+        "in_dtype": torch.bfloat16,
+        "moe_parallel_config": moe.FusedMoEParallelConfig.make_no_parallel(),
+    }
+    answers = []
+    for case in cases:
+        flashinfer["installed"] = case["flashinfer"]
+        if case["capability"]:
+            claim_cuda(case["capability"])
+        warnings: list[str] = []
+        mxfp4.logger.warning_once = lambda message, *words, warnings=warnings, **_: warnings.append(message % words)
+        backend = error = None
+        try:
+            backend = mxfp4.select_mxfp4_moe_backend(moe.FusedMoEConfig(**{**model, **case["config"]}))[0].value
+        except (ValueError, NotImplementedError) as refusal:
+            error = str(refusal)
+        answers.append({"backend": backend, "error": error, "warnings": warnings})
+    return answers
+
+
+def claim_cuda(capability: list[int]) -> None:
+    """Let the platform that every module holds by now answer as CUDA; the CPU build cannot be imported as CUDA."""
+    import vllm.platforms  # noqa: PLC0415
+    from vllm.platforms.interface import DeviceCapability, PlatformEnum  # noqa: PLC0415
+
+    platform = type(vllm.platforms.current_platform)
+    platform._enum = PlatformEnum.CUDA  # noqa: SLF001
+    platform.device_name = platform.device_type = "cuda"
+    platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*capability))  # noqa: ARG005
+
+
+def main() -> None:
+    """Answer; the parser first, on the platform as it is."""
+    question = json.load(sys.stdin)
+    import vllm  # noqa: PLC0415
+
+    answer: dict[str, Any] = {"version": vllm.__version__, "source": str(Path(vllm.__file__).parent)}
+    for name, part, ask in (
+        ("profiles", "profiles", lambda: parse(question["parser"], question["profiles"])),
+        ("selections", "cases", lambda: select(question["cases"])),
+    ):
+        try:
+            answer[name] = ask() if question.get(part) else None
+        except Exception as error:  # noqa: BLE001 - a release can have moved anything: its error is the answer
+            answer[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

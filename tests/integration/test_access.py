@@ -1,0 +1,154 @@
+"""A real server with an API key: every route that vLLM has needs it, and our own commands send it."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import psutil
+import pytest
+
+from sparkforge.bench import settings
+from sparkforge.bench.settings import BenchSettings
+from sparkforge.core.errors import StorageError
+from sparkforge.core.paths import ROOT
+from sparkforge.serve import client, embedded, launch, record, screen
+from sparkforge.serve.settings import TINY_ID
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent
+KEY = "sesame-2f9c"
+CLOSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, free_port, random_model):
+    work = tmp_path_factory.mktemp("access")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKFORGE_STATE", str(work / "state"))
+        patch.setenv("ROUTES_FILE", str(work / "routes.json"))
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        (work / "key").write_text(f"{KEY}\n")
+        (work / "key").chmod(0o600)
+        (work / "state").mkdir(mode=0o755)
+        allowed = embedded.check("", "", str(work / "key"), "spark.example")
+        command = embedded.describe(Path(sys.executable), random_model, TINY_ID, free_port(), allowed)
+        words = (*command.command, "--middleware", "list_routes.ListRoutes")
+        server = launch.start(dataclasses.replace(command, command=words), lambda _text: None)
+        try:
+            with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as api:
+                yield SimpleNamespace(server=server, api=api, work=work, routes=work / "routes.json")
+        finally:
+            launch.stop()
+
+
+def requests(served):
+    """Yield every method and path that vLLM's application knows."""
+    for path, methods in json.loads(served.routes.read_text()):
+        for method in methods or ["GET"]:
+            yield method, re.sub(r"\{[^}]*\}", "x", path)
+
+
+def test_every_route_but_health_needs_the_key(served):
+    asked = list(requests(served))
+    known = {path for _, path in asked}
+    assert {"/health", "/metrics", "/invocations", "/tokenize", "/load", "/v1/chat/completions", "/version", "/ping",
+            "/generative_scoring", "/scale_elastic_ep", "/v1/models", "/v1/responses/x"} <= known  # fmt: skip
+    assert not {"/docs", "/redoc", "/openapi.json", "/sleep", "/pause", "/collective_rpc"} & known
+    for method, path in asked:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            status = served.api.request(method, path, headers=headers).status_code
+            wanted = 404 if path in CLOSED else 200 if path == "/health" else 401
+            assert (method, path, status) == (method, path, wanted)
+
+
+def test_no_process_of_vllm_can_import_from_the_checkouts_root(served):
+    """Each process's own environment and folder, asked through the interpreter that runs it."""
+    leader = psutil.Process(served.server.pid)
+    processes = [each for each in (leader, *leader.children(recursive=True)) if "python" in each.exe()]
+    assert len(processes) >= 3  # the supervisor, the API server, the engine
+    for process in processes[1:]:
+        environment = process.environ()
+        assert environment["PYTHONSAFEPATH"] == "1"
+        path = subprocess.run(
+            [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"],
+            env=environment, cwd=process.cwd(), capture_output=True, text=True, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        assert str(HERE) in path  # the test's own plugin, put there above
+        assert not {"", str(ROOT)} & {*path}
+
+
+def test_every_route_takes_the_key(served):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for method, path in requests(served):
+        reply = served.api.request(method, path, headers=headers)
+        assert reply.status_code != 401, (method, path)
+        assert "access_error" not in reply.text or path in CLOSED, (method, path)
+    assert client.healthy(served.server.url)
+
+
+@pytest.mark.parametrize(
+    "path", ["/docs", "/redoc", "/openapi.json", "/no-such-path", "/health/", "//health", "/metrics/x"]
+)
+def test_other_paths_need_it_too(served, path):
+    assert served.api.get(path).status_code == 401
+
+
+def test_a_websocket_needs_it(served):
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+               "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}  # fmt: skip
+    assert served.api.get("/v1/realtime", headers=upgrade).status_code == 403
+
+
+def test_a_foreign_host_is_refused_also_with_the_key(served):
+    key = {"Authorization": f"Bearer {KEY}"}
+    for host in ("evil.example", f"evil.example:{served.server.port}", "localhost:1"):
+        assert served.api.get("/health", headers={"Host": host}).status_code == 403
+        assert served.api.get("/v1/models", headers={"Host": host, **key}).status_code == 403
+    for host in (f"localhost:{served.server.port}", "spark.example", "spark.example:80"):
+        assert served.api.get("/v1/models", headers={"Host": host, **key}).status_code == 200
+
+
+def test_our_commands_send_it(served, capsys):
+    server = record.running()
+    assert server == served.server
+    assert server.key == KEY
+    screen.show_status(server)
+    screen.show_chat(server, "Hello", 4)
+    assert "healthy · API key required · embedded" in capsys.readouterr().out
+    assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == TINY_ID
+
+
+def test_the_key_is_in_no_argument_record_or_log(served):
+    state = served.work / "state"
+    assert KEY not in " ".join(psutil.Process(served.server.pid).cmdline())
+    for file in (state / "server.json", state / "logs" / "server.log"):
+        assert KEY not in file.read_text(errors="replace")
+
+
+def test_the_record_and_its_folder_are_closed_to_others(served):
+    state = served.work / "state"
+    assert state.stat().st_mode & 0o777 == 0o700
+    assert (state / "server.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_changed_is_told(served, capsys):
+    file = served.work / "key"
+    file.write_text("another\n")
+    screen.show_status(record.running())
+    file.write_text(f"{KEY}\n")
+    assert "no longer the one in" in capsys.readouterr().out
+
+
+def test_a_record_that_names_another_file_sends_nothing(served, tmp_path):
+    (tmp_path / "diary").write_text("dear-diary")
+    forged = dataclasses.replace(served.server, key_file=str(tmp_path / "diary"))
+    with pytest.raises(
+        StorageError, match="was not started with that file", check=lambda error: error.code == "storage.access"
+    ):
+        _ = forged.key

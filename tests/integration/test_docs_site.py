@@ -1,0 +1,48 @@
+"""MkDocs builds the documentation with --strict, and the site loads nothing from another server."""
+
+import re
+import shutil
+
+import pytest
+
+from sparkforge.cli import docs
+from sparkforge.core import paths
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.paths import ROOT
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def site():
+    return docs.build(strict=True)
+
+
+def test_every_page_is_in_the_site(site):
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    built = {path.relative_to(site) for path in site.rglob("*.html")}
+    assert pages <= built
+
+
+def test_site_loads_nothing_from_another_server(site):
+    loads = re.compile(
+        r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
+    )
+    assert not [page for page in site.rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]
+    sheets = re.compile(r"(?:@import|url\()\s*[\"']?(?:https?:)?//")
+    assert not [sheet for sheet in site.rglob("*.css") if sheets.search(sheet.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("link", ["no-such-page.md", "glossary.md#no-such-heading"])
+def test_broken_link_fails_the_build_and_keeps_the_old_site(site, link, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    with (tmp_path / "docs" / "index.md").open("a", encoding="utf-8") as page:
+        page.write(f"\n[broken]({link})\n")
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    before = (site / "index.html").read_bytes()
+    with pytest.raises(
+        ProcessError, match=link.partition("#")[2] or link, check=lambda error: error.code == "process.failed"
+    ):
+        docs.build(strict=True)
+    assert (site / "index.html").read_bytes() == before

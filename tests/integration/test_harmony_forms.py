@@ -1,0 +1,288 @@
+"""What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
+
+WRONG holds each answer that is vLLM's fault, as it is today, beside the right one. When a patch or a release
+changes one, the test fails and says so, so that the row goes.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.models import scripted, tiny
+from sparkforge.models.scripted import Script
+from sparkforge.serve import client, embedded
+
+pytestmark = pytest.mark.integration
+MODEL = "scripted"
+JSON = '{"city": "Oslo"}'
+# Name → what the model writes behind `<|start|>assistant`.
+FORMS = {
+    "final": "<|channel|>final<|message|>I have a toy and a book.<|return|>",
+    "final json": f"<|channel|>final json<|message|>{JSON}<|return|>",
+    "final constrain": f"<|channel|>final <|constrain|>json<|message|>{JSON}<|return|>",
+    "two messages": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>All done.<|return|>",
+    "two finals": "<|channel|>final<|message|>First part.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Second part.<|return|>",
+    "no start": "<|channel|>analysis<|message|>Let me think.<|end|>assistant"
+    "<|channel|>final<|message|>All done.<|return|>",
+    "text first": "Plain words without a header.<|return|>",
+    "message first": "<|message|>Words without a channel.<|return|>",
+    "start first": "<|start|>assistant<|channel|>final<|message|>All done.<|return|>",
+    "commentary, then a call": "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
+    "recipient in the role": f" to=functions.weather<|channel|>commentary json<|message|>{JSON}<|call|>",
+    "recipient in the channel": f"<|channel|>commentary to=functions.weather json<|message|>{JSON}<|call|>",
+    "recipient in both": f" to=functions.weather<|channel|>commentary to=functions.weather json<|message|>"
+    f"{JSON}<|call|>",
+    "analysis, then JSON": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
+    f"<|channel|>final json<|message|>{JSON}<|return|>",
+    "unknown channel": "<|channel|>musings<|message|>Let me see.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>All done.<|return|>",
+    "ends in a channel": "<|channel|>fin",
+    "ends before a channel": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant",
+    "ends in a recipient": "<|channel|>commentary to=functions.wea",
+}
+# Words that are one token, at the begin of a text and behind a space.
+CUES = [
+    "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
+    "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf",
+]  # fmt: skip
+CUE_OF = dict(zip(FORMS, CUES, strict=False))
+TOKENS = 100
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+# What a request has besides the message.
+REQUESTS = {
+    "plain": {},
+    "stop": {"stop": ["toy", "think"]},
+    "schema": {"response_format": FORMAT},
+    "object": {"response_format": {"type": "json_object"}},
+    "auto": {"tools": [TOOL]},
+    "required": {"tools": [TOOL], "tool_choice": "required"},
+    "named": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "none": {"tools": [TOOL], "tool_choice": "none"},
+}
+
+
+class Answer(NamedTuple):
+    """What a client gets."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    finish: str = "stop"
+
+
+CALL = (("weather", JSON),)
+DONE, THOUGHT, LOOK_UP = "All done.", "Let me think.", "I look it up."
+CALLED = Answer(calls=CALL, finish="tool_calls")
+# Form, request → the right answer, streamed or not.
+RIGHT = {
+    ("final", "plain"): Answer("I have a toy and a book."),
+    ("final json", "plain"): Answer(JSON),
+    ("final constrain", "plain"): Answer(JSON),
+    ("two messages", "plain"): Answer(DONE, THOUGHT),
+    ("no start", "plain"): Answer(DONE, THOUGHT),
+    ("text first", "plain"): Answer("Plain words without a header."),
+    ("message first", "plain"): Answer("Words without a channel."),
+    ("start first", "plain"): Answer(DONE),
+    ("unknown channel", "plain"): Answer(DONE),
+    ("ends in a channel", "plain"): Answer(),
+    ("ends before a channel", "plain"): Answer("", THOUGHT),
+    ("ends in a recipient", "auto"): Answer(),
+    ("commentary, then a call", "auto"): Answer(LOOK_UP, calls=CALL, finish="tool_calls"),
+    ("recipient in the role", "auto"): CALLED,
+    ("recipient in the channel", "auto"): CALLED,
+    ("recipient in both", "auto"): CALLED,
+    ("final", "auto"): Answer("I have a toy and a book."),
+    ("final json", "auto"): Answer(JSON),
+    ("recipient in the role", "required"): CALLED,
+    ("recipient in the channel", "required"): CALLED,
+    ("commentary, then a call", "required"): Answer(LOOK_UP, calls=CALL, finish="tool_calls"),
+    ("recipient in the role", "named"): Answer(calls=CALL),
+    ("recipient in the channel", "named"): Answer(calls=CALL),
+    ("final", "stop"): Answer("I have a "),
+    ("two messages", "stop"): Answer("", "Let me "),
+    ("final json", "schema"): Answer(JSON),
+    ("final json", "object"): Answer(JSON),
+    ("final constrain", "schema"): Answer(JSON),
+    ("final constrain", "object"): Answer(JSON),
+    ("analysis, then JSON", "schema"): Answer(JSON, THOUGHT),
+    ("final", "none"): Answer("I have a toy and a book."),
+    ("recipient in the channel", "none"): Answer(JSON),
+    ("recipient in the role", "none"): Answer(JSON),
+}
+# vLLM's faults, by its issue or pull request where one is known.
+FINAL_JSON = "the content type of `final json` is read as a recipient (vLLM #41902 is the symptom)"
+STOP = "stop strings cut the text, and the answer is parsed from tokens (vLLM #52599, pull request 52612)"
+HEADER = "what the parser cannot read is given as content, special tokens included (vLLM #37030, #45736)"
+NO_START = "a message without <|start|> is lost (vLLM #37030)"
+BOTH = "a recipient that is written twice is lost"
+NONE = "a call that the client forbade is lost, and streamed as a call (after vLLM pull request 30867)"
+JSON_CALLED = (("json", JSON),)
+# Form, request → reason, today's answer, and today's answer streamed.
+WRONG = {
+    ("final json", "plain"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
+    ("final json", "schema"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
+    ("final json", "object"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
+    ("final json", "auto"): (FINAL_JSON, *[Answer(calls=JSON_CALLED, finish="tool_calls")] * 2),
+    ("analysis, then JSON", "schema"): (
+        FINAL_JSON,
+        Answer("", THOUGHT),
+        Answer("", THOUGHT, JSON_CALLED, "tool_calls"),
+    ),
+    ("final", "stop"): (STOP, *[Answer("I have a toy")] * 2),
+    ("two messages", "stop"): (STOP, *[Answer("", "Let me think")] * 2),
+    ("no start", "plain"): (NO_START, *[Answer("", THOUGHT)] * 2),
+    ("text first", "plain"): (HEADER, *[Answer("Plain words without a header.<|return|>")] * 2),
+    ("message first", "plain"): (NO_START, *[Answer()] * 2),
+    ("ends in a channel", "plain"): (HEADER, *[Answer("<|channel|>fin<|return|>")] * 2),
+    ("ends in a recipient", "auto"): (HEADER, *[Answer("<|channel|>commentary to=functions.wea<|return|>")] * 2),
+    ("ends before a channel", "plain"): (HEADER, *[Answer("<|start|>assistant<|return|>", THOUGHT)] * 2),
+    ("recipient in both", "auto"): (BOTH, *[Answer()] * 2),
+    ("recipient in the channel", "none"): (NONE, Answer(), CALLED),
+    ("recipient in the role", "none"): (NONE, Answer(), CALLED),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, free_port):
+    """A client of vLLM that serves every form."""
+    work, port = tmp_path_factory.mktemp("forms"), free_port()
+    checkpoint = tiny.write_tiny(
+        work / "model", scripted.weights([Script(CUE_OF[form], text) for form, text in FORMS.items()])
+    )
+    launch = embedded.describe(Path(sys.executable), checkpoint, MODEL, port)
+    environment = {
+        **os.environ, **launch.environment, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(work / "cache"),
+    }  # fmt: skip
+    pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
+    started, url = started_at(pid), f"http://127.0.0.1:{port}"
+    try:
+        up = client.wait_until_serving(url, MODEL, time.monotonic() + 600, lambda: started_at(pid) == started)
+        assert up, (work / "log").read_text(errors="replace")[-3000:]
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    finally:
+        terminate_session(pid)
+
+
+def whole(served, form, request):
+    """Ask for an answer in one piece."""
+    messages = [{"role": "user", "content": CUE_OF[form]}]
+    response = served.chat.completions.create(model=MODEL, messages=messages, max_tokens=TOKENS, **REQUESTS[request])
+    (choice,) = response.choices
+    calls = tuple((call.function.name, call.function.arguments) for call in choice.message.tool_calls or ())
+    return Answer(choice.message.content or "", choice.message.reasoning or "", calls, choice.finish_reason)
+
+
+def streamed(served, form, request):
+    """Ask for the answer as a stream, and put it together."""
+    messages = [{"role": "user", "content": CUE_OF[form]}]
+    content, reasoning, calls, finish = "", "", {}, ""
+    for event in served.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=TOKENS, stream=True, **REQUESTS[request]
+    ):
+        for choice in event.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning", None) or ""
+            for call in choice.delta.tool_calls or ():
+                name, arguments = calls.get(call.index, ("", ""))
+                calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+            finish = choice.finish_reason or finish
+    return Answer(content, reasoning, tuple(calls.values()), finish)
+
+
+@pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("form", "request_name"), RIGHT, ids=[", ".join(key) for key in RIGHT])
+def test_a_client_gets_the_answer_or_a_known_fault(served, form, request_name, ask):
+    answer = ask(served, form, request_name)
+    if (form, request_name) in WRONG:
+        reason, *today = WRONG[form, request_name]
+        assert answer == today[ask is streamed], f"no longer what it was with: {reason}"
+    else:
+        assert answer == RIGHT[form, request_name]
+
+
+def test_no_fault_is_listed_that_is_none():
+    assert set(WRONG) < set(RIGHT)
+    assert not [key for key, (_, *today) in WRONG.items() if today == [RIGHT[key]] * 2]
+
+
+def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
+    """The profile's flag: so a model that is trained to call what it is shown answers instead."""
+
+    def length(request):
+        messages = [{"role": "user", "content": CUE_OF["final"]}]
+        response = served.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=TOKENS, **REQUESTS[request]
+        )
+        return response.usage.prompt_tokens
+
+    assert length("none") == length("plain") < length("auto")
+
+
+def test_a_schema_that_is_none_is_refused_without_a_reason(served):
+    """vLLM's fault: the message names a key of its own grammar, not the client's schema."""
+    wrong = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid grammar specification: 'triggers'"):
+        served.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "cat"}], max_tokens=TOKENS, response_format=wrong
+        )
+
+
+def test_an_image_is_ignored_without_a_word(served):
+    """vLLM's fault: gpt-oss takes no images."""
+    parts = [
+        {"type": "text", "text": CUE_OF["final"]},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+    ]
+    response = served.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=TOKENS
+    )
+    assert response.choices[0].message.content == RIGHT["final", "plain"].content
+
+
+RESPONSES = {
+    "final": ["message"],
+    "two messages": ["reasoning", "message"],
+    "final constrain": ["message"],
+    "final json": ["mcp_call"],  # FINAL_JSON: a message
+    "recipient in the role": ["function_call"],
+    "commentary, then a call": ["message", "function_call"],
+    "recipient in both": [],  # BOTH: a function_call
+}
+
+
+@pytest.mark.parametrize("form", RESPONSES)
+def test_the_responses_api_gives_these_items(served, form):
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    response = served.responses.create(model=MODEL, input=CUE_OF[form], max_output_tokens=TOKENS, tools=tools)
+    assert [item.type for item in response.output] == RESPONSES[form]
+
+
+@pytest.mark.parametrize("form", ["message first", "unknown channel"])
+def test_the_responses_api_refuses_a_request_for_what_the_model_wrote(served, form):
+    """vLLM's fault: the client did nothing wrong."""
+    with pytest.raises(openai.BadRequestError, match="Unknown channel"):
+        served.responses.create(model=MODEL, input=CUE_OF[form], max_output_tokens=TOKENS)
+
+
+def test_no_response_can_be_continued(served):
+    """vLLM's fault: `store` is off unless VLLM_ENABLE_RESPONSES_API_STORE is set, and then nothing is ever removed."""
+    first = served.responses.create(model=MODEL, input=CUE_OF["final"], max_output_tokens=TOKENS)
+    with pytest.raises(openai.NotFoundError):
+        served.responses.create(model=MODEL, input="go on", previous_response_id=first.id, max_output_tokens=TOKENS)

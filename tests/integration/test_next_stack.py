@@ -1,0 +1,95 @@
+"""The data of the stack spark-next against the sources that it cites: vLLM's and FlashInfer's own archives."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.compile.flashinfer import sets
+from sparkforge.compile.flashinfer.sets import KernelTable
+from sparkforge.compile.vllm import targets
+from sparkforge.compile.vllm.targets import TargetTable
+from sparkforge.core.documents import read_toml
+from sparkforge.core.paths import ROOT
+from sparkforge.patching.series import Queue
+from sparkforge.sources import hidden, trees
+
+pytestmark = pytest.mark.integration
+STACK = pins.load().stack("spark-next")
+VLLM, FLASHINFER = STACK.components["vllm"], STACK.components["flashinfer"]
+KERNELS = KernelTable.model_validate(read_toml(Path(sets.__file__).with_name(f"kernels-{FLASHINFER.version}.toml")))
+TARGETS = TargetTable.model_validate(read_toml(Path(targets.__file__).with_name(f"targets-{VLLM.version}.toml")))
+OTHER_DEVICES = {"_C", "_rocm_C", "_C_AVX2", "_C_AVX512"}
+
+
+def source(component):
+    filename = next(name for name in component.files if name.endswith(".tar.gz"))
+    trees.unpack_archive(component, filename)
+    return trees.tree_folder(component, filename)
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    return source(VLLM)
+
+
+def test_what_the_build_would_fetch_by_git_is_pinned(vllm):
+    hidden.check(hidden.declared(vllm), f"vllm {VLLM.version}", STACK.git)
+
+
+def test_every_call_of_a_kernel_is_at_its_line(vllm):
+    assert KERNELS.flashinfer == FLASHINFER.version
+    for call in KERNELS.calls.values():
+        assert call.text in (vllm / call.file).read_text().splitlines()[call.line - 1], call
+
+
+def test_every_cmake_target_is_in_the_table_at_its_line(vllm):
+    paths = {target.where.partition(":")[0] for target in TARGETS.targets.values()}
+    files = {path: (vllm / path).read_text() for path in paths}
+    defined = {name for text in files.values() for name in re.findall(r"define_extension_target\(\s*(\w+)", text)}
+    defined |= {name for text in files.values() for name in re.findall(r"add_custom_target\((\w+)", text)}
+    defined |= set(re.findall(r'CMakeExtension\(name="[\w.]*?(\w+)"', (vllm / "setup.py").read_text()))
+    assert TARGETS.version == VLLM.version
+    assert set(TARGETS.targets) == defined - OTHER_DEVICES
+    for name, target in TARGETS.targets.items():
+        path, _, line = target.where.partition(":")
+        first, second = files[path].splitlines()[int(line) - 1 : int(line) + 1]
+        assert first.strip().startswith(
+            ("define_extension_target(", "add_custom_target(", "FetchContent_MakeAvailable(")
+        )
+        assert "define" not in first or second.strip() == name
+    assert {name: option.variable for name, option in TARGETS.repositories.items()} == {
+        name: STACK.git[name].src_dir for name in TARGETS.repositories
+    }
+
+
+def test_the_sink_modules_have_the_names_that_the_patched_wrapper_requests():
+    tree, queue = source(FLASHINFER), Queue.load(ROOT / "patches" / FLASHINFER.patches)
+    path = "flashinfer/attention/_core.py"
+    text = (tree / path).read_bytes()
+    for change in (change for patch in queue.patches for change in patch.changes if change.path == path):
+        text = change.apply(text)
+    (wrapper,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name == "BatchAttentionWithAttentionSinkWrapper"
+    )
+    parts = {
+        node.targets[0].id: node.value
+        for node in ast.walk(wrapper)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("jit_args", "jit_kwargs")
+    }
+    name = compile(ast.Expression(parts["jit_args"].elts[0]), "wrapper", "eval")
+    modules = [module for module in KERNELS.module if module.call == "prefill"]
+    assert len(modules) == 4
+    for module in modules:
+        scope = {
+            "backend": "fa2", "q_data_type": "bf16", "head_dim_qk": 64, "head_dim_vo": 64,
+            "kv_data_type": "e4m3" if module.audit.endswith("_fp8") else "bf16",
+            "window_left": 127 if "swa_True" in module.name else -1,
+            "filename_safe_dtype_map": {"bf16": "bf16", "e4m3": "e4m3"},
+        }  # fmt: skip
+        assert eval(name, scope) == module.name  # noqa: S307 - an f-string of the pinned archive
+        assert {key.value for key in parts["jit_kwargs"].keys} <= module.arguments.keys()

@@ -1,0 +1,52 @@
+"""The plugin's tests on each release of vLLM that it supports and the environment does not have.
+
+The release's own Python, from its sdist, runs over the environment's dependencies. `VLLM_TARGET_DEVICE=cpu` selects
+vLLM's CPU platform without a CPU build (vllm/platforms/__init__.py). Compiled extensions are absent and nothing stands
+in for them: whatever calls one fails.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from spark_mxfp4.vllm.versions import SUPPORTED
+from sparkforge import pins
+from sparkforge.core.paths import ROOT
+from sparkforge.sources import trees
+
+pytestmark = pytest.mark.integration
+
+TABLE = pins.load()
+INSTALLED = TABLE.component("embedded", "vllm").version
+SDISTS = {
+    component.version: component
+    for stack in TABLE.stacks.values()
+    for component in stack.components.values()
+    if (component.package, component.kind) == ("vllm", "sdist") and component.version in SUPPORTED
+}
+
+
+def test_every_supported_release_is_pinned():
+    assert SDISTS.keys() == set(SUPPORTED)
+    assert INSTALLED in SUPPORTED
+
+
+@pytest.mark.parametrize("release", [version for version in SUPPORTED if version != INSTALLED])
+def test_the_plugins_tests_pass_on_its_real_python(release):
+    component = SDISTS[release]
+    [archive] = component.files
+    trees.unpack_archive(component, archive)
+    python_path = os.pathsep.join(
+        filter(None, [str(trees.tree_folder(component, archive)), os.environ.get("PYTHONPATH")])
+    )
+    settings = {"PYTHONPATH": python_path, "VLLM_TARGET_DEVICE": "cpu", "SPARKFORGE_TEST_VLLM": release}
+    tests = ROOT / "tests" / "integration" / "test_vllm_plugin.py"
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.fullmatch(r"\d+ passed(, \d+ warnings)? in .*", process.stdout.splitlines()[-1]), process.stdout

@@ -1,0 +1,129 @@
+"""All attacks for some minutes, with the counts as JSON: what `./inv test --robustness [--minutes N]` runs.
+
+Half of the time goes to faults and kills, a tenth to races, the rest to malformed input. Scenarios and parsers run side
+by side, one for each core, in processes of their own; each gets a share of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from robustness.parsers import PARSERS
+from robustness.races import RACED
+from robustness.scenarios import SCENARIOS
+
+FAULTS, RACES = 0.5, 0.1  # shares of the time
+SHORTEST = 5.0  # seconds for one of them
+START = 3.0  # seconds that a process takes before its first run
+BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals", "unsound")
+
+
+def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+    """Run one program of this package for `seconds`; return its counts."""
+    output = folder / f"{module}-{name}.json"
+    words = [sys.executable, "-m", f"robustness.{module}", name, "--seconds", f"{seconds:.0f}", "--json", str(output)]
+    words += [] if module == "races" else ["--seed", str(seed)]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    if not output.exists():
+        detail = (done.stdout + done.stderr)[-2000:]
+        return {"scenario": name, "tracebacks": 1, "failures": [{"broken": "it did not run", "detail": detail,
+                                                                 "repeat": " ".join(words)}]}  # fmt: skip
+    sys.stderr.write(f"{module:6} {done.stdout.strip()}\n{done.stderr}")
+    value = json.loads(output.read_text())
+    row: dict[str, Any] = value[0] if isinstance(value, list) else value
+    return row
+
+
+def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
+    """Run everything; return the document."""
+    begun, room = time.monotonic(), minutes * 60 * workers
+    jobs = [
+        ("faults", name, room * FAULTS * share) for name, share in _shares({s.name: s.cost for s in SCENARIOS.values()})
+    ]
+    jobs += [("races", name, room * RACES / len(RACED)) for name in RACED]
+    left = room * (1 - FAULTS - RACES)
+    jobs += [("fuzz", name, left * share) for name, share in _shares({p.name: p.cost for p in PARSERS.values()})]
+    with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as place, ThreadPoolExecutor(workers) as pool:
+        folder = Path(place)
+        rows = list(
+            pool.map(lambda job: (job[0], run(job[0], job[1], max(SHORTEST, job[2] - START), seed, folder)), jobs)
+        )
+    totals: Counter[str] = Counter()
+    for _, row in rows:
+        totals.update({name: value for name, value in row.items() if isinstance(value, int)})
+    wanted = ("faults", "kills", "runs", "inputs", *BROKEN)
+    return {
+        "schema": 1,
+        "seed": seed,
+        "seconds": round(time.monotonic() - begun),
+        "totals": {name: totals[name] for name in wanted},
+        **{module: [row for each, row in rows if each == module] for module in ("faults", "races", "fuzz")},
+    }
+
+
+def _shares(costs: dict[str, float]) -> list[tuple[str, float]]:
+    """Return the share of the time for each name, the longest first: the root of its cost, so that all get some."""
+    roots = {name: cost**0.5 for name, cost in costs.items()}
+    return sorted(((name, root / sum(roots.values())) for name, root in roots.items()), key=lambda pair: -pair[1])
+
+
+def show(document: dict[str, Any]) -> str:
+    """Return a table of the counts, and the command that repeats each failure."""
+    lines = []
+    for module, columns in (
+        ("faults", ("operations", "faults", "kills", "tracebacks", "hangs", "unhealed", "lost", "litter")),
+        ("races", ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs")),
+        ("fuzz", ("inputs", "accepted", "declared", "named", "tracebacks", "hangs")),
+    ):
+        lines.append(f"{module:22}" + "".join(f"{column:>15}" for column in columns))
+        for row in document[module]:
+            name = row.get("scenario") or row.get("parser")
+            lines.append(f"{name:22}" + "".join(f"{row.get(column, 0):>15,}" for column in columns))
+        lines.append("")
+    for module in ("faults", "races", "fuzz"):
+        for row in document[module]:
+            lines += _failures(row.get("failures", []))
+    lines.append(", ".join(f"{value:,} {name}" for name, value in document["totals"].items()))
+    return "\n".join(lines)
+
+
+def _failures(failures: Sequence[Any]) -> list[str]:
+    """Return one line for each kind of failure, with the command that repeats one of them."""
+    kinds = {}
+    for failure in failures:
+        if isinstance(failure, str):
+            kinds[failure.partition("\n")[0]] = failure.partition("\n")[0]
+            continue
+        kind = (failure.get("broken", ""), failure.get("where") or failure.get("operation", "").partition(" ")[0])
+        kinds[kind] = f"✗ {failure['broken']} {kind[1]}\n    {failure['repeat']}"
+    return list(kinds.values())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns 1 if anything was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(words)
+    document = campaign(options.minutes, options.seed, options.workers)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    sys.stdout.write(f"{show(document)}\n{options.output}\n")
+    return 1 if any(document["totals"][name] for name in BROKEN) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,756 @@
+"""Every parser: samples that it accepts, and the call that reads one through the parser's public door.
+
+A call may raise errors of ours. It raises AssertionError where something was accepted that must not be.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import struct
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import httpx
+import zstandard
+
+from robustness.scenario import write
+from robustness.scenarios import archives, benchmarks, checkpoints, patching, sources
+from sparkforge import pins
+from sparkforge.audit import elf, sass
+from sparkforge.audit import rules as audit_rules
+from sparkforge.audit.cubins import Reader, Tools
+from sparkforge.audit.report import audit_files
+from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings
+from sparkforge.compile import ninjafile, peaks
+from sparkforge.compile.peaks import Peaks
+from sparkforge.core import manifest, redact
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.paths import ROOT
+from sparkforge.doctor import logscan, signatures
+from sparkforge.models import hub
+from sparkforge.models import table as models
+from sparkforge.models.hub_mirror import Mirror
+from sparkforge.patching import hunks, provenance
+from sparkforge.patching import wheels as patched_wheels
+from sparkforge.patching.series import Patch, Queue
+from sparkforge.pins import debian, index, verify, wheels
+from sparkforge.pins.patched import load_patched
+from sparkforge.plan import architecture
+from sparkforge.serve import client, failure, profiles, record
+from sparkforge.serve import settings as container
+from sparkforge.serve.command_line import ServerCommand
+from sparkforge.sources import archive, bundle, hidden
+from validate.facts import checkpoint, fact
+from validate.facts.target import Options, Target
+
+Read = Callable[[bytes, Path], object]
+
+
+def _no_setup(scratch: Path) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Parser:
+    """One parser. `samples` may use the folder that `read` gets; `around` surrounds a run; `cost` is as of Scenario."""
+
+    name: str
+    samples: Callable[[Path], list[bytes]]
+    read: Read
+    around: Callable[[Path], AbstractContextManager[None]] = _no_setup
+    cost: float = 1.0
+
+
+def _texts(*texts: str) -> Callable[[Path], list[bytes]]:
+    return lambda _scratch: [text.encode() for text in texts]
+
+
+def _files(*names: str) -> Callable[[Path], list[bytes]]:
+    """Samples are files of this checkout; long ones count by their first part, at a line's end."""
+    return lambda _scratch: [_short((ROOT / name).read_bytes()) for name in names]
+
+
+def _short(data: bytes, longest: int = 6000) -> bytes:
+    if len(data) <= longest:
+        return data
+    cut = data.rfind(b"\n\n", 0, longest)
+    return data[: cut + 1] if cut > 0 else data[: data.rfind(b"\n", 0, longest) + 1]
+
+
+def _pins_without_git(_scratch: Path) -> list[bytes]:
+    """Return pins.toml without its longest tables, to which nothing in it refers; `_files` would cut off others."""
+    tables = (ROOT / "pins.toml").read_bytes().split(b"\n\n")
+    return [b"\n\n".join(table for table in tables if b".git." not in table.partition(b"]")[0])]
+
+
+def _loaded(load: Callable[[Path], object], name: str) -> Read:
+    """Read by a loader that takes a path."""
+
+    def read(data: bytes, scratch: Path) -> object:
+        return load(write(scratch / name, data))
+
+    return read
+
+
+# Patches
+
+
+DIFF = patching.CHANGES.format(word="TWO")
+PATCH = patching.HEADER + DIFF
+
+
+def _read_hunks(data: bytes, _scratch: Path) -> None:
+    for change in hunks.parse("0001-x.patch", data.decode(errors="replace")):
+        before = patching.BEFORE.get(change.path)
+        change.apply(before.encode() if before else None)
+
+
+def _read_header(data: bytes, scratch: Path) -> None:
+    Patch.load(write(scratch / "0001-x.patch", data + b"---\n" + DIFF.encode()))
+
+
+def _read_series(data: bytes, scratch: Path) -> None:
+    folder = scratch / "up-1"
+    write(folder / "0001-a.patch", PATCH)
+    write(folder / "0002-b.patch", PATCH)
+    Queue.load(write(folder / "series", data).parent)
+
+
+def _read_installed(data: bytes, scratch: Path) -> None:
+    folder = scratch / "up-1"
+    write(folder / "0001-a.patch", PATCH)
+    write(folder / "series", "0001-a.patch\n")
+    Queue.load(write(folder / "installed", data).parent)
+
+
+def _tree(scratch: Path) -> Path:
+    manifest.remove(scratch / "tree")
+    for path, text in patching.BEFORE.items():
+        write(scratch / "tree" / path, text)
+    return scratch / "tree"
+
+
+def _origins(scratch: Path) -> list[bytes]:
+    """Return the patches/upstream.json of a patched wheel."""
+    component = patching.table().component("s", "up")
+    source = write(scratch / patching.NAME, patching.wheel())
+    queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
+    with (scratch / "out.whl").open("wb") as output:
+        patched_wheels.make(source, component, queue, 1, output)
+    with zipfile.ZipFile(scratch / "out.whl") as opened:
+        return [opened.read("up-1+sparkforge.1.dist-info/patches/upstream.json")]
+
+
+def _read_origin(data: bytes, scratch: Path) -> None:
+    write(scratch / "up-1.dist-info/patches/upstream.json", data)
+    verify.read_origin(scratch / "up-1.dist-info")
+
+
+def _read_upstream_wheel(data: bytes, scratch: Path) -> None:
+    """Patch a wheel that somebody changed: what comes out is a wheel that can be unpacked."""
+    source = write(scratch / patching.NAME, data)
+    queue = Queue.load(patching.queue(scratch, "patches", "TWO"))
+    with (scratch / "out.whl").open("wb") as output:
+        patched_wheels.make(source, patching.table().component("s", "up"), queue, 1, output)
+    with contextlib.suppress(
+        IntegrityError
+    ):  # a member that no patch touches may be damaged inside: its hash is pinned
+        archive.unpack(scratch / "out.whl", scratch / "unpacked")
+
+
+def _read_oracle(data: bytes, scratch: Path) -> None:
+    """What git refuses we refuse; what both accept gives the same files."""
+    try:
+        changes = hunks.parse("0001-x.patch", data.decode())
+        ours = {path: text.encode() for path, text in patching.BEFORE.items()}
+        for change in changes:
+            content = change.apply(ours.pop(change.path, None))
+            if content is not None:
+                ours[change.path] = content
+    except UnicodeDecodeError:
+        return
+    root = _tree(scratch)
+    done = subprocess.run(
+        ["git", "-c", "core.autocrlf=false", "apply", "-p1", "--whitespace=nowarn", "-"],  # noqa: S607
+        cwd=root, input=data, capture_output=True, check=False, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(scratch), "GIT_CONFIG_GLOBAL": "/dev/null",
+             "GIT_CONFIG_NOSYSTEM": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"git refuses it: {done.stderr.decode(errors='replace')[:300]}"
+    theirs = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert ours == theirs, "git makes other files of it"
+
+
+# Archives
+
+
+def _raw_tar(files: Mapping[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as out:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            out.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+SMALL = {"a.py": b"x = 1\n", "d/b.py": b"y\n" * 200, "d/é" * 60: b"", "e": b"\0" * 700}
+
+
+def _zip(method: int) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", method) as out:
+        for name, content in SMALL.items():
+            out.writestr(name, content)
+    return data.getvalue()
+
+
+def _zips(_scratch: Path) -> list[bytes]:
+    return [_zip(method) for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)]
+
+
+def _tars(_scratch: Path) -> list[bytes]:
+    return [_raw_tar(SMALL), _raw_tar({"a": b"1"})]
+
+
+def _unpack(name: str) -> Read:
+    def read(data: bytes, scratch: Path) -> None:
+        """Unpack, and look that nothing stands beside the target."""
+        file = write(scratch / name, data)
+        target = scratch / "in/target"
+        try:
+            archive.unpack(file, target)
+        finally:
+            beside = sorted(path.name for path in (*scratch.iterdir(), *(scratch / "in").iterdir()))
+            manifest.remove(scratch / "in")
+            assert beside in (sorted(["in", name, "target"]), sorted(["in", name])), f"something lies outside: {beside}"
+
+    return read
+
+
+def _bundles(_scratch: Path) -> list[bytes]:
+    members = {"pins.toml": b"schema = 1\n", "files/x/y.whl": b"wheel"}
+    listed = {path: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for path, data in members.items()}
+    value = {"schema": bundle.SCHEMA, "stack": "s", "target": "t", "members": listed, "absent": []}
+    return [_raw_tar({"index.json": json.dumps(value, indent=1).encode(), **members})]
+
+
+def _read_bundle(data: bytes, scratch: Path) -> None:
+    """Unpack a bundle: what is accepted holds what its index lists."""
+    file = write(scratch / "b.tar", data)
+    manifest.remove(scratch / "out")
+    manifest.beside(scratch / "out").unlink(missing_ok=True)
+    bundle.unpack(file, scratch / "out")
+    for path, entry in json.loads((scratch / "out/index.json").read_bytes())["members"].items():
+        assert hashlib.sha256((scratch / "out" / path).read_bytes()).hexdigest() == entry["sha256"], path
+
+
+# Binaries
+
+
+TARGET = "sm_121a"
+SECTIONS = b"\0.shstrtab\0.note.nv.tkinfo\0.text.kernel\0"
+
+
+def _section(name: bytes, kind: int, at: int, size: int) -> bytes:
+    return struct.pack("<IIQQQQIIQQ", SECTIONS.index(name), kind, 0, 0, at, size, 0, 0, 1, 0)
+
+
+def cubin() -> bytes:
+    """Return the least that an ELF file for a GPU can be: what ptxas was told, and one kernel of two instructions."""
+    note, code = f"ptxas -arch {TARGET} ".encode(), bytes(32)
+    at = {b".shstrtab": 64, b".note.nv.tkinfo": 64 + len(SECTIONS), b".text.kernel": 64 + len(SECTIONS) + len(note)}
+    sizes = {b".shstrtab": len(SECTIONS), b".note.nv.tkinfo": len(note), b".text.kernel": len(code)}
+    begin = at[b".text.kernel"] + len(code)
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HHI", 2, 190, 1)
+    header += struct.pack("<QQQIHHHHHH", 0, 0, begin, 121 << 8, 64, 56, 0, 64, 4, 1)
+    rows = [_section(name, 3 if name == b".shstrtab" else 1, at[name], sizes[name]) for name in at]
+    return b"".join([header, SECTIONS, note, code, bytes(64), *rows])
+
+
+def _entry(payload: bytes, unpacked: int = 0, kind: int = elf.KIND_CUBIN) -> bytes:
+    padded = payload + bytes(-len(payload) % 8)
+    return (
+        struct.pack("<HHIQI8xI24xQ", kind, 1, 64, len(padded), len(payload) if unpacked else 0, 121, unpacked) + padded
+    )
+
+
+def _fatbin(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, len(body)) + body
+
+
+def _binaries(scratch: Path) -> list[bytes]:
+    """Compile a small library, one with fatbins, and take a cubin."""
+    (scratch / "all.fatbin").write_bytes(
+        _fatbin(_entry(cubin()), _entry(b".version 8.7", kind=elf.KIND_PTX))
+        + bytes(32)
+        + _fatbin(_entry(zstandard.compress(cubin()), len(cubin())))
+    )
+    write(scratch / "fat.s", f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{scratch}/all.fatbin"\n'
+                             '.section .note.GNU-stack,"",@progbits\n')  # fmt: skip
+    write(scratch / "host.c", '#include <stdio.h>\nint foreign(void);\nint f(void) { return puts("x") + foreign(); }\n')
+    options = ["-shared", "-fPIC", "-Wl,-z,noseparate-code", "-nostartfiles", "-s"]
+    for name in ("fat.s", "host.c"):
+        subprocess.run(["cc", *options, scratch / name, "-o", scratch / f"{name}.so"], check=True)  # noqa: S607
+    found = [(scratch / "fat.s.so").read_bytes(), (scratch / "host.c.so").read_bytes(), cubin()]
+    for path in scratch.iterdir():
+        path.unlink()
+    return found
+
+
+@cache
+def _rules() -> audit_rules.Rules:
+    return audit_rules.load()
+
+
+def _read_binary(data: bytes, scratch: Path) -> None:
+    """Read one file as the audit does; a damaged one is no error but a finding. No program is asked."""
+    file = write(scratch / "one.so", data)
+    reader = Reader(Tools(Path("/bin/false"), Path("/bin/false")), _rules().watch())
+    (binary,) = reader.finished([reader.draft(file, "one.so")])
+    audit_rules.judge(binary, _rules())
+
+
+def _wheels(scratch: Path) -> list[bytes]:
+    library = _binaries(scratch)[1]
+    encoded = base64.urlsafe_b64encode(hashlib.sha256(library).digest()).decode().rstrip("=")
+    files = {"one/one.so": library, "one-1.dist-info/RECORD": f"one/one.so,sha256={encoded},{len(library)}\n".encode()}
+    return [archives.zipped(files)]
+
+
+def _read_wheel(data: bytes, scratch: Path) -> None:
+    file = write(scratch / "one-1-py3-none-linux_x86_64.whl", data)
+    audit_files([file], tools=lambda: Tools(Path("/bin/false"), Path("/bin/false")), rules=_rules())
+
+
+@contextmanager
+def _fake_nvdisasm(_scratch: Path) -> Iterator[None]:
+    """Have nvdisasm print the input."""
+    with mock.patch.object(sass, "run", side_effect=lambda *_, **_options: mock.Mock(stdout=_Printed.text)):
+        yield
+
+
+class _Printed:
+    text = ""
+
+
+def _read_sass(data: bytes, scratch: Path) -> None:
+    _Printed.text = data.decode(errors="replace")
+    sass.Decoder(Path("nvdisasm"), TARGET, r"QMMA|HMMA").learn({1: bytes(16), 2: bytes(16)})
+    sass.count([("kernel", data)])
+
+
+SASS = """\
+	.text
+        /*0000*/                   QMMA.SF R1, R2 ;
+        /*0010*/ @!P0 EXIT ;
+"""
+
+
+# Build files
+
+
+NINJA = """\
+cxx = c++
+cflags = -I/x $
+    -fPIC
+rule compile
+  command = $cxx $cflags -c $in -o $out
+  deps = gcc
+build a/b.o: compile /src/a$ b.cpp | gen.h || order
+build ${cxx}.so: link a/b.o
+"""
+
+
+def _ninja_log(_scratch: Path) -> list[bytes]:
+    names = [b"a.o\0", b"/src/a.cpp\0\0", b"h.h\0"]
+    body = b"".join(
+        struct.pack("<I", len(name) + 4) + name + struct.pack("<i", ~number) for number, name in enumerate(names)
+    )
+    body += struct.pack("<I5i", 5 * 4 | 1 << 31, 0, 1, 2, 1, 2)
+    return [ninjafile.MAGIC + struct.pack("<i", ninjafile.VERSION) + body]
+
+
+CMAKE = """\
+cmake_minimum_required(VERSION 3.26)  # a comment
+set(TAG "v1.2") #[[ bracket ]]
+if(DEP_SRC_DIR)
+  FetchContent_Declare(dep SOURCE_DIR ${DEP_SRC_DIR} BINARY_DIR x)
+elseif(NOT OTHER)
+  FetchContent_Declare(dep GIT_REPOSITORY https://example.org/dep.git GIT_TAG ${TAG})
+else()
+  set(x [==[ raw ]==] "a;b\\"c")
+endif()
+execute_process(COMMAND git describe)
+"""
+CARGO = """\
+version = 4
+[[package]]
+name = "a"
+version = "1.0"
+source = "git+https://example.org/a?rev=1#0123456789abcdef0123456789abcdef01234567"
+dependencies = ["b"]
+"""
+
+
+def _read_declared(name: str) -> Read:
+    def read(data: bytes, scratch: Path) -> None:
+        write(scratch / "src" / name, data)
+        hidden.declared(scratch / "src")
+
+    return read
+
+
+# The network
+
+
+class _Answer:
+    """What every request over httpx gets while `_answering` is active."""
+
+    body, kind = b"", "text/plain"
+
+
+def _handle(_transport: object, request: httpx.Request) -> httpx.Response:
+    return httpx.Response(
+        200, headers={"Content-Type": _Answer.kind}, stream=httpx.ByteStream(_Answer.body), request=request
+    )
+
+
+@contextmanager
+def _answering(_scratch: Path) -> Iterator[None]:
+    """Answer every request with the input. Certificates are not read anew for each client: that takes 10 ms."""
+    context = httpx.create_ssl_context(verify=False)
+    with (
+        mock.patch.object(httpx.HTTPTransport, "handle_request", _handle),
+        mock.patch("httpx._transports.default.create_ssl_context", return_value=context),
+    ):
+        index.pip_config()
+        yield
+
+
+def _read_index(kind: str) -> Read:
+    def read(data: bytes, _scratch: Path) -> None:
+        _Answer.body, _Answer.kind = data, kind
+        with httpx.Client() as http:
+            index.locate("thing", "thing-1-py3-none-any.whl", http)
+
+    return read
+
+
+FILE = {"filename": "thing-1-py3-none-any.whl", "url": "../../files/thing-1-py3-none-any.whl", "size": 7,
+        "hashes": {"sha256": "0" * 64}, "requires-python": ">=3.9", "yanked": False,
+        "upload-time": "2026-01-01T00:00:00Z"}  # fmt: skip
+INDEX_JSON = json.dumps({"meta": {"api-version": "1.1"}, "name": "thing", "versions": ["1"], "files": [FILE]})
+INDEX_HTML = f"""<!DOCTYPE html><html><head><meta name="pypi:repository-version" content="1.0"><base href="/x/"></head>
+<body><a href="../../files/thing-1-py3-none-any.whl#sha256={"0" * 64}" data-requires-python="&gt;=3.9" data-yanked="no"
+>thing-1-py3-none-any.whl</a><br></body></html>"""
+PIECE = {"choices": [{"delta": {"content": "hé\u2028", "reasoning": None}}], "usage": {"completion_tokens": 1}}
+EVENTS = [json.dumps(PIECE, ensure_ascii=False), json.dumps(PIECE), "[DONE]"]
+STREAM = ": ping\n\nevent: x\n" + "".join(f"data: {event}\n\n" for event in EVENTS)
+URL = "http://127.0.0.1:8000"
+TOKEN = '{"choices": [{"text": "hi"}], "usage": {"completion_tokens": 1}}'
+TOKENS = '{"tokens": [1, 2], "version": "0.32.0"}'
+COUNTER = "vllm:generation_tokens_total 3.0\n"
+MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}'
+
+
+def _read_stream(data: bytes, _scratch: Path) -> None:
+    _Answer.body, _Answer.kind = data, "text/event-stream"
+    for piece in client.chat(URL, "m", "hello", 8):
+        piece.encode(errors="surrogatepass")
+
+
+def _read_first_token(data: bytes, _scratch: Path) -> None:
+    _Answer.body, _Answer.kind = data, "application/json"
+    client.first_token(URL, "m", 5.0)
+
+
+def _read_endpoint(data: bytes, _scratch: Path) -> None:
+    _Answer.body, _Answer.kind = data, "application/json"
+    at = endpoint.Endpoint(URL, "m", 5.0)
+    at.tokenize("x")
+    at.generated()
+    at.version()
+    endpoint.served(at)
+
+
+def _read_url(data: bytes, _scratch: Path) -> None:
+    _Answer.body, _Answer.kind = MODELS.encode(), "application/json"
+    settings.endpoint(settings.BenchSettings({"model": "m"}, {}), data.decode(errors="replace"), 5.0)
+
+
+# Files of ours
+
+
+def _record(_scratch: Path) -> list[bytes]:
+    server = record.Server(1, 1.5, "127.0.0.1", 8000, "/m", "m", "embedded", "/l", "", "/k")
+    return [json.dumps(asdict(server)).encode()]
+
+
+def _read_state(name: str, load: Callable[[Path], object]) -> Read:
+    """Read a file of the state folder."""
+
+    def read(data: bytes, scratch: Path) -> object:
+        path = write(scratch / "state" / name, data)
+        path.chmod(0o600)  # what others may have written is not read at all
+        path.parent.chmod(0o700)
+        return load(path.parent)
+
+    return read
+
+
+def _read_peaks(data: bytes, scratch: Path) -> None:
+    write(peaks.learnt_path(), data)
+    Peaks.of_any().cost("m/a.cuda.o")
+
+
+def _results(_scratch: Path) -> list[bytes]:
+    return [benchmarks.result(1).model_dump_json(indent=1).encode()]
+
+
+def _read_result(data: bytes, scratch: Path) -> None:
+    file = write(scratch / "out/result.json", data)
+    leaderboard.gather(file.parent)
+    schema.read(file)
+
+
+MANIFEST = {"stage": "s", "inputs": {"a": "b"}, "outputs": {"c": "0" * 64}, "tools": {}, "facts": {"n": 1},
+            "seconds": 0.1, "schema": manifest.SCHEMA}  # fmt: skip
+
+
+def _read_manifest(data: bytes, scratch: Path) -> None:
+    write(manifest.beside(scratch / "thing"), data)
+    manifest.load(scratch / "thing")
+    manifest.current(scratch / "thing", "s", {"a": "b"})
+
+
+def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
+    """Return samples and reader of one file of a checkpoint."""
+
+    def read(data: bytes, scratch: Path) -> None:
+        """Fetch from a folder, and look at it as the validator does."""
+        for each, content in checkpoints.READ.items():
+            if not (scratch / "mirror" / each).exists():
+                write(scratch / "mirror" / each, content)
+        write(scratch / "mirror" / name, data)
+        target = Target(Options(model=scratch / "mirror"), "spark")
+        for reading in checkpoint.READINGS:
+            fact.take(reading, target)
+        manifest.remove(scratch / "models")
+        hub.fetch_checkpoint(Mirror(scratch / "mirror", checkpoints.NAME, ""), scratch / "models/gpt-oss-120b")
+
+    def samples(_scratch: Path) -> list[bytes]:
+        entry = {"size": len(CONFIG), "sha256": hashlib.sha256(CONFIG).hexdigest()}
+        note = {"schema": 1, "source": checkpoints.NAME, "revision": "0" * 40, "files": {"config.json": entry}}
+        return [checkpoints.READ.get(name) or json.dumps(note).encode()]
+
+    return samples, read
+
+
+def _site(scratch: Path) -> list[bytes]:
+    """Return a RECORD of a small site-packages."""
+    files = {"pkg/a.py": b"x = 1\n", "pkg/b, c.py": b"y\n"}
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        rows.writerow([path, f"sha256={digest}", len(data)])
+    rows.writerow(["up-1.dist-info/RECORD", "", ""])
+    return [out.getvalue().encode()]
+
+
+def _read_record_of_wheel(data: bytes, scratch: Path) -> None:
+    root = scratch / "site-packages"
+    write(root / "pkg/a.py", "x = 1\n")
+    write(root / "up-1.dist-info/RECORD", data)
+    provenance.provenance(root / "pkg/a.py", table=sources.table())
+
+
+LOCK = """\
+# Made from locks/x.in; do not edit. Inputs: sha256 0
+anyio==4.9.0 ; python_version >= "3.9" \\
+    --hash=sha256:{zeros} \\
+    --hash=sha256:{ones}
+    # via httpx
+httpx[http2]==0.28.1 --hash=sha256:{zeros}
+""".format(zeros="0" * 64, ones="1" * 64)
+
+
+def _read_lock(data: bytes, _scratch: Path) -> None:
+    list(wheels.requirements(data.decode(errors="replace"), wheels.TargetMachine("x86_64", (3, 12))))
+
+
+LOG = """\
+(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: CUDA error: no kernel image is available
+\x1b[31m✗ the server ended\x1b[0m
+  why:  no room
+        and more
+  next: ./inv down
+Authorization: Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4 https://u:p@h.local:1/x fe80::1%eth0
+HF_TOKEN=hf_PlantedToken123 --api-key sesame /home/anna/models 10.1.2.3 48:b0:2d:5c:1e:9a
+-----BEGIN OPENSSH PRIVATE KEY-----
+"""
+
+
+@cache
+def _signatures() -> Sequence[signatures.Signature]:
+    return signatures.load()
+
+
+def _read_log(data: bytes, _scratch: Path) -> None:
+    logscan.scan([data[:7], data[7:]], _signatures())
+
+
+def _read_secrets(data: bytes, _scratch: Path) -> None:
+    text = data.decode(errors="replace")
+    redact.for_support(text)
+    redact.redact({text[:50]: [text]})
+
+
+ENVIRONMENT = (
+    "SPARKFORGE_PROFILE=embedded\0SPARKFORGE_VALIDATE=warn\0SPARKFORGE_VALIDATE_SECONDS=60\0SPARKFORGE_MODEL=/models/x\0"
+    "SPARKFORGE_API_KEY_FILE=/nonexistent\0PORT=8000\0RANDOM_RANGE_RATIO=0.5"
+)
+
+
+def _read_environment(data: bytes, _scratch: Path) -> None:
+    pairs = (entry.partition("=") for entry in data.decode(errors="replace").split("\0"))
+    env = {name: value for name, _, value in pairs}
+    container.read(env)
+    ServerCommand("m", "m", "127.0.0.1", 8000, extra_arguments=("--port", env.get("PORT", ""))).address()
+    settings.BenchSettings({}, env).share()
+    settings.BenchSettings({}, env).number("port", 0)
+
+
+PINS = """\
+schema = 1
+default = "s"
+[stacks.s]
+summary = "a stack"
+[stacks.s.components.up]
+version = "1"
+kind = "image"
+licence = "MIT"
+why = "test"
+image = "debian"
+digest = "sha256:{}"
+size = 7
+""".format("0" * 64)
+DEBIAN = (
+    f"# Made from deploy/debian.toml\n# snapshot 20261101T000000Z\n{'0' * 64}  debian/pool/main/t/tini/tini_1.deb\n"
+)
+PEAKS = """\
+[[unit]]
+match = "fused_moe_120/*.cuda.o"
+peak = 9.09e9
+cpu = 60
+source = "measured"
+[[unit]]
+match = "*"
+peak = 2000000000
+cpu = 20.5
+source = "not measured"
+"""
+CONFIG = checkpoints.READ["config.json"]
+
+
+def _configs(_scratch: Path) -> list[bytes]:
+    whole = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "hidden_size": 2880,
+             "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "num_key_value_heads": 8,
+             "head_dim": 64, "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
+             "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    return [json.dumps(whole).encode(), CONFIG]
+
+
+def _parsers() -> Iterator[Parser]:
+    yield Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch"))
+    yield Parser("hunks", _texts(DIFF), _read_hunks)
+    yield Parser("patch-header", _texts(patching.HEADER.removesuffix("---\n")), _read_header, cost=2.0)
+    yield Parser("series", _texts("# a comment\n\n0001-a.patch\n0002-b.patch # more\n"), _read_series, cost=4.0)
+    yield Parser(
+        "installed", _texts("# a comment\nsrc flashinfer/data/src\ninclude x/include\n"), _read_installed, cost=4.0
+    )
+    yield Parser("patched-origin", _origins, _read_origin, cost=4.0)
+    yield Parser("patched-wheel", lambda scratch: [patching.wheel()], _read_upstream_wheel, cost=8.0)
+    yield Parser("patched-lock", _files("locks/patched.toml"), _loaded(load_patched, "patched.toml"), cost=4.0)
+    yield Parser("patch-like-git", _texts(DIFF), _read_oracle, cost=20.0)
+    yield Parser("pins", _pins_without_git, _loaded(pins.load, "pins.toml"), cost=8.0)
+    yield Parser("pins-small", _texts(PINS, PINS.replace("size = 7\n", "")), _loaded(pins.load, "pins.toml"))
+    yield Parser("lock", _texts(LOCK), _read_lock, cost=2.0)
+    yield Parser("debian-lock", _texts(DEBIAN), _loaded(debian.read, "x.txt"))
+    yield Parser("index-html", _texts(INDEX_HTML), _read_index("text/html"), _answering, cost=4.0)
+    yield Parser(
+        "index-json", _texts(INDEX_JSON), _read_index("application/vnd.pypi.simple.v1+json"), _answering, cost=4.0
+    )
+    yield Parser("tar", _tars, _unpack("x.tar"), cost=3.0)
+    yield Parser("tar-gz", lambda scratch: [archives.tar("", SMALL)], _unpack("x.tar.gz"), cost=3.0)
+    yield Parser("zip", _zips, _unpack("x.whl"), cost=3.0)
+    yield Parser("bundle", _bundles, _read_bundle, cost=8.0)
+    yield Parser("elf", _binaries, _read_binary, cost=10.0)
+    yield Parser("wheel", _wheels, _read_wheel, cost=20.0)
+    yield Parser("sass", _texts(SASS), _read_sass, _fake_nvdisasm)
+    yield Parser("ninja", _texts(NINJA), _loaded(ninjafile.statements, "build.ninja"))
+    yield Parser("ninja-deps", _ninja_log, _loaded(ninjafile.reported, ".ninja_deps"))
+    yield Parser("cmake", _texts(CMAKE), _read_declared("CMakeLists.txt"), cost=2.0)
+    yield Parser("cargo-lock", _texts(CARGO), _read_declared("Cargo.lock"), cost=2.0)
+    yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
+    yield Parser("first-token", _texts(TOKEN),
+                 _read_first_token, _answering, cost=6.0)  # fmt: skip
+    yield Parser("endpoint", _texts(MODELS, TOKENS, COUNTER),
+                 _read_endpoint, _answering, cost=20.0)  # fmt: skip
+    yield Parser("url", _texts(URL, "https://user:pw@host.example.org:8443/v1/", "http://[::1]:80/"),
+                 _read_url, _answering, cost=6.0)  # fmt: skip
+    yield Parser("result", _results, _read_result, cost=3.0)
+    yield Parser(
+        "baselines", _files("sparkforge/bench/baselines.toml"), _loaded(baselines.load, "baselines.toml"), cost=8.0
+    )
+    yield Parser(
+        "signatures", _files("sparkforge/doctor/signatures.toml"), _loaded(signatures.load, "signatures.toml"), cost=8.0
+    )
+    yield Parser(
+        "profiles", _files("sparkforge/serve/profiles.toml"), _loaded(profiles.load, "profiles.toml"), cost=4.0
+    )
+    yield Parser("models", _files("sparkforge/models/models.toml"), _loaded(models.load, "models.toml"), cost=4.0)
+    yield Parser("peaks-table", _texts(PEAKS), _loaded(partial(_uncached_table), "peaks.toml"), cost=4.0)
+    yield Parser("peaks", _texts('{"schema": 1, "contexts": {"c": {"m/a.o": {"peak": 1, "cpu": 1.5}}}}'), _read_peaks)
+    yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
+    yield Parser("failure-record", _texts(
+        '{"error": "InputError", "what": "a", "why": "b", "fix": "c", "began": 1.5, "ended": 2.5}'
+    ), _read_state("failure.json", failure.read))  # fmt: skip
+    yield Parser("manifest", _texts(json.dumps(MANIFEST)), _read_manifest)
+    yield Parser("architecture", _configs, _loaded(architecture.read, "config.json"))
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "sparkforge-model.json",
+    ):
+        short = {"config.json": "checkpoint-config", "sparkforge-model.json": "checkpoint-note"}
+        samples, read = _checkpoint(name)
+        yield Parser(
+            short.get(name, "safetensors" if name.endswith("s") else "safetensors-index"), samples, read, cost=30.0
+        )
+    yield Parser("wheel-record", _site, _read_record_of_wheel, cost=2.0)
+    yield Parser("log", _texts(LOG), _read_log)
+    yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)
+    yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
+
+
+def _uncached_table(path: Path) -> object:
+    return peaks.table.__wrapped__(path)
+
+
+PARSERS = {parser.name: parser for parser in _parsers()}

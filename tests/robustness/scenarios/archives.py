@@ -1,0 +1,59 @@
+"""Unpack source archives: a tar and a zip, into new folders."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from robustness.scenario import Scenario, write
+from sparkforge.core import manifest
+from sparkforge.sources import archive
+
+FILES = {"setup.py": b"setup()\n", "src/a.c": b"int a;\n" * 40_000, "src/deep/er/b.h": b"", "run": b"#!/bin/sh\n"}
+
+
+def tar(top: str, files: Mapping[str, bytes]) -> bytes:
+    """Return a .tar.gz of `files` below `top`."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as out:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"{top}/{name}" if top else name)
+            info.size, info.mode = len(content), 0o755 if name == "run" else 0o644
+            out.addfile(info, io.BytesIO(content))
+    return gzip.compress(data.getvalue(), mtime=0)
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """Return a zip of `files`."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, content in files.items():
+            out.writestr(zipfile.ZipInfo(name), content)
+    return data.getvalue()
+
+
+def _prepare(work: Path) -> None:
+    write(work / "up-1.tar.gz", tar("up-1", FILES))
+    write(work / "up-1.whl", zipped(FILES))
+    write(work / "place/mine/mine.txt", "mine")
+
+
+def _act(work: Path) -> None:
+    """Do what every stage does: what a killed run left goes first, and the place gets its name last."""
+    for name, top in (("up-1.tar.gz", "up-1"), ("up-1.whl", None)):
+        target = work / "place" / name.rpartition(".")[2]
+        manifest.remove(target)
+        archive.unpack(work / name, target, top=top)
+
+
+def _healed(work: Path) -> None:
+    for name in ("gz", "whl"):
+        for path, content in FILES.items():
+            assert (work / "place" / name / path).read_bytes() == content
+
+
+SCENARIOS = [Scenario("unpack", _prepare, _act, healed=_healed, races=())]  # a stage holds a lock around it

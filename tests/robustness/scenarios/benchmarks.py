@@ -1,0 +1,76 @@
+"""A batch of benchmarks that goes on where a killed one stopped: results, summary, report, leaderboard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from robustness.scenario import Scenario, write
+from sparkforge.bench import baselines, batch, leaderboard, report, schema
+from sparkforge.bench.measure import Bench
+from sparkforge.bench.schema import Config, Result
+
+SPREAD = {"mean": 1.0, "median": 1.0, "p99": 2.0}
+PLAN: dict[str, Any] = {"configs": [{"isl": 8, "osl": 8}], "server_version": "1", "client": {}}
+
+
+def result(conc: int) -> Result:
+    """Return a result that passed."""
+    config = {"model": "m", "url": "http://127.0.0.1:8000", "tp": 1, "isl": 8, "osl": 8, "conc": conc,
+              "max_model_len": 16, "random_range_ratio": 0.0, "num_prompts": 2, "warmups": 0}  # fmt: skip
+    metrics = {"completed": 2, "failed": 0, "duration_s": 1.0, "total_input_tokens": 16, "total_output_tokens": 16,
+               "output_throughput": 16.0, "total_token_throughput": 32.0, "tput_per_gpu": 32.0,
+               "output_tput_per_gpu": 16.0, "interactivity": 10.0, "ttft_ms": SPREAD, "tpot_ms": SPREAD,
+               "itl_ms": SPREAD, "e2el_ms": SPREAD}  # fmt: skip
+    gate = {"passed": True, "checks": [], "text": "t", "chunked_by": "tokens", "bits_per_byte": 2.0,
+            "byte_perplexity": 4.0, "word_perplexity": 9.0, "tokens": 9, "seconds": 1.0, "sanity_only": False,
+            "source": "a test"}  # fmt: skip
+    value = {"passed": True, "config": config, "gate": gate, "checks": [], "metrics": metrics,
+             "client": {"name": "sparkforge", "version": "0"}, "server": {"model": "m"}, "seconds": 1.0}  # fmt: skip
+    return Result.model_validate(value)
+
+
+CONFIGS = [result(conc).config for conc in (1, 2)]
+
+
+def _measure(config: Config, _progress: object) -> Result:
+    return result(config.conc)
+
+
+BENCH = cast("Bench", SimpleNamespace(measure=_measure))
+
+
+def _prepare(work: Path) -> None:
+    write(work / "out/mine.json", "{}")
+    place = batch.folder(work / "out", PLAN, fresh=True)
+    place.rename(_place(work))
+
+
+def _place(work: Path) -> Path:
+    return work / "out/batch_isl8_osl8_20261121_000000"
+
+
+def _act(work: Path) -> None:
+    if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
+        place = _place(work)
+    else:
+        place = batch.folder(work / "out", PLAN, fresh=False)
+        results = batch.run(BENCH, CONFIGS, place)
+        report.write(place / "report.html", results, baselines.load())
+        batch.finish(place)
+    leaderboard.main(str(place), "", "Board")
+
+
+def _judge(work: Path) -> None:
+    """A result that is there can be read, and a batch that is complete has all of them."""
+    place = _place(work)
+    for path in place.glob("result_*.json"):
+        assert schema.read(path).passed
+    if json.loads((place / batch.PLAN).read_bytes())["complete"]:
+        assert len(list(place.glob("result_*.json"))) == len(CONFIGS)
+        assert "</html>" in (place / "report.html").read_text()
+
+
+SCENARIOS = [Scenario("benchmarks", _prepare, _act, _judge, cost=2.0)]

@@ -1,0 +1,133 @@
+"""Make a bundle over an older one, and unpack one over an older folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from robustness.scenario import BUSY, Scenario, pinned_file, write
+from robustness.scenarios import archives
+from sparkforge import pins
+from sparkforge.core import manifest, paths
+from sparkforge.pins import Pins, wheels
+from sparkforge.pins.wheels import Pick
+from sparkforge.sources import bundle, fetch
+
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+TORCH = f"torch-1+cpu-{TAG}-{TAG}-manylinux_2_28_{platform.machine()}.whl"
+WHEEL = "some_thing-1-py3-none-any.whl"
+
+
+def _cached(name: str, data: bytes) -> str:
+    sha256 = hashlib.sha256(data).hexdigest()
+    write(fetch.cached(name, sha256), data)
+    return sha256
+
+
+def _component(package: str, kind: str, name: str, data: bytes) -> dict[str, object]:
+    _cached(name, data)
+    return {"version": "1+cpu" if kind == "wheel" else "1", "kind": kind, "package": package, "licence": "MIT",
+            "why": "test", "files": {name: pinned_file(data)}}  # fmt: skip
+
+
+def _checkout(work: Path) -> None:
+    """Make a small checkout whose pins, locks and patches go along, and fill the cache with what they name."""
+    for name in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
+        write(work / "root" / name, name)
+    up = _component("up", "sdist", "up-1.tar.gz", archives.tar("up-1", {"CMakeLists.txt": b"project(up)\n"}))
+    torch = _component("torch", "wheel", TORCH, b"torch")
+    stacks = {"spark": {"summary": "s", "components": {"up": up}},
+              "embedded": {"summary": "e", "components": {"torch": torch}}}  # fmt: skip
+    torch["index"] = "http://127.0.0.1:9"
+    environment = {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}
+    table = Pins.model_validate(
+        {
+            "schema": 1,
+            "default": "spark",
+            "devices": {"embedded": "embedded"},
+            "stacks": stacks,
+            "environments": {"embedded": environment},
+        }
+    )
+    pick = Pick("Some.Thing", WHEEL, _cached(WHEEL, b"wheel" * 10_000))
+    paths.ROOT = work / "root"
+    bundle.lock_path = lambda name: work / f"root/locks/{name}.txt"
+    pins.load = lambda *_arguments: table  # type: ignore[assignment]
+    wheels.picks = lambda *_arguments: [pick]  # type: ignore[assignment]
+
+
+def _prepare_make(work: Path) -> None:
+    _checkout(work)
+    bundle.make(work / "out/b.tar", stack="spark")
+    write(work / "root/patches/up-1/0001-new.patch", "a patch more")
+    write(work / "out/mine.tar", "mine")
+
+
+def _make(work: Path) -> None:
+    bundle.make(work / "out/b.tar", stack="spark")
+
+
+def _standing(place: Path) -> Path:
+    """Return the artifact, or the older one that stands aside until the next run puts it back."""
+    aside = sorted(place.parent.glob(f".{place.name}.old*"))
+    return next((path for path in (place, *aside) if path.exists()), place)
+
+
+def _judge_make(work: Path) -> None:
+    """The old bundle or the new one is there and whole: an older bundle is never lost to a run that failed."""
+    copy, folder = work / "tmp/judged.tar", work / "tmp/judged"
+    shutil.copyfile(_standing(work / "out/b.tar"), copy)
+    bundle.unpack(copy, folder)  # verifies every member
+    assert json.loads((folder / "index.json").read_bytes())["members"]
+    manifest.remove(folder)
+    manifest.beside(folder).unlink(missing_ok=True)
+
+
+def _prepare_unpack(work: Path) -> None:
+    _checkout(work)
+    bundle.make(work / "old.tar", stack="spark")
+    bundle.unpack(work / "old.tar", work / "offline/b")
+    write(work / "root/patches/up-1/0001-new.patch", "a patch more")
+    bundle.make(work / "new.tar", stack="spark")
+    write(work / "offline/mine.txt", "mine")
+
+
+def _unpack(work: Path) -> None:
+    bundle.unpack(work / "new.tar", work / "offline/b")
+
+
+def _judge_unpack(work: Path) -> None:
+    """The folder is the old bundle or the new one, whole."""
+    folder = _standing(work / "offline/b")
+    for name, entry in json.loads((folder / "index.json").read_bytes())["members"].items():
+        data = (folder / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry["sha256"], name
+
+
+def _prepare_foreign(work: Path) -> None:
+    """The user's own folder, that happens to hold an index.json, is in the way."""
+    _checkout(work)
+    bundle.make(work / "new.tar", stack="spark")
+    write(work / "offline/b/index.json", "{}")
+    write(work / "offline/b/mine.txt", "mine")
+
+
+def _unpack_refused(work: Path) -> None:
+    """Be refused: a foreign folder stays as it is."""
+    try:
+        bundle.unpack(work / "new.tar", work / "offline/b")
+    except bundle.UsageError:
+        return
+    raise AssertionError("a foreign folder was taken for a bundle")
+
+
+VOLATILE = ("*.manifest.json",)
+SCENARIOS = [
+    Scenario("bundle", _prepare_make, _make, _judge_make, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
+    Scenario("bundle-unpack", _prepare_unpack, _unpack, _judge_unpack, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
+    Scenario("bundle-foreign", _prepare_foreign, _unpack_refused, volatile=VOLATILE, races=(0, BUSY), cost=2.0),
+]

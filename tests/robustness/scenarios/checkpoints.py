@@ -1,0 +1,128 @@
+"""Fetch a small gpt-oss checkpoint: from a folder, and from a hub on loopback; anew, and over a damaged copy."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from robustness.scenario import BUSY, Scenario, write
+from sparkforge.core.paths import ROOT
+from sparkforge.models import hub
+from sparkforge.models.hub_mirror import Mirror
+from sparkforge.models.hub_online import Hub
+
+NAME = "openai/gpt-oss-120b"
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def _hub_server() -> ModuleType:
+    """Load the small hub of the unit tests."""
+    path = ROOT / "tests/unit/models/hub_server.py"
+    spec = importlib.util.spec_from_file_location("hub_server", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hub_server = _hub_server()
+FILES: dict[str, bytes] = hub_server.checkpoint(size=20_000)
+READ = {name: data for name, data in FILES.items() if "/" not in name and name != "README.md"}
+
+
+@contextmanager
+def _hub(work: Path) -> Iterator[None]:
+    """Run the hub in a process of its own: the runner forks, so it may have no threads."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a client that was killed is no news
+        os.write(there, hub_server.HubServer(FILES).url.encode())
+        os.close(there)
+        signal.pause()
+        os._exit(0)
+    os.close(there)
+    os.environ["HF_ENDPOINT"] = os.read(here, 200).decode()
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(here)
+
+
+def _target(work: Path) -> Path:
+    return work / "models/gpt-oss-120b"
+
+
+def _prepare_mirror(work: Path) -> None:
+    for name, data in READ.items():
+        write(work / "mirror" / name, data)
+    entries = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in READ.items()}
+    note = {"schema": 1, "source": NAME, "revision": hub_server.COMMIT, "files": entries}
+    write(work / "mirror/sparkforge-model.json", json.dumps(note))
+    write(work / "models/mine/mine.txt", "mine")
+
+
+def _prepare_damaged(work: Path) -> None:
+    _prepare_mirror(work)
+    hub.fetch_checkpoint(Mirror(work / "mirror", NAME, ""), _target(work))
+    damaged = bytearray(READ[SHARD])
+    damaged[-1] ^= 1
+    write(_target(work) / SHARD, bytes(damaged))
+
+
+def _prepare_hub(work: Path) -> None:
+    write(work / "models/mine/mine.txt", "mine")
+
+
+def _from_mirror(work: Path) -> None:
+    hub.fetch_checkpoint(Mirror(work / "mirror", NAME, ""), _target(work))
+
+
+def _from_hub(work: Path) -> None:
+    hub.fetch_checkpoint(Hub(NAME, hub_server.COMMIT), _target(work))
+
+
+def _judge(work: Path) -> None:
+    """Under its own name the checkpoint is whole, and so is each file of a half-brought one."""
+    for folder in (_target(work), _target(work).with_name("gpt-oss-120b.partial")):
+        for path in folder.glob("[!.]*"):
+            if path.name in READ:
+                assert path.read_bytes() == READ[path.name], path
+    if _target(work).exists():
+        assert {path.name for path in _target(work).iterdir()} >= READ.keys()
+
+
+def _judge_damaged(work: Path) -> None:
+    """Every file is the old one or the right one, and none is gone."""
+    for name, data in READ.items():
+        found = (_target(work) / name).read_bytes()
+        assert found == data or (name == SHARD and found[:-1] == data[:-1]), name
+
+
+def _healed(work: Path) -> None:
+    for name, data in READ.items():
+        assert (_target(work) / name).read_bytes() == data
+
+
+NOTE = ("models/gpt-oss-120b/sparkforge-model.json",)  # it names the folder it came from
+if "huggingface_hub" not in sys.modules:
+    raise ImportError("the hub's library must be loaded before the runner forks")
+SCENARIOS = [
+    Scenario("hub-mirror", _prepare_mirror, _from_mirror, _judge, _healed, volatile=NOTE, races=(0, BUSY)),
+    Scenario("hub-damaged", _prepare_damaged, _from_mirror, _judge_damaged, _healed, volatile=NOTE, races=(0, BUSY)),
+    Scenario("hub", _prepare_hub, _from_hub, _judge, _healed, _hub, volatile=NOTE, races=(0, BUSY), cost=3.0),
+]

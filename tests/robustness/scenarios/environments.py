@@ -1,0 +1,90 @@
+"""Make a Python environment from a small lock of local wheels, over an older one. Its programs (uv) are real."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+from robustness.scenario import BUSY, Scenario, pinned_file, write
+from robustness.scenarios import archives
+from sparkforge import environments
+from sparkforge.environments import Environment
+from sparkforge.pins import Pins, locks
+from sparkforge.sources import fetch, pip_download
+
+ENV = Environment("small")
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def wheel(name: str, tag: str = "py3-none-any") -> tuple[str, bytes]:
+    """Return the file name and the bytes of a small wheel of version 1."""
+    info = f"{name}-1.dist-info"
+    files = {
+        f"{name}/__init__.py": b"x = 1\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n".encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+    }
+    rows = [f"{path},sha256={_encoded(data)},{len(data)}" for path, data in files.items()]
+    files[f"{info}/RECORD"] = ("\n".join([*rows, f"{info}/RECORD,,"]) + "\n").encode()
+    return f"{name}-1-{tag}.whl", archives.zipped(files)
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+
+
+def _component(package: str, name: str, data: bytes, **more: str) -> dict[str, object]:
+    return {"version": "1", "kind": "wheel", "package": package, "licence": "MIT", "why": "test",
+            "files": {name: pinned_file(data)}, **more}  # fmt: skip
+
+
+def _prepare(work: Path) -> None:
+    thing, torch = wheel("thing"), wheel("torch", f"{TAG}-{TAG}-linux_{platform.machine()}")
+    for name, data in (thing, torch):
+        write(work / "wheels" / name, data)
+    write(work / "locks/small.txt", f"thing==1 --hash=sha256:{hashlib.sha256(thing[1]).hexdigest()}\n")
+    components = {"torch": _component("torch", *torch, index="http://127.0.0.1:9"),
+                  "vllm": _component("thing", *thing, provides="vllm==1+cpu")}  # fmt: skip
+    environment = {"lock": "small", "wheels": ["s/vllm", "s/torch"], "project": True, "size": 1}
+    stacks = {"s": {"summary": "a stack", "components": components}}
+    table = Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks, "environments": {"small": environment}})
+    os.environ |= {"UV_CACHE_DIR": str(work / "tmp/uv"), "UV_OFFLINE": "1", "PIP_INDEX_URL": "http://127.0.0.1:9/",
+                   "UV_LINK_MODE": "copy"}  # fmt: skip
+    locks.uv_environment()  # asks pip for its configuration, once
+    locks.LOCKS = work / "locks"
+    locks.lock_path = lambda name: work / f"locks/{name}.txt"
+    fetch.fetch_pinned = pip_download.fetch_wheel = lambda _component, filename: work / "wheels" / filename
+    environments.install_project = lambda _env: None  # this checkout is no part of what can break
+    global TABLE  # noqa: PLW0603 - every run is forked from this process
+    TABLE = table
+    write(work / "state/envs/mine/mine.txt", "mine")
+    write(ENV.path / "lib/old.py", "an older environment")
+    write(ENV.path / environments.STAMP, "{}")
+
+
+TABLE: Pins | None = None
+
+
+def _act(work: Path) -> None:
+    assert TABLE
+    environments.ensure(ENV, TABLE)
+
+
+def _judge(work: Path) -> None:
+    """An environment that counts as complete has every file of its distributions."""
+    assert TABLE
+    if environments.is_complete(ENV, environments.inputs(ENV, TABLE)):
+        for record in ENV.site_packages.glob("*.dist-info/RECORD"):
+            for row in record.read_text().splitlines():
+                assert (ENV.site_packages / row.partition(",")[0]).exists(), row
+        assert (ENV.site_packages / "thing/__init__.py").read_bytes() == b"x = 1\n"
+
+
+SCENARIOS = [
+    Scenario("environment", _prepare, _act, _judge, volatile=("*.pyc", "*/uv_cache.json", "*/.lock", "*/RECORD"),
+             races=(0, BUSY), cost=30.0),
+]  # fmt: skip

@@ -1,0 +1,51 @@
+"""Remove modules of FlashInfer's kernel cache, after a removal that was killed half way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from robustness.scenario import Scenario, write
+from sparkforge import pins
+from sparkforge.compile import cache
+
+NINJA = """\
+rule compile
+  command = c++ -c $in -o $out
+build page.o: compile {source}
+build {name}.so: link page.o
+"""
+
+
+def _module(work: Path, name: str, source_name: str) -> None:
+    folder = work / "cache-of-kernels/0.7.0.post1/121a/cached_ops" / name
+    source = write(work / "csrc" / source_name, "int x;\n")
+    write(folder / "build.ninja", NINJA.format(name=name, source=source))
+    write(folder / f"{name}.so", "library" * 100)
+    write(folder / "parts/page.o", "object")
+
+
+def _prepare(work: Path) -> None:
+    for name in ("page", "rope", "sampling"):
+        _module(work, name, "other.cu" if name == "sampling" else "page.cu")
+    ops = work / "cache-of-kernels/0.7.0.post1/121a/cached_ops"
+    write(ops / f".old.1{cache.REMOVING}/page.o", "object")
+    write(ops / "mine/mine.txt", "mine")
+    write(ops / "tmp/page.lock", "")
+
+
+def _act(work: Path) -> None:
+    root = work / "cache-of-kernels"
+    cache.clean(pins=pins.load(), changed=[work / "csrc/page.cu"], root=root)
+    cache.sweep(root)
+
+
+def _judge(work: Path) -> None:
+    """A module that is there is whole, and the one that was not named stays."""
+    found = cache.modules(work / "cache-of-kernels")
+    assert "sampling" in {module.name for module in found}
+    for module in found:
+        assert (module.path / "parts/page.o").read_text() == "object", module
+        assert module.library.exists(), module
+
+
+SCENARIOS = [Scenario("clean-cache", _prepare, _act, _judge, races=(0,), cost=4.0)]

@@ -1,0 +1,114 @@
+"""Small files of state: the last failure, the support archive, what compilers used, and the server's record."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+
+from robustness.scenario import BUSY, Scenario, write
+from sparkforge.compile.peaks import Cost, Peaks, learnt_path
+from sparkforge.core.errors import InputError, SparkforgeError, StorageError
+from sparkforge.doctor import evidence, support
+from sparkforge.serve import failure, record
+from sparkforge.serve.record import Server
+
+SERVER = Server(pid=1, started=1.0, host="127.0.0.1", port=20999, model="m", model_id="m", device="embedded", log="l")
+
+
+def _prepare_failure(work: Path) -> None:
+    write(work / "state/mine.json", "{}")
+    _fail("the first")
+
+
+def _fail(what: str) -> None:
+    """End as `./inv up` ends when it fails."""
+    with suppress(InputError), failure.remembered():
+        raise InputError(what, "why", "next", code="input.model")
+
+
+def _act_failure(work: Path) -> None:
+    _fail("the second")
+    written = failure.read(work / "state")
+    assert written is None or written.what in {"the first", "the second"}
+    # Remembering may fail silently (the disk may be the very reason); then the old or no failure is told.
+    if written is None or written.what != "the second":
+        raise SparkforgeError("the failure was not remembered", "the disk is broken", "run it again")
+
+
+def _judge_failure(work: Path) -> None:
+    written = failure.read(work / "state")
+    assert written is not None
+    assert written.what in {"the first", "the second"}
+
+
+def _prepare_peaks(work: Path) -> None:
+    write(work / "state/mine.json", "{}")
+    Peaks("old").learn({f"m/{n}.cuda.o": Cost(n + 1, 1.0) for n in range(200)})
+
+
+def _act_peaks(work: Path) -> None:
+    Peaks("new").learn({"m/a.cuda.o": Cost(5, 1.0)})
+
+
+def _judge_peaks(work: Path) -> None:
+    """What was learnt in weeks is never lost: it is in its file, or in one put aside that could not be read."""
+    files = learnt_path().parent.glob(f"{learnt_path().name}*")
+    assert any(len(json.loads(file.read_text())["contexts"].get("old", [])) == 200 for file in files)
+
+
+def _prepare_record(work: Path) -> None:
+    (work / "state").mkdir(mode=0o700)
+    write(work / "state/mine.json", "{}")
+    record.write(SERVER)
+
+
+def _act_record(work: Path) -> None:
+    record.forget()
+    record.write(SERVER)
+
+
+def _judge_record(work: Path) -> None:
+    """It is there and whole, or not there."""
+    if record.record_path().exists():
+        assert json.loads(record.record_path().read_text())["port"] == SERVER.port
+
+
+def _prepare_support(work: Path) -> None:
+    write(work / "state/logs/server.log", "INFO begin\n" * 2000)
+    write(work / "state/kernels.manifest.json", "{}")
+    write(work / "out/mine.tar.gz", "mine")
+    write(work / "out/support.tar.gz", "an older one")
+
+
+def _act_support(work: Path) -> None:
+    log = evidence.open_log(str(work / "state/logs/server.log"))
+    for _ in log.chunks():
+        pass
+    if log.broken:
+        raise StorageError("the log cannot be read", log.broken, "ls -l", code="storage.access")
+    support.write(work / "out/support.tar.gz", {"problems": []}, evidence.Evidence(logs=[log]))
+
+
+def _judge_support(work: Path) -> None:
+    """It is the old one, or a whole new one."""
+    if (work / "out/support.tar.gz").read_bytes() != b"an older one":
+        with tarfile.open(work / "out/support.tar.gz") as opened:
+            assert len(opened.getnames()) > 2
+
+
+SCENARIOS = [
+    Scenario("failure-record", _prepare_failure, _act_failure, _judge_failure, volatile=("state/failure.json",)),
+    Scenario(
+        "peaks",
+        _prepare_peaks,
+        _act_peaks,
+        _judge_peaks,
+        volatile=("state/peaks.json",),
+        kept=("state/peaks.json.[!l]*",),
+        races=(0, BUSY),
+    ),
+    Scenario("server-record", _prepare_record, _act_record, _judge_record),
+    Scenario("support", _prepare_support, _act_support, _judge_support),
+]

@@ -1,0 +1,54 @@
+"""Write the tiny model, anew and over an older one; its vocabulary and weights are small, for it is made very often."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from robustness.scenario import BUSY, Scenario, write
+from sparkforge.models import tiny
+from sparkforge.models.tiny import Weights
+from sparkforge.models.tiny_format import Sizes, Tensor
+
+SIZES = Sizes(hidden=32, intermediate=32, layers=2, experts=2, top_k=1, heads=1, kv_heads=1)
+
+
+def _tensors() -> Iterator[tuple[str, Tensor]]:
+    for number in range(4):
+        yield f"t{number}", Tensor((5000,), "U8", bytes([number]) * 5000)
+
+
+OLD = Weights(lambda: "old", lambda: SIZES, _tensors)
+NEW = Weights(lambda: "new", lambda: SIZES, _tensors)
+
+
+def _prepare(work: Path) -> None:
+    tiny.tokenizer_files = lambda: {"tokenizer.json": b"{}" * 10_000, "tokenizer_config.json": b"{}"}  # type: ignore[assignment]
+    tiny.write_tiny(work / "state/models/tiny", OLD)
+    write(work / "state/models/mine/mine.txt", "mine")
+
+
+def _prepare_none(work: Path) -> None:
+    _prepare(work)
+    for file in sorted((work / "state/models/tiny").iterdir()):
+        file.unlink()
+
+
+def _act(work: Path) -> None:
+    tiny.write_tiny(work / "state/models/tiny", NEW)
+    tiny.verify_tiny(work / "state/models/tiny", NEW)
+
+
+def _judge(work: Path) -> None:
+    """A folder whose manifest is there holds every file that it names, of that size."""
+    folder = work / "state/models/tiny"
+    if (folder / tiny.MANIFEST).exists():
+        for name, entry in json.loads((folder / tiny.MANIFEST).read_bytes())["files"].items():
+            assert not (folder / name).exists() or (folder / name).stat().st_size == entry["size"], name
+
+
+SCENARIOS = [
+    Scenario("tiny-replaced", _prepare, _act, _judge, races=(0, BUSY)),
+    Scenario("tiny", _prepare_none, _act, _judge, races=(0, BUSY)),
+]

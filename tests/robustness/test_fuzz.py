@@ -1,0 +1,65 @@
+"""Malformed input: only errors of ours, in time and memory; patches are judged as git judges them."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from robustness import fuzz
+from robustness.parsers import PARSERS
+from sparkforge.core.errors import SparkforgeError
+
+pytestmark = [pytest.mark.needs("cc", "git"), pytest.mark.timeout(300)]
+SEED = 13
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+READS_JSON = ("architecture", "failure-record", "manifest", "peaks", "result", "server-record")
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_mutated_samples(name, monkeypatch):
+    """The samples themselves are among the inputs, the first ones."""
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    counts = fuzz.campaign(name, int(2000 / PARSERS[name].cost), 120.0, SEED)
+    assert not counts.failures, fuzz.show(counts)
+    assert counts.accepted
+
+
+@pytest.mark.parametrize("name", READS_JSON)
+def test_every_json_value(name, tmp_path, monkeypatch):
+    """Whole JSON of any shape, with the keys that the parser knows."""
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    known = [key for sample in PARSERS[name].samples(tmp_path) for key in json.loads(sample)]
+    values = JSON | st.dictionaries(st.sampled_from(known), JSON, min_size=1)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(value=values)
+    def read(value):
+        with contextlib.suppress(SparkforgeError):
+            PARSERS[name].read(json.dumps(value).encode(), tmp_path)
+
+    read()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_samples_are_good(name, tmp_path, monkeypatch):
+    """A sample that is refused at once would test nothing behind the first check."""
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    parser, folder = PARSERS[name], tmp_path / "scratch"
+    folder.mkdir()
+    accepted = 0
+    for sample in parser.samples(folder):
+        with parser.around(folder):
+            try:
+                parser.read(sample, folder)
+            except SparkforgeError:
+                continue
+        accepted += 1
+    assert accepted

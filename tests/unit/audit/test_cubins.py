@@ -1,0 +1,224 @@
+"""Cubins in fatbins, read where they lie: plain, packed by zstd, damaged. They are for 9.0a, so no program is asked."""
+
+import struct
+import subprocess
+
+import pytest
+import zstandard
+from invoke.program import Program
+
+import tasks
+from sparkforge.audit import cubins, elf, sass
+from sparkforge.audit.cubins import Reader, Tools
+from sparkforge.audit.rules import judge, load
+from sparkforge.core.errors import AuditError
+
+pytestmark = [pytest.mark.needs("c++"), pytest.mark.timeout(60)]
+TARGET = "sm_90a"
+ENDLESS = elf.ZSTD + b"\xe0" + struct.pack("<Q", 1 << 40) + bytes(64)  # RFC 8878: one segment, its size in 8 bytes
+NAMES = b"\0.shstrtab\0.note.nv.tkinfo\0.text.kernel\0"
+
+
+def section(name, kind, at, size):
+    return struct.pack("<IIQQQQIIQQ", NAMES.index(name), kind, 0, 0, at, size, 0, 0, 1, 0)
+
+
+def cubin(target=TARGET):
+    """The least that an ELF file for a GPU can be: what ptxas was told, and one kernel of two instructions."""
+    note, code = f"ptxas -arch {target} ".encode(), bytes(32)
+    at = {b".shstrtab": 64, b".note.nv.tkinfo": 64 + len(NAMES), b".text.kernel": 64 + len(NAMES) + len(note)}
+    sizes = {b".shstrtab": len(NAMES), b".note.nv.tkinfo": len(note), b".text.kernel": len(code)}
+    table = at[b".text.kernel"] + len(code)
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack("<HHI", 2, 190, 1)
+    header += struct.pack("<QQQIHHHHHH", 0, 0, table, 90 << 8, 64, 56, 0, 64, 4, 1)
+    rows = [section(name, 3 if name == b".shstrtab" else 1, at[name], sizes[name]) for name in at]
+    return b"".join([header, NAMES, note, code, bytes(64), *rows])
+
+
+def entry(payload, unpacked=0, kind=elf.KIND_CUBIN, sm=90):
+    """One entry of a fatbin; `unpacked` as nvcc writes it: the size before packing, 0 where nothing is packed."""
+    padded = payload + bytes(-len(payload) % 8)
+    packed = len(payload) if unpacked else 0
+    return struct.pack("<HHIQI8xI24xQ", kind, 1, 64, len(padded), packed, sm, unpacked) + padded
+
+
+def fatbin(*entries):
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, len(body)) + body
+
+
+def packed(data, size=None):
+    return entry(zstandard.compress(data), len(data) if size is None else size)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Return a function that puts fatbins into a shared library."""
+
+    def make(*fatbins):
+        (tmp_path / "all.fatbin").write_bytes(b"".join(fatbins))
+        source = tmp_path / "one.s"
+        source.write_text(
+            f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{tmp_path}/all.fatbin"\n'
+            '.section .note.GNU-stack,"",@progbits\n'
+        )
+        library = tmp_path / "one.so"
+        command = ["c++", "-shared", "-fPIC", str(source), "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True)
+        return library
+
+    return make
+
+
+@pytest.fixture
+def read(library, tmp_path):
+    """Put fatbins into a library and return what our reader says of it; neither of NVIDIA's programs can be asked."""
+
+    def make(*fatbins):
+        reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), load().watch())
+        return reader.finished([reader.draft(library(*fatbins), "one.so")])[0]
+
+    return make
+
+
+def rules_of(binary):
+    return [one.rule for one in judge(binary, load())]
+
+
+def test_plain_and_packed_cubins_are_read_where_they_lie(read):
+    ptx = entry(b".version 8.7", kind=elf.KIND_PTX, sm=120)
+    found = read(fatbin(entry(cubin()), ptx), bytes(64), fatbin(packed(cubin("sm_80"))))
+    assert found.damage == ""
+    assert [(one.name, one.target, one.sm, one.size, one.loads) for one in found.cubins] == [
+        ("one.1.sm_90.cubin", TARGET, 90, len(cubin()) + -len(cubin()) % 8, False),
+        ("one.2.sm_90.cubin", "sm_80", 90, len(cubin("sm_80")), False),
+    ]
+    assert (found.host.cubins, found.host.ptx) == (2, ("compute_120",))
+    assert rules_of(found) == ["wrong-arch"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(lambda: entry(cubin()[:-64]), id="cut inside"),
+        pytest.param(lambda: packed(cubin(), len(cubin()) + 8), id="another size than the fatbin says"),
+        pytest.param(lambda: packed(cubin()[:-64]), id="cut before it was packed"),
+        pytest.param(lambda: entry(zstandard.compress(cubin())[:-9], len(cubin())), id="cut after it was packed"),
+        pytest.param(lambda: packed(bytes(4096)), id="no cubin"),
+        pytest.param(lambda: entry(elf.ZSTD + bytes(4092)), id="packed by nobody"),
+        pytest.param(lambda: entry(ENDLESS, 1 << 40), id="a terabyte once it is unpacked"),
+        pytest.param(lambda: entry(zstandard.compress(cubin())), id="packed, and the fatbin says that it is not"),
+    ],
+)
+def test_damaged_cubins_are_said_to_be(read, broken):
+    whole = read(fatbin(packed(cubin())))
+    assert rules_of(whole) == ["wrong-arch"]
+    assert rules_of(read(fatbin(packed(cubin()), broken()))) == ["damaged"]
+
+
+def test_what_is_packed_otherwise_is_left_to_cuobjdump(read):
+    """Such as LZ4: here cuobjdump is not there, and that is what the damage says."""
+    found = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
+    assert "none" in found.damage
+
+
+def test_without_the_unpacker_cuobjdump_is_asked(read, monkeypatch):
+    monkeypatch.setattr(cubins, "READABLE", (elf.ELF,))
+    assert read(fatbin(entry(cubin()))).damage == ""
+    assert "none" in read(fatbin(packed(cubin()))).damage
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 0, 0), "header of 0 bytes", id="empty fatbin"),
+        pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 0, 0) + bytes(48)), "0 + 0 bytes", id="empty entry"),
+        pytest.param(lambda: fatbin(struct.pack("<HHIQ", 2, 1, 64, 2**63) + bytes(48)), "are left", id="huge entry"),
+        pytest.param(lambda: struct.pack("<IHHQ", elf.FATBIN_MAGIC, 1, 16, 2**63), "behind its section", id="huge"),
+    ],
+)
+def test_a_fatbin_that_leads_nowhere_is_damage_with_its_place(read, broken, why):
+    found = read(broken())
+    assert why in found.damage
+    assert "section .nv_fatbin at byte" in found.damage
+    assert rules_of(found) == ["damaged"]
+
+
+def test_more_entries_than_any_library_has_are_damage(read, monkeypatch):
+    monkeypatch.setattr(elf, "MOST_ENTRIES", 3)
+    assert "more than 3 entries" in read(fatbin(*[entry(cubin())] * 4)).damage
+
+
+def test_cubins_that_are_too_large_together_are_not_unpacked(read, monkeypatch):
+    monkeypatch.setattr(cubins, "LARGEST_TOGETHER", 3 * len(cubin()))
+    assert "once they are unpacked" in read(fatbin(*[packed(cubin())] * 4)).damage
+    monkeypatch.setattr(cubins, "LARGEST", 100)
+    assert "cannot be unpacked" in read(fatbin(packed(cubin()))).damage
+
+
+@pytest.mark.parametrize("sm", [90, 121])
+def test_a_library_with_nothing_but_ptx_is_refused(read, sm):
+    """PTX is compiled by the driver at run time: nothing proves that the machine code holds what the rules demand."""
+    found = read(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=sm)))
+    (violation,) = judge(found, load())
+    assert violation.rule == "wrong-arch"
+    assert f"compute_{sm} and no machine code" in violation.detail
+
+
+def test_the_command_refuses_a_library_that_holds_only_ptx_for_12_1(library, tmp_path, monkeypatch, capfd):
+    for name in ("cuobjdump", "nvdisasm"):
+        program = tmp_path / "cuda/bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text("#!/bin/sh\nexit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    path = library(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=121)))
+    with pytest.raises(SystemExit) as ended:
+        Program(namespace=tasks.namespace).run(f"inv audit {path}", exit=True)
+    assert ended.value.code == AuditError.exit_code
+    assert "wrong-arch" in (err := capfd.readouterr().err)
+    assert "compute_121 and no machine code" in err
+
+
+def test_a_library_with_code_for_the_linker_only_is_refused(read):
+    assert rules_of(read(fatbin(entry(b"BC", kind=8, sm=121)))) == ["wrong-arch"]
+
+
+def test_sections_of_a_cubin_may_not_overlap():
+    """65,535 kernels that are each the whole file would be counted for hours."""
+    data = bytearray(cubin())
+    table = struct.unpack_from("<Q", data, 40)[0]
+    for number in (1, 2, 3):
+        struct.pack_into("<QQ", data, table + 64 * number + 24, 0, len(data))
+    with pytest.raises(elf.CutError, match="overlap"):
+        elf.code(bytes(data))
+
+
+def test_a_section_that_ptxas_lists_twice_is_no_overlap():
+    """As in FlashInfer 0.7.2.post1's fused experts, built by nvcc 13.0.88: .nv.merc.nv.global.init and two more."""
+    data = bytearray(cubin().replace(b".note.nv.tkinfo", b".nv.merc.nv.abc"))
+    table = struct.unpack_from("<Q", data, 40)[0]
+    struct.pack_into("<QQ", data, table + 64 * 2 + 24, 0, len(data))
+    assert [name for name, _ in elf.code(bytes(data)).kernels()] == ["kernel"]
+    struct.pack_into("<QQ", data, table + 64 * 3 + 24, 0, len(data))  # the kernel
+    with pytest.raises(elf.CutError, match="overlap"):
+        elf.code(bytes(data))
+
+
+def test_names_of_a_cubins_sections_have_an_end(monkeypatch):
+    monkeypatch.setattr(elf, "MOST_NAMES", 20)
+    with pytest.raises(elf.CutError, match="names of its sections"):
+        elf.code(cubin())
+
+
+def test_every_kind_of_instruction_has_its_first_sample():
+    kinds = [bytes([number, 1]) + bytes(14) for number in range(200)]
+    (kernel,), samples = sass.count([("k", b"".join(kinds + kinds))])
+    assert kernel.instructions == 400
+    assert sorted(samples.values()) == sorted(kinds)
+
+
+def test_more_kinds_of_instructions_than_a_compiler_makes_are_refused(monkeypatch):
+    monkeypatch.setattr(sass, "MOST_SHAPES", 100)
+    with pytest.raises(ValueError, match="kinds of instructions"):
+        sass.count([("k", b"".join(bytes([number, 1]) + bytes(14) for number in range(200)))])

@@ -1,0 +1,182 @@
+"""Host files made by the C++ compiler, and damaged ones."""
+
+import struct
+import subprocess
+
+import pytest
+
+from sparkforge.audit import elf
+from sparkforge.audit.cubins import Reader, Tools
+from sparkforge.audit.rules import judge, load
+
+pytestmark = [pytest.mark.needs("c++"), pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def library(tmp_path):
+    source = tmp_path / "one.cpp"
+    source.write_text(
+        '#include <cstdio>\nextern "C" int foreign();\nint offered() { return std::puts("x") + foreign(); }\n'
+    )
+
+    def make(name="one.so", *flags):
+        command = ["c++", "-shared", "-fPIC", *flags, str(source), "-o", str(tmp_path / name)]
+        subprocess.run(command, check=True, capture_output=True)
+        return tmp_path / name
+
+    return make
+
+
+def host(path):
+    with elf.opened(path) as opened:
+        return elf.host(opened)
+
+
+def test_what_a_library_needs_and_offers(library):
+    found = host(library())
+    assert found.shared
+    assert "libc.so.6" in found.needed
+    assert found.undefined == ("foreign",)  # puts has a version, the start-up files' symbols are weak
+    assert "_Z7offeredv" in found.exports
+    assert found.glibc >= (2, 2)
+    assert (found.soname, found.runpath, found.executable_stack, found.cubins) == ("", (), False, 0)
+
+
+def test_flags_of_the_linker_are_seen(library):
+    flags = "-Wl,-soname,other.so", "-Wl,-rpath,/opt/lib:$ORIGIN", "-Wl,-z,execstack"
+    found = host(library("one.so", *flags))
+    assert (found.soname, found.runpath, found.executable_stack) == ("other.so", ("/opt/lib", "$ORIGIN"), True)
+    old = host(library("two.so", "-Wl,--disable-new-dtags,-rpath,/old"))
+    assert old.runpath == ("/old",)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_truncated_library_is_damaged(library, tmp_path, share):
+    whole = library().read_bytes()
+    cut = tmp_path / "cut.so"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    rules = load()
+    # Neither program may be asked: the file is refused before.
+    reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), rules.watch())
+    (binary,) = reader.finished([reader.draft(cut, "cut.so")])
+    assert [one.rule for one in judge(binary, rules)] == ["damaged"]
+
+
+def test_what_is_no_elf_is_damaged(tmp_path):
+    path = tmp_path / "x.so"
+    path.write_bytes(b"#!/bin/sh\n" * 100)
+    assert Reader(Tools(path, path), load().watch()).draft(path, "x.so").binary.damage
+
+
+SECTION_FIELDS = {"type": (4, "<I"), "offset": (24, "<Q"), "size": (32, "<Q"), "link": (40, "<I"), "info": (44, "<I")}
+
+
+def changed(path, name, **fields):
+    """Return a library's bytes with other values in the header of section `name`."""
+    data = bytearray(path.read_bytes())
+    table, width = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<H", data, 58)[0]
+    with elf.opened(path) as opened:
+        number = opened.get_section_index(name)
+    for field, value in fields.items():
+        offset, form = SECTION_FIELDS[field]
+        struct.pack_into(form, data, table + number * width + offset, value)
+    return data
+
+
+def headers(path):
+    with elf.opened(path) as opened:
+        return [section.name for section in opened.iter_sections()]
+
+
+def section_start(path, name):
+    with elf.opened(path) as opened:
+        return opened.get_section_by_name(name)["sh_offset"]
+
+
+def damage(path, data):
+    """Return what our reader says of a library with these bytes; no program can be asked."""
+    path.write_bytes(data)
+    rules = load()
+    reader = Reader(Tools(path.parent / "none", path.parent / "none"), rules.watch())
+    (binary,) = reader.finished([reader.draft(path, path.name)])
+    assert [violation.rule for violation in judge(binary, rules)] == ["damaged"]
+    return binary.damage
+
+
+def test_versions_without_end_are_damage(library):
+    """sh_info says how many there are, and vn_next = 0 leads back to the same one."""
+    path = library()
+    at = section_start(path, ".gnu.version_r")
+    data = changed(path, ".gnu.version_r", info=2**32 - 1)
+    struct.pack_into("<I", data, at + 12, 0)  # vn_next
+    assert f"section .gnu.version_r at byte {at}" in damage(path, data)
+
+
+def test_auxiliary_versions_without_end_are_damage(library):
+    path = library()
+    at = section_start(path, ".gnu.version_r")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, at + 2, 2**16 - 1)  # vn_cnt
+    struct.pack_into("<I", data, at + struct.unpack_from("<I", data, at + 8)[0] + 12, 0)  # vna_next
+    assert f"section .gnu.version_r at byte {at}" in damage(path, data)
+
+
+@pytest.mark.parametrize("name", [".dynamic", ".dynsym", ".gnu.version_r"])
+@pytest.mark.parametrize("link", [0, 1, 2**32 - 1])
+def test_a_link_to_a_wrong_section_is_damage(library, name, link):
+    path = library()
+    at = section_start(path, name)
+    assert f"section {name} at byte {at}" in damage(path, changed(path, name, link=link))
+
+
+@pytest.mark.parametrize("name", [".dynamic", ".dynsym", ".gnu.version_r"])
+def test_a_table_of_another_kind_is_damage(library, name):
+    path = library()
+    assert f"section {name}" in damage(path, changed(path, name, type=1))
+
+
+def test_a_dynamic_section_without_its_end_is_damage(library):
+    path = library()
+    at = section_start(path, ".dynamic")
+    with elf.opened(path) as opened:
+        size = opened.get_section_by_name(".dynamic")["sh_size"]
+    data = path.read_bytes()
+    whole = data[:at] + struct.pack("<QQ", 1, 1) * (size // 16) + data[at + size :]
+    assert f"section .dynamic at byte {at}" in damage(path, whole)
+
+
+@pytest.mark.parametrize("name", [".dynsym", ".text"])
+def test_a_section_behind_the_files_end_is_named(library, name):
+    path = library()
+    assert f"section {name} at byte" in damage(path, changed(path, name, size=2**40))
+
+
+@pytest.mark.parametrize(("at", "form"), [(58, "<H"), (54, "<H")], ids=["sections", "segments"])
+def test_a_table_whose_entries_have_no_size_is_damage(library, at, form):
+    path = library()
+    data = bytearray(path.read_bytes())
+    struct.pack_into(form, data, at, 0)
+    assert "entries of 0 bytes" in damage(path, data)
+
+
+def test_a_number_of_sections_beyond_sense_is_damage(library):
+    """e_shnum 0 means that the first header's size has the number."""
+    path = library()
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, 60, 0)
+    struct.pack_into("<Q", data, struct.unpack_from("<Q", data, 40)[0] + 32, 2**60)
+    assert "sections" in damage(path, data)
+
+
+def test_symbols_that_share_one_endless_name_are_damage(library, monkeypatch):
+    path = library("one.so", f"-Doffered={'a' * 500}")
+    monkeypatch.setattr(elf, "MOST_NAMES", 100 + sum(map(len, headers(path))))
+    at = section_start(path, ".dynsym")
+    data = bytearray(path.read_bytes())
+    with elf.opened(path) as opened:
+        number = opened.get_section_by_name(".dynsym")["sh_size"] // 24
+    names = section_start(path, ".dynstr")
+    name = data.index(b"a" * 500, names) - names
+    for i in range(number):
+        struct.pack_into("<I", data, at + 24 * i, name)
+    assert f"section .dynsym at byte {at}" in damage(path, data)

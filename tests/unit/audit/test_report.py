@@ -1,0 +1,218 @@
+"""Wheels, folders and reports. The libraries in them hold nothing for a GPU, so no program of CUDA's is asked."""
+
+import base64
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sparkforge.audit import report as audit_report
+from sparkforge.audit.cubins import Tools
+from sparkforge.audit.report import audit_files
+from sparkforge.core.errors import AuditError, UsageError
+
+pytestmark = pytest.mark.needs("c++")
+NONE = Tools(Path("/nonexistent"), Path("/nonexistent"))
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extension")
+    source = folder / "one.cpp"
+    source.write_text('extern "C" void* PyInit__C() { return nullptr; }\n')
+    built = folder / "_C.abi3.so"
+    command = ["c++", "-shared", "-fPIC", str(source), "-o", str(built)]
+    subprocess.run(command, check=True, capture_output=True)
+    return built.read_bytes()
+
+
+def wheel(folder, content, *, recorded=None, name="_C.abi3.so", machine=None):
+    path = folder / f"one-1.0-cp38-abi3-manylinux_2_28_{machine or platform.machine()}.whl"
+    digest = hashlib.sha256(content if recorded is None else recorded).digest()
+    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr(f"one/{name}", content)
+        made.writestr(
+            "one-1.0.dist-info/RECORD", f"one/{name},sha256={encoded},{len(content)}\none-1.0.dist-info/RECORD,,\n"
+        )
+    return path
+
+
+def rules_of(*paths, **options):
+    return [one.rule for one in audit_files(list(paths), tools=lambda: NONE, **options).violations]
+
+
+def test_wheel_with_the_files_that_it_records(tmp_path, extension):
+    report = audit_files([wheel(tmp_path, extension)], tools=lambda: NONE)
+    report.require_clean()
+    assert [one.path for one in report.binaries] == [f"{wheel(tmp_path, extension).name}/one/_C.abi3.so"]
+    assert report.bytes == len(extension)
+
+
+def test_library_swapped_inside_a_wheel(tmp_path, extension):
+    assert rules_of(wheel(tmp_path, extension, recorded=b"another")) == ["swapped-library"]
+    assert rules_of(wheel(tmp_path, extension, name="_moe_C.abi3.so")) == ["swapped-library"]
+    other = {"x86_64": "aarch64", "aarch64": "x86_64"}[platform.machine()]
+    assert rules_of(wheel(tmp_path, extension, machine=other)) == ["swapped-library"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_truncated_wheel(tmp_path, extension, share):
+    path = wheel(tmp_path, extension)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    assert rules_of(path) == ["damaged"]
+
+
+def test_damaged_member_of_a_wheel(tmp_path, extension):
+    path = wheel(tmp_path, extension)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    path.write_bytes(data)
+    assert "damaged" in rules_of(path)
+
+
+def test_folder_is_searched_and_the_error_names_rule_and_fix(tmp_path, extension):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "_C.abi3.so").write_bytes(extension)
+    (tmp_path / "deep" / "_D.abi3.so").write_bytes(extension[:1000])
+    (tmp_path / "deep" / "notes.txt").write_text("not read")
+    report = audit_files([tmp_path], tools=lambda: NONE)
+    assert len(report.binaries) == 2
+    with pytest.raises(AuditError) as caught:
+        report.require_clean()
+    assert "1 of 2 files fail the audit (damaged x 1)" in caught.value.what
+    assert "_D.abi3.so" in caught.value.why
+    assert caught.value.fix == "bring or build the file again"
+    assert caught.value.exit_code == 54
+
+
+def test_report_is_json(tmp_path, extension):
+    document = json.loads(json.dumps(audit_files([wheel(tmp_path, extension)], tools=lambda: NONE).document()))
+    assert document["violations"] == []
+    assert document["files"][0]["host"]["machine"] == platform.machine()
+
+
+def test_what_has_no_meaning_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    for arguments in (
+        {"paths": [tmp_path / "none.so"]},
+        {"paths": [tmp_path / "a.txt"]},
+        {"paths": [], "modules": ["x"]},
+    ):
+        with pytest.raises(UsageError):
+            audit_files(**arguments, tools=lambda: NONE)
+
+
+def test_missing_module(tmp_path, extension):
+    assert rules_of(wheel(tmp_path, extension), modules=["fused_moe_120"]) == ["missing-module"]
+
+
+def test_nothing_is_no_clean_audit():
+    with pytest.raises(UsageError, match="nothing is named"):
+        audit_files([], tools=lambda: NONE)
+
+
+def damage_of(path):
+    (violation,) = audit_files([path], tools=lambda: NONE).violations
+    assert violation.rule == "damaged"
+    return violation.detail
+
+
+def test_a_member_that_becomes_a_thousand_times_as_large_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_report, "EXPANDED", 1 << 20)
+    assert "_C.abi3.so says that its" in damage_of(wheel(tmp_path, bytes(4 << 20)))
+
+
+def test_members_are_too_large_together(tmp_path, extension, monkeypatch):
+    monkeypatch.setattr(audit_report, "LARGEST_WHEEL", len(extension))
+    assert "once they are unpacked" in damage_of(wheel(tmp_path, extension))
+
+
+def test_a_member_larger_than_the_directory_says_is_damage(tmp_path, extension):
+    """The directory at the end says 100 bytes; what is packed there has more."""
+    path = wheel(tmp_path, extension)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02")
+    data[at + 24 : at + 28] = (100).to_bytes(4, "little")
+    path.write_bytes(data)
+    assert "one/_C.abi3.so" in damage_of(path)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda wheel: wheel.writestr("one/_C.abi3.so", b"again"), id="a member twice"),
+        pytest.param(lambda wheel: wheel.writestr("two-1.dist-info/RECORD", b"\xff\xfe"), id="bytes"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_wheel_that_contradicts_itself_is_damaged(tmp_path, extension, write):
+    path = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("one/_C.abi3.so", extension)
+        write(made)
+    assert rules_of(path) == ["damaged"]
+
+
+@pytest.mark.parametrize("record", ["no", b"\xff", b'"' + b"x" * 200_000, b"a" * (1 << 20)])
+def test_a_damaged_record_is_a_violation(tmp_path, extension, record, monkeypatch):
+    monkeypatch.setattr(audit_report, "LARGEST_RECORD", 1 << 19)
+    path = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("one/_C.abi3.so", extension)
+        if record != "no":
+            made.writestr("one-1.0.dist-info/RECORD", record)
+    assert rules_of(path) == ["damaged"]
+
+
+def test_a_method_of_packing_that_nobody_knows_is_damage(tmp_path, extension):
+    path = wheel(tmp_path, extension)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02")
+    data[at + 10 : at + 12] = (99).to_bytes(2, "little")
+    path.write_bytes(data)
+    assert "damaged" in rules_of(path)
+
+
+def patched_rules(path):
+    report = audit_files([path], tools=lambda: NONE)
+    return [one.detail for one in report.violations if one.rule == "patched-wheel"], report.document()["wheels"]
+
+
+def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, tmp_path):
+    (entry,) = patched_wheel.lock.values()
+    details, wheels = patched_rules(patched_wheel.path)
+    assert details == []
+    assert wheels == [{"path": str(patched_wheel.path), "wheel": entry.file, "sha256": entry.sha256,
+                       "record": entry.record, "problems": ()}]  # fmt: skip
+    copy = tmp_path / patched_wheel.path.name
+    copy.write_bytes(patched_wheel.path.read_bytes() + b"\0")
+    details, _ = patched_rules(copy)
+    assert [detail.partition(", and ")[2] for detail in details] == [f"{entry.sha256} is locked"]
+    unknown = tmp_path / entry.file.replace("sparkforge.1", "sparkforge.2")
+    shutil.copyfile(patched_wheel.path, unknown)
+    assert patched_rules(unknown)[0] == ["locks/patched.toml has no such wheel"]
+
+
+def test_upstreams_wheel_is_none_of_ours(patched_site, patched_wheel):
+    assert patched_rules(patched_wheel.upstream) == ([], [])
+
+
+def test_an_installed_package_is_compared_with_its_wheel(patched_site, patched_wheel):
+    (entry,) = patched_wheel.lock.values()
+    details, (audited,) = patched_rules(patched_site)
+    assert details == []
+    assert (audited["wheel"], audited["sha256"], audited["record"]) == (entry.file, entry.sha256, entry.record)
+    (patched_site / "vllm/b.py").unlink()
+    (patched_site / "vllm/c.py").write_text("")
+    details, _ = patched_rules(patched_site)
+    assert details == ["vllm/b.py: is missing", "vllm/c.py: was added"]
+    (patched_site / f"{Path(audited['path']).name}/RECORD").unlink()
+    details, (audited,) = patched_rules(patched_site)
+    assert "RECORD cannot be read: No such file" in details[0]
+    assert audited["wheel"] == ""

@@ -1,0 +1,207 @@
+"""Rules without any compiler: what is read is written down here by hand."""
+
+import dataclasses
+
+import pytest
+
+from sparkforge.audit.cubins import Binary, Cubin, Kernel, loads
+from sparkforge.audit.elf import Host
+from sparkforge.audit.rules import PATH, judge, judge_modules, load
+from sparkforge.core.errors import AuditError
+
+RULES = load()
+GEMM = (
+    "_ZN7cutlass13device_kernelI17GroupProblemShape13CollectiveMmaMainloopSm120ArrayTmaWarpSpecializedBlockScaled_e2m1E"
+)
+QMMA, E2M1, TRAP = "QMMA.SF.16832.F32.E4M3.E2M1.E8", "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C", "BPT.TRAP"
+HOST = Host(
+    machine="aarch64", shared=True, soname="", needed=("libc.so.6", "libcudart.so.13"), runpath=("$ORIGIN/../lib",),
+    glibc=(2, 39), executable_stack=False,
+    undefined=("TVMFFIGetTypeInfo", "cudaMalloc", "_ZSt21ios_base_library_initv"),
+    exports=frozenset({"PyInit__C"}), cubins=1, ptx=(),
+)  # fmt: skip
+
+
+def file(*kernels, target="sm_121a", path="x.so", strings=(), host=None, sm=121):
+    cubin = Cubin("x.1.cubin", target, sm, 1000, loads(target, "12.1"), len(kernels), 100, kernels, strings)
+    return Binary(path, 1000, host, (cubin,))
+
+
+def rules_of(binary, **options):
+    return [one.rule for one in judge(binary, RULES, **options)]
+
+
+@pytest.mark.parametrize(
+    ("target", "does"),
+    [
+        ("sm_121a", True), ("sm_121f", True), ("sm_121", True), ("sm_120", True), ("sm_120f", True), ("sm_120a", False),
+        ("sm_90a", False), ("sm_90", False), ("sm_100f", False), ("sm_110", False), ("", False), ("sm_122", False),
+        ("sm_120+sm_121a", False),
+    ],
+)  # fmt: skip
+def test_which_targets_load_on_12_1(target, does):
+    assert loads(target, "12.1") is does
+
+
+def test_hardware_fp4_passes():
+    kernels = Kernel(GEMM, 3000, {QMMA: 16}), Kernel("cvt_fp16_to_fp4", 200, {E2M1: 4}), Kernel("scale", 24, {})
+    assert rules_of(file(*kernels, path="fused_moe_120_fp8xfp4.so")) == []
+
+
+def test_grouped_gemm_with_too_few_block_scaled_mma_is_software():
+    (found,) = judge(file(Kernel(GEMM, 3000, {QMMA: 15})), RULES)
+    assert found.rule == "software-fp4"
+    assert "15 x" in found.detail
+    assert "compute_121 assembled as sm_121a" in found.detail
+    assert "arch=compute_121a,code=sm_121a" in found.fix
+
+
+def test_mma_without_block_scales_does_not_count():
+    assert rules_of(file(Kernel(GEMM, 3000, {"QMMA.16832.F32.E4M3.E2M1": 64, "HMMA.16816.F32.BF16": 64}))) == [
+        "software-fp4"
+    ]
+
+
+def test_conversion_without_e2m1_is_named_by_its_label():
+    kernel = Kernel("_Z15cvt_fp32_to_fp4PK6float2Ph", 152, {})
+    assert rules_of(file(kernel)) == ["software-fp4"]
+    assert rules_of(file(kernel, target="sm_120")) == ["arch-suffix"]
+
+
+def test_plain_sm_121_is_refused_without_any_fp4():
+    (found,) = judge(file(Kernel("scale", 24, {}), target="sm_121"), RULES)
+    assert found.rule == "arch-suffix"
+    assert "built for 12.1 without the suffix" in found.detail
+    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in found.fix
+
+
+def test_upstreams_plain_sm_120_passes_where_fp4_is_not_in_play():
+    assert rules_of(file(Kernel("rms_norm", 300, {}), target="sm_120")) == []
+
+
+def test_traps_in_fp4_kernels_are_refused():
+    assert rules_of(file(Kernel(GEMM, 24, {TRAP: 1}))) == ["trap-stub"]
+    assert rules_of(file(Kernel(GEMM, 3000, {TRAP: 1, QMMA: 64}))) == ["trap-stub"]
+
+
+def test_trap_string_counts_where_something_traps():
+    text = RULES.sass.trap_strings
+    assert rules_of(file(Kernel("dense_gemm", 24, {TRAP: 1}), strings=text)) == ["trap-string"]
+    assert rules_of(file(Kernel("20MacheteCollectiveMma_machete", 24, {TRAP: 1}), strings=text)) == []
+    assert rules_of(file(Kernel("scale", 24, {}), strings=text)) == []
+
+
+def test_stub_of_another_device_is_neither_violation_nor_support():
+    kernel = Kernel("GroupProblemShape_CollectiveMma_MainloopSm100ArrayTma_e2m1", 900, {TRAP: 14})
+    assert rules_of(file(kernel, target="sm_120f")) == []
+    assert RULES.stub(kernel)
+    assert not RULES.stub(Kernel("has_an_assertion", 2440, {TRAP: 1}))
+
+
+def test_code_for_another_device_is_no_support():
+    (found,) = judge(file(target="sm_90a"), RULES)
+    assert found.rule == "wrong-arch"
+    assert "sm_90a; none of it loads on 12.1" in found.detail
+    assert rules_of(file(target="sm_90a", path="vllm/_vllm_fa3_C.abi3.so")) == []  # listed, with the reason
+
+
+def test_fp4_in_the_files_name_wants_one_fp4_instruction_in_it():
+    assert rules_of(file(Kernel("quantise", 536, {}), path="nvfp4_quant.o")) == ["software-fp4"]
+    assert rules_of(file(Kernel("quantise", 536, {}), path="bf16_quant.o")) == []
+    assert rules_of(file(path="fp8_fp4.o")) == []  # no kernel at all
+
+
+def test_cubin_that_does_not_say_its_target():
+    assert rules_of(file(target="")) == ["no-target", "wrong-arch"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "told"),
+    [
+        ({"needed": ("libfoo.so.1",)}, "needed", "libfoo.so.1"),
+        ({"needed": ("libcudart.so.12",)}, "needed", "libcudart.so.12"),
+        ({"runpath": ("/opt/cuda/lib64",)}, "runpath", "/opt/cuda/lib64"),
+        ({"glibc": (2, 40)}, "glibc", "2.40"),
+        ({"executable_stack": True}, "executable-stack", "executable stack"),
+        ({"undefined": ("_Z7missingv",)}, "undefined", "_Z7missingv"),
+        ({"soname": "other.so"}, "swapped-library", "other.so"),
+    ],
+)
+def test_host_part(changes, rule, told):
+    good = file(path="x.so", host=HOST)
+    assert rules_of(good) == []
+    (found,) = judge(dataclasses.replace(good, host=dataclasses.replace(HOST, **changes)), RULES)
+    assert found.rule == rule
+    assert told in found.detail
+
+
+def test_swapped_libraries():
+    assert rules_of(file(path="vllm/_C.abi3.so", host=HOST)) == []
+    assert rules_of(file(path="vllm/_moe_C.abi3.so", host=HOST)) == ["swapped-library"]
+    assert rules_of(file(path="cached_ops/sampling/sampling.so", host=HOST)) == []
+    assert rules_of(file(path="cached_ops/sampling/page.so", host=HOST)) == ["swapped-library"]
+    assert rules_of(file(host=HOST), machine="aarch64") == []
+    assert rules_of(file(host=HOST), machine="x86_64") == ["swapped-library"]
+
+
+PREFILL = "_ZN10flashinfer34BatchPrefillWithPagedKVCacheKernelILb0E13__nv_bfloat16S4_S4_fi13AttentionSinkLb1EE{}"
+PREFILL_FP8 = PREFILL.replace("S4_S4_", "13__nv_fp8_e4m3S4_")
+HMMA, UNPACK = "HMMA.16816.F32.BF16", "F2FP.F16.E4M3.UNPACK_B"
+
+
+@pytest.mark.parametrize(
+    ("module", "kernels", "kept"),
+    [
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(36)], True),
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(35)], False),
+        ("attention_sink_prefill", [Kernel(PREFILL.format(n), 900, {HMMA: 4}) for n in range(36)], False),
+        ("attention_sink_prefill", [Kernel(PREFILL_FP8.format(n), 900, {HMMA: 34}) for n in range(36)], False),
+        ("attention_sink_prefill_fp8", [Kernel(PREFILL_FP8.format(n), 900, {HMMA: 34}) for n in range(36)], True),
+        ("attention_sink_prefill_fp8", [Kernel(PREFILL.format(n), 900, {HMMA: 34}) for n in range(36)], False),
+        ("xqa_decode", [Kernel("_Z10kernel_mhaj", 4432, {HMMA: 68})], True),
+        ("xqa_decode", [Kernel("_Z10kernel_mhaj", 4432, {})], False),
+        ("xqa_decode_fp8", [Kernel("_Z10kernel_mhaj", 4208, {HMMA: 52, UNPACK: 192})], True),
+        ("xqa_decode_fp8", [Kernel("_Z10kernel_mhaj", 4432, {HMMA: 68})], False),
+    ],
+)  # fmt: skip
+def test_an_attention_module_is_told_by_its_kernels(module, kernels, kept):
+    name = RULES.modules[module].file.replace("*", "x")
+    found = judge_modules([file(*kernels, path=name)], [module], RULES)
+    assert [one.rule for one in found] == ([] if kept else ["swapped-library"])
+
+
+def test_kernels_that_a_module_is_told_by_are_kept_by_the_reader():
+    for module in RULES.modules.values():
+        assert all(claim.match in RULES.watch().names for claim in module.kernels)
+
+
+def test_named_modules():
+    good = file(Kernel(GEMM, 3000, {QMMA: 64}), path="a/fused_moe_120_fp8xfp4.so")
+    assert judge_modules([good], ["fused_moe_120"], RULES) == []
+    (missing,) = judge_modules([file(path="sampling.so")], ["fused_moe_120"], RULES)
+    assert (missing.rule, missing.fix) == ("missing-module", "./inv build.kernels")
+    other = file(Kernel("sampling", 300, {}), path="a/fused_moe_120_fp8xfp4.so")
+    (swapped,) = judge_modules([other], ["fused_moe_120"], RULES)
+    assert swapped.rule == "swapped-library"
+
+
+def test_damage_is_the_only_finding():
+    assert rules_of(Binary("x.so", 10, damage="its section table ends at byte 90 and the file at 10")) == ["damaged"]
+
+
+def test_every_rule_has_a_fix():
+    for rule in RULES.fixes:
+        assert "{" not in RULES.fix(rule)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("stub = 64", "stub = 1e999"), ("'e2m1|fp4", "'(e2m1|fp4")],
+)
+def test_a_mistake_in_the_rules_is_named(tmp_path, change):
+    path = tmp_path / "rules.toml"
+    text = PATH.read_text(encoding="utf-8")
+    assert change[0] in text
+    path.write_text(text.replace(*change), encoding="utf-8")
+    with pytest.raises(AuditError, match=r"rules\.toml"):
+        load(path)

@@ -1,0 +1,133 @@
+"""The one exit point of tasks: whatever goes wrong is three lines and an exit code."""
+
+import errno
+import json
+import lzma
+import os
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import tomllib
+import traceback
+
+import pytest
+from invoke.exceptions import Exit
+
+from sparkforge.cli.command import arguments, command, listed, whole_number
+from sparkforge.core import paths
+from sparkforge.core.errors import NetworkError, UsageError
+
+
+def code_of(error):
+    @command
+    def task():
+        raise error
+
+    with pytest.raises(Exit) as caught:
+        task()
+    return caught.value.code
+
+
+def test_our_errors_give_their_parts_and_their_code(capsys):
+    assert code_of(NetworkError("a failed", "because b", "./inv c", code="network.fetch")) == 11
+    told = capsys.readouterr().err
+    assert told.index("a failed") < told.index("because b") < told.index("./inv c")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT])
+def test_a_file_that_cannot_be_used_is_named(number, capsys, tmp_path):
+    assert code_of(OSError(number, "no such luck", str(tmp_path / "x"))) == 28
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/x" in told
+    assert f"ls -ld {tmp_path}" in told
+
+
+def test_a_full_disk_has_its_own_code(tmp_path):
+    assert code_of(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))) == 28
+    assert code_of(OSError(errno.ENOSPC, "No space left on device")) == 28  # from an open file, without a name
+
+
+def test_ctrl_c_is_what_shells_expect():
+    assert code_of(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("error", [TypeError("wrong"), AssertionError(), ValueError("x"), KeyError("y")])
+def test_a_fault_of_ours_keeps_its_traceback_and_says_how_to_report_it(error):
+    @command
+    def task():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        task()
+    assert "./inv doctor --bundle" in "".join(traceback.format_exception(caught.value))
+
+
+def undeclared(function):
+    """Run something that raises and return its error, with its traceback."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        function()
+    return caught.value
+
+
+BAD_INPUT = {
+    "a file without its name": (lambda: ssl.create_default_context(cafile="/nonexistent"), 28),
+    "a bad descriptor": (lambda: os.fsync(999_999), 28),
+    "a name with half a surrogate pair": (lambda: open("\ud800"), 28),  # noqa: PTH123, SIM115
+    "a name with a NUL": (lambda: open("a\0b"), 28),  # noqa: PTH123, SIM115
+    "a name that is too long": (lambda: open("/" + "x" * 5000), 28),  # noqa: PTH123, SIM115
+    "deep JSON": (lambda: json.loads("[" * 200_000), 28),
+    "no JSON": (lambda: json.loads("{"), 28),
+    "no TOML": (lambda: tomllib.loads("a ="), 28),
+    "no UTF-8": (b"\xff".decode, 28),
+    "no memory": (lambda: bytearray(1 << 60), 50),
+    "no xz": (lambda: lzma.decompress(b"xz"), 28),
+    "a number that is too large": (lambda: bytes(1 << 70), 28),
+    "a cut structure": (lambda: struct.unpack("<Q", b""), 28),
+    "a host that is not there": (lambda: socket.create_connection(("host.invalid", 1)), 11),
+    "nobody listens": (lambda: socket.create_connection(("127.0.0.1", 1)), 11),
+}
+
+
+@pytest.mark.parametrize(("function", "code"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_that_nobody_declared_is_three_lines(function, code, capsys):
+    assert code_of(undeclared(function)) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:8] for line in lines[:3]] == [f"✗ {lines[0][2:]}"[:8], "  why:  ", "  next: "]
+    assert len(lines) == 3
+
+
+def test_a_name_that_is_too_long_is_declared(tmp_path, capsys):
+    assert code_of(OSError(errno.ENAMETOOLONG, "File name too long", str(tmp_path / ("x" * 300) / "y"))) == 28
+    assert f"ls -ld {tmp_path}," in capsys.readouterr().err
+
+
+def test_a_descriptor_in_place_of_a_name_is_declared():
+    assert code_of(OSError(errno.EIO, "Input/output error", 7)) == 28
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_printed():
+    code = "from sparkforge.cli.command import command; command(lambda: print('a' + chr(0xd800) + 'b'))()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"a\\ud800b\n")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    code = "from sparkforge.cli.command import command; command(lambda: print(chr(0x2713)))()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, env=env, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b"\\u2713\n")
+
+
+def test_a_word_that_is_no_number_is_refused():
+    assert whole_number("--port", "8000") == 8000
+    for text in ("x", "1e999", "NaN", "9" * 5000, "\ud800"):
+        with pytest.raises(UsageError, match="--port") as caught:
+            whole_number("--port", text)
+        assert len(caught.value.what) < 100
+
+
+def test_words_between_commas_and_words_of_a_shell():
+    assert listed("a, b,,c,") == ["a", "b", "c"]
+    assert listed("") == []
+    assert arguments("--more", "--build-context 'a b=c'") == ["--build-context", "a b=c"]
+    with pytest.raises(UsageError, match="--more"):
+        arguments("--more", "'a")

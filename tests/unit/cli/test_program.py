@@ -1,0 +1,157 @@
+"""`./inv` as a user runs it: help, the list, errors, old names, and paths from another folder."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+import sparkforge
+from sparkforge import pins
+from sparkforge.cli import namespace, program
+from sparkforge.core.errors import IntegrityError, UsageError
+from sparkforge.core.paths import ROOT
+
+
+@pytest.fixture
+def inv(tmp_path):
+    """Run `./inv` in another folder, on a terminal of 80 columns."""
+
+    def run(*arguments):
+        command = [ROOT / "inv", *arguments]
+        environment = {**os.environ, "COLUMNS": "80"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_no_arguments_show_the_daily_commands_and_how_to_see_all(inv):
+    done = inv()
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:10]] == list(program.DAILY)
+    assert "./inv --list" in done.stdout
+
+
+def test_the_list_fits_one_screen_and_names_every_group(inv):
+    done = inv("--list")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert [line[:-1] for line in lines if line.endswith(":")] == list(program.GROUPS)
+
+
+def test_every_command_is_in_one_group_and_each_group_can_be_listed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [
+        line.split()[0] for group in program.GROUPS for line in program.listing(group).splitlines() if line[2] != " "
+    ]
+    assert len(names) == len(set(names))
+    assert {namespace[name] for name in names} == {namespace[name] for name in namespace.task_names}
+    assert "bench.kernels" in program.listing("bench")
+    with pytest.raises(UsageError, match="bench"):
+        program.listing("bensh")
+
+
+def test_the_version_is_the_projects(inv):
+    assert inv("--version").stdout == f"sparkforge {sparkforge.__version__}\n"
+    assert f'version = "{sparkforge.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",)], ids=str)
+def test_help_shows_usage_and_an_example_and_nothing_of_invoke(inv, arguments):
+    done = inv(*arguments)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: ./inv COMMAND")
+    assert "Example:\n  ./inv up" in done.stdout
+    assert "core" not in done.stdout.lower()
+
+
+@pytest.mark.parametrize("arguments", [("logs", "--help"), ("--help", "logs"), ("logs", "-h")], ids=" ".join)
+def test_help_on_a_command_shows_its_options_and_an_example(inv, arguments):
+    done = inv(*arguments)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: ./inv logs [OPTIONS]\n")
+    assert "  --follow, -f  continue" in done.stdout
+    assert "Example:\n  ./inv logs -f\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["build", "build.all", "patch", "bundle"])
+def test_help_shows_the_name_that_was_typed_and_the_default_stack(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert program.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: ./inv {name} [OPTIONS]\n")
+    assert f"a stack of pins.toml (default: {pins.load().default})" in out
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("arguments", [("--list",), ("plan", "gpt-oss-120b", "--json"), ("lgos",)], ids=str)
+def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tmp_path):
+    """As `./inv … 2>&1 | head` does: the reader is gone before the first line is printed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (tmp_path / "errors").open("wb") as errors:
+        stdout, stderr = (errors, writer) if arguments == ("lgos",) else (writer, errors)
+        code = subprocess.call([ROOT / "inv", *arguments], stdout=stdout, stderr=writer if both else stderr)
+    os.close(writer)
+    assert code == 128 + signal.SIGPIPE
+    assert (tmp_path / "errors").read_text() == ""
+
+
+def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_options():
+    for context in namespace.to_contexts():
+        command = namespace[context.name]
+        assert len(program._summary(context.name)) <= 63, context.name
+        assert command.example.startswith(f"./inv {context.aliases[0] if context.aliases else context.name}"), (
+            context.name
+        )
+        short = {flag for argument in context.args.values() for flag in argument.nicknames}
+        assert short <= {"f"}, f"{context.name} has short flags that no other command has"
+        missing = [argument.name for argument in context.args.values() if not argument.help and not argument.positional]
+        assert not missing, context.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (("lgos",), "there is no command 'lgos'", "./inv logs"),
+        (("pins.chek",), "there is no command 'pins.chek'", "./inv pins.check"),
+        (("frobnicate",), "there is no command 'frobnicate'", "./inv --list"),
+        (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
+        (("down", "now"), "'now' has no meaning here", "./inv down --help"),
+        (("up", "--port"), "--port cannot be read", "./inv up --help"),
+        (("chat",), "./inv chat needs MESSAGE", "./inv chat --help"),
+        (("--lsit",), "there is no option --lsit", "./inv --help"),
+        (("lgos", "--help"), "there is no command 'lgos'", "./inv logs"),
+    ],
+    ids=str,
+)
+def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, what, fix):
+    assert program.main(arguments) == UsageError.exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"✗ {what} [usage]"
+    assert lines[1].startswith("  why:  ")
+    assert lines[2] == f"  next: {fix}"
+
+
+def test_a_mistyped_command_ends_with_our_exit_code(inv):
+    done = inv("stauts")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "./inv status" in done.stderr
+
+
+@pytest.mark.parametrize(("old", "new"), program.OLD_NAMES.items())
+def test_an_old_name_runs_the_new_command_with_a_hint_of_one_line(inv, old, new):
+    done = inv(old, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: ./inv {new} ")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"./inv {new}" in done.stderr
+
+
+def test_a_relative_path_starts_in_the_callers_folder(inv, tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    done = inv("provenance", "mine.py")
+    assert done.returncode == IntegrityError.exit_code
+    assert str(tmp_path / "mine.py") in done.stderr

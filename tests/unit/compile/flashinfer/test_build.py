@@ -1,0 +1,236 @@
+"""The build of kernels with a real interpreter, ninja and C++ compiler; a small FlashInfer stands for the real one."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.audit.report import AuditReport
+from sparkforge.compile import ninja as ninja_build
+from sparkforge.compile.flashinfer import build, sets
+from sparkforge.compile.flashinfer import environment as kernel_env
+from sparkforge.compile.flashinfer.build import KernelOrder
+from sparkforge.compile.flashinfer.environment import KernelEnvironment
+from sparkforge.compile.flashinfer.sets import KernelModule
+from sparkforge.compile.jobs import Unit
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.core import manifest
+from sparkforge.core.errors import CompileError, ProcessError
+from sparkforge.core.files import sha256_file
+
+pytestmark = pytest.mark.needs("c++", "ninja")
+# Its packages cannot be entered by their __init__, as the real ones on a machine without a GPU.
+GENERATOR = """
+import os
+from pathlib import Path
+RULES = '''
+rule compile
+  command = {launcher} c++ -MMD -MF $out.d -fPIC -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = {link}
+'''
+class Spec:
+    def __init__(self, name, link):
+        self.name, self.link = name, link
+        base = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
+        self.build_dir = base / ".cache/flashinfer/0.7.0.post1/121a/cached_ops" / name
+    def write_ninja(self):
+        self.build_dir.mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).parent
+        lines = [RULES.format(launcher=os.environ["FLASHINFER_CXX_LAUNCHER"], link=self.link)]
+        objects = [f"{self.build_dir}/csrc_{file}.o" for file in ("one", "two")]
+        lines += [f"build {o}: compile {source}/{f}.cpp" for o, f in zip(objects, ("one", "two"))]
+        lines += [f"build {self.build_dir}/{self.name}.so: link " + " ".join(objects), ""]
+        text = "\\n".join(lines)
+        if not (self.build_dir / "build.ninja").exists() or (self.build_dir / "build.ninja").read_text() != text:
+            (self.build_dir / "build.ninja").write_text(text)
+def gen_module(name="tiny", link="c++ -shared $in -o $out"):
+    return Spec(name, link)
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site-packages with the small FlashInfer, its interpreter, and an order to build its one module."""
+    packages = tmp_path / "lib/site-packages"
+    jit = packages / "flashinfer/jit"
+    jit.mkdir(parents=True)
+    for package in (jit.parent, jit):
+        (package / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
+    (jit / "small.py").write_text(GENERATOR)
+    (jit / "one.h").write_text("inline int one() { return 1; }\n")
+    (jit / "one.cpp").write_text('#include "one.h"\nint first() { return one(); }\n')
+    (jit / "two.cpp").write_text("int second() { return 2; }\n")
+    for name, version in (("flashinfer_python", "0.7.0.post1"), ("torch", "2.13.0"), ("apache_tvm_ffi", "0.1.11")):
+        folder = packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    programs = {name: Path(shutil.which(name)) for name in ("c++", "ninja", "env")}
+    chain = Toolchain(tmp_path, "test", programs["c++"], programs["ninja"], programs["env"], {"nvcc": "0", "c++": "0"})
+    where = KernelEnvironment(python, packages, {"flashinfer-python": "0.7.0.post1"}, "include", "queue")
+    module = KernelModule(name="tiny", sets=(), call="", generator="flashinfer.jit.small:gen_module", audit="sampling")
+    order = KernelOrder(sets.load("0.7.0.post1"), "tiny", (module,), "12.1a", tmp_path / "out", where, chain)
+    clean = AuditReport((), (), (), (), 0, 0.0)
+    monkeypatch.setattr(build, "_audit", lambda *_: clean)  # the audit has tests of its own, and needs CUDA's tools
+    library = order.output / ".cache/flashinfer/0.7.0.post1/121a/cached_ops/tiny/tiny.so"
+    return SimpleNamespace(order=order, jit=jit, python=python, library=library, module=module)
+
+
+def with_arguments(site, **arguments):
+    module = site.module.model_copy(update={"arguments": arguments})
+    return KernelOrder(
+        sets.load("0.7.0.post1"),
+        "tiny",
+        (module,),
+        "12.1a",
+        site.order.output,
+        site.order.environment,
+        site.order.chain,
+    )
+
+
+def counts(built):
+    result, _ = built
+    return result.compiled, result.cached, result.units
+
+
+def test_it_builds_and_then_there_is_nothing_to_do(site):
+    first = build.build(site.order)
+    assert counts(first) == (2, 0, 2)
+    assert first[1]
+    assert manifest.load(site.order.variables_file).facts["modules"] == {"tiny": 2}
+    made = site.library.stat().st_mtime_ns
+    env = dict(line.split("=", 1) for line in site.order.variables_file.read_text().splitlines())
+    assert env["FLASHINFER_WORKSPACE_BASE"] == str(site.order.output)
+    assert env["FLASHINFER_MOE_SM120_DTYPES"] == "fp8xfp4"
+    assert env["VLLM_HAS_FLASHINFER_CUBIN"] == "1"
+    assert counts(build.build(site.order)) == (0, 0, 2)
+    assert site.library.stat().st_mtime_ns == made
+
+
+def test_a_header_that_changed_costs_its_own_unit_only(site):
+    build.build(site.order)
+    time.sleep(0.01)
+    (site.jit / "one.h").write_text("inline int one() { return 11; }\n")
+    before = sha256_file(site.library)
+    assert counts(build.build(site.order)) == (1, 0, 2)
+    assert sha256_file(site.library) != before
+
+
+def test_a_library_that_was_changed_is_made_again(site):
+    build.build(site.order)
+    before = sha256_file(site.library)
+    site.library.write_bytes(b"other")
+    assert counts(build.build(site.order)) == (0, 0, 2)
+    assert sha256_file(site.library) == before
+
+
+def test_after_a_failure_there_is_no_manifest_and_the_next_build_finishes(site):
+    build.build(site.order)
+    (site.jit / "two.cpp").write_text("int second() { return nothing; }\n")
+    with pytest.raises(ProcessError, match="nothing", check=lambda error: error.code == "process.failed"):
+        build.build(site.order)
+    assert not list(site.order.output.glob("*.manifest.json"))
+    (site.jit / "two.cpp").write_text("int second() { return 2; }\n")
+    build.build(site.order)
+    assert list(site.order.output.glob("*.manifest.json"))
+
+
+def test_what_a_server_would_build_again_is_refused(site):
+    with pytest.raises(CompileError, match="tiny", check=lambda error: error.code == "compile.kernels"):
+        build.build(with_arguments(site, link="true"))
+    assert not list(site.order.output.glob("*.manifest.json"))
+
+
+def test_a_generator_that_makes_another_module_is_refused(site):
+    with pytest.raises(
+        CompileError, match="made other and not tiny", check=lambda error: error.code == "compile.environment"
+    ):
+        build.build(with_arguments(site, name="other"))
+
+
+def test_other_inputs_are_built_although_the_library_is_there(site):
+    build.build(site.order)
+    wide = KernelOrder(
+        sets.load("0.7.0.post1"),
+        "tiny",
+        (site.module,),
+        "12.0a",
+        site.order.output,
+        site.order.environment,
+        site.order.chain,
+    )
+    assert wide.inputs != site.order.inputs
+    assert build._current(wide, wide.inputs) is None
+    assert build._current(site.order, site.order.inputs)
+
+
+def test_it_waits_for_compilers_of_a_killed_build(site, monkeypatch):
+    site.order.output.mkdir()
+    lock = site.order.output / ".sparkforge-units.lock"
+    holds = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH)"
+    code = f"{holds}; print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, lock], **pipes) as compiler:
+        compiler.stdout.readline()
+        messages = []
+        monkeypatch.setattr(ninja_build, "say", lambda text: (messages.append(text), compiler.stdin.close()))
+        build.build(site.order)
+        assert compiler.wait() == 0
+    assert "waiting for them" in messages[0]
+
+
+def test_what_compilers_of_a_killed_build_still_need_is_left_to_them(site):
+    """Ninja, asked what it would do, removes the depfiles that compilers have written; ccache then stores nothing."""
+    build.build(site.order)
+    site.order.variables_file.with_name(f"{site.order.variables_file.name}.manifest.json").unlink()
+    unit = site.library.with_name("csrc_one.o")
+    unit.unlink()
+    depfile = site.library.with_name("csrc_one.o.d")
+    depfile.write_text(f"{unit}: {site.jit}/one.cpp\n")
+    lock = site.order.output / ".sparkforge-units.lock"
+    holds = "import fcntl, os, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH)"
+    code = f"{holds}; print(flush=True); time.sleep(1); sys.exit(not os.path.exists(sys.argv[2]))"
+    with subprocess.Popen([sys.executable, "-c", code, lock, depfile], stdout=subprocess.PIPE) as compiler:
+        compiler.stdout.readline()
+        build.build(site.order)
+        assert compiler.wait() == 0, "its depfile was gone"
+
+
+def test_a_unit_holds_the_lock_while_it_runs(site):
+    build.build(site.order)
+    unit = ninja_build.holding(Path("lock"), Unit("tiny/x", ("sh", "-c", "true")))
+    assert unit.command[:4] == ("flock", "--shared", "--no-fork", "lock")
+
+
+def test_an_environment_is_examined(site, monkeypatch):
+    table = sets.load("0.7.0.post1")
+    (site.jit.parent.parent / "flashinfer_python-0.7.0.post1.dist-info/RECORD").write_text(
+        f"a.py,sha256={'A' * 43},0\n"
+    )
+    monkeypatch.setattr(kernel_env, "REMOVED", ())
+    with pytest.raises(
+        CompileError,
+        match=r"flashinfer-python 0\.7\.0\.post1 is upstream's wheel",
+        check=lambda error: error.code == "compile.environment",
+    ) as refused:
+        kernel_env.examine(site.python, table, "spark")
+    assert "./inv patch prints where it lies" in refused.value.fix
+    (site.jit.parent.parent / "torch-2.13.0.dist-info/METADATA").unlink()
+    (site.jit.parent.parent / "torch-2.13.0.dist-info").rmdir()
+    with pytest.raises(
+        CompileError, match="torch is not installed", check=lambda error: error.code == "compile.environment"
+    ):
+        kernel_env.examine(site.python, table, "spark")
+    with pytest.raises(CompileError, match="cannot ask", check=lambda error: error.code == "compile.environment"):
+        kernel_env.examine(Path("/bin/true"), table, "spark")

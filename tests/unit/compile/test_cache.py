@@ -1,0 +1,245 @@
+import ctypes
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.compile import cache
+from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.files import locked
+
+pytestmark = pytest.mark.needs("ninja", "c++")
+
+
+@pytest.fixture
+def table():
+    return pins.load()
+
+
+def clean(table, **options):
+    return [module.name for module in cache.clean(pins=table, **options)]
+
+
+def left(cached):
+    return sorted(path.name for path in (cached.folders["page"].parent).iterdir() if path.name != "tmp")
+
+
+def test_it_lists_modules_with_sizes_and_units_but_no_other_folder(cached):
+    found = cache.modules(cache.default_root())
+    assert [(one.version, one.arch, one.name) for one in found] == [
+        ("0.7.0.post1", "121a", name) for name in ("page", "rope", "sampling")
+    ]
+    page = found[0]
+    assert page.size() == sum(path.stat().st_size for path in cached.folders["page"].iterdir())
+    assert page.units == ["page/page_kernel.cuda.o", "page/page_binding.o"]
+    units, cpu, seconds = cache.rebuild_cost(found)
+    assert (units, cpu) == (6, 3 * (60 + 20))  # the two last rows of peaks.toml
+    assert 0 < seconds <= cpu
+
+
+def test_a_name_removes_that_module_only_and_an_unknown_one_nothing(cached, table):
+    with pytest.raises(UsageError, match="no module pgae"):
+        clean(table, names=["rope", "pgae"])
+    assert left(cached) == ["page", "rope", "sampling"]
+    assert clean(table, names=["rope"]) == ["rope"]
+    assert left(cached) == ["page", "sampling"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [("include/common.cuh", ["page", "rope"]), ("csrc/rope.cu", ["rope"]), ("csrc/sampling.cpp", ["sampling"]),
+     ("include", ["page", "rope", "sampling"]), ("csrc/other.cu", [])],
+)  # fmt: skip
+def test_a_changed_source_removes_what_is_made_from_it(cached, table, monkeypatch, changed, expected):
+    monkeypatch.chdir(cached.base)
+    assert clean(table, changed=[Path(changed)]) == expected
+    assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
+
+
+def test_a_header_counts_even_when_it_is_gone(cached, table):
+    (cached.base / "include/sampling.cuh").unlink()
+    assert clean(table, changed=[cached.base / "include/sampling.cuh"]) == ["sampling"]
+
+
+def test_stale_is_another_version_a_missing_source_or_no_recipe(cached, table):
+    cached.make(cached.base, "old", "common.cuh", version="0.6.9")
+    (cached.base / "csrc/rope.cu").unlink()
+    (cached.folders["sampling"] / "build.ninja").unlink()
+    assert clean(table, stale=True, dry_run=True) == []
+    assert clean(table, stale=True) == ["old", "rope", "sampling"]
+    assert left(cached) == ["page"]
+    assert clean(table, stale=True) == []
+
+
+def test_a_half_built_module_is_not_stale_because_the_build_can_go_on(cached, table):
+    (cached.folders["page"] / "page.so").unlink()
+    assert clean(table, stale=True) == []
+    assert "half built" in str(cache.modules(cached.root)[0])
+
+
+def test_all_asks_first(cached, table):
+    with pytest.raises(UsageError, match="no terminal"):
+        clean(table, everything=True)
+    assert clean(table, everything=True, ask=lambda _: False) == []
+    assert left(cached) == ["page", "rope", "sampling"]
+    assert clean(table, everything=True, dry_run=True) == []
+    assert len(clean(table, everything=True, ask=lambda question: "3 modules" in question)) == 3
+    assert left(cached) == []
+
+
+def test_nothing_chosen_is_refused(cached, table):
+    with pytest.raises(UsageError, match="--stale --dry-run"):
+        clean(table)
+
+
+@pytest.mark.parametrize("level", [".", "..", "../.."])
+def test_a_link_to_the_outside_is_refused_at_every_level(cached, table, tmp_path, level):
+    place = (cached.folders["page"] / level).resolve()
+    outside = tmp_path / "outside"
+    place.rename(outside)
+    place.symlink_to(outside)
+    with pytest.raises(
+        StorageError,
+        match=r"page is not removed: .* is a link to .*outside",
+        check=lambda error: error.code == "storage.cache",
+    ):
+        clean(table, names=["page"])
+    assert list(outside.rglob("page.so"))
+
+
+def test_a_link_inside_a_module_is_removed_and_not_followed(cached, table, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("kept")
+    (cached.folders["page"] / "link").symlink_to(tmp_path / "precious")
+    assert clean(table, names=["page"]) == ["page"]
+    assert (tmp_path / "precious/file").read_text() == "kept"
+
+
+def test_the_cache_itself_may_lie_behind_a_link(cached, table, tmp_path, monkeypatch):
+    (tmp_path / "home").symlink_to(cached.base)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "home"))
+    assert clean(table, names=["page"]) == ["page"]
+
+
+def load_and_wait(library, loaded, end):
+    ctypes.CDLL(library)
+    loaded.set()
+    end.wait(60)
+
+
+@pytest.mark.parametrize("how", ["directly", "hard link elsewhere"])
+def test_what_a_live_process_maps_stays_and_the_others_go(cached, table, tmp_path, how):
+    library = cached.folders["page"] / "page.so"
+    if how != "directly":  # the same file under another path: what a container's bind mount looks like from outside
+        os.link(library, tmp_path / "page.so")
+        library = tmp_path / "page.so"
+    context = multiprocessing.get_context("spawn")
+    loaded, end = context.Event(), context.Event()
+    user = context.Process(target=load_and_wait, args=(str(library), loaded, end))
+    user.start()
+    try:
+        assert loaded.wait(60)
+        with pytest.raises(
+            StorageError,
+            match=f"1 of 3 modules.*page is not removed: process {user.pid} uses it",
+            check=lambda error: error.code == "storage.cache",
+        ):
+            clean(table, everything=True, yes=True)
+    finally:
+        end.set()
+        user.join()
+    assert left(cached) == ["page"]
+    assert clean(table, names=["page"]) == ["page"]
+
+
+def test_what_flashinfer_is_building_stays(cached, table):
+    lock = cached.locks / "page.lock"
+    code = (
+        f"import fcntl, sys, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        with pytest.raises(
+            StorageError,
+            match=r"cannot remove page: another .* holds .*page.lock",
+            check=lambda error: error.code == "storage.cache",
+        ):
+            clean(table, names=["page"])
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert left(cached) == ["page", "rope", "sampling"]
+    with locked(lock, "test that it is free again"):
+        pass
+
+
+def test_a_removal_that_was_killed_leaves_no_half_module_and_is_finished_next_time(cached, table, monkeypatch):
+    monkeypatch.setattr(cache.shutil, "rmtree", lambda _: os.kill(os.getpid(), 9))
+    child = os.fork()
+    if child == 0:
+        clean(table, names=["page"])
+        os._exit(0)
+    os.waitpid(child, 0)
+    monkeypatch.undo()
+    assert [module.name for module in cache.modules(cached.root)] == ["rope", "sampling"]
+    assert len(left(cached)) == 3
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(cached.base))
+    assert clean(table, names=["rope"]) == ["rope"]
+    assert left(cached) == ["sampling"]
+
+
+def interrupted(cached, name="page"):
+    """Leave a module as a killed removal leaves it."""
+    folder = cached.folders[name]
+    folder.rename(folder.with_name(f".{name}.1{cache.REMOVING}"))
+
+
+@pytest.mark.parametrize("options", [{"stale": True}, {"changed": ["nothing.cu"]}, {"names": ["rope"]}])
+def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, table, capfd, options):
+    interrupted(cached)
+    clean(table, dry_run=True, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    assert len(left(cached)) == 3, "a dry run removes nothing"
+    clean(table, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    assert [name for name in left(cached) if name.startswith(".")] == []
+    assert "finished removals that were interrupted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, table, turn):
+    if turn % 2:
+        interrupted(cached)
+    context = multiprocessing.get_context("fork")
+    ready, results = context.Barrier(3), context.Queue()
+
+    def race():
+        ready.wait(60)
+        try:
+            results.put(clean(table, everything=True, yes=True))
+        except BaseException as error:  # noqa: BLE001 - reported to the test
+            results.put(repr(error))
+
+    processes = [context.Process(target=race) for _ in range(3)]
+    for process in processes:
+        process.start()
+    removed = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert [result for result in removed if isinstance(result, str)] == []
+    expected = ["rope", "sampling"] if turn % 2 else ["page", "rope", "sampling"]
+    assert sorted(name for names in removed for name in names) == expected
+    assert left(cached) == []
+
+
+def test_the_listing_names_size_cost_and_staleness(cached, table, capfd):
+    (cached.base / "csrc/rope.cu").unlink()
+    cache.print_cache(table)
+    lines = capfd.readouterr().err.splitlines()
+    assert "page" in lines[0]
+    assert "rebuild about 80 CPU-seconds" in lines[0]
+    assert "stale: 1 of its sources are gone" in lines[1]
+    assert "3 modules" in lines[-1]

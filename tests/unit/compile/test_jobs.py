@@ -1,0 +1,330 @@
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkforge.compile import jobs, peaks
+from sparkforge.compile import ninja as ninja_units
+from sparkforge.compile.jobs import RESERVE, Unit, Waiting
+from sparkforge.compile.peaks import Cost, Peaks
+from sparkforge.core.errors import CompileError, ProcessError, StorageError, UsageError
+from sparkforge.core.memory import Machine
+from sparkforge.core.process import started_at
+
+MB = 10**6
+GIB = 1 << 30
+
+
+def costs(*sizes, context="test"):
+    """Costs that know units u0, u1, … with these peaks."""
+    known = Peaks(context)
+    known.learnt = {f"u{number}": Cost(size, 1.0 + number % 3) for number, size in enumerate(sizes)}
+    return known
+
+
+def schedule(known, budget, cores=4, **options):
+    return jobs.make_schedule(list(known.learnt), known, Machine(budget + RESERVE, cores), **options)
+
+
+# --- the plan ---
+
+
+@pytest.mark.parametrize(
+    ("available", "cores", "expected"),
+    [(119 * GIB, 20, (11, "memory")), (24 * GIB, 2, (2, "cores")), (24 * GIB, 20, (2, "memory")),
+     (20 * GIB, 2, (1, "memory")), (1 << 40, 20, (20, "cores"))],
+)  # fmt: skip
+def test_max_jobs_is_what_cores_and_the_hungriest_unit_allow(available, cores, expected):
+    made = jobs.make_schedule(["fused_moe_120/gemm_grouped_sm120_group6.cuda.o"], Peaks("c"), Machine(available, cores))
+    assert (made.max_jobs, made.bound) == expected
+
+
+def test_the_users_limit_counts_but_not_against_memory():
+    known = costs(GIB, GIB, GIB)
+    assert schedule(known, 8 * GIB, limit=3).max_jobs == 3
+    assert schedule(known, 8 * GIB, limit=3).bound == "the limit asked for"
+    assert schedule(known, 2 * GIB, limit=3).max_jobs == 2
+    assert schedule(known, 8 * GIB, limit=99).jobs == 4
+
+
+sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=25)
+
+
+@given(sizes, st.integers(0, 3000), st.integers(1, 8), st.randoms())
+def test_never_over_budget_every_unit_once_hungriest_first(peaks_, spare, cores, random):
+    made = schedule(costs(*peaks_), max(peaks_) + spare, cores)
+    queue, running, order = Waiting(made), set(), []
+    while queue.units or running:
+        while (unit := queue.take(running, made.budget)) is not None:
+            running.add(unit)
+            order.append(unit)
+            assert sum(made.costs[name].peak for name in running) <= made.budget
+            assert len(running) <= cores
+        assert running  # something always runs until all have
+        if queue.units:  # what went ahead never keeps a hungrier one waiting: it fits when the larger ones have ended
+            first = made.costs[queue.units[0]].peak
+            smaller = [made.costs[name].peak for name in running if made.costs[name].peak < first]
+            assert sum(smaller) + first <= made.budget
+        running.remove(random.choice(sorted(running)))
+    assert sorted(order) == sorted(made.costs)
+    assert made.costs[order[0]].peak == max(peaks_)
+
+
+@given(sizes, st.integers(0, 900), st.integers(1, 8))
+def test_a_unit_that_never_fits_is_named_and_takes_nothing_over_the_budget(peaks_, budget, cores):
+    made = schedule(costs(*peaks_), budget, cores)
+    assert sorted(made.oversized) == sorted(unit for unit, cost in made.costs.items() if cost.peak > budget)
+    queue, running = Waiting(made), set()
+    while (unit := queue.take(running, made.budget)) is not None:
+        running.add(unit)
+    assert sum(made.costs[name].peak for name in running) <= budget
+
+
+def test_the_hungriest_that_fits_goes_next():
+    queue = Waiting(schedule(costs(90, 80, 30, 15, 10), 110))
+    assert [queue.take([], 110), queue.take(["u0"], 110), queue.take(["u0", "u3"], 110)] == ["u0", "u3", None]
+    assert queue.take(["u3"], 110) == "u1"
+
+
+def test_while_memory_is_short_the_smaller_ones_go_on():
+    queue = Waiting(schedule(costs(90, 80, 30), 110))
+    assert [queue.take([], 50), queue.take(["u2"], 50)] == ["u2", None]
+
+
+def test_the_expected_time_is_that_of_the_schedule():
+    known = costs(60, 60, 30)  # 1, 2 and 3 CPU-seconds
+    assert schedule(known, 200).seconds() == 3.0
+    assert schedule(known, 60).seconds() == 6.0
+    assert schedule(known, 60).seconds(done=["u2"]) == 3.0
+
+
+# --- running it: real processes ---
+
+
+def python(code):
+    return (sys.executable, "-S", "-c", code)
+
+
+def holding(megabytes, seconds=0.3):
+    return python(f"import time; held = b'x' * {megabytes * MB}; time.sleep({seconds})")
+
+
+class Watcher:
+    """Keeps what happened, and the predicted sum of what ran at each start."""
+
+    def __init__(self, made):
+        self.made, self.events, self.running, self.sums = made, [], set(), []
+
+    def __call__(self, stage, unit, _):
+        self.events.append((stage, unit.name))
+        (self.running.add if stage == "started" else self.running.discard)(unit.name)
+        self.sums.append(sum(self.made.costs[name].peak for name in self.running))
+
+
+def go(made, commands, tmp_path, known, **options):
+    units = [Unit(f"u{number}", tuple(command), tmp_path) for number, command in enumerate(commands)]
+    watcher = Watcher(made)
+    options.setdefault("machine", lambda: Machine(1 << 40, 4))
+    try:
+        return jobs.run(units, made, known, env={}, logs=tmp_path / "logs", watch=watcher, **options), watcher
+    except Exception as error:
+        error.watcher = watcher
+        raise
+
+
+def test_real_programs_stay_within_the_budget_and_their_peaks_are_learnt(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "SAMPLE", 0.05)
+    known = costs(*[160 * MB] * 5)
+    made = schedule(known, 350 * MB, cores=8)
+    report, watcher = go(made, [holding(120)] * 5, tmp_path, known)
+    assert sorted(report.units) == [f"u{number}" for number in range(5)]
+    assert max(watcher.sums) == 320 * MB  # two at once, never three
+    assert 120 * MB <= report.peak <= 350 * MB
+    learnt = Peaks("test").learnt
+    assert all(cost.peak >= 120 * MB for cost in learnt.values())
+    assert len(learnt) == 5
+
+
+def test_the_peak_is_that_of_the_largest_process_of_the_tree(tmp_path):
+    # Measured by a fresh interpreter: the kernel never reports less than the size of the process that starts a program,
+    # and this one has grown by all that other tests imported.
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', \"b'x' * {400 * MB}\"])"
+    measure = f"""
+import sys, time
+from pathlib import Path
+from sparkforge.core.process import Child
+child = Child([sys.executable, "-S", "-c", {inner!r}], log=Path("log"), env={{}}, cwd=Path())
+while (usage := child.poll()) is None:
+    time.sleep(0.01)
+print(usage.code, usage.peak)
+"""
+    done = subprocess.run([sys.executable, "-c", measure], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code, peak = map(int, done.stdout.split())
+    assert code == 0
+    assert 400 * MB <= peak < 480 * MB
+
+
+def test_a_hit_of_ccache_teaches_nothing(tmp_path):
+    known = costs(MB)
+    code = (
+        "import os; open(os.environ['CCACHE_STATSLOG'], 'w').write('# x.cu\\ndirect_cache_hit\\nlocal_storage_hit\\n')"
+    )
+    report, watcher = go(schedule(known, 10 * GIB), [python(code)], tmp_path, known)
+    assert report.units["u0"].cached
+    assert watcher.events[-1] == ("cached", "u0")
+    assert not peaks.learnt_path().exists()
+
+
+def killed_once(flag, how="kill -9 $$"):
+    return ("sh", "-c", f"test -e {flag} && exit 0; touch {flag}; {how}")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?", "exit 143", "echo Killed; exit 255",
+     "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1"],
+)  # fmt: skip
+def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
+    known = costs(30, 20, 10)
+    commands = [killed_once(tmp_path / "flag", how), holding(1, 0.5), holding(1, 0)]
+    report, watcher = go(schedule(known, GIB, cores=2), commands, tmp_path, known)
+    assert sorted(report.units) == ["u0", "u1", "u2"]
+    assert report.units["u0"].retried
+    again = len(watcher.events) - 1 - watcher.events[::-1].index(("started", "u0"))
+    assert watcher.events[again - 1] == ("done", "u1"), "it waits until nothing else runs"
+    assert watcher.events[again + 1] == ("done", "u0"), "and nothing starts beside it"
+
+
+def test_a_compiler_killed_twice_is_out_of_memory_with_the_unit_and_the_next_setting(tmp_path):
+    known = costs(2 * GIB)
+    with pytest.raises(CompileError, check=lambda error: error.code == "compile.killed") as caught:
+        go(schedule(known, 3 * GIB), [("sh", "-c", "kill -9 $$")], tmp_path, known)
+    assert "u0" in caught.value.what
+    assert "out of memory" in caught.value.why
+    assert "2.1 GB predicted" in caught.value.why
+    assert "--jobs 1" in caught.value.fix
+    assert [stage for stage, _ in caught.value.watcher.events] == ["started", "killed"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.needs("c++")
+def test_a_real_compiler_under_a_real_limit_is_out_of_memory(tmp_path):
+    (tmp_path / "x.cc").write_text('#include <regex>\nint main() { return std::regex_match("a", std::regex("a")); }\n')
+    known = costs(GIB)
+    compile_ = f"{shutil.which('c++')} -O2 -c x.cc -o x.o"
+    assert go(schedule(known, 3 * GIB), [("sh", "-c", compile_)], tmp_path, known)[0].units
+    with pytest.raises(CompileError, check=lambda error: error.code == "compile.killed"):
+        go(schedule(known, 3 * GIB), [("sh", "-c", f"ulimit -v 100000; {compile_}")], tmp_path, known)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "expected"),
+    [(0, "Killed\n", False), (1, 'x.cu(3): error: name followed by "Killed"\n', False), (2, "", False),
+     (-9, "", True), (137, "", True), (255, "", False), (255, "nvcc error : 'cicc' died due to signal 9\n", True),
+     (1, "error: static assertion failed: out of memory\n", False), (4, "1 catastrophic error: out of memory\n", True)],
+)  # fmt: skip
+def test_what_counts_as_killed(code, output, expected):
+    assert jobs.was_killed(code, output) is expected
+
+
+def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
+    known = costs(30, 20, 10)
+    commands = [("sh", "-c", "echo 'x.cu(1): error: no such thing'; exit 2"), holding(1, 0.5), holding(1)]
+    with pytest.raises(
+        ProcessError,
+        match=r"u0 ended with code 2 · x.cu\(1\): error: no such thing",
+        check=lambda error: error.code == "process.failed",
+    ) as caught:
+        go(schedule(known, GIB, cores=2), commands, tmp_path, known)
+    assert ("done", "u1") in caught.value.watcher.events
+    assert ("started", "u2") not in caught.value.watcher.events
+
+
+def test_a_unit_that_cannot_fit_stops_the_build_before_it_starts(tmp_path):
+    known = costs(GIB, 3 * GIB)
+    with pytest.raises(
+        CompileError, match="u1 does not fit", check=lambda error: error.code == "compile.memory"
+    ) as caught:
+        go(schedule(known, 2 * GIB), [holding(1), holding(1)], tmp_path, known)
+    assert caught.value.watcher.events == []
+
+
+def test_memory_that_goes_meanwhile_is_waited_for_and_then_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "PATIENCE", 0.3)
+    monkeypatch.setattr(jobs, "SAMPLE", 0.05)
+    known = costs(2 * GIB, GIB)
+    made, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
+    with pytest.raises(CompileError, match="u0", check=lambda error: error.code == "compile.memory"):
+        go(made, commands, tmp_path, known, machine=lambda: Machine(RESERVE + GIB, 4))
+    sizes = itertools.chain([GIB] * 3, itertools.repeat(3 * GIB))
+    report, _ = go(made, commands, tmp_path, known, machine=lambda: Machine(RESERVE + next(sizes), 4))
+    assert len(report.units) == 2
+
+
+def test_nothing_is_left_running_after_an_interruption(tmp_path):
+    known = costs(2, 1)
+    pids = tmp_path / "pids"
+    command = ("sh", "-c", f"sleep 600 & echo $! >> {pids}; wait")
+
+    def interrupt():
+        if pids.exists() and len(pids.read_text().split()) == 2:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        return Machine(1 << 40, 4)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(schedule(known, GIB), [command] * 2, tmp_path, known, machine=interrupt)
+    assert [started_at(int(pid)) for pid in pids.read_text().split()] == [None, None]
+
+
+def test_a_compiler_is_the_kernels_first_victim(tmp_path):
+    known = costs(1)
+    wait = f"for n in $(seq 600); do [ $(cat /proc/$$/oom_score_adj) = {jobs.VICTIM} ] && break; sleep 0.1; done"
+    go(schedule(known, GIB), [("sh", "-c", f"{wait}; cat /proc/self/oom_score_adj > score")], tmp_path, known)
+    assert (tmp_path / "score").read_text().strip() == jobs.VICTIM
+
+
+def test_what_could_not_be_recorded_is_recorded_with_the_next_unit(tmp_path, monkeypatch):
+    known, learn, calls = costs(2, 1), Peaks.learn, []
+
+    def busy_once(self, used):
+        calls.append(dict(used))
+        if len(calls) == 1:
+            raise StorageError("a", "b", "c", code="storage.busy")
+        learn(self, used)
+
+    monkeypatch.setattr(Peaks, "learn", busy_once)
+    go(schedule(known, GIB), [holding(1, 0), holding(1, 0.4)], tmp_path, known)
+    assert [sorted(call) for call in calls] == [["u0"], ["u0", "u1"]]
+    assert sorted(Peaks("test").learnt) == ["u0", "u1"]
+    assert Path(tmp_path / "logs/u0.log").exists()
+
+
+@pytest.mark.needs("ninja", "c++")
+def test_the_compilations_of_a_ninja_file_are_units_that_make_its_objects(cached, tmp_path):
+    folder, ninja = cached.folders["page"], Path(shutil.which("ninja"))
+    for path in folder.glob("*.o"):
+        path.unlink()
+    units = ninja_units.read_units(folder, ninja)
+    assert [unit.name for unit in units] == ["page/page_kernel.cuda.o", "page/page_binding.o"]
+    known = Peaks("test")
+    known.learnt = {unit.name: Cost(GIB, 1.0) for unit in units}
+    made = jobs.make_schedule([unit.name for unit in units], known, Machine(1 << 40, 2))
+    jobs.run(units, made, known, env={}, logs=tmp_path / "logs", machine=lambda: Machine(1 << 40, 2))
+    assert sorted(path.name for path in folder.glob("*.o")) == ["page_binding.o", "page_kernel.cuda.o"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "²", "two", ""])
+def test_a_number_of_jobs_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="--jobs"):
+        jobs.parse_limit(text)
+
+
+def test_auto_is_no_limit():
+    assert (jobs.parse_limit("auto"), jobs.parse_limit("3")) == (None, 3)

@@ -1,0 +1,286 @@
+"""nvcc itself is not here: scripts print what nvcc 13.0.88 printed. The host compiler and its linker are real."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sparkforge.compile import toolchain
+from sparkforge.core.errors import CompileError, NetworkError
+from sparkforge.pins import locks
+
+pytestmark = pytest.mark.needs("c++")
+VERSION = "Cuda compilation tools, release {short}, V{version}\nBuild cuda_13.0.r13.0/compiler.36424714_0"
+HEADER = "#if defined(__GNUC__)\n\n#if __GNUC__ > {newest}\n\n#error -- unsupported GNU version!\n#endif\n"
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def recorded_cuda(home, version="13.0.88", newest=15):
+    """A CUDA_HOME whose nvcc says what a real one said, and whose other parts are there and empty."""
+    for part in toolchain.PARTS:
+        (home / part).parent.mkdir(parents=True, exist_ok=True)
+        (home / part).touch()
+    (home / "include/crt").mkdir()
+    (home / "include/crt/host_config.h").write_text(HEADER.format(newest=newest))
+    told = VERSION.format(short=version.rpartition(".")[0], version=version)
+    dry = f"echo '#$ _HERE_={home}/bin' >&2; echo '#$ TOP={home}/bin/..' >&2"
+    script(home / "bin/nvcc", f"case $1 in --version) echo '{told}';; --dryrun) {dry};; esac")
+    return home
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A PATH with this machine's GCC, a ninja and a good ccache, no CUDA, and no way to install one."""
+    folder = tmp_path / "path"
+    script(folder / "ninja", "echo 1.13.2.git.kitware.jobserver-pipe-1")
+    script(folder / "ccache", "echo ccache version 4.14.2")
+    for name in ("c++", "sh"):
+        (folder / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+    def no_network():
+        raise NetworkError("cannot install", "no network in this test", "none", code="network.fetch")
+
+    monkeypatch.setattr(toolchain, "install", no_network)
+    return folder
+
+
+def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatch):
+    home = recorded_cuda(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    found = toolchain.find()
+    assert (found.home, found.origin, found.nvcc) == (home, "CUDA_HOME", home / "bin/nvcc")
+    assert found.versions["nvcc"] == "13.0.88"
+    assert found.versions["ccache"] == "4.14.2"
+    assert int(found.versions["c++"].split(".")[0]) >= toolchain.MINIMUM_CXX
+    env = found.environment()
+    assert env["PATH"].split(os.pathsep)[:2] == [str(home / "bin"), str(machine)]
+    assert env["NVCC_CCBIN"] == env["CXX"] == env["CUDAHOSTCXX"] == str(machine / "c++")
+    assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
+
+
+def test_flags_that_a_user_has_for_nvcc_change_no_kernel(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-G")
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O0")
+    env = toolchain.find().environment()
+    assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")
+
+
+@pytest.mark.parametrize("told", ["", "/nonexistent"])
+def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, told):
+    """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
+    monkeypatch.setenv("TMPDIR", told)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    place = Path(toolchain.find().environment()["TMPDIR"])
+    assert place.is_absolute()
+    assert place.is_dir()
+
+
+def test_a_wrapper_on_the_path_leads_to_its_cuda(machine, tmp_path):
+    home = recorded_cuda(tmp_path / "cuda")
+    script(machine / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    assert (toolchain.find().home, toolchain.find().origin) == (home, "PATH")
+
+
+@pytest.mark.parametrize("part", ["include/curand_kernel.h", "nvvm/bin/cicc", "lib64/stubs/libcuda.so"])
+def test_a_cuda_that_lacks_something_is_refused_where_it_was_asked_for(machine, tmp_path, monkeypatch, part):
+    home = recorded_cuda(tmp_path / "cuda")
+    (home / part).unlink()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(
+        CompileError, match=f"lacks {part} .*unset CUDA_HOME", check=lambda error: error.code == "compile.toolchain"
+    ):
+        toolchain.find()
+
+
+def test_and_passed_over_on_the_path(machine, tmp_path, monkeypatch, capfd):
+    broken, locked_one = recorded_cuda(tmp_path / "cuda"), tmp_path / "state"
+    (broken / "include/nvrtc.h").unlink()
+    script(machine / "nvcc", f'exec {broken}/bin/nvcc "$@"')
+    recorded_cuda(locked_one / toolchain.HOME)
+    monkeypatch.setattr(toolchain, "install", lambda: (locked_one, False))
+    assert toolchain.find().origin == "locked wheels"
+    assert "is passed over" in capfd.readouterr().err
+    (locked_one / toolchain.HOME / "bin/ptxas").unlink()
+    with pytest.raises(
+        CompileError,
+        match=f"no longer whole .*lacks bin/ptxas · rm -r {locked_one},",
+        check=lambda error: error.code == "compile.toolchain",
+    ):
+        toolchain.find()
+
+
+def test_a_machine_without_cuda_asks_for_the_locked_one(machine):
+    with pytest.raises(NetworkError, match="no network", check=lambda error: error.code == "network.fetch"):
+        toolchain.find()
+
+
+@pytest.mark.parametrize(("version", "architecture", "fits"), [
+    ("12.8.93", "12.1a", False), ("12.9.86", "12.1a", True), ("12.8.93", "12.0a", True), ("12.8.93", "12.0f", False),
+    ("13.0.88", "12.1", True),
+])  # fmt: skip
+def test_the_compiler_must_know_the_architecture(machine, tmp_path, monkeypatch, version, architecture, fits):
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda", version)))
+    if fits:
+        assert toolchain.find(architecture).versions["nvcc"] == version
+    else:
+        with pytest.raises(
+            CompileError,
+            match=f"nvcc {version} does not know {architecture}, which came with 12.9",
+            check=lambda error: error.code == "compile.toolchain",
+        ):
+            toolchain.find(architecture)
+
+
+def test_an_architecture_without_a_rule_is_named(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
+    with pytest.raises(
+        CompileError,
+        match=r"no rule for compute capability 9\.9",
+        check=lambda error: error.code == "compile.toolchain",
+    ):
+        toolchain.find("9.9")
+
+
+def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp_path, monkeypatch):
+    home = recorded_cuda(tmp_path / "cuda", newest=6)
+    with pytest.raises(
+        CompileError,
+        match=r"nvcc takes GCC 5 to 6 here, and there is c\+\+ \d+",
+        check=lambda error: error.code == "compile.toolchain",
+    ):
+        toolchain.host_compiler(home, 5)
+    home = recorded_cuda(tmp_path / "cuda2", newest=99)
+    with pytest.raises(
+        CompileError,
+        match=r"GCC 98 to 99 .*apt install g\+\+-98",
+        check=lambda error: error.code == "compile.toolchain",
+    ):
+        toolchain.host_compiler(home, 98)
+    script(machine / "clang++", "echo Debian clang version 14.0.6")
+    monkeypatch.setenv("CXX", "clang++")
+    with pytest.raises(
+        CompileError, match=r"clang\+\+ is no GCC .*unset CXX", check=lambda error: error.code == "compile.toolchain"
+    ):
+        toolchain.host_compiler(home)
+    monkeypatch.setenv("CXX", "none-such")
+    with pytest.raises(CompileError, match="there is none-such", check=lambda error: error.code == "compile.toolchain"):
+        toolchain.host_compiler(home)
+
+
+def test_a_newer_compiler_beside_an_old_default_is_found(machine, tmp_path):
+    (machine / "c++").unlink()
+    told = "case $1 in --version) echo 'g++ (GCC)';; *) echo {}.2.0;; esac"
+    script(machine / "c++", told.format(8))
+    script(machine / "g++-14", told.format(14))
+    assert toolchain.host_compiler(recorded_cuda(tmp_path / "cuda")) == (machine / "g++-14", "14.2.0")
+
+
+def test_a_ccache_that_cannot_cache_these_units_is_not_taken(machine):
+    script(machine / "ccache", "echo ccache version 4.7.5")
+    with pytest.raises(NetworkError, match="no network", check=lambda error: error.code == "network.fetch"):
+        toolchain.helper("ccache")
+    assert toolchain.helper("ninja") == machine / "ninja"
+
+
+def test_programs_are_looked_for_one_by_one(machine, tmp_path, monkeypatch):
+    home = recorded_cuda(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    (home / "bin/ptxas").chmod(0o755)
+    script(machine / "cuobjdump", "")
+    assert toolchain.program("ptxas") == home / "bin/ptxas"
+    assert toolchain.program("cuobjdump") == machine / "cuobjdump"
+    monkeypatch.setattr(toolchain, "install", lambda: (tmp_path / "state", False))
+    with pytest.raises(
+        CompileError, match="there is no nvdisasm", check=lambda error: error.code == "compile.toolchain"
+    ):
+        toolchain.program("nvdisasm")
+    reader = script(tmp_path / "state" / toolchain.HOME / "bin/nvdisasm", "")
+    assert toolchain.program("nvdisasm") == reader
+
+
+def wheels_like(folder):
+    home = folder / toolchain.HOME
+    recorded_cuda(home)
+    shutil.rmtree(home / "lib64")
+    (home / "lib").mkdir()
+    for name in ("libcudart.so.13", "libnvrtc.so.13", "libcublasLt.so.13", "libnvrtc-builtins.alt.so.13.0"):
+        (home / "lib" / name).touch()
+    declared = "".join(f"int {name}(int);\n" for name in ("cuInit", "cuMemAlloc_v2"))
+    (home / "include/cuda.h").write_text(
+        f"#define cuMemAlloc cuMemAlloc_v2\n{declared}typedef int (*cuCallback)(int);\n"
+    )
+    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info").mkdir()
+    (folder / "nvidia_cuda_nvcc-13.0.88.dist-info/RECORD").write_text("bin/nvcc,sha256=0,1\n")
+
+
+@pytest.fixture
+def installing(tmp_path, monkeypatch):
+    """A lock whose installation writes the wheels' layout; returns the list of what was installed."""
+    monkeypatch.setattr(locks, "LOCKS", tmp_path)
+    (tmp_path / "toolchain.txt").write_text("one\n")
+    calls = []
+    monkeypatch.setattr(locks, "install", lambda python, name, target: (calls.append(name), wheels_like(target)))
+    return calls
+
+
+def test_the_locked_wheels_become_a_whole_cuda_home_once(installing, tmp_path):
+    place, made = toolchain.install()
+    home = place / toolchain.HOME
+    assert made
+    assert toolchain.unfit(home, "12.1a") == ""
+    assert (home / "lib64/libnvrtc.so").resolve().name == "libnvrtc.so.13"
+    assert (home / "lib64/libnvrtc-builtins.alt.so").resolve().name == "libnvrtc-builtins.alt.so.13.0"
+    assert toolchain.install() == (place, False)
+    assert installing == ["toolchain"]
+    (tmp_path / "toolchain.txt").write_text("two\n")
+    assert toolchain.install() == (place, True)
+
+
+def test_a_half_made_one_is_not_taken(installing, monkeypatch):
+    def fails(*_):
+        raise CompileError("a", "b", "c", code="compile.toolchain")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(toolchain, "make_stub", fails)
+        with pytest.raises(CompileError, check=lambda error: error.code == "compile.toolchain"):
+            toolchain.install()
+    place, made = toolchain.install()
+    assert made
+    assert sorted(path.name for path in place.parent.iterdir() if not path.name.endswith(".lock")) == [
+        place.name,
+        f"{place.name}.manifest.json",
+    ]
+
+
+def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing, tmp_path):
+    home = toolchain.install()[0] / toolchain.HOME
+    (tmp_path / "m.cc").write_text('extern "C" int cuInit(int);\nint f() { return cuInit(0); }\n')
+    linked = [
+        shutil.which("c++"),
+        "-shared",
+        "-fPIC",
+        "m.cc",
+        "-Wl,--as-needed",
+        f"-L{home}/lib64/stubs",
+        "-lcuda",
+        "-o",
+        "m.so",
+    ]
+    subprocess.run(linked, cwd=tmp_path, check=True)  # --as-needed is what Ubuntu's linker does unasked
+    reader = [shutil.which("readelf"), "-d", tmp_path / "m.so"]
+    told = subprocess.run(reader, check=True, capture_output=True, text=True).stdout
+    assert "(NEEDED)             Shared library: [libcuda.so.1]" in told

@@ -1,0 +1,119 @@
+"""A vLLM in small: an sdist with the real one's layout and target names, C++ only, configured by a real CMake."""
+
+import gzip
+import hashlib
+import io
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.compile.toolchain import Toolchain
+from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.vllm import sources as vllm_sources
+from sparkforge.compile.vllm import targets as vllm_targets
+from sparkforge.compile.vllm.build import ExtensionOrder
+from sparkforge.compile.vllm.environment import Interpreter
+from sparkforge.pins import Pins
+from sparkforge.sources import fetch
+
+CMAKE = """\
+cmake_minimum_required(VERSION 3.20)
+project(vllm_extensions LANGUAGES CXX)
+message(STATUS "CUDA supported target architectures: 12.0")
+if(NOT EXISTS "$ENV{FLASH_KDA_SRC_DIR}/csrc/flash_kda.cpp" OR NOT EXISTS "$ENV{TRITON_KERNELS_SRC_DIR}")
+  message(FATAL_ERROR "what is left out is not stood in for")
+endif()
+file(WRITE csrc/generated.h "#define ANSWER 42\\n")  # as vLLM's generators do
+foreach(name spinloop fs_io_C)
+  add_library(${name} MODULE csrc/${name}.cpp)
+  set_target_properties(${name} PROPERTIES PREFIX "" SUFFIX .abi3.so INSTALL_RPATH "")
+  install(TARGETS ${name} LIBRARY DESTINATION vllm COMPONENT ${name})
+endforeach()
+"""
+UNIT = '#include "generated.h"\nextern "C" int PyInit_{name}() {{ return ANSWER; }}\n'
+PATCH = """\
+Description: Return one more
+Origin: vendor, Sparkforge
+Bug: https://example.org/1
+Forwarded: no
+Last-Update: 2026-11-21
+Drop-when: contains csrc/spinloop.cpp nothing of the kind
+---
+--- a/csrc/spinloop.cpp
++++ b/csrc/spinloop.cpp
+@@ -1,2 +1,2 @@
+ #include "generated.h"
+-extern "C" int PyInit_spinloop() { return ANSWER; }
++extern "C" int PyInit_spinloop() { return ANSWER + 1; }
+"""
+
+
+def packed(top, files):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as out:
+        for path, text in files.items():
+            info = tarfile.TarInfo(f"{top}/{path}")
+            info.size = len(text.encode())
+            out.addfile(info, io.BytesIO(text.encode()))
+    return gzip.compress(data.getvalue(), mtime=0)
+
+
+def seed(data, name="vllm-0.32.0.tar.gz"):
+    """Put a file into the cache as if it had been fetched; return its sha256."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = fetch.cached(name, sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return sha256
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Pin the small vLLM with a queue of one patch, and the real pins' repositories; return the checkout's root."""
+    files = {"CMakeLists.txt": CMAKE, "setup.py": "", "docs/page.md": "not copied\n", "cmake/utils.cmake": ""}
+    files |= {f"csrc/{name}.cpp": UNIT.format(name=name) for name in ("spinloop", "fs_io_C")}
+    real = pins.load()
+    stack = real.stacks["spark"].model_dump(by_alias=True)
+    stack["components"] = {"vllm": stack["components"]["vllm"], "torch": stack["components"]["torch"]}
+    stack["components"]["vllm"]["files"] = {
+        "vllm-0.32.0.tar.gz": {"sha256": seed(packed("vllm-0.32.0", files)), "size": "unknown"}
+    }
+    table = Pins.model_validate({"schema": 1, "default": "spark", "stacks": {"spark": stack}})
+    monkeypatch.setattr(pins, "load", lambda: table)
+    queue = tmp_path / "root/patches/vllm-0.32.0"
+    queue.mkdir(parents=True)
+    (queue / "series").write_text("0001-return-one-more.patch\n")
+    (queue / "0001-return-one-more.patch").write_text(PATCH)
+    monkeypatch.setattr(vllm_sources, "ROOT", tmp_path / "root")
+    for name in [one.variable for one in vllm_targets.load("0.32.0").repositories.values()]:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def order(small, tmp_path, monkeypatch):
+    """An order for the small vLLM: real CMake, ninja and compiler, and a launcher in the place of ccache."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/compiled\nexec "$@"\n')
+    launcher.chmod(0o755)
+    # The libraries hold no machine code for a GPU; a tool that is run all the same fails.
+    monkeypatch.setattr("sparkforge.compile.toolchain.program", lambda name: Path("/bin/false"))
+    table = vllm_targets.load("0.32.0")
+    versions = {"nvcc": "13.0.88", "c++": "12.2.0", "ninja": "1", "ccache": "none"}
+    chain = Toolchain(tmp_path, "test", *(Path(shutil.which(name)) for name in ("c++", "ninja")), launcher, versions)
+    torch = {"torch": "2.13.0", "built for python": "3", "cmake": "3"}
+    interpreter = Interpreter(Path(sys.executable), Path(shutil.which("cmake")), torch)
+    monkeypatch.setattr(vllm_build, "CLEARED", (*vllm_build.CLEARED, "CUDAHOSTCXX"))
+
+    def make(*targets, **changes):
+        sources = vllm_sources.fetch_sources(table, targets, None, "spark")
+        given = {"limit": None, "output": tmp_path / "overlay", "arch": "12.1a"} | changes
+        return ExtensionOrder(targets, chain=chain, interpreter=interpreter, sources=sources, table=table, **given)
+
+    make.compiled = lambda: (tmp_path / "compiled").read_text().splitlines() if (tmp_path / "compiled").exists() else []
+    make.forget = lambda: (tmp_path / "compiled").unlink(missing_ok=True)
+    return make

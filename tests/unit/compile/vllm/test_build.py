@@ -1,0 +1,273 @@
+"""Build the small vLLM for real: what is compiled, what a second run does, what a killed or a failed one leaves."""
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.vllm import sources as vllm_sources
+from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.core import manifest
+from sparkforge.core.errors import (
+    AuditError,
+    CompileError,
+    PatchError,
+    ProcessError,
+    UsageError,
+)
+from sparkforge.core.files import sha256_file
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import started_at
+from sparkforge.sources import archive
+
+pytestmark = pytest.mark.needs("cmake", "ninja", "c++")
+
+
+def answer(overlay, name):
+    return ctypes.CDLL(str(overlay / f"vllm/{name}.abi3.so"))[f"PyInit_{name}"]()
+
+
+def test_the_overlay_holds_what_was_ordered_compiled_from_patched_sources(order):
+    made = order("spinloop", "fs_io_C")
+    done = vllm_build.build(made)
+    assert (done.compiled, done.units) == (2, 2)
+    assert (answer(made.output, "spinloop"), answer(made.output, "fs_io_C")) == (43, 42)
+    record = manifest.load(made.output)
+    assert set(record.outputs) == {"vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so"}
+    assert record.inputs["queue"] == made.sources.queue.sha256
+    assert record.inputs["arch"] == "12.1a"
+    assert record.facts["machine"] == os.uname().machine
+
+
+def test_vllms_source_tree_is_left_as_it_was_and_only_what_cmake_reads_is_copied(order):
+    made = order("spinloop")
+    before = archive.read_listing(made.sources.tree)
+    vllm_build.build(made)
+    assert not (made.sources.tree / "csrc/generated.h").exists()
+    assert {path: sha256_file(made.sources.tree / path) for path in before} == before
+    assert (made.folder / "tree/csrc/generated.h").exists()
+    assert not (made.folder / "tree/docs").exists()
+
+
+def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(order):
+    vllm_build.build(order("spinloop"))
+    order.forget()
+    again = vllm_build.build(order("spinloop"))
+    assert (again.compiled, again.cached, again.units) == (0, 0, 1)
+    assert order.compiled() == []
+    stamp = (order("spinloop").folder / "configured.json").stat().st_mtime_ns
+    assert vllm_build.build(order("spinloop", "fs_io_C")).compiled == 1
+    assert (order("spinloop").folder / "configured.json").stat().st_mtime_ns == stamp
+
+
+def test_a_library_that_was_changed_is_made_again(order):
+    made = order("spinloop")
+    vllm_build.build(made)
+    (made.output / "vllm/spinloop.abi3.so").write_bytes(b"other")
+    vllm_build.build(made)
+    assert answer(made.output, "spinloop") == 43
+
+
+def test_another_queue_makes_another_build_and_the_old_folder_goes(order, small):
+    first = order("spinloop")
+    vllm_build.build(first)
+    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
+    file.write_text(file.read_text().replace("ANSWER + 1", "ANSWER + 2"))
+    second = order("spinloop")
+    vllm_build.build(second)
+    assert answer(second.output, "spinloop") == 44
+    assert not first.folder.exists()
+
+
+def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
+    made = order("spinloop")
+    (made.sources.tree / "csrc/fs_io_C.cpp").write_text("int edited;\n")
+    with pytest.raises(
+        PatchError, match=r"csrc/fs_io_C.cpp was edited by hand", check=lambda error: error.code == "patch.modified"
+    ):
+        vllm_build.build(made)
+
+
+def test_a_unit_that_does_not_compile_is_named_and_the_old_overlay_stays(order, small):
+    vllm_build.build(order("spinloop"))
+    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
+    file.write_text(file.read_text().replace("ANSWER + 1", "NO_SUCH_NAME"))
+    with pytest.raises(
+        ProcessError,
+        match=r"(?s)spinloop/csrc/spinloop.cpp.o ended with code 1.*NO_SUCH_NAME",
+        check=lambda error: error.code == "process.failed",
+    ):
+        vllm_build.build(order("spinloop"))
+    assert answer(order("spinloop").output, "spinloop") == 43
+
+
+def test_the_audit_has_the_last_word(order, small):
+    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
+    file.write_text(file.read_text().replace("PyInit_spinloop() { return ANSWER + 1", "PyInit_another() { return 1"))
+    with pytest.raises(AuditError, match="it is no Python module spinloop"):
+        vllm_build.build(order("spinloop"))
+    assert not order("spinloop").output.exists()
+
+
+def test_cmake_making_another_architecture_of_it_is_an_error(order):
+    with pytest.raises(
+        CompileError,
+        match=r"do not make 12.0f of 12.0f · they make 12.0 of it",
+        check=lambda error: error.code == "compile.incomplete",
+    ):
+        vllm_build.build(order("spinloop", arch="12.0f"))
+    assert not (order("spinloop", arch="12.0f").folder / "configured.json").exists()
+
+
+def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(order, tmp_path):
+    """SIGKILL to the process that builds: its compiler lives on and holds the lock, and the next run waits for it.
+
+    It waits before it asks ninja: that would remove the compiler's depfile.
+    """
+    made = order("spinloop", "fs_io_C")
+    vllm_build.configure(made)
+    words = shlex.split(vllm_build.units_of(made)[0].command[-1])
+    depfile = made.folder / "cmake" / words[words.index("-MF") + 1]
+    depfile.write_text(f"{str(depfile).removesuffix('.d')}: \n")
+    ready, lock = tmp_path / "ready", made.folder / "units.lock"
+    script = f"""
+import subprocess, time
+from pathlib import Path
+from sparkforge.compile.jobs import Unit
+from sparkforge.compile.ninja import holding
+unit = holding(Path({str(lock)!r}), Unit("u", ("sh", "-c", "touch {ready}; sleep 1; mv {depfile} {tmp_path}/late")))
+subprocess.Popen(unit.command, start_new_session=True)
+time.sleep(600)
+"""
+    builder = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not ready.exists():
+        time.sleep(0.01)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    assert started_at(builder.pid) is None
+    done = vllm_build.build(made)
+    assert (tmp_path / "late").exists(), "it went on while the orphan still worked, or took its depfile away"
+    assert done.units == 2
+    assert answer(made.output, "fs_io_C") == 42
+
+
+def test_a_configuration_that_was_killed_is_begun_afresh(order):
+    made = order("spinloop")
+    (made.folder / "tree").mkdir(parents=True)
+    (made.folder / "tree/CMakeLists.txt").write_text("half of it")
+    vllm_build.build(made)
+    assert json.loads((made.folder / "configured.json").read_text())["arch"] == "12.1a"
+
+
+def test_units_are_known_by_target_and_source_wherever_they_are_built(order):
+    made = order("spinloop", "fs_io_C")
+    vllm_build.configure(made)
+    assert sorted(unit.name for unit in vllm_build.units_of(made)) == [
+        "fs_io_C/csrc/fs_io_C.cpp.o",
+        "spinloop/csrc/spinloop.cpp.o",
+    ]
+    assert [unit.name for unit in vllm_build.units_of(order("spinloop"))] == ["spinloop/csrc/spinloop.cpp.o"]
+
+
+def test_the_machine_code_of_units_is_counted_by_what_their_commands_ask_for():
+    def unit(*codes):
+        flags = " ".join(f"-gencode arch=compute_120,code={code}" for code in codes)
+        return vllm_build.Unit("u", ("sh", "-c", f"nvcc {flags} -c x.cu"))
+
+    units = [unit("sm_120"), unit("sm_120"), unit("sm_120f"), unit("sm_80", "compute_80"), unit()]
+    assert vllm_build.code_of(units) == {"sm_120": 2, "sm_120f": 1, "compute_80 sm_80": 1}
+
+
+# --- what is needed and missing ---
+
+
+def missing(small, folder=None, targets=("_moe_C_stable_libtorch",)):
+    with pytest.raises(CompileError, check=lambda error: error.code == "compile.inputs") as caught:
+        vllm_sources.fetch_sources(vllm_build.vllm_targets.load("0.32.0"), targets, folder, "spark")
+    return caught.value
+
+
+def test_a_missing_repository_is_named_with_its_reason_and_every_way_to_bring_it(small, tmp_path):
+    error = missing(small, tmp_path)
+    assert error.what == "1 of vLLM's repositories are missing"
+    assert f"cutlass (v4.7.1): there is no git checkout {tmp_path / 'cutlass'}" in error.why
+    assert "needed for _moe_C_stable_libtorch" in error.why
+    assert "./inv bundle --more toolchain,build-vllm" in error.fix
+    assert "git -C DIR/cutlass fetch" in error.fix
+    assert "cb4247394dd82148787aed73e5dc7cef33cbf862" in error.fix
+    assert "--targets cumem_allocator,spinloop,fs_io_C" in error.fix
+
+
+@pytest.mark.needs("git")
+def test_a_checkout_at_another_commit_or_with_edits_is_not_taken(small, tmp_path, monkeypatch):
+    place = tmp_path / "cutlass"
+    place.mkdir()
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(["git", "-C", place, *words], check=True, capture_output=True)  # noqa: S607
+    assert "and cb4247394dd82148787aed73e5dc7cef33cbf862 is pinned" in missing(small, tmp_path).why
+    head = subprocess.run(["git", "-C", place, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)  # noqa: S607
+    table = vllm_build.vllm_targets.load("0.32.0")
+    stack = vllm_sources.pins.load().stacks["spark"]
+    pin = stack.git["cutlass"].model_copy(update={"commit": head.stdout.strip()})
+    assert vllm_sources._checkout("cutlass", pin, place).folder == place
+    (place / "new.h").write_text("")
+    with pytest.raises(
+        CompileError, match=r"was edited: \?\? new.h", check=lambda error: error.code == "compile.inputs"
+    ):
+        vllm_sources._checkout("cutlass", pin, place)
+    assert "cutlass" in table.targets["_C_stable_libtorch"].needs
+
+
+def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(small, tmp_path, monkeypatch, capfd):
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / "a.h").write_text("1")
+    monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(place))
+    table = vllm_build.vllm_targets.load("0.32.0")
+    first = vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark").repositories["cutlass"]
+    (place / "a.h").write_text("2")
+    second = vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark").repositories["cutlass"]
+    assert first.folder == place
+    assert first.identity != second.identity
+    assert "not compared with the pin" in capfd.readouterr().err
+    monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="there is no such folder"):
+        vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark")
+
+
+def test_targets_that_include_nothing_of_it_need_no_repository(small):
+    brought = vllm_sources.fetch_sources(vllm_build.vllm_targets.load("0.32.0"), ["cumem_allocator"], None, "spark")
+    assert {one.identity for one in brought.repositories.values()} == {"left out"}
+
+
+def test_a_stand_in_cannot_be_compiled(order):
+    made = order("spinloop")
+    variables = vllm_sources.stand_ins(made.table, made.sources, made.folder / "left-out")
+    file = f"{variables['QUTLASS_SRC_DIR']}/qutlass/csrc/bindings.cpp"
+    done = subprocess.run([made.chain.cxx, "-fsyntax-only", file], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "left out of this build" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
+     ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121")],
+)  # fmt: skip
+def test_words_without_a_meaning_are_refused_before_anything_is_brought(words, told):
+    with pytest.raises(UsageError, match=told):
+        vllm_build.prepare(ExtensionRequest("spark", **words))
+
+
+def test_a_folder_that_is_no_overlay_of_ours_is_not_written_over(tmp_path):
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(UsageError, match="it exists and is no overlay of ours"):
+        vllm_build.prepare(ExtensionRequest("spark", targets="spinloop", output=str(tmp_path / "precious")))

@@ -1,0 +1,86 @@
+"""Interpreters that do not fit are refused with all that they lack; each is a program that answers as one would."""
+
+import json
+import os
+
+import pytest
+
+from sparkforge.compile.vllm import environment as vllm_env
+from sparkforge.core.errors import CompileError
+
+GOOD = {
+    "python": "3.12.3", "header": True, "missing": [], "torch": "2.13.0+cu130", "cuda": "13.0", "place": "/x/torch",
+}  # fmt: skip
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """Make a program that answers the probe with GOOD and what is changed; a CMake 4.1.2 lies beside it."""
+
+    def make(cmake="4.1.2", **changes):
+        answer = json.dumps({**GOOD, "include": str(tmp_path), **changes})
+        for name, text in (("python", f"cat <<'EOF'\n{answer}\nEOF"), ("cmake", f"echo cmake version {cmake}")):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        return tmp_path / "python"
+
+    return make
+
+
+def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
+    found = vllm_env.examine(interpreter(), "spark")
+    assert found.cmake == tmp_path / "cmake"
+    assert found.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"torch": "2.13.0+cpu", "cuda": ""}, r"its torch 2\.13\.0\+cpu is built without CUDA"),
+     ({"torch": "2.12.0+cu130"}, r"its torch is 2\.12\.0\+cu130 and not 2\.13\.0"),
+     ({"torch": "", "cuda": "", "error": "ModuleNotFoundError"}, "it has no torch: ModuleNotFoundError"),
+     ({"missing": ["jinja2"]}, "it lacks jinja2")],
+)  # fmt: skip
+def test_one_that_does_not_fit_is_refused_with_the_reason(interpreter, changes, told):
+    with pytest.raises(CompileError, match=told, check=lambda error: error.code == "compile.inputs") as caught:
+        vllm_env.examine(interpreter(**changes), "spark")
+    assert "without --python" in caught.value.fix
+
+
+def test_all_that_is_wrong_is_told_at_once(interpreter):
+    with pytest.raises(
+        CompileError,
+        match=r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools",
+        check=lambda error: error.code == "compile.inputs",
+    ):
+        vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
+
+
+def test_headers_of_python_are_asked_for_by_their_package(interpreter):
+    with pytest.raises(CompileError, check=lambda error: error.code == "compile.toolchain") as caught:
+        vllm_env.examine(interpreter(header=False), "spark")
+    assert caught.value.fix == "sudo apt install python3.12-dev"
+
+
+@pytest.mark.parametrize("text", ["exit 3", "echo Hello", "true"])
+def test_a_program_that_is_no_interpreter_is_no_traceback(tmp_path, text):
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{text}\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(CompileError, match="cannot build with", check=lambda error: error.code == "compile.inputs"):
+        vllm_env.examine(tmp_path / "python", "spark")
+
+
+def test_a_cmake_that_is_too_old_is_passed_over_and_named_where_there_is_no_other(interpreter, tmp_path, monkeypatch):
+    python = interpreter(cmake="3.25.1")
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "cmake").write_text("#!/bin/sh\necho cmake version 3.28.3\n")
+    (newer / "cmake").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{newer}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    assert vllm_env.find_cmake(python) == (newer / "cmake", "3.28.3")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        CompileError,
+        match=r"vLLM asks for 3\.26\.1, and there is .*cmake is 3\.25\.1",
+        check=lambda error: error.code == "compile.toolchain",
+    ):
+        vllm_env.find_cmake(python)

@@ -1,0 +1,155 @@
+"""`./inv build` on the small vLLM: which stages do something, what a second run does, what the last audit refuses.
+
+Stages and audit are the real ones; compiling FlashInfer's kernels, an hour, is stood in for by a library in its place.
+"""
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import zipfile
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import pytest
+from invoke.program import Program
+
+import tasks
+from sparkforge.cli import build as commands
+from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.core import manifest
+from sparkforge.core.errors import AuditError, UsageError
+from sparkforge.core.files import sha256_file, write_json
+from sparkforge.image import native as build
+from sparkforge.image.native import BuildRequest
+from sparkforge.patching import series, wheels
+from sparkforge.pins import Pins, patched
+
+pytestmark = pytest.mark.needs("c++")
+WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
+
+
+def library(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = [shutil.which("c++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", path]
+    subprocess.run(words, input=text, text=True, check=True)
+    return path
+
+
+@pytest.fixture
+def ready(small, order, tmp_path, monkeypatch):
+    """Pin a wheel with one library and the file that the queue patches; stand in for the kernels' hour."""
+    from .conftest import UNIT, seed
+
+    code = library(tmp_path / "made/spinloop.abi3.so", 'extern "C" int PyInit_spinloop() { return 1; }')
+    members = {
+        "vllm/spinloop.abi3.so": code.read_bytes(),
+        "csrc/spinloop.cpp": UNIT.format(name="spinloop").encode(),
+        "vllm-0.32.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n\n",
+    }
+    with zipfile.ZipFile(tmp_path / WHEEL, "w") as packed:
+        for name, data in members.items():
+            packed.writestr(name, data)
+        hashes = {name: urlsafe_b64encode(hashlib.sha256(data).digest()).decode() for name, data in members.items()}
+        lines = [f"{name},sha256={hashes[name].rstrip('=')},{len(data)}\n" for name, data in members.items()]
+        packed.writestr("vllm-0.32.0.dist-info/RECORD", "".join([*lines, "vllm-0.32.0.dist-info/RECORD,,\n"]))
+    wheel = {
+        "version": "0.32.0",
+        "kind": "wheel",
+        "package": "vllm",
+        "licence": "Apache-2.0",
+        "why": "test",
+        "patches": "vllm-0.32.0",
+        "files": {WHEEL: {"sha256": seed((tmp_path / WHEEL).read_bytes(), WHEEL), "size": "unknown"}},
+    }
+    table = vllm_overlay.pins.load().model_dump(by_alias=True)
+    table["stacks"]["spark"]["components"]["vllm-wheel"] = wheel
+    tiny = {"device": "cpu", "locks": {"x86_64": "l"}}
+    table["stacks"]["tiny"] = {**table["stacks"]["spark"], "image": tiny, "git": {}}
+    table["stacks"]["spark"]["git"] = {}  # the small vLLM fetches nothing
+    pinned = Pins.model_validate(table)
+    monkeypatch.setattr(vllm_overlay.pins, "load", lambda: pinned)
+    queue, made = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
+    entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, made)
+    patched.write_patched({WHEEL: entry}, tmp_path / "patched.toml")
+    monkeypatch.setattr(patched.load_patched, "__defaults__", (tmp_path / "patched.toml",))
+    monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
+    monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
+
+    def compiled_in_an_hour(stack, *, jobs, python):
+        assert stack == "spark"
+        place = build.kernels_artifact(BuildRequest(stack, "wheel"))
+        if manifest.load(place) is None:
+            file = library(place.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
+            outputs = {"cached_ops/sampling/sampling.so": sha256_file(file)}
+            record = manifest.Manifest("kernels", {}, outputs, {}, {}, 1.0)
+            write_json(manifest.beside(place), vars(record))
+
+    monkeypatch.setattr("sparkforge.compile.flashinfer.build.build_kernels", compiled_in_an_hour)
+    return tmp_path
+
+
+def states(done):
+    return {one.stage: one.made for one in done}
+
+
+def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
+    first = build.run_stages(BuildRequest("spark", "wheel"))
+    assert states(first) == dict.fromkeys(["sources", "patches", "kernels", "vllm", "audit"], True)
+    assert states(build.run_stages(BuildRequest("spark", "wheel"))) == dict.fromkeys(
+        ["sources", "patches", "kernels", "vllm", "audit"], False
+    )
+    summary = json.loads((build.paths.state() / "build/summary.json").read_text())
+    assert [(one["stage"], one["made"]) for one in summary["stages"]] == list(
+        states(build.run_stages(BuildRequest("spark", "wheel"))).items()
+    )
+    tree = Path(first[3].artifact)
+    assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's Python carries the queue"
+
+
+def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
+    build.run_stages(BuildRequest("spark", "wheel"))
+    modules = build.kernels_artifact(BuildRequest("spark", "wheel")).parent
+    (modules / "cached_ops/sampling/sampling.so").write_bytes(b"\x7fELF and no more")
+    with pytest.raises(AuditError, match="damaged"):
+        build.run_stages(BuildRequest("spark", "wheel"))
+
+
+def test_another_rule_means_another_audit(ready, monkeypatch, tmp_path):
+    build.run_stages(BuildRequest("spark", "wheel"))
+    other = tmp_path / "rules.toml"
+    other.write_text(build.audit_rules.PATH.read_text() + "\n# changed\n")
+    monkeypatch.setattr(build.audit_rules, "PATH", other)
+    again = states(build.run_stages(BuildRequest("spark", "wheel")))
+    assert (again["vllm"], again["audit"]) == (False, True)
+
+
+def test_a_way_that_does_not_exist_is_refused(ready):
+    with pytest.raises(UsageError, match="there are wheel and source"):
+        build.run_stages(BuildRequest("spark", "image"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
+     ("build --jobs many --from source", 2, "--jobs 'many'")],
+)  # fmt: skip
+def test_the_command_line_is_refused_with_a_next_step(ready, words, code, told, capfd):
+    with pytest.raises(SystemExit) as ended:
+        Program(namespace=tasks.namespace).run(f"inv {words}", exit=True)
+    assert ended.value.code == code
+    assert told in capfd.readouterr().err
+
+
+def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
+    given = []
+    monkeypatch.setattr(commands, "build_image", lambda stack, steps, **more: given.append((stack, more)))
+    Program(namespace=tasks.namespace).run("inv build --engine docker --stack s --from source --jobs 3", exit=False)
+    assert given == [("s", {"way": "source", "jobs": "3"})]
+
+
+def test_a_stack_that_has_nothing_to_compile_names_the_command_for_its_image(ready):
+    with pytest.raises(UsageError, match="built in a container image only") as refused:
+        build.run_stages(BuildRequest("tiny", "wheel"))
+    assert refused.value.fix == "./inv build --engine docker --stack tiny"

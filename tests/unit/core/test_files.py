@@ -1,0 +1,145 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.files import (
+    atomic_file,
+    existing_part,
+    locked,
+    require_space,
+    require_writable,
+    write_atomic,
+    write_json,
+)
+from sparkforge.core.paths import ROOT
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    target = tmp_path / "file"
+    write_atomic(target, "old")
+
+    def failing_write():
+        with atomic_file(target) as file:
+            file.write(b"half of the n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        failing_write()
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    def failing_write():
+        with atomic_file(tmp_path / "file"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full") as caught:
+        failing_write()
+    assert str(tmp_path) in caught.value.what
+    assert os.listdir(tmp_path) == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from sparkforge.core.files import atomic_file
+with atomic_file(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    dead, live = (
+        subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "file[1]"], cwd=ROOT, **pipes) for _ in range(2)
+    )
+    for writer in (dead, live):
+        assert writer.stdout.readline() == b"writing\n"
+    (tmp_path / ".other.x.tmp").touch()  # another file's
+    dead.kill()
+    dead.communicate()
+    write_atomic(tmp_path / "file[1]", "new")
+    assert len(list(tmp_path.glob(".file*.tmp"))) == 1
+    live.communicate()
+    assert sorted(os.listdir(tmp_path)) == [".other.x.tmp", "file[1]"]
+    assert (tmp_path / "file[1]").read_text() == "half"
+
+
+def test_many_writers_of_one_file_never_take_one_anothers_temporaries(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from sparkforge.core.files import write_atomic\n"
+        "for n in range(200): write_atomic(Path(sys.argv[1]), 'whole ' * 100)"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", script, tmp_path / "file"], cwd=ROOT) for _ in range(4)]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_json_is_sorted_readable_and_ends_with_a_newline(tmp_path):
+    write_json(tmp_path / "x.json", {"b": 1, "a": "ü"})
+    assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "a": "ü",\n  "b": 1\n}\n'
+
+
+def test_space_is_asked_for_where_the_folder_will_be(tmp_path):
+    require_space(tmp_path / "not" / "yet", 1, "a byte")
+    with pytest.raises(StorageError, match="needed", check=lambda error: error.code == "storage.full"):
+        require_space(tmp_path / "not" / "yet", 1 << 60, "an exabyte")
+
+
+def test_a_lock_excludes_another_process_and_dies_with_its_holder(tmp_path):
+    code = f"""
+import pathlib
+from sparkforge.core.files import locked
+with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
+    print("held", flush=True); input()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    refusal = f"make it .*pid {holder.pid}: hold"
+    with (
+        pytest.raises(StorageError, match=refusal, check=lambda error: error.code == "storage.busy"),
+        locked(tmp_path / "lock", "make it"),
+    ):
+        pass
+    holder.kill()
+    holder.communicate()
+    with locked(tmp_path / "lock", "make it"):
+        pass
+    assert (tmp_path / "lock").read_text() == ""  # nobody is named who does not hold it
+
+
+def test_a_place_for_results_is_made_and_left_empty(tmp_path):
+    place = tmp_path / "new" / "result.json"
+    assert require_writable(place) == place
+    assert list(place.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "file/below.json", "/proc/1/result.json"])
+def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, name):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match="cannot write"):
+        require_writable(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_half_a_surrogate_pair_is_kept(tmp_path):
+    """A model may write one, and so may a file name that is no UTF-8."""
+    write_json(tmp_path / "x.json", {"a": "ü\ud800", "b": "\udcff"})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ü\ud800", "b": "\udcff"}
+    write_atomic(tmp_path / "x.txt", "a\ud800")
+    assert (tmp_path / "x.txt").read_bytes() == b"a\\ud800"
+
+
+def test_a_folder_above_is_there_whatever_the_name(tmp_path):
+    for name in ("x" * 300, "a\0b", "\ud800", "none/none"):
+        assert existing_part(tmp_path / name / "y") == tmp_path
+    require_space(tmp_path / ("x" * 300), 1, "a test")

@@ -1,0 +1,80 @@
+"""Git is run apart from the repository that a hook names and from what a user has configured."""
+
+import os
+import subprocess
+
+import pytest
+
+from sparkforge.core import git as runner
+from sparkforge.core.errors import ProcessError
+
+pytestmark = pytest.mark.needs("git")
+WHO = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+
+
+def plain(folder, *words):
+    command = ["git", *WHO, *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A repository of the user's, which the environment names as git's hooks have it."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    plain(folder, "init", "-q")
+    (folder / "a").write_text("mine")
+    plain(folder, "add", "a")
+    plain(folder, "commit", "-q", "-m", "mine")
+    for name, value in {"DIR": ".git", "INDEX_FILE": ".git/index", "WORK_TREE": ""}.items():
+        monkeypatch.setenv(f"GIT_{name}", str(folder / value))
+    return folder
+
+
+def test_a_hooks_environment_does_not_lead_git_into_the_users_repository(tmp_path, mine, monkeypatch):
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "b").write_text("scratch")
+    for words in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "scratch")):
+        runner.git(scratch, *words)
+    assert runner.git(scratch, "ls-files").stdout == "b\n"
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
+    with pytest.raises(ProcessError, match="not a git repository", check=lambda error: error.code == "process.failed"):
+        runner.git(tmp_path, "log")
+
+
+def test_no_configuration_attribute_or_ignore_file_of_the_user_counts(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / ".config/git").mkdir(parents=True)
+    (home / ".gitconfig").write_text('[filter "evil"]\n\tsmudge = sed s/good/evil/\n[core]\n\tautocrlf = true\n')
+    (home / ".config/git/attributes").write_text("* filter=evil eol=crlf\n")
+    (home / ".config/git/ignore").write_text("*.c\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.autocrlf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "true")
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "a.c").write_bytes(b"good\n")
+    (folder / ".gitattributes").write_bytes(b"*.c filter=evil\n")
+    for words in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "a"), ("rm", "-q", "-r", ".")):
+        runner.git(folder, *words)
+    runner.git(folder, "reset", "-q", "--hard")
+    assert (folder / "a.c").read_bytes() == b"good\n"
+
+
+def test_only_the_certificates_are_inherited(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_SSL_CAINFO", "/ca.pem")
+    monkeypatch.setenv("GIT_SSH_COMMAND", "evil")
+    inherited = {name for name in runner.environment(tmp_path) if name.startswith("GIT_")}
+    assert "GIT_SSL_CAINFO" in inherited
+    assert "GIT_SSH_COMMAND" not in inherited
+    assert runner.environment(tmp_path)["PATH"] == os.environ["PATH"]
+
+
+def test_a_machine_without_git_is_told_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ProcessError, match="apt-get install git", check=lambda error: error.code == "process.failed"):
+        runner.git(tmp_path, "log")

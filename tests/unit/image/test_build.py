@@ -1,0 +1,90 @@
+"""Building through Compose: the arguments, the commit, and what an image must hold."""
+
+import os
+
+import pytest
+
+from sparkforge.core import errors, paths
+from sparkforge.core.console import Steps
+from sparkforge.core.process import run
+from sparkforge.image import build as image
+
+WORDS = ["compose", "--progress", "plain", "build"]
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """A docker command that writes down its arguments and says what the test wants."""
+    (tmp_path / "bin").mkdir()
+
+    def docker(lines):
+        path = tmp_path / "bin" / "docker"
+        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "$SPARKFORGE_STACK" > {tmp_path}/called\n{lines}\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+        return lambda: (tmp_path / "called").read_text().split()
+
+    return docker
+
+
+def test_the_way_the_jobs_and_the_commit_are_build_arguments(docker, monkeypatch):
+    monkeypatch.setattr(image, "commit", lambda: {"REVISION": "abc", "SOURCE_DATE_EPOCH": "1"})
+    called = docker("echo '#7 [runtime 1/2] COPY x'")
+    log = image.build(WORDS, stack="embedded", way="source", jobs="3", steps=Steps(1))
+    assert called() == [
+        *WORDS,
+        *("--build-arg", "VLLM_FROM=source", "--build-arg", "JOBS=3"),
+        *("--build-arg", "REVISION=abc", "--build-arg", "SOURCE_DATE_EPOCH=1", "vllm", "embedded"),
+    ]
+    assert "COPY x" in log.read_text()
+    assert log == paths.state() / "logs" / "image.log"
+
+
+def test_a_build_that_fails_is_named_and_its_log_is_the_next_step(docker):
+    docker("echo '#9 ERROR: process did not complete: exit code: 54'; exit 1")
+    with pytest.raises(errors.EngineError, match="exit code: 54") as caught:
+        image.build(WORDS, stack="spark")
+    assert caught.value.fix.endswith("image.log")
+
+
+def test_another_way_is_refused():
+    with pytest.raises(errors.UsageError, match="wheel and source"):
+        image.build(WORDS, stack="spark", way="git")
+
+
+@pytest.mark.needs("git")
+def test_the_commit_is_told_and_changes_are_marked(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    assert image.commit() == {"REVISION": "unknown"}
+
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        env = {"GIT_COMMITTER_DATE": "1000000000 +0000"}
+        run(["git", *who, *words], cwd=tmp_path, env=env)
+
+    git("init", "--quiet")
+    (tmp_path / "a").write_text("a")
+    git("add", "a")
+    git("commit", "--quiet", "--message", "a")
+    told = image.commit()
+    assert len(told["REVISION"]) == 40
+    assert told["SOURCE_DATE_EPOCH"] == "1000000000"
+    (tmp_path / "a").write_text("b")
+    assert image.commit()["REVISION"] == f"{told['REVISION']}-changed"
+
+
+def test_a_machine_without_git_builds_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert image.commit() == {"REVISION": "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "stack", "lock"),
+    [("amd64", "embedded", "embedded"), ("arm64", "embedded", "embedded"), ("arm64", "spark", "spark")],
+)
+def test_what_an_image_must_hold_is_this_checkouts(machine, stack, lock):
+    wanted = image.expected(machine, stack=stack)
+    assert list(wanted["lock"]) == [lock]
+    assert "vllm-0.32.0" in wanted["patches"]
+    assert ("flashinfer-0.7.0.post1" in wanted["patches"]) is (stack == "spark")
+    assert all(len(value) == 64 for part in wanted.values() for value in part.values())

@@ -1,0 +1,191 @@
+"""What an image tells of itself, read through a fake engine, and how it is compared with this checkout."""
+
+import base64
+import hashlib
+import io
+import json
+import tarfile
+from functools import partial
+
+import pytest
+
+from sparkforge.core import errors
+from sparkforge.image import build as builder
+from sparkforge.image import inspect as docker_image
+
+PATH = "/opt/sparkforge/image.json"
+AUDIT = "/opt/sparkforge/audit.json"
+CLEAN = {"files": 3, "code": {}}
+LABELS = {"org.sparkforge.manifest": PATH, "org.sparkforge.audit": AUDIT, "a": "b"}
+
+
+@pytest.fixture
+def manifest():
+    """The manifest of an image that was made from this very checkout."""
+    wanted = builder.expected("amd64", stack="embedded")
+    queues_and_locks = {key: dict(value) for key, value in wanted.items()}
+    return {**queues_and_locks, "device": "cpu", "kernels": {}, "key": "k", "audit": named(CLEAN)}
+
+
+def named(report):
+    """What a manifest says of its audit report."""
+    return {"audit.json": hashlib.sha256(json.dumps(report).encode()).hexdigest()}
+
+
+@pytest.fixture
+def holding(fake_engine):
+    """Give the fake engine's image a manifest and an audit report to be read out."""
+
+    def packed(content):
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as archive:
+            text = content if isinstance(content, bytes) else json.dumps(content).encode()
+            entry = tarfile.TarInfo("some.json")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text))
+        return data.getvalue()
+
+    def holding(content, labels=LABELS, report=CLEAN):
+        fake_engine.image["Config"]["Labels"] = labels
+        files = {PATH: packed(content), AUDIT: packed(report)}
+        stat = base64.b64encode(b'{"name": "some.json"}').decode()
+        headers = {"X-Docker-Container-Path-Stat": stat}
+        routes = {
+            r"POST /containers/create": lambda query: (201, {"Id": "abc", "Warnings": []}),
+            r"GET /containers/abc/archive": lambda query: (200, files[query["path"]], headers),
+            r"DELETE /containers/abc": lambda query: (204, b""),
+        }
+        fake_engine.routes = {**routes, **fake_engine.routes}
+
+    return holding
+
+
+def verify(name="sparkforge/vllm:embedded"):
+    docker_image.verify("embedded", name, partial(builder.expected, stack="embedded"))
+
+
+def test_an_image_of_this_checkout_is_accepted_and_nothing_is_left(fake_engine, holding, manifest, capsys):
+    holding(manifest)
+    verify()
+    said = capsys.readouterr().err
+    assert "vllm-0.32.0" in said
+    assert "claims, by its own manifest" in said
+    called = [(what, query) for what, query in fake_engine.asked if "abc" in what]
+    assert called[-1][0] == "DELETE /containers/abc"
+    assert called[-1][1]["v"] in {"True", "1", "true"}  # with the anonymous volume that the image declares
+
+
+def test_other_patches_another_lock_or_platform_are_named(fake_engine, holding, manifest):
+    queue = next(iter(manifest["patches"]))
+    manifest["patches"][queue] = "f" * 64
+    manifest["lock"] = {"embedded-old": "e" * 64}
+    fake_engine.image["Architecture"] = "arm64"
+    holding(manifest)
+    with pytest.raises(errors.IntegrityError) as caught:
+        docker_image.verify("embedded", "x", lambda _: builder.expected("amd64", stack="embedded"))
+    assert f"patch queue {queue}: the image has ffffffffffff" in caught.value.why
+    assert "locked set embedded: the image has none" in caught.value.why
+    assert "it is for linux/arm64, the engine is linux/amd64" in caught.value.why
+    assert caught.value.fix == "./inv build --engine docker --stack embedded"
+
+
+def test_a_foreign_image_is_refused(holding):
+    holding({}, labels={"maintainer": "somebody"})
+    with pytest.raises(errors.IntegrityError, match="no image of this Sparkforge"):
+        verify()
+
+
+MODULE = {"path": "/opt/venv/aot/xqa/xqa.so"}
+DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        ({"files": 3, "code": {"violations": [], "files": []}}, "xqa was not audited"),
+        ({"files": 3, "code": {"violations": DIRTY, "files": [MODULE]}}, "its audit found trap-stub: xqa.so"),
+        ({"files": 3, "code": {"violations": [], "files": [MODULE]}}, ""),
+    ],
+)
+def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, told):
+    holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": named(report)}, report=report)
+    if not told:
+        verify()
+        return
+    with pytest.raises(errors.IntegrityError) as caught:
+        verify()
+    assert caught.value.why == told
+
+
+def test_an_audit_of_another_build_is_refused(holding, manifest):
+    holding(manifest, report={"files": 4, "code": {}})
+    with pytest.raises(errors.IntegrityError) as caught:
+        verify()
+    assert caught.value.why == "its audit report is not the one that its manifest names"
+
+
+def test_an_image_that_is_not_there_names_the_build(fake_engine):
+    fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
+    with pytest.raises(errors.EngineError, match=r"\./inv build --engine docker --stack embedded"):
+        verify()
+
+
+@pytest.mark.parametrize("content", [b"{", b""])
+def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding, content):
+    holding(content)
+    with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
+        verify()
+    assert fake_engine.asked[-1][0] == "DELETE /containers/abc"
+
+
+def test_inspect_shows_platform_labels_layers_and_manifest(fake_engine, holding, manifest, capsys):
+    holding(manifest)
+    history = [
+        {"Size": 1_500_000_000, "CreatedBy": "COPY /opt/venv /opt/venv # buildkit"},
+        {"Size": 0, "CreatedBy": "ENV A=b"},
+        {"Size": 49_872_022, "CreatedBy": "RUN  sh   -c 'install'"},
+    ]
+    fake_engine.routes[r"GET /images/.+/history"] = lambda query: (200, history)
+    docker_image.inspect("embedded", "sparkforge/vllm:embedded")
+    out = capsys.readouterr().out
+    assert "platform   linux/amd64 · user root" in out
+    assert "label      org.sparkforge.manifest=/opt/sparkforge/image.json" in out
+    assert "digests    sparkforge/vllm@sha256:cf264d43272f" in out
+    layers = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("  layer")]
+    assert layers == ["49.9 MB  RUN sh -c 'install'", "1.50 GB  COPY /opt/venv /opt/venv"]
+    assert "patches    vllm-0.32.0 " in out
+
+
+@pytest.fixture
+def buildable(fake_engine, docker_command, monkeypatch, tmp_path):
+    """An engine with its plugins, whose folder is on this disk, and no image yet."""
+    fake_engine.info["DockerRootDir"] = str(tmp_path)
+    fake_engine.routes["GET /images/json"] = lambda query: (200, [])
+    docker_command.answers("buildx version", out="github.com/docker/buildx 0.13.1\n")
+    docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
+    service = {"image": "sparkforge/vllm:embedded", "ports": [{"published": "8000"}]}
+    service["environment"] = {"SPARKFORGE_STACK": "embedded"}
+    docker_command.answers("config --format json", out=json.dumps({"services": {"vllm": service}}))
+    monkeypatch.setattr(docker_image.docker_compose, "files", list)
+    monkeypatch.setattr(docker_image, "CPU_BYTES", 1000)
+
+
+def test_a_build_begins_with_composes_words(buildable):
+    words = docker_image.ready_to_build("embedded")
+    assert words[0] == "compose"
+    assert words[-3:] == ["--progress", "plain", "build"]
+
+
+def test_a_first_build_without_room_is_refused_and_a_second_one_is_not(buildable, fake_engine, monkeypatch):
+    monkeypatch.setattr(docker_image, "CPU_BYTES", 10**18)
+    with pytest.raises(errors.StorageError, match="docker builder prune"):
+        docker_image.ready_to_build("embedded")
+    fake_engine.routes["GET /images/json"] = lambda query: (200, [{"Id": fake_engine.image["Id"]}])
+    docker_image.ready_to_build("embedded")
+
+
+def test_a_build_without_buildx_is_refused(buildable, docker_command):
+    (docker_command.folder / "rules" / "000" / "pattern").write_text("nothing")
+    docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
+    with pytest.raises(errors.EngineError):
+        docker_image.ready_to_build("embedded")

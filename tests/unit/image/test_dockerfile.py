@@ -1,0 +1,236 @@
+"""The Dockerfile says what pins.toml says, and brings nothing in that has no hash."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.compile.flashinfer import sets
+from sparkforge.core.paths import ROOT
+from sparkforge.image import build as builder
+from sparkforge.image import rootfs
+from sparkforge.image.inspect import AUDIT_LABEL, MANIFEST_LABEL
+from sparkforge.pins import debian
+
+FILES = ("Dockerfile", "Dockerfile.dev", "Dockerfile.ngc")
+DEBIAN = [name for name, stack in pins.load().stacks.items() if stack.image and stack.image.device in ("cpu", "cuda")]
+NGC = [name for name, stack in pins.load().stacks.items() if stack.image and stack.image.device == "ngc"]
+STACKS = {"Dockerfile": DEBIAN, "Dockerfile.dev": DEBIAN, "Dockerfile.ngc": NGC}
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+INSTRUCTION = re.compile(r"^([A-Z]+)\s+((?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def instructions(text):
+    """Yield (word, arguments) of a Dockerfile, comments left out, continued lines joined."""
+    plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for word, rest in INSTRUCTION.findall(plain):
+        yield word, rest.replace("\\\n", " ")
+
+
+def arguments(text):
+    return dict(rest.split("=", 1) for word, rest in instructions(text) if word == "ARG" and "=" in rest)
+
+
+def stages(name):
+    """Return stage → what it stands on, of a Dockerfile."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    froms = [rest.split() for word, rest in instructions(text) if word == "FROM"]
+    return {words[-1]: re.sub(r"\$\{(\w+)\}", lambda found: arguments(text)[found[1]], words[0]) for words in froms}
+
+
+@pytest.mark.parametrize(("name", "stack"), [(name, stack) for name in FILES for stack in STACKS[name]])
+def test_each_stack_stands_on_its_base_of_the_pins_and_on_its_device(name, stack):
+    base, device = pins.load().component(stack, "base"), pins.load().image(stack).device
+    assert stages(name)[f"base-{stack}"] == f"base-{device}"
+    assert stages(name)[f"base-{device}"] == f"{base.image}:{base.version}@{base.digest}"
+    text = (ROOT / name).read_text(encoding="utf-8").partition(f" AS base-{device}\n")[2].partition("\nFROM ")[0]
+    assert f"SPARKFORGE_DEVICE={device}" in text
+
+
+def test_the_dockerfile_builds_the_default_stack_if_none_is_named():
+    assert arguments(TEXT)["STACK"] == pins.load().default
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_image_that_is_not_a_stage_has_a_digest(name):
+    for image in stages(name).values():
+        assert image == "scratch" or image in stages(name) or "@sha256:" in image, image
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_installed_but_by_lock(name):
+    told = " ".join(rest for word, rest in instructions((ROOT / name).read_text(encoding="utf-8")) if word == "RUN")
+    assert not re.search(r"\b(apt-get|apt|curl|wget|git clone|pip install|uv pip|npm)\b", told)
+    assert "sed -i" not in told
+    assert not [word for word, rest in instructions(TEXT) if word == "ADD"]
+
+
+def test_no_frontend_is_pulled():
+    assert not TEXT.startswith("# syntax=")
+
+
+def test_the_runtime_comes_out_of_the_audit():
+    runtime = TEXT.partition("AS runtime\n")[2]
+    copies = [rest for word, rest in instructions(runtime) if word == "COPY"]
+    assert copies
+    assert all("--from=audit" in copy or "--from=project" in copy for copy in copies)
+    project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
+    assert "COPY --from=audit /opt/image.json /opt/audit.json" in project
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """The image's /opt/sparkforge as the Dockerfile copies it, and the variables that it sets there."""
+    root = tmp_path_factory.mktemp("opt") / "sparkforge"
+    stage = TEXT.partition("AS project")[2].partition("\nFROM ")[0]
+    for copy in (rest.split() for word, rest in instructions(stage) if word == "COPY" and "--from" not in rest):
+        *sources, target = copy
+        for source in sources:
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, root / target, dirs_exist_ok=True, ignore=ignored)
+            else:
+                (root / target).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, root / target)
+    runtime = TEXT.partition("AS runtime\n")[2].partition("\nFROM ")[0]
+    settings = " ".join(rest for word, rest in instructions(runtime) if word == "ENV")
+    variables = dict(setting.split("=", 1) for setting in shlex.split(settings))
+    return root, {name: value.replace("/opt/sparkforge", str(root)) for name, value in variables.items()}
+
+
+def ask(image, *arguments, python=sys.executable):
+    """Run Python as a process of the image does, without this machine's site-packages."""
+    root, variables = image
+    command = [python, "-S", *arguments]
+    return subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_a_process_of_the_image_has_packages_on_its_path_and_not_the_folder_around_them(image):
+    root, _ = image
+    code = "import sys, sparkforge.core.paths as paths; print(paths.ROOT, *filter(None, sys.path), sep='\\n')"
+    found, *path = ask(image, "-c", code).stdout.splitlines()
+    assert found == str(root)
+    assert (Path(found) / "pins.toml").is_file()
+    assert [Path(each) for each in path if Path(each).is_relative_to(root)] == [root / "packages"]
+    assert {each.name for each in (root / "packages").iterdir()} == {"sparkforge", "spark_mxfp4", "validate"}
+
+
+def test_the_health_check_needs_no_site_packages(image):
+    done = ask(image, "-m", "sparkforge.serve.health")
+    assert "the validation has not passed" in done.stdout
+    assert done.returncode == 1
+
+
+def test_the_labels_name_the_files_that_the_audit_stage_left():
+    for label, path in ((MANIFEST_LABEL, "image.json"), (AUDIT_LABEL, rootfs.REPORT)):
+        assert f'{label}="/opt/sparkforge/{path}"' in TEXT
+
+
+@pytest.mark.parametrize("way", builder.WAYS)
+def test_each_way_to_vllm_is_a_stage(way):
+    assert re.search(rf"^FROM kernels AS vllm-{way}$", TEXT, re.MULTILINE)
+
+
+def test_compiling_vllm_has_what_its_build_asks_for():
+    stage = TEXT.partition("AS vllm-source")[2].partition("\nFROM ")[0]
+    assert "${SPARKFORGE_DEVICE}-source-${TARGETARCH}.txt" in stage
+    assert "from=bundle,target=/mnt/bundle" in stage
+    assert {"cmake", "git", "patch"} <= set(next(one for one in debian.sets() if one.stage == "source").wanted)
+
+
+def test_the_runtime_is_nobody_and_hands_signals_on():
+    last = dict(instructions(TEXT.partition("AS runtime\n")[2]))
+    assert last["USER"] == "1000:1000"
+    assert last["ENTRYPOINT"].startswith('["/usr/bin/tini", "--"')
+    start = (ROOT / "deploy/start").read_text(encoding="utf-8")
+    assert start.strip().splitlines()[-1].startswith("exec ")
+    assert "sparkforge.serve.health" in last["HEALTHCHECK"]
+
+
+@pytest.mark.parametrize("stack", [name for name in DEBIAN if pins.load().image(name).kernels])
+def test_a_server_has_the_variables_that_its_kernels_were_compiled_with(stack):
+    image, table = pins.load().image(stack), sets.load(pins.load().component(stack, "flashinfer").version)
+    stage = TEXT.partition(f" AS base-{image.device}\n")[2].partition("\nFROM ")[0]
+    settings = " ".join(rest for word, rest in instructions(stage) if word == "ENV")
+    variables = dict(setting.split("=", 1) for setting in shlex.split(settings))
+    wanted = {**table.environment, **table.server, "FLASHINFER_CUDA_ARCH_LIST": image.architecture}
+    assert wanted.items() <= variables.items()
+
+
+@pytest.mark.parametrize("script", ["start", "install-debs", "with-ca", "bench"])
+def test_scripts_are_programs_that_the_shell_can_read(script):
+    path = ROOT / "deploy" / script
+    assert path.stat().st_mode & 0o111
+    assert subprocess.run(["/bin/sh", "-n", path], check=False).returncode == 0
+
+
+def test_with_ca_tells_every_client_only_if_there_is_one(tmp_path):
+    script = (ROOT / "deploy/with-ca").read_text(encoding="utf-8")
+    secret = tmp_path / "ca"
+    secret.write_text("certificate")
+    moved = tmp_path / "with-ca"
+    moved.write_text(script.replace("/run/secrets/ca", str(secret)))
+    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True).stdout
+    assert f"PIP_CERT={secret}" in told
+    assert f"SSL_CERT_FILE={secret}" in told
+    secret.write_text("")
+    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True, env={}).stdout
+    assert "PIP_CERT" not in told
+
+
+def test_every_debian_set_is_locked_for_both_machines_with_all_that_was_asked_for():
+    for each in debian.sets():
+        for machine in debian.ARCHITECTURES:
+            debs = [deb for stage in debian.STAGES[: debian.STAGES.index(each.stage) + 1]
+                    for deb in debian.read(debian.LOCKS / f"{each.device}-{stage}-{machine}.txt")]  # fmt: skip
+            names = {Path(deb.path).name.partition("_")[0] for deb in debs}
+            assert set(each.wanted) <= names
+            assert all(re.fullmatch(r"[0-9a-f]{64}", deb.sha256) for deb in debs)
+            assert all(Path(deb.path).stem.endswith((f"_{machine}", "_all")) for deb in debs)
+
+
+DEBOOTSTRAP = "deb [signed-by=/k] http://mirror.test/debian x main\n# http://snapshot.test/archive/debian/2025/\n"
+OFFICIAL = """Types: deb
+# http://snapshot.test/archive/debian/20250520T000000Z
+URIs: http://mirror.test/debian
+Suites: trixie trixie-updates
+"""
+
+
+@pytest.mark.parametrize("known", ["", OFFICIAL, DEBOOTSTRAP])
+def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(tmp_path, known):
+    lock, helper = tmp_path / "lock.txt", tmp_path / "helper"
+    lock.write_text("# snapshot 20260101T000000Z\n" + "0" * 64 + "  debian/pool/main/t/tini/tini_1_amd64.deb\n")
+    helper.write_text('#!/bin/sh\necho "$5" >> ' + shlex.quote(str(tmp_path / "asked")) + "\nexit 1\n")
+    helper.chmod(0o755)
+    script = (ROOT / "deploy/install-debs").read_text(encoding="utf-8")
+    script = script.replace("/usr/lib/apt/apt-helper", str(helper)).replace("/var/cache/debs", str(tmp_path / "debs"))
+    archives = {"DEBIAN_MIRROR": "http://mirror.test", "DEBIAN_SNAPSHOT": "http://snapshot.test/archive"}
+    if known:
+        (tmp_path / "sources").write_text(known)
+        script, archives = script.replace("/etc/apt/sources.list ", f"{tmp_path}/sources "), {}
+    script = script.replace("/etc/apt/sources.list.d/*", "")
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, "sh", lock],
+        capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"], **archives},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "tini_1_amd64.deb" in done.stderr
+    assert "./inv pins.debian" in done.stderr
+    assert (tmp_path / "asked").read_text().split() == [
+        "http://mirror.test/debian/pool/main/t/tini/tini_1_amd64.deb",
+        "http://snapshot.test/archive/debian/20260101T000000Z/pool/main/t/tini/tini_1_amd64.deb",
+    ]
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    for name in FILES:
+        done = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout

@@ -1,0 +1,178 @@
+"""What the engine says, and how each of its failures is named. The answers are recorded, the transport is real."""
+
+import json
+import socket
+
+import pytest
+
+from sparkforge.core import errors
+from sparkforge.image import engine
+
+
+def look():
+    with engine.connected() as client:
+        return engine.read(client)
+
+
+def test_facts_are_those_of_the_engine(fake_engine):
+    found = look()
+    assert (found.version, found.platform) == ("26.1.5+dfsg1", "linux/amd64")
+    assert found.runtimes == ("io.containerd.runc.v2", "runc")
+    assert found.root == "/var/lib/docker"
+    assert not found.rootless
+    assert found.gpu == ""
+
+
+def test_a_spark_is_linux_arm64(fake_engine):
+    fake_engine.info["Architecture"] = "aarch64"
+    assert look().platform == "linux/arm64"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"Runtimes": {"runc": {}, "nvidia": {"path": "nvidia-container-runtime"}}}, "NVIDIA runtime"),
+        ({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}, "CDI device nvidia.com/gpu=0"),
+    ],
+)
+def test_the_ways_to_a_gpu(fake_engine, change, words):
+    fake_engine.info |= change
+    found = look()
+    assert found.gpu == words
+    found.require_gpu()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("nvidia.yaml", 'cdiVersion: 0.5.0\nkind: "nvidia.com/gpu"\n'), ("n.json", '{"kind": "nvidia.com/gpu"}')],
+)
+def test_an_older_engine_names_only_the_folders_of_cdi(fake_engine, tmp_path, name, text):
+    (tmp_path / "cdi").mkdir()
+    fake_engine.info["CDISpecDirs"] = [str(tmp_path / "none"), str(tmp_path / "cdi")]
+    (tmp_path / "cdi" / "other.yaml").write_text("kind: example.com/nic\n")
+    assert look().gpu == ""
+    (tmp_path / "cdi" / "a-folder.yaml").mkdir()
+    (tmp_path / "cdi" / name).write_text(text)
+    assert look().gpu.startswith("CDI device nvidia.com/gpu")
+
+
+def test_without_a_gpu_the_toolkit_is_the_fix(fake_engine):
+    with pytest.raises(errors.EngineError, match=r"runtimes io.containerd.runc.v2, runc .* nvidia-ctk"):
+        look().require_gpu()
+
+
+def test_the_hook_on_the_path_is_a_way_too(fake_engine, docker_command):
+    (docker_command.folder / "nvidia-container-runtime-hook").write_text("#!/bin/sh\n")
+    (docker_command.folder / "nvidia-container-runtime-hook").chmod(0o755)
+    assert look().gpu == "nvidia-container-runtime-hook"
+
+
+def test_no_engine_and_no_command_is_not_installed(tmp_path, monkeypatch, no_docker):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(errors.EngineError, match=r"docs\.docker\.com"):
+        look()
+
+
+def test_a_command_without_its_engine_is_not_running(tmp_path, monkeypatch, docker_command):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(errors.EngineError, match="systemctl start docker"):
+        look()
+
+
+def test_a_socket_that_nobody_listens_on_is_not_running(tmp_path, monkeypatch, docker_command):
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / "d.sock"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
+    with pytest.raises(errors.EngineError, match="refused"):
+        look()
+
+
+def test_a_refused_socket_is_a_matter_of_the_group(fake_engine, monkeypatch):
+    import docker.transport.unixconn as transport
+
+    class Refused(socket.socket):
+        def connect(self, _address):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(transport.socket, "socket", Refused)
+    with pytest.raises(errors.EngineError, match="usermod -aG docker"):
+        look()
+
+
+def test_an_engine_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "d.sock"))
+        silent.listen()
+        with pytest.raises(errors.EngineError, match="no answer within"):
+            look()
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("write /var/lib/docker/tmp/x: no space left on device", errors.StorageError),
+        ("unknown or invalid runtime name: nvidia", errors.EngineError),
+        ("something that nobody foresaw", errors.EngineError),
+    ],
+)
+def test_what_the_engine_answers_is_named(fake_engine, message, error):
+    fake_engine.routes["GET /info"] = lambda query: (500, {"message": message})
+    with pytest.raises(error, match=message):
+        look()
+
+
+@pytest.mark.parametrize("host", ["nonsense", "unix://", "tcp://127.0.0.1:1", "ssh://"])
+def test_a_host_without_meaning_is_no_traceback(monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with pytest.raises(errors.SparkforgeError):
+        look()
+
+
+def test_something_else_behind_the_socket_is_no_traceback(fake_engine):
+    fake_engine.routes[r"GET /version"] = lambda query: (200, b"<html>")
+    with pytest.raises(errors.EngineError):
+        look()
+
+
+def test_an_image_must_be_there_and_for_this_platform(fake_engine):
+    with engine.connected() as client:
+        assert engine.require_image(client, "x", "linux/amd64", "./inv build").short_id == "sha256:cf264d43272f"
+        with pytest.raises(errors.IntegrityError, match=r"it is linux/amd64, the engine is linux/arm64 .*\./inv"):
+            engine.require_image(client, "x", "linux/arm64", "./inv build")
+        fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x:latest"})
+        with pytest.raises(errors.EngineError, match=r"\./inv build"):
+            engine.require_image(client, "x", "linux/amd64", "./inv build")
+
+
+def test_a_containers_state(fake_engine):
+    with engine.connected() as client:
+        found = engine.state(client, "c0ffee")
+        assert (found.status, found.health, found.health_output, found.runs) == ("running", "healthy", "fine", True)
+        fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 30, "OOMKilled": True}
+        del fake_engine.container["State"]["Health"]
+        found = engine.state(client, "c0ffee")
+        assert (found.runs, found.exit_code, found.health, found.out_of_memory) == (False, 30, "", True)
+        fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: x"})
+        assert engine.state(client, "c0ffee") is None
+
+
+def test_a_container_runs_only_if_its_engine_says_so(fake_engine, monkeypatch, tmp_path, docker_command):
+    assert engine.runs("c0ffee")
+    fake_engine.container["State"]["Status"] = "exited"
+    assert not engine.runs("c0ffee")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    assert not engine.runs("c0ffee")
+
+
+def test_the_newest_container_of_the_service_is_ours(fake_engine):
+    listed = [{"Id": "old", "Created": 1}, {"Id": "new", "Created": 2}]
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, listed)
+    with engine.connected() as client:
+        assert engine.service_container(client, "sparkforge", "vllm") == "new"
+        labels = json.loads(fake_engine.asked[-1][1]["filters"])["label"]
+        assert "com.docker.compose.project=sparkforge" in labels
+        assert "com.docker.compose.service=vllm" in labels
+        listed.clear()
+        assert engine.service_container(client, "sparkforge", "vllm") is None

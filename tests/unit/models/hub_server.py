@@ -1,0 +1,124 @@
+"""The routes of the Hugging Face hub that a download asks, on loopback: commit and files, and resolve with ranges."""
+
+import hashlib
+import http.server
+import json
+import re
+import threading
+import time
+
+from sparkforge.models import table as models
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def shard(name, size, seed):
+    """A safetensors file with one tensor of `size` bytes."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + hashlib.shake_256(seed).digest(size)
+
+
+def checkpoint(size=300_000):
+    """A gpt-oss repository's files by name, with the copies that vLLM does not read."""
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    config = models.load()["gpt-oss-120b"].config
+    return {
+        "config.json": json.dumps(config).encode(),
+        "generation_config.json": b"{}",
+        "tokenizer.json": b'{"version": "1.0"}',
+        "tokenizer_config.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-00001-of-00002.safetensors": shard("a", size, b"a"),
+        "model-00002-of-00002.safetensors": shard("b", size, b"b"),
+        "README.md": b"words",
+        "original/model.safetensors": b"x" * 1000,
+        "metal/model.bin": b"y" * 1000,
+    }
+
+
+class HubServer:
+    """Serves `files` as openai/gpt-oss-120b; its fields make it slow, broken or strict."""
+
+    def __init__(self, files):
+        self.files = files
+        self.told = dict(files)  # what the metadata speaks of; a corrupted file differs from it
+        self.token = ""
+        self.repository, self.commit = "openai/gpt-oss-120b", COMMIT
+        self.refuse = None  # (status, X-Error-Code) for every request
+        self.delay = 0.0  # seconds between two pieces of 16 KiB
+        self.cut = {}  # name → bytes after which the connection breaks, once
+        self.asked = []
+        handler = type("Handler", (Handler,), {"hub": self})
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self):
+        return "http://{}:{}".format(*self.server.server_address)
+
+    def siblings(self):
+        for name, data in self.told.items():
+            entry = {"rfilename": name, "size": len(data)}
+            entry["blobId"] = hashlib.sha1(f"blob {len(data)}\0".encode() + data, usedforsecurity=False).hexdigest()
+            if name.endswith((".safetensors", "tokenizer.json")):
+                sha256 = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 135}
+            yield entry
+
+    def downloads(self):
+        return [(name, begin) for kind, name, begin in self.asked if kind == "resolve"]
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        hub = self.hub
+        if hub.refuse or (hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}"):
+            status, code = hub.refuse or (401, "GatedRepo")
+            return self.reply(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": "no"})
+        if found := re.fullmatch(rf"/api/models/{hub.repository}/revision/(\w+)(?:\?.*)?", self.path):
+            if found[1] not in {"main", COMMIT}:
+                return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            hub.asked.append(("info", found[1], 0))
+            answer = {"id": hub.repository, "sha": hub.commit, "siblings": list(hub.siblings())}
+            return self.reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        if found := re.fullmatch(rf"/{hub.repository}/resolve/{COMMIT}/(.+)", self.path):
+            return self.resolve(found[1])
+        return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def resolve(self, name):
+        data, begin = self.hub.files[name], 0
+        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
+            begin = int(asked[1])
+        self.hub.asked.append(("resolve", name, begin))
+        etag = hashlib.sha256(data).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        self.reply(206 if begin else 200, data[begin:], headers, cut=self.hub.cut.pop(name, None))
+
+    def reply(self, status, data, headers, cut=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for place in range(0, len(data), 16384):
+            if cut is not None and place >= cut:
+                self.close_connection = True
+                self.connection.close()
+                return
+            try:
+                self.wfile.write(data[place : place + 16384])
+            except OSError:
+                return
+            time.sleep(self.hub.delay)
+
+    def log_message(self, *args):
+        pass

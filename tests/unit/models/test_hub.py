@@ -1,0 +1,492 @@
+"""Fetching a checkpoint from a small real hub on loopback, through the hub's own library, and from folders."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core import errors
+from sparkforge.core.paths import ROOT
+from sparkforge.models import hub
+from sparkforge.models import table as models
+from sparkforge.models.hub_mirror import Mirror
+from sparkforge.models.hub_online import Hub
+
+_spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
+hub_server = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hub_server)
+
+NAME = "openai/gpt-oss-120b"
+COMMIT = hub_server.COMMIT
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+READ = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    *SHARDS,
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = hub_server.HubServer(hub_server.checkpoint())
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "models" / "gpt-oss-120b"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_what_vllm_reads_is_brought_and_every_byte_is_right(server, target):
+    assert hub.fetch_checkpoint(Hub(NAME, "main"), target) == target
+    assert names(target) == sorted([*READ, "sparkforge-model.json"])
+    assert all((target / name).read_bytes() == server.files[name] for name in READ)
+    note = json.loads((target / "sparkforge-model.json").read_text())
+    assert (note["revision"], note["source"]) == (COMMIT, NAME)
+    assert note["files"][SHARDS[0]]["sha256"] == hashlib.sha256(server.files[SHARDS[0]]).hexdigest()
+    assert note["files"]["config.json"]["sha256"] == hashlib.sha256(server.files["config.json"]).hexdigest()
+    assert names(target.parent) == [".gpt-oss-120b.lock", "gpt-oss-120b"]
+
+
+def test_a_second_run_brings_nothing(server, target):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    before = len(server.downloads())
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert len(server.downloads()) == before
+
+
+def test_a_damaged_file_is_brought_again(server, target, capsys):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    for name in (SHARDS[1], "config.json"):  # one that is known by its sha256, one by its git blob
+        data = bytearray((target / name).read_bytes())
+        data[-1] ^= 1
+        (target / name).write_bytes(data)
+    server.asked.clear()
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert sorted(server.downloads()) == [("config.json", 0), (SHARDS[1], 0)]
+    assert "fetched again" in capsys.readouterr().err
+    assert (target / SHARDS[1]).read_bytes() == server.files[SHARDS[1]]
+
+
+def test_a_corrupted_shard_is_refused_and_not_kept(server, target):
+    good = server.files[SHARDS[0]]
+    server.files[SHARDS[0]] = good[:-1] + bytes([good[-1] ^ 1])
+    with pytest.raises(errors.IntegrityError, match=SHARDS[0]):
+        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert not target.exists()
+    assert SHARDS[0] not in names(target.with_name(".gpt-oss-120b.sparkforge-partial"))
+    server.files[SHARDS[0]] = good
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert (target / SHARDS[0]).read_bytes() == good
+
+
+def test_a_connection_that_breaks_is_taken_up_by_itself(server, target):
+    server.files = server.told = hub_server.checkpoint(size=30_000_000)  # the library writes pieces of 10 MB
+    server.cut[SHARDS[0]] = 15_000_000
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    begins = [begin for name, begin in server.downloads() if name == SHARDS[0]]
+    assert begins[0] == 0
+    assert len(begins) == 2
+    assert begins[1] > 5_000_000
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
+    server.files = server.told = hub_server.checkpoint(size=40_000_000)  # the library writes pieces of 10 MB
+    server.delay = 0.002
+    command = [sys.executable, "-m", "sparkforge.models.hub", NAME, "--revision", COMMIT, "--to", str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    work = target.with_name(".gpt-oss-120b.sparkforge-partial")
+    deadline = time.monotonic() + 60
+    while not [part for part in work.glob(".model-*.part") if part.stat().st_size > 1_000_000]:
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not target.exists()
+    assert not [name for name in names(work) if name in SHARDS]
+    server.delay = 0.0
+    server.asked.clear()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(target)
+    assert max(begin for name, begin in server.downloads() if name in SHARDS) > 1_000_000
+    assert all((target / name).read_bytes() == server.files[name] for name in SHARDS)
+    assert not list(target.glob(".*"))
+
+
+def test_another_revisions_half_is_not_continued(server, target):
+    work = target.with_name(".gpt-oss-120b.sparkforge-partial")
+    work.mkdir(parents=True)
+    hub._part(work, hub.RemoteFile(SHARDS[0], 100, f"sha256:{'0' * 64}")).write_bytes(b"old")
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert (SHARDS[0], 0) in server.downloads()
+    assert not list(target.glob(".*"))
+
+
+def test_a_revision_or_name_that_is_not_there_is_named(server):
+    with pytest.raises(errors.NetworkError, match="no revision v9"):
+        Hub(NAME, "v9")
+    with pytest.raises(errors.NetworkError, match="no such repository"):
+        Hub("openai/gpt-oss-1b", "main")
+    with pytest.raises(errors.NetworkError, match="no such repository"):
+        Hub("not a name", "main")
+
+
+def test_a_gated_repository_asks_for_a_token_and_takes_it(server, target, monkeypatch):
+    server.token = "hf_secret"
+    with pytest.raises(errors.NetworkError, match=r"HF_TOKEN=hf_… \./inv model\.fetch openai/gpt-oss-120b"):
+        Hub(NAME, "main")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.fetch_checkpoint(Hub(NAME, "main"), target)
+    assert target.exists()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_unauthorised_answer_without_a_reason_asks_for_a_token_too(server, status):
+    server.refuse = (status, "")
+    with pytest.raises(errors.NetworkError, match="HF_TOKEN"):
+        Hub(NAME, "main")
+
+
+def test_a_hub_in_trouble_says_run_again(server):
+    server.refuse = (500, "")
+    with pytest.raises(errors.NetworkError, match="goes on where it stopped"):
+        Hub(NAME, "main")
+
+
+def test_without_a_network_a_mirror_is_the_way(server, monkeypatch):
+    server.close()
+    with pytest.raises(errors.NetworkError, match="--mirror FOLDER"):
+        Hub(NAME, "main")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(errors.NetworkError, match="unset HF_HUB_OFFLINE"):
+        Hub(NAME, "main")
+
+
+def test_too_little_room_is_said_before_anything_is_brought(server, target, monkeypatch):
+    usage = shutil.disk_usage(target.parent.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=500_000))
+    with pytest.raises(errors.StorageError, match="not enough room for openai/gpt-oss-120b"):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)
+    assert server.downloads() == []
+
+
+def test_what_is_no_checkpoint_is_refused(server, target):
+    server.told = {"README.md": b"x"}
+    with pytest.raises(errors.InputError, match="no safetensors checkpoint"):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        (SHARDS[1], None, "is missing"),
+        ("config.json", b'{"model_type": "llama"}', "'llama'"),
+        ("config.json", b'{"model_type": "gpt_oss"}', "None, not gpt_oss in mxfp4"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("model.safetensors.index.json", b"{", "gpt-oss-120b"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_together_gets_no_name(server, target, name, data, told):
+    if data is None:
+        del server.told[name]
+    else:
+        server.told[name] = server.files[name] = data
+    with pytest.raises(errors.InputError, match=told):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)
+    assert not target.exists()
+
+
+def test_two_runs_at_once_do_not_meet(server, target):
+    from sparkforge.core.files import locked
+
+    with locked(target.parent / ".gpt-oss-120b.lock", "x"), pytest.raises(errors.StorageError):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)
+
+
+@pytest.fixture
+def fetched(server, tmp_path):
+    return hub.fetch_checkpoint(Hub(NAME, COMMIT), tmp_path / "there" / "openai" / "gpt-oss-120b")
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_a_mirror_is_a_copy_or_a_folder_of_copies(fetched, target, levels, server):
+    server.asked.clear()
+    folder = [fetched, fetched.parent, fetched.parent.parent][levels]
+    source = Mirror(folder, NAME, "")
+    assert source.revision == COMMIT
+    hub.fetch_checkpoint(source, target)
+    assert (target / SHARDS[0]).read_bytes() == server.files[SHARDS[0]]
+    assert server.asked == []
+
+
+def test_a_mirrors_damage_is_found_by_the_hashes_of_its_note(fetched, target):
+    data = bytearray((fetched / SHARDS[0]).read_bytes())
+    data[-1] ^= 1
+    (fetched / SHARDS[0]).write_bytes(data)
+    with pytest.raises(errors.IntegrityError, match=SHARDS[0]):
+        hub.fetch_checkpoint(Mirror(fetched, NAME, ""), target)
+    assert not target.exists()
+
+
+def test_a_mirror_in_the_librarys_cache_form_is_checked_by_its_links(server, target, tmp_path):
+    cache = tmp_path / "cache" / "models--openai--gpt-oss-120b"
+    snapshot = cache / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for name in READ:
+        blob = cache / "blobs" / hashlib.sha256(server.files[name]).hexdigest()
+        blob.write_bytes(server.files[name])
+        (snapshot / name).symlink_to(f"../../blobs/{blob.name}")
+    source = Mirror(tmp_path / "cache", NAME, COMMIT)
+    assert hub.fetch_checkpoint(source, target) == target
+    assert not (target / SHARDS[0]).is_symlink()
+    blob = (snapshot / SHARDS[0]).resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(errors.IntegrityError):
+        hub.fetch_checkpoint(source, target.with_name("other"))
+
+
+def test_a_mirror_without_hashes_is_checked_by_structure_and_says_so(fetched, target, capsys):
+    (fetched / "sparkforge-model.json").unlink()
+    (fetched / SHARDS[0]).write_bytes((fetched / SHARDS[0]).read_bytes()[:-1])
+    source = Mirror(fetched, NAME, "")
+    assert "names no hashes" in capsys.readouterr().err
+    with pytest.raises(errors.InputError, match="its header promises"):
+        hub.fetch_checkpoint(source, target)
+
+
+def test_a_mirror_of_something_else_is_named(fetched, tmp_path):
+    with pytest.raises(errors.NetworkError, match="holds no openai/gpt-oss-20b"):
+        Mirror(tmp_path, "openai/gpt-oss-20b", "")
+    with pytest.raises(errors.NetworkError, match="another revision"):
+        Mirror(fetched, NAME, "f" * 40)
+    (fetched / "sparkforge-model.json").write_text("{")
+    with pytest.raises(errors.NetworkError, match="cannot be read"):
+        Mirror(fetched, NAME, "")
+
+
+def test_the_command_names_errors_and_bad_arguments(server, tmp_path, capsys):
+    assert hub.main([NAME, "--mirror", str(tmp_path)]) == 11
+    assert hub.main([]) == 2
+    assert hub.main([NAME, "--frobnicate"]) == 2
+    assert hub.main([NAME, "--revision", COMMIT, "--to", "/proc/none/x"]) == 28
+    assert capsys.readouterr().err.count("next:") == 4
+
+
+def test_the_known_revision_is_pinned_and_says_where_from():
+    assert models.pinned_revision(NAME) == "b5c939de8f754692c1647ca79fbf85e8c1e70f8a"
+    assert models.pinned_revision("somebody/else") == ""
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("note", [None, "{", "[]", '{"files": 1}'])
+def test_a_folder_that_is_not_ours_is_left_as_it_is_until_told(server, target, note):
+    target.mkdir(parents=True)
+    (target / "config.json").write_text("my own fine-tune")
+    (target / f".{SHARDS[0]}.0123456789ab.part").write_text("mine too")
+    if note is not None:
+        (target / "sparkforge-model.json").write_text(note)
+    before = contents(target)
+    with pytest.raises(errors.StorageError, match="--replace"):
+        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert contents(target) == before
+    assert server.downloads() == []
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target, replace=True)
+    assert all((target / name).read_bytes() == server.files[name] for name in READ)
+    assert (target / f".{SHARDS[0]}.0123456789ab.part").read_text() == "mine too"
+
+
+def test_an_empty_folder_is_filled_and_a_foreign_one_that_is_whole_is_left_without_a_note(server, target):
+    target.mkdir(parents=True)
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    (target / "sparkforge-model.json").unlink()
+    before = contents(target)
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert contents(target) == before
+
+
+def test_the_folder_of_another_model_is_left_as_it_is(server, target):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    note = json.loads((target / "sparkforge-model.json").read_text())
+    (target / "sparkforge-model.json").write_text(json.dumps(note | {"repository": "somebody/gpt-oss-120b"}))
+    (target / "config.json").write_text("{}")
+    with pytest.raises(errors.StorageError, match="it holds somebody/gpt-oss-120b"):
+        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert (target / "config.json").read_text() == "{}"
+
+
+def changed_revision(server):
+    """Make the hub's next revision: another shard, one companion more, one less."""
+    server.files = server.told = {**server.files, SHARDS[1]: hub_server.shard("b", 300_000, b"next")}
+    server.files["special_tokens_map.json"] = b"{}"
+    del server.files["chat_template.jinja"]
+
+
+def damage(server):
+    good = server.files[SHARDS[1]]
+    server.told = dict(server.files)
+    server.files = {**server.files, SHARDS[1]: good[:-1] + b"?"}
+
+
+def lose(server):
+    server.told = {name: data for name, data in server.files.items() if name != SHARDS[0]}
+
+
+def other_model(server):
+    server.told = server.files = {**server.files, "config.json": b'{"model_type": "llama"}'}
+
+
+@pytest.mark.parametrize("fault", [damage, lose, other_model])
+def test_a_source_with_a_fault_changes_nothing_in_a_folder_of_ours(server, target, fault):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    (target / "README.mine").write_text("notes")
+    before = contents(target)
+    changed_revision(server)
+    fault(server)
+    with pytest.raises((errors.IntegrityError, errors.InputError)):
+        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert contents(target) == before
+
+
+def test_a_new_revision_replaces_the_files_of_the_old_one_and_no_others(server, target):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    (target / "README.mine").write_text("notes")
+    changed_revision(server)
+    server.asked.clear()
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert sorted(name for name, _ in server.downloads()) == [SHARDS[1], "special_tokens_map.json"]
+    assert (target / SHARDS[1]).read_bytes() == server.files[SHARDS[1]]
+    assert not (target / "chat_template.jinja").exists()
+    assert (target / "README.mine").read_text() == "notes"
+    assert not (target / ".sparkforge-partial").exists()
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_of_a_change_of_revision_heals(server, target, tmp_path):
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), tmp_path / "old")
+    changed_revision(server)
+    server.server.request_queue_size = 64
+    operations = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+    step = 0
+    killed = True
+    while killed:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", target)
+        child = os.fork()
+        if child == 0:
+            left = step
+
+            def hook(event, _args):
+                nonlocal left
+                if event in operations:
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left -= 1
+
+            sys.addaudithook(hook)
+            try:
+                hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+            except BaseException:  # noqa: BLE001 - the child must not return into pytest
+                os._exit(1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        killed = os.WIFSIGNALED(status)
+        assert killed or os.WEXITSTATUS(status) == 0
+        for name in (SHARDS[0], "config.json", "tokenizer.json"):  # of both revisions
+            assert (target / name).read_bytes() == server.files[name]
+        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+        assert names(target) == sorted([*set(READ) - {"chat_template.jinja"}, "special_tokens_map.json",
+                                        "sparkforge-model.json"])  # fmt: skip
+        assert (target / SHARDS[1]).read_bytes() == server.files[SHARDS[1]]
+        step += 1
+    assert step > 5
+
+
+def test_a_link_to_a_folder_stays_a_link(server, target, tmp_path):
+    target.parent.mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    target.symlink_to(tmp_path / "disk")
+    hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
+    assert target.is_symlink()
+    assert names(tmp_path / "disk") == sorted([*READ, "sparkforge-model.json"])
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "gpt-oss-20b", "openai/gpt-oss-120b"])
+def test_a_mirror_with_the_tiny_model_under_a_known_name_is_refused(tmp_path, target, name):
+    tiny = tmp_path / "tiny"
+    tiny.mkdir()
+    for file, data in hub_server.checkpoint().items():
+        if "/" not in file:
+            (tiny / file).write_bytes(data)
+    (tiny / "config.json").write_text(json.dumps(models.load()["tiny-gpt-oss"].config))
+    with pytest.raises(errors.InputError, match=f"this checkpoint is not {name}"):
+        hub.fetch_checkpoint(Mirror(tiny, name, ""), target)
+    assert not target.exists()
+    hub.fetch_checkpoint(Mirror(tiny, "somebody/tiny-gpt-oss", ""), target.with_name("tiny-gpt-oss"))
+
+
+def test_an_unknown_repository_without_a_revision_is_resolved_recorded_and_then_kept(server, target, capsys):
+    server.repository = "somebody/gpt-oss"
+    hub.fetch_and_report("somebody/gpt-oss", "", str(target), "")
+    told = capsys.readouterr().err
+    assert COMMIT in told
+    assert "no revision of somebody/gpt-oss is pinned" in told
+    assert json.loads((target / "sparkforge-model.json").read_text())["revision"] == COMMIT
+    server.asked.clear()
+    hub.fetch_and_report("somebody/gpt-oss", "", str(target), "")
+    assert [revision for kind, revision, _ in server.asked if kind == "info"] == [COMMIT]
+
+
+def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server, target):
+    server.commit = "main"
+    with pytest.raises(errors.NetworkError, match="names no commit"):
+        Hub(NAME, "main")
+    server.commit = COMMIT
+    server.told = dict(server.files)
+    server.files = {**server.files, SHARDS[0]: server.files[SHARDS[0]] + bytes(30_000_000)}
+    with pytest.raises((errors.IntegrityError, errors.NetworkError)):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "[" * 200_000, '{"revision": "x", "files": {"config.json": {"sha256": "../x"}}}']
+)
+def test_a_mirrors_malformed_note_is_an_error_of_ours(fetched, text):
+    (fetched / "sparkforge-model.json").write_text(text)
+    with pytest.raises(errors.NetworkError, match="cannot be read"):
+        Mirror(fetched, NAME, "")
+
+
+@pytest.mark.parametrize("config", ["[]", "[" * 200_000, '{"model_type": "gpt_oss", "quantization_config": [1]}'])
+def test_a_malformed_config_is_an_error_of_ours(server, target, config):
+    server.told = server.files = {**server.files, "config.json": config.encode()}
+    with pytest.raises(errors.InputError):
+        hub.fetch_checkpoint(Hub(NAME, "main"), target)

@@ -1,0 +1,60 @@
+"""A made-up upstream: releases as sdists in the cache, and a queue of three patches for 1.0, two on one line."""
+
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component, Pins
+from sparkforge.sources import fetch
+
+LINES = "".join(f"line {number}\n" for number in range(12))
+V1 = {"pkg/a.py": LINES, "pkg/b.py": "value = 1\n", "pkg/other.py": "untouched\n", "pkg/gone.py": None}
+AFTER = (
+    {**V1, "pkg/a.py": LINES.replace("line 5", "LINE 5")},
+    {**V1, "pkg/a.py": LINES.replace("line 5", "LINE FIVE")},
+    {**V1, "pkg/a.py": LINES.replace("line 5", "LINE FIVE"), "pkg/b.py": "value = 2\n", "pkg/n.py": "new\n"},
+)
+
+
+def sdist(top, files):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as out:
+        for path, text in files.items():
+            if text is not None:
+                info = tarfile.TarInfo(f"{top}/{path}")
+                info.size = len(text.encode())
+                out.addfile(info, io.BytesIO(text.encode()))
+    return gzip.compress(data.getvalue(), mtime=0)
+
+
+def seed(version, files):
+    """Put the release `version` of `up` into the cache, as if it had been downloaded; return its hash."""
+    name = f"up-{version}.tar.gz"
+    data = sdist(f"up-{version}", files)
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = fetch.cached(name, sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return sha256
+
+
+@pytest.fixture
+def world(kit, tmp_path, monkeypatch):
+    """The upstream `up`: pinned in 1.0 with the queue `patches/up-1.0`; `release(version, files)` adds another."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses nothing that the kernel has
+    steps = [V1, *AFTER]
+    diffs = [kit.diff(tmp_path / f"d{number}", steps[number], steps[number + 1]) for number in range(3)]
+    folder = kit.write_queue(tmp_path / "patches" / "up-1.0", *diffs)
+    component = Component(version="1.0", kind="sdist", package="up", licence="MIT", why="test", patches="up-1.0",
+                          files={"up-1.0.tar.gz": {"sha256": seed("1.0", V1), "size": "unknown"}})  # fmt: skip
+    stacks = {"s": {"summary": "a stack", "components": {"up": component}}}
+    return SimpleNamespace(
+        V1=V1, AFTER=AFTER, folder=folder, patches=folder.parent, component=component, release=seed,
+        table=Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks}), queue=lambda: Queue.load(folder),
+    )  # fmt: skip

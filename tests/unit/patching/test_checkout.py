@@ -1,0 +1,244 @@
+"""The queue as commits in a development checkout, with real git; and patches that are written from one."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from sparkforge.core.errors import PatchError, UsageError
+from sparkforge.patching import authoring, checkout
+from sparkforge.patching.series import Queue
+
+NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
+FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
+
+
+def commit_all(kit, tree, message):
+    kit.git(tree, "add", "--all")
+    person = ("-c", "user.name=A Person", "-c", "user.email=person@example.org")
+    done = kit.git(tree, *person, "commit", "--quiet", f"--message={message}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def clone(kit, world, tmp_path):
+    """What a developer has: a clone of `up` at its tag, with more files than the queue touches."""
+    tree = kit.write(tmp_path / "my clone", {**world.V1, "README": "read\n"})
+    kit.git(tree, "init", "--quiet")
+    commit_all(kit, tree, "release 1.0")
+    kit.git(tree, "tag", "v1.0")
+    return tree
+
+
+def state(kit, tree):
+    """Everything that a refused command must leave alone: files, HEAD, the index, and that no session is open."""
+    files = {path: data for path, data in kit.snapshot(tree).items() if not path.startswith(".git/")}
+    outputs = (kit.git(tree, *words).stdout for words in (("rev-parse", "HEAD"), ("status", "--porcelain")))
+    return files, *outputs, (tree / ".git/rebase-apply").exists()
+
+
+def commit(world, tree):
+    return checkout.commit_to_checkout(world.table, "s", tree, world.patches)
+
+
+def log(kit, tree, form):
+    return kit.git(tree, "log", "--reverse", f"--format={form}", "v1.0..HEAD").stdout.decode()
+
+
+def test_each_patch_becomes_a_commit_with_its_header(kit, world, clone):
+    message = commit(world, clone)
+    assert message.splitlines()[0].startswith(f"up-1.0 in {clone}: 3 commits on ")
+    assert [line.strip() for line in message.splitlines()[1:4]] == NAMES
+    files = {path: data.decode() for path, data in kit.snapshot(clone).items() if not path.startswith(".git/")}
+    assert files == {"README": "read\n", **{path: text for path, text in world.AFTER[2].items() if text is not None}}
+    header = kit.HEADER.removesuffix("---\n")
+    (first, *_) = checkout.commits(clone, "v1.0..HEAD")
+    patch = world.queue().patches[0]
+    assert first.message == f"Change something\n\n{header}Sparkforge-Patch: up-1.0/{patch.name} {patch.sha256}"
+    assert f"{first.header}\n" == header
+    day = int(datetime(2026, 11, 21, tzinfo=UTC).timestamp())
+    assert set(log(kit, clone, "%an <%ae> %at %ct").splitlines()) == {f"Sparkforge <sparkforge@localhost> {day} {day}"}
+
+
+def test_the_commits_are_the_same_on_every_machine(kit, world, clone, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    kit.git(tmp_path, "clone", "--quiet", str(clone), str(other))
+    commit(world, clone)
+    kit.git(other, "config", "user.name", "Somebody")
+    for name, value in {"GIT_AUTHOR_NAME": "X", "GIT_COMMITTER_DATE": "2001-01-01", "GIT_DIR": str(clone)}.items():
+        monkeypatch.setenv(name, value)
+    commit(world, other)
+    assert log(kit, other, "%H") == log(kit, clone, "%H")
+
+
+def test_a_second_time_nothing_is_done_even_below_own_work(kit, world, clone):
+    commit(world, clone)
+    (clone / "pkg/b.py").write_text("my own\n")
+    commit_all(kit, clone, "mine")
+    (clone / "pkg/a.py").write_text("not yet committed\n")
+    before = state(kit, clone)
+    assert commit(world, clone) == f"up-1.0 in {clone}: already there, 3 commits"
+    assert state(kit, clone) == before
+
+
+def test_untracked_files_and_the_repositorys_settings_do_not_matter(kit, world, clone):
+    (clone / "notes.txt").write_text("mine\n")
+    hook = clone / ".git/hooks/applypatch-msg"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    for setting in ("apply.whitespace=error-all", "am.threeWay=true", "commit.gpgsign=true", "am.messageid=true"):
+        kit.git(clone, "config", *setting.split("="))
+    assert "3 commits on" in commit(world, clone)
+    assert (clone / "notes.txt").read_text() == "mine\n"
+
+
+def dirty(kit, world, tree):
+    (tree / "pkg/other.py").write_text("edited\n")
+
+
+def staged(kit, world, tree):
+    (tree / "new.py").write_text("new\n")
+    kit.git(tree, "add", "new.py")
+
+
+def wrong_version(kit, world, tree):
+    (tree / "pkg/a.py").write_text("x\n" + world.V1["pkg/a.py"])
+    commit_all(kit, tree, "release 1.1")
+
+
+def in_the_way(kit, world, tree):
+    (tree / "pkg/n.py").write_text("an untracked file that a patch makes\n")
+
+
+def unfinished(kit, world, tree):
+    mail = "From 0 Mon Sep 17 00:00:00 2001\nFrom: A <a@b>\nDate: Mon, 17 Sep 2001 00:00:00 +0000\nSubject: x\n\n---\n"
+    (tree / "mail").write_text(f"{mail}--- a/nothing\n+++ b/nothing\n@@ -1 +1 @@\n-a\n+b\n")
+    kit.git(tree, "-c", "user.name=A", "-c", "user.email=a@b", "am", "mail")
+    assert (tree / ".git/rebase-apply").is_dir()
+
+
+def another_queue(kit, world, tree):
+    commit(world, tree)
+    (world.folder / NAMES[2]).unlink()
+    series = world.folder / "series"
+    series.write_text(series.read_text().replace(f"{NAMES[2]}\n", ""))
+
+
+REFUSED = {
+    dirty: (UsageError, r"has uncommitted changes · pkg/other\.py"),
+    staged: (UsageError, r"has uncommitted changes · new\.py"),
+    wrong_version: (PatchError, r"is not up 1\.0 · it is at v1\.0-1-g\w+, and pkg/a\.py differ.* checkout v1\.0"),
+    in_the_way: (PatchError, r"is not up 1\.0 .* pkg/n\.py differ"),
+    unfinished: (UsageError, r"is not ready · a rebase, merge or `git am` in it is unfinished"),
+    another_queue: (PatchError, r"holds another queue than up-1\.0"),
+}
+
+
+@pytest.mark.parametrize("prepare", REFUSED)
+def test_what_is_not_the_clean_pinned_release_is_refused_and_stays(kit, world, clone, prepare):
+    error, message = REFUSED[prepare]
+    prepare(kit, world, clone)
+    before = state(kit, clone)
+    with pytest.raises(error, match=message):
+        commit(world, clone)
+    assert state(kit, clone) == before
+
+
+@pytest.mark.parametrize("kind", ["missing", "no repository", "below one", "without a commit", "foreign"])
+def test_what_is_no_checkout_is_refused(kit, world, clone, tmp_path, kind):
+    tree = tmp_path / "tree"
+    if kind == "below one":
+        tree = clone / "pkg"
+    elif kind != "missing":
+        kit.write(tree, {"README": "read\n"} if kind == "foreign" else world.V1)
+    if kind in ("without a commit", "foreign"):
+        kit.git(tree, "init", "--quiet")
+    if kind == "foreign":
+        commit_all(kit, tree, "something else")
+    with pytest.raises(UsageError, match=r"is no git checkout|is no checkout that stack s patches"):
+        commit(world, tree)
+
+
+def test_where_git_fails_the_session_is_aborted(kit, world, clone):
+    broken = world.folder / NAMES[1]
+    broken.write_bytes(broken.read_bytes().replace(b"-LINE 5\n", b"-LINE 6\n"))
+    before = state(kit, clone)
+    with pytest.raises(
+        PatchError, match=r"the queue up-1\.0 does not apply", check=lambda e: e.code == "patch.conflict"
+    ):
+        checkout.apply_mailbox(clone, world.folder, world.queue())
+    assert state(kit, clone) == before
+
+
+def test_a_session_that_a_kill_left_is_ended_by_the_next_run(kit, world, clone, tmp_path):
+    patches = world.queue().patches
+    mails = [checkout.mail(world.folder, patch) for patch in patches]
+    (tmp_path / "mails").write_bytes(mails[0] + b"\n" + mails[1].replace(b"-LINE 5\n", b"-LINE 6\n"))
+    kit.git(clone, "-c", "user.name=A", "-c", "user.email=a@b", "am", "--keep", str(tmp_path / "mails"))
+    assert (clone / ".git/rebase-apply").is_dir()
+    assert log(kit, clone, "%s") == "Change something\n"
+    (world.folder / "series").touch()
+    assert "3 commits on" in commit(world, clone)
+    assert log(kit, clone, "%s") == "Change something\n" * 3
+
+
+# ---- patches from a checkout
+
+
+def draft(world, name="do-more"):
+    return authoring.prepare(world.table, name, "s", "up", world.patches)
+
+
+def test_the_edits_beyond_the_queue_become_a_patch(kit, world, clone, capsys):
+    commit(world, clone)
+    (clone / "pkg/other.py").write_text("touched\n")
+    commit_all(kit, clone, "mine")
+    (clone / "pkg/b.py").write_text("value = 3\n")
+    (clone / "notes.txt").write_text("mine\n")
+    before = state(kit, clone)
+    file = authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
+    assert file == world.folder / "0004-do-more.patch"
+    assert [change.path for change in world.queue().patches[-1].changes] == ["pkg/b.py", "pkg/other.py"]
+    assert "git does not know them (git add makes it): notes.txt" in " ".join(capsys.readouterr().err.split())
+    assert state(kit, clone) == before
+
+
+def test_one_commit_becomes_a_patch_with_its_message_as_the_description(kit, world, clone):
+    commit(world, clone)
+    (clone / "pkg/other.py").write_text("touched\n")
+    commit_all(kit, clone, "Touch the other\n\nIt was untouched.\n\nFor long.")
+    (clone / "pkg/b.py").write_text("value = 3\n")
+    commit_all(kit, clone, "Something else")
+    authoring.write_patch(draft(world), clone, FIELDS, commit="HEAD~1")
+    patch = world.queue().patches[-1]
+    assert patch.header["Description"] == "Touch the other\n.\nIt was untouched.\n.\nFor long."
+    assert [change.path for change in patch.changes] == ["pkg/other.py"]
+
+
+def test_a_commit_that_needs_another_one_is_refused(kit, world, clone):
+    commit(world, clone)
+    for text in ("touched\n", "touched twice\n"):
+        (clone / "pkg/other.py").write_text(text)
+        commit_all(kit, clone, text)
+    before = kit.snapshot(world.folder)
+    with pytest.raises(PatchError, match=r"it does not apply after up-1\.0") as caught:
+        authoring.write_patch(draft(world), clone, FIELDS, commit="HEAD")
+    assert "git rebase -i" in caught.value.fix
+    assert kit.snapshot(world.folder) == before
+
+
+def test_a_checkout_without_the_queue_is_refused(kit, world, clone):
+    (clone / "pkg/b.py").write_text("value = 3\n")
+    with pytest.raises(UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "dev.patch" in e.fix):
+        authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
+
+
+def test_a_patch_taken_from_a_checkout_applies_in_the_next_one(kit, world, clone, tmp_path):
+    other = tmp_path / "other"
+    kit.git(tmp_path, "clone", "--quiet", str(clone), str(other))
+    commit(world, clone)
+    (clone / "pkg/b.py").write_text("value = 3\n")
+    authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
+    assert len(Queue.load(world.folder).patches) == 4
+    commit(world, other)
+    assert (other / "pkg/b.py").read_text() == "value = 3\n"

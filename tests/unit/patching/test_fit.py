@@ -1,0 +1,65 @@
+"""Where a moved hunk fits, against `git apply`, on texts that hypothesis makes up; and that undoing undoes."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparkforge.core.errors import PatchError
+from sparkforge.patching.fit import fit, undone
+from sparkforge.patching.hunks import parse
+
+LINE = st.sampled_from(["a", "b", "c", "d", "e", "", "\x0c"])
+TEXT = st.tuples(st.lists(LINE, max_size=16), st.booleans()).map(
+    lambda parts: "\n".join(parts[0]) + ("\n" if parts[1] and parts[0] else "")
+)
+RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.slow
+@RELAXED
+@given(before=TEXT, after=TEXT, above=TEXT, below=TEXT)
+def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, below):
+    if before == after:
+        return
+    other = (above + before + below).encode()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before}, {"f": after})
+        (change,) = parse("0001-x.patch", diff.decode())
+        found = fit(change, other)
+        kit.write(scratch / "tree", {"f": other})
+        done = kit.git(scratch / "tree", "apply", "-p1", "-v", "-", stdin=diff)
+        if not found.misfits:
+            assert (done.returncode, (scratch / "tree/f").read_bytes()) == (0, found.content)
+            assert any(found.offsets) == (b"offset" in done.stderr)
+        # Else git put it into the nearest of several places, and we do not guess. Where the old text has no newline at
+        # its end git also takes it for the beginning of a longer line; `hunks` refuses that, too.
+        elif done.returncode == 0 and before.endswith("\n"):
+            assert any("places" in misfit.why or "earlier hunk" in misfit.why for misfit in found.misfits)
+
+
+@RELAXED
+@given(before=TEXT, after=TEXT)
+def test_where_it_applies_strictly_it_fits_the_same_and_its_reverse_takes_it_back(kit, before, after):
+    if before == after:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        (change,) = parse("0001-x.patch", kit.diff(Path(name), {"f": before}, {"f": after}).decode())
+    assert fit(change, before.encode()).content == change.apply(before.encode()) == after.encode()
+    assert undone(change).apply(after.encode()) == before.encode()
+    assert undone(undone(change)) == change
+
+
+def test_a_fit_never_says_yes_where_strict_applying_finds_something_else(kit, tmp_path):
+    diff = kit.diff(tmp_path, {"f": "1\n2\n3\n4\n5\n6\n7\n8\n"}, {"f": "1\n2\n3\n4\nX\n6\n7\n8\n"}).decode()
+    (change,) = parse("0001-x.patch", diff)
+    moved = fit(change, b"0\n1\n2\n3\n4\n5\n6\n7\n8\n")
+    assert (moved.offsets, moved.content) == ((1,), b"0\n1\n2\n3\n4\nX\n6\n7\n8\n")
+    try:
+        change.apply(b"0\n1\n2\n3\n4\n5\n6\n7\n8\n")
+    except PatchError:
+        return
+    raise AssertionError("strict applying moved a hunk")

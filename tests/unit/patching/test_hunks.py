@@ -1,0 +1,130 @@
+"""Our applier against `git apply`, the independent oracle, on diffs of texts that hypothesis makes up."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparkforge.core.errors import PatchError
+from sparkforge.patching.hunks import parse
+
+pytestmark = pytest.mark.needs("git")
+
+# Few different lines, so that hunks fit in more than one place; some that a careless splitter breaks.
+LINE = st.sampled_from(
+    [
+        "",
+        "a",
+        "b",
+        "c",
+        " a",
+        "-x",
+        "--- a/f",
+        "+++ b/f",
+        "@@ -1 +1 @@",
+        "\\ No newline",
+        "a\rb",
+        "\x0c",
+        "\x85é",
+        "\u2028",
+    ]
+)
+TEXT = st.tuples(st.lists(LINE, max_size=14), st.booleans()).map(
+    lambda parts: "\n".join(parts[0]) + ("\n" if parts[1] and parts[0] else "")
+)
+CONTENT = st.one_of(st.none(), TEXT.map(str.encode))
+RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def git_apply(kit, directory, content, diff):
+    """Return (applied?, offset or fuzz needed?, bytes after) as git sees it."""
+    kit.write(directory, {"f": content})
+    done = kit.git(directory, "apply", "-p1", "-v", "-", stdin=diff)
+    file = directory / "f"
+    return done.returncode == 0, b"offset" in done.stderr, file.read_bytes() if file.exists() else None
+
+
+@RELAXED
+@given(before=CONTENT, after=CONTENT)
+def test_what_git_writes_we_read_and_apply_like_git(kit, before, after):
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before, "other": "x"}, {"f": after, "other": "x"})
+        if before == after:
+            assert diff == b""
+            return
+        (change,) = parse("0001-x.patch", diff.decode())
+        assert change.apply(before) == after
+        assert git_apply(kit, scratch / "tree", before, diff) == (True, False, after)
+
+
+@RELAXED
+@given(before=TEXT, after=TEXT, above=TEXT, below=TEXT, keep=st.booleans())
+def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, before, after, above, below, keep):
+    if before == after:
+        return
+    other = above + before * keep + below
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before}, {"f": after})
+        (change,) = parse("0001-x.patch", diff.decode())
+        applied, moved, result = git_apply(kit, scratch / "tree", other.encode(), diff)
+        try:
+            ours = change.apply(other.encode())
+        except PatchError:
+            # git takes a last line with a newline for one without; we tell them apart.
+            assert not applied or moved or b"\n\\ No newline" in diff
+        else:
+            assert (applied, moved, result) == (True, False, ours)
+
+
+@RELAXED
+@given(before=TEXT, after=TEXT, data=st.data())
+def test_what_we_take_of_a_damaged_patch_git_takes_with_the_same_result(kit, before, after, data):
+    if before == after:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        diff = kit.diff(scratch / "diff", {"f": before}, {"f": after})
+        at = data.draw(st.integers(0, len(diff) - 1))
+        piece = data.draw(
+            st.sampled_from([b"", b"\0", b"\n", b" ", b"+", b"-1", b"9" * 30, b"9" * 5000, b"\\ No\n", b"@@"])
+        )
+        cut = data.draw(st.sampled_from([diff[: at - len(diff)], diff[:at] + piece + diff[at + 1 :], diff[:-1]]))
+        try:
+            (change,) = parse("0001-x.patch", cut.decode())
+            ours = change.apply(before.encode())
+        except (PatchError, UnicodeDecodeError):
+            return
+        if change.path == "f":
+            applied, _, result = git_apply(kit, scratch / "tree", before, cut)
+            assert (applied, result) == (True, ours)
+
+
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_a_patch_cut_by_its_last_byte_is_refused_as_git_refuses_it(kit, tmp_path, ending):
+    before = "a\nb\nc" + ending
+    diff = kit.diff(tmp_path / "diff", {"f": before}, {"f": before.replace("a", "A")})
+    assert git_apply(kit, tmp_path / "whole", before, diff)[0]
+    if ending:
+        assert not git_apply(kit, tmp_path / "cut", before, diff[:-1])[0]
+    with pytest.raises(PatchError, match="is cut off", check=lambda error: error.code == "patch.format"):
+        parse("0001-x.patch", diff[:-1].decode())
+
+
+@pytest.mark.parametrize("context", [0, 1, 2])
+def test_less_context_is_judged_as_git_judges_it(kit, tmp_path, context):
+    before = "".join(f"{number}\n" for number in range(9))
+    after = before.replace("4\n", "four\n")
+    kit.write(tmp_path, {"a/f": before, "b/f": after})
+    diff = kit.git(tmp_path, "diff", "--no-index", "--no-prefix", f"-U{context}", "a", "b").stdout
+    (change,) = parse("0001-x.patch", diff.decode())
+    applied, moved, result = git_apply(kit, tmp_path / "tree", before, diff)
+    assert applied == (context > 0)
+    if applied:
+        assert (moved, result) == (False, change.apply(before.encode()))
+    else:
+        with pytest.raises(PatchError, match="without context", check=lambda error: error.code == "patch.conflict"):
+            change.apply(before.encode())

@@ -1,0 +1,219 @@
+"""What a queue may not hold, each refused by name before any tree is touched."""
+
+import pytest
+
+from sparkforge.core.errors import PatchError
+from sparkforge.patching.series import Queue
+
+GOOD = """\
+diff --git a/pkg/a.py b/pkg/a.py
+index 0123456789ab..ba9876543210 100644
+--- a/pkg/a.py
++++ b/pkg/a.py
+@@ -1,3 +1,3 @@
+ one
+-two
++TWO
+ three
+"""
+NEW = "diff --git a/n b/n\nnew file mode 100644\n--- /dev/null\n+++ b/n\n@@ -0,0 +1 @@\n+x\n"
+
+
+def load(kit, tmp_path, *diffs, **options):
+    return Queue.load(kit.write_queue(tmp_path / "queue-1.0", *diffs, **options))
+
+
+def test_a_good_queue_is_read(kit, tmp_path):
+    queue = load(kit, tmp_path, GOOD, NEW)
+    assert (queue.upstream, queue.version, queue.paths) == ("queue", "1.0", ("n", "pkg/a.py"))
+    patch = queue.patches[0]
+    assert patch.header["Description"] == "Change something\non two lines"
+    assert [(c.kind, c.path, c.text) for c in patch.drop_when] == [("contains", "pkg/a.py", "nothing of the kind")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("pkg/a.py", "../a.py", "leads out of the tree"),
+        ("pkg/a.py", "pkg/../../a.py", "leads out of the tree"),
+        ("pkg/a.py", "/etc/passwd", "leads out of the tree"),
+        ("pkg/a.py", "pkg//a.py", "leads out of the tree"),
+        ("pkg/a.py", ".sparkforge-patches.json", "belongs to Sparkforge"),
+        ("pkg/a.py", "pkg\\a.py", "no plain file name"),
+        ("a/pkg/a.py", "pkg/a.py", "does not begin with a/"),
+        ("+++ b/pkg/a.py", "+++ b/pkg/b.py", "cannot be parsed"),
+        ("--- a/pkg/a.py", "--- a/pkg/b.py", "gives one file two names"),
+        ("a/pkg/a.py b/pkg/a.py", "a/pkg/b.py b/pkg/a.py", "two names"),
+        ("index 0123456789ab..ba9876543210 100644", "old mode 100644\nnew mode 100755", "changes a file's mode"),
+        ("index 0123456789ab..ba9876543210 100644", "rename from pkg/a.py\nrename to pkg/a.py", "renames or copies"),
+        ("index 0123456789ab..ba9876543210 100644", "similarity index 90%", "belongs to no hunk"),
+        ("@@ -1,3 +1,3 @@", "@@ -1,4 +1,4 @@", "cannot be parsed"),
+        ("@@ -1,3 +1,3 @@", "@@ -1,2 +1,2 @@", "belong to no file or hunk"),
+        ("@@ -1,3 +1,3 @@", "@@ one @@", "belongs to no hunk"),
+        (" three\n", " three\ntrailing words\n", "belong to no file or hunk"),
+        (" three\n", " three\n\n", "an empty line after the hunk"),
+        (" three\n", " three\n-- \n2.39.5\n", "belong to no file or hunk"),
+        (" three\n", " three\r\n", "carriage returns"),
+        ("TWO", "TWO\udcff", "is not UTF-8"),
+        (GOOD, "", "is cut off"),
+        (GOOD, "\n", "changes no file"),
+        (" three\n", " three", "is cut off"),
+        (" three\n", " thr\0ee\n", "holds a NUL at byte"),
+        ("pkg/a.py", "pkg/a\0.py", "holds a NUL at byte"),
+        ("pkg/a.py", "pkg/\x1b[2Ja.py", "no plain file name"),
+        ("@@ -1,3", "@@ -" + "9" * 5000 + ",3", "cannot be parsed"),
+        (" one\n", "\\ No newline at end of file\n one\n", "before the first one"),
+        (GOOD, "diff --git a/x a/\ndeleted file mode 100644\nindex e69de29..0000000\n", "two names"),
+        (GOOD, GOOD + GOOD, "names a file twice"),
+        (GOOD, "diff --git a/x b/x\nindex 12..34 100644\n", "changes nothing in x"),
+        (GOOD, "Binary files a/x.so and b/x.so differ\n", "binary change"),
+        (GOOD, "diff --git a/x b/x\nindex 12..34 100644\nGIT binary patch\nliteral 1\nA\n", "binary change"),
+        (GOOD, NEW.replace("100644", "120000"), "touches a link or a program"),
+        (GOOD, NEW.replace("100644", "100755"), "touches a link or a program"),
+        (GOOD, NEW.replace("/dev/null", "a/m"), "two names"),
+        (GOOD, 'diff --git "a/\\303" "b/\\303"\n--- "a/\\303"\n+++ "b/\\303"\n@@ -1 +1 @@\n-a\n+b\n', "does not begin"),
+    ],
+)
+def test_malformed_diffs_are_refused_by_name(kit, tmp_path, old, new, reason):
+    assert old in GOOD
+    broken = GOOD.replace(old, new).encode(errors="surrogateescape")
+    with pytest.raises(PatchError, check=lambda error: error.code == "patch.format") as caught:
+        load(kit, tmp_path, broken)
+    assert "0001-change-something.patch" in caught.value.what
+    assert reason in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        *(
+            (f"{field}: ", f"X{field}: ", f"lacks the header fields {field}")
+            for field in ("Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
+        ),
+        ("Description: Change something\n on two lines\n", "Description:\n", "lacks the header fields Description"),
+        ("Forwarded: no", "Bug: twice", "no new DEP-3 field: 'Bug: twice'"),
+        ("Forwarded: no", "not a field", "no new DEP-3 field"),
+        ("Description", " Description", "no new DEP-3 field"),
+        ("2026-11-21", "21 November", "is no date"),
+        ("contains pkg", "when merged pkg", "Drop-when that is not"),
+        ("contains pkg/a.py nothing of the kind", "lacks pkg/a.py", "Drop-when that is not"),
+        ("---\n", "", "no line `---`"),
+    ],
+)
+def test_bad_headers_are_refused_by_name(kit, tmp_path, old, new, reason):
+    header = kit.HEADER.replace(old, new)
+    assert header != kit.HEADER
+    diff = GOOD if "---" in header else GOOD[GOOD.index("@@") :]
+    with pytest.raises(PatchError, check=lambda error: error.code == "patch.format") as caught:
+        load(kit, tmp_path, diff, header=header)
+    assert reason in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("series", "reason"),
+    [
+        ("0001-change-something.patch\n", "not in `series`: 0002-change-something.patch"),
+        ("0001-change-something.patch\n0002-change-something.patch\n0003-gone.patch\n", "not there: 0003-gone.patch"),
+        ("0001-change-something.patch\n../0002-change-something.patch\n", "not there: ../0002"),
+        ("0001-change-something.patch -p0\n0002-change-something.patch\n", "not there: 0001-change-something.patch -"),
+        ("0002-change-something.patch\n0001-change-something.patch\n", "not in rising order"),
+        ("0001-change-something.patch\n" * 2 + "0002-change-something.patch\n", "not in rising order"),
+        ("# nothing\n", "names no patch"),
+        (None, "no file `series`"),
+    ],
+)
+def test_a_series_that_is_not_its_directory_is_refused(kit, tmp_path, series, reason):
+    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD, NEW)
+    (directory / "series").unlink()
+    kit.write(directory, {"series": series})
+    with pytest.raises(PatchError, check=lambda error: error.code == "patch.format") as caught:
+        Queue.load(directory)
+    assert reason in caught.value.why
+
+
+@pytest.mark.parametrize("line", ["csrc", "csrc ../out", "csrc /out", "a/b c", "csrc x y", "csrc x//y"])
+def test_a_place_outside_the_package_is_refused(kit, tmp_path, line):
+    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)
+    kit.write(directory, {"installed": f"# a comment\n{line}\n"})
+    with pytest.raises(PatchError, match="installed", check=lambda error: error.code == "patch.format"):
+        Queue.load(directory)
+
+
+@pytest.mark.parametrize("name", ["1-short.patch", "0001-Capital.patch", "0001_underscore.patch", "0001-.patch"])
+def test_a_patch_with_another_kind_of_name_is_refused(kit, tmp_path, name):
+    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)
+    (directory / "0001-change-something.patch").rename(directory / name)
+    (directory / "series").write_text(name)
+    with pytest.raises(PatchError, match="NNNN-imperative-subject", check=lambda error: error.code == "patch.format"):
+        Queue.load(directory)
+
+
+def test_a_directory_without_a_version_is_refused(kit, tmp_path):
+    with pytest.raises(PatchError, match="<upstream>-<version>", check=lambda error: error.code == "patch.format"):
+        Queue.load(kit.write_queue(tmp_path / "queue", GOOD))
+
+
+def test_the_queue_hash_sees_every_byte_name_and_place(kit, tmp_path):
+    variants = [(GOOD, NEW), (NEW, GOOD), (GOOD,), (GOOD.replace("TWO", "Two"), NEW)]
+    hashes = {load(kit, tmp_path / str(number), *diffs).sha256 for number, diffs in enumerate(variants)}
+    renamed = kit.write_queue(tmp_path / "other" / "queue-1.1", GOOD, NEW)
+    assert len(hashes | {Queue.load(renamed).sha256}) == 5
+
+
+CONTENT = b"one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "old", "new", "reason"),
+    [
+        (None, "", "", "the file is missing"),
+        (b"zero\n" + CONTENT, "", "", "the text at line 1"),  # right text, one line lower: git would say "offset 1"
+        (b"one\ntwo \nthree\n", "", "", "the text at line 1"),
+        (b"one\r\ntwo\r\nthree\r\n", "", "", "the text at line 1"),
+        (b"one\ntwo\nthree", "", "", "the text at line 1"),  # no newline at the end of the file
+        (b"one\ntwo\n", "", "", "the text at line 1"),
+        (
+            CONTENT + b"four\n",
+            "@@ -1,3 +1,3 @@\n one\n-two\n+TWO\n three\n",
+            "@@ -1,3 +1,2 @@\n one\n two\n-three\n",
+            "ends without context",
+        ),
+        (CONTENT, "@@ -1,3 +1,3 @@\n one\n", "@@ -2,2 +2,2 @@\n", None),
+    ],
+)
+def test_a_hunk_applies_at_its_line_with_its_text_or_not_at_all(kit, tmp_path, content, old, new, reason):
+    (change,) = load(kit, tmp_path, GOOD.replace(old, new) if old else GOOD).patches[0].changes
+    if reason is None:
+        assert change.apply(content) == b"one\nTWO\nthree\n"
+        return
+    with pytest.raises(PatchError, check=lambda error: error.code == "patch.conflict") as caught:
+        change.apply(content)
+    assert reason in caught.value.why
+    assert "0001-change-something.patch does not apply to pkg/a.py" in caught.value.what
+
+
+def test_hunks_out_of_order_do_not_apply(kit, tmp_path):
+    text = GOOD + "@@ -1,2 +1,2 @@\n-one\n+ONE\n two\n"
+    (change,) = load(kit, tmp_path, text).patches[0].changes
+    with pytest.raises(PatchError, check=lambda error: error.code == "patch.conflict"):
+        change.apply(CONTENT)
+
+
+def test_creating_and_deleting_want_what_they_say(kit, tmp_path):
+    delete = "diff --git a/n b/n\ndeleted file mode 100644\n--- a/n\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    (created,) = load(kit, tmp_path / "c", NEW).patches[0].changes
+    (deleted,) = load(kit, tmp_path / "d", delete).patches[0].changes
+    assert created.apply(None) == b"x\n"
+    assert deleted.apply(b"x\n") is None
+    wrong = ((created, b"", "is there already"), (deleted, None, "is missing"), (deleted, b"x\ny\n", "ends without"))
+    for change, content, reason in wrong:
+        with pytest.raises(PatchError, match=reason, check=lambda error: error.code == "patch.conflict"):
+            change.apply(content)
+
+
+@pytest.mark.parametrize(("text", "contains"), [("nothing of the kind", True), ("something", False), (None, False)])
+def test_drop_conditions_are_judged_on_a_tree(kit, tmp_path, text, contains):
+    tree = kit.write(tmp_path / "tree", {"pkg/a.py": text})
+    (condition,) = load(kit, tmp_path, GOOD).patches[0].drop_when
+    opposite = load(kit, tmp_path / "o", GOOD, header=kit.HEADER.replace("contains", "lacks")).patches[0].drop_when[0]
+    assert (condition.holds(tree), opposite.holds(tree)) == (contains, not contains)

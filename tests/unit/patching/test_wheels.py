@@ -1,0 +1,420 @@
+"""Patched wheels and source archives: what is in them, that they are always the same, and what is refused."""
+
+import csv
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+
+from sparkforge import pins
+from sparkforge.core.errors import InputError, IntegrityError, PatchError, SparkforgeError
+from sparkforge.core.files import sha256_file
+from sparkforge.core.installed import parse_record, record_digest
+from sparkforge.patching import wheels
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component, Pins, patched, verify
+from sparkforge.sources import fetch
+
+BEFORE = {
+    "lib/data/kernel.cu": "slow\n",
+    "lib/a.py": "".join(f"line {number}\n" for number in range(12)),
+    "lib/E=8,N=7.json": "{}\n",
+    "lib/gone.py": "gone\n",
+    "lib/big.bin": "x" * 70_000,
+    "up-1.0.data/scripts/tool": "#!/bin/sh\n",
+}
+PATCHED = {"lib/a.py": BEFORE["lib/a.py"].replace("line 5", "LINE 5"), "lib/gone.py": None, "lib/new/n.py": "new\n",
+           "lib/another.py": "another\n"}  # fmt: skip
+INFO, OURS = "up-1.0.dist-info", "up-1.0+sparkforge.1.dist-info"
+NAME = "up-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def world(kit, tmp_path, monkeypatch, patched_wheel):
+    """The upstream `up` 1.0: a wheel and a source archive in the cache, a queue for both, and a lock of its own."""
+    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    body = kit.diff(tmp_path / "diff", BEFORE, {**BEFORE, **PATCHED})
+    body += kit.diff(tmp_path / "kernel", {"src/kernel.cu": "slow\n"}, {"src/kernel.cu": "fast\n"})
+    folder = kit.write_queue(tmp_path / "patches" / "up-1.0", body)
+    (folder / "installed").write_text("src lib/data\n")
+    wheel = seed(patched_wheel.build(tmp_path, {path: text.encode() for path, text in BEFORE.items()}, "up", "1.0"))
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as out:
+        for path, text in {
+            "PKG-INFO": "Name: up\nVersion: 1.0\n\nVersion: 1.0\n",
+            "src/kernel.cu": "slow\n",
+            **BEFORE,
+        }.items():
+            info = tarfile.TarInfo(f"up-1.0/{path}")
+            info.size, info.mode, info.mtime = len(text.encode()), 0o775 if path.endswith("tool") else 0o664, 12345
+            out.addfile(info, io.BytesIO(text.encode()))
+    sdist = tmp_path / "up-1.0.tar.gz"
+    sdist.write_bytes(data.getvalue())
+    sdist = seed(sdist)
+
+    def component(*files, version="1.0"):
+        pinned = {file.name: {"sha256": sha256_file(file), "size": "unknown"} for file in files}
+        return Component(version=version, kind="wheel", package="up", licence="MIT", why="test", patches="up-1.0",
+                         files=pinned)  # fmt: skip
+
+    pinned = component(sdist, wheel)
+    table = Pins.model_validate(
+        {"schema": 1, "default": "s", "stacks": {"s": {"summary": "a stack", "components": {"up": pinned}}}}
+    )
+
+    def make(source, target, revision=1, version="1.0"):
+        with target.open("wb") as output:
+            return wheels.make(source, component(source, version=version), Queue.load(folder), revision, output)
+
+    return SimpleNamespace(
+        wheel=wheel, sdist=sdist, folder=folder, patches=folder.parent, component=pinned, table=table, make=make,
+        lock=lambda: wheels.lock_stack("s", table=table, patches=folder.parent),
+        patched=lambda name=NAME: wheels.patched(pinned, name, patches=folder.parent),
+    )  # fmt: skip
+
+
+def seed(file):
+    """Move a file into the cache, as if it had been downloaded."""
+    target = fetch.cached(file.name, sha256_file(file))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return file.rename(target)
+
+
+def contents(file):
+    with zipfile.ZipFile(file) as opened:
+        assert opened.testzip() is None
+        return {info.filename: opened.read(info) for info in opened.infolist()}
+
+
+def packed(file, name):
+    """Return the bytes of a member as they lie in the archive."""
+    with zipfile.ZipFile(file) as opened, file.open("rb") as raw:
+        info = opened.getinfo(name)
+        raw.seek(info.header_offset + 26)
+        sizes = raw.read(4)
+        raw.seek(int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little"), 1)
+        return raw.read(info.compress_size)
+
+
+def test_a_patched_wheel_has_upstreams_members_in_their_order_and_the_patched_ones(world, tmp_path):
+    lock = world.make(world.wheel, tmp_path / "out.whl")
+    before, after = contents(world.wheel), contents(tmp_path / "out.whl")
+    renamed = [name.replace("up-1.0.d", "up-1.0+sparkforge.1.d") for name in before if name != "lib/gone.py"]
+    assert [name for name in after if name in renamed] == renamed
+    assert list(after)[-1] == f"{OURS}/RECORD"
+    assert {name: after[name].decode() for name in PATCHED if name in after} == {
+        name: text for name, text in PATCHED.items() if text is not None
+    }
+    assert after["lib/data/kernel.cu"] == b"fast\n"  # `src/kernel.cu` of the source archive
+    assert after[f"{OURS}/METADATA"] == before[f"{INFO}/METADATA"].replace(
+        b"Version: 1.0\n", b"Version: 1.0+sparkforge.1\n"
+    )
+    assert packed(tmp_path / "out.whl", "lib/big.bin") == packed(world.wheel, "lib/big.bin")
+    with zipfile.ZipFile(tmp_path / "out.whl") as opened:
+        assert {info.date_time for info in opened.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert (lock.file, lock.revision, lock.queue) == ("up-1.0+sparkforge.1-py3-none-any.whl", 1, "up-1.0")
+    assert (lock.sha256, lock.size) == (sha256_file(tmp_path / "out.whl"), (tmp_path / "out.whl").stat().st_size)
+
+
+def test_its_record_lists_every_member_by_hash_and_has_the_locked_digest(world, tmp_path, patched_wheel):
+    lock = world.make(world.wheel, tmp_path / "out.whl")
+    files = contents(tmp_path / "out.whl")
+    text = files.pop(f"{OURS}/RECORD").decode()
+    rows = list(csv.reader(io.StringIO(text)))
+    assert rows.pop() == [f"{OURS}/RECORD", "", ""]
+    assert {path: (digest, int(size)) for path, digest, size in rows} == {
+        path: ("sha256=" + patched_wheel.encoded(data), len(data)) for path, data in files.items()
+    }
+    assert lock.record == record_digest(parse_record(text, "RECORD"))
+
+
+def test_it_says_what_it_was_made_from(world, tmp_path, kit):
+    world.make(world.wheel, tmp_path / "out.whl")
+    files, queue = contents(tmp_path / "out.whl"), Queue.load(world.folder)
+    (patch,) = queue.patches
+    assert files[f"{OURS}/patches/{patch.name}"] == (world.folder / patch.name).read_bytes()
+    assert files[f"{OURS}/patches/series"].decode() == f"{patch.name}\n"
+    told = json.loads(files[f"{OURS}/patches/upstream.json"])
+    assert told.pop("files")["lib/gone.py"] == {"before": hashlib.sha256(b"gone\n").hexdigest(), "after": None}
+    assert told == {
+        "schema": 1, "upstream": "up", "version": "1.0", "filename": NAME, "sha256": sha256_file(world.wheel),
+        "queue_sha256": queue.sha256, "patches": [{"name": patch.name, "sha256": patch.sha256}],
+    }  # fmt: skip
+    site = kit.write(tmp_path / "site", files)
+    assert verify.read_origin(site / OURS).files["lib/new/n.py"].before is None
+
+
+def test_pip_and_uv_install_it_and_requirements_stay_satisfied(world, tmp_path, patched_wheel):
+    lock = world.make(world.wheel, tmp_path / "out.whl")
+    file = (tmp_path / "out.whl").rename(tmp_path / lock.file)
+    site = patched_wheel.install(tmp_path / "venv", file)
+    assert (site / "lib/new/n.py").read_text() == "new\n"
+    assert (tmp_path / "venv/bin/tool").exists()
+    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", "--target"]
+    subprocess.run([*command, str(tmp_path / "pip"), str(file)], check=True)
+    assert (tmp_path / "pip/lib/a.py").read_text() == PATCHED["lib/a.py"]
+    assert Requirement("up==1.0").specifier.contains("1.0+sparkforge.1")
+
+
+MAKE = """
+import os, sys
+from pathlib import Path
+from sparkforge.patching import wheels
+from sparkforge.patching.series import Queue
+from sparkforge.pins import Component
+source, folder, output, umask = sys.argv[1:]
+os.umask(int(umask, 8))
+files = {Path(source).name: {"sha256": "0" * 64, "size": "unknown"}}
+words = {"version": "1.0", "kind": "wheel", "package": "up", "licence": "MIT", "why": "test", "patches": "up-1.0"}
+component = Component(**words, files=files)
+with open(output, "wb") as file:
+    print(wheels.make(Path(source), component, Queue.load(Path(folder)), 1, file).sha256)
+"""
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_the_bytes_are_the_same_in_every_process(world, tmp_path, kind):
+    hashes = set()
+    for seed, zone, umask in (("1", "UTC", "022"), ("2", "Asia/Tokyo", "077"), ("3", "America/Lima", "000")):
+        (tmp_path / seed).mkdir()
+        command = [
+            sys.executable,
+            "-c",
+            MAKE,
+            str(getattr(world, kind)),
+            str(world.folder),
+            str(tmp_path / seed / "out"),
+        ]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "TZ": zone}
+        done = subprocess.run([*command, umask], env=environment, capture_output=True, text=True, check=True)
+        hashes.add(done.stdout)
+    assert len(hashes) == 1
+
+
+def test_nothing_that_zlib_makes_is_in_it(world, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("compressed")
+
+    monkeypatch.setattr(zlib, "compress", refuse)
+    monkeypatch.setattr(zlib, "compressobj", refuse)
+    for source in (world.wheel, world.sdist):
+        world.make(source, tmp_path / "out")
+
+
+def test_a_patched_source_archive_has_the_patched_files_and_our_version(world, tmp_path):
+    lock = world.make(world.sdist, tmp_path / "out.tar.gz")
+    assert (lock.file, lock.record) == ("up-1.0+sparkforge.1.tar.gz", None)
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress((tmp_path / "out.tar.gz").read_bytes()))) as tar:
+        files = {info.name.removeprefix("up-1.0+sparkforge.1/"): tar.extractfile(info).read().decode() for info in tar}
+        modes = {info.name.rpartition("/")[2]: (info.mode, info.mtime, info.uid) for info in tar}
+    assert files["PKG-INFO"] == "Name: up\nVersion: 1.0+sparkforge.1\n\nVersion: 1.0\n"
+    assert (files["src/kernel.cu"], files["lib/a.py"], files["lib/new/n.py"]) == (
+        "fast\n",
+        PATCHED["lib/a.py"],
+        "new\n",
+    )
+    assert "lib/gone.py" not in files
+    assert json.loads(files[".sparkforge-patches/upstream.json"])["filename"] == "up-1.0.tar.gz"
+    assert (modes["tool"], modes["a.py"]) == ((0o755, 0, 0), (0o644, 0, 0))
+    done = subprocess.run(["tar", "-tzf", str(tmp_path / "out.tar.gz")], capture_output=True, check=True)  # noqa: S607
+    assert done.stdout
+
+
+def rewritten(source, target, change):
+    """Write a copy of a wheel whose members went through `change` (name → bytes)."""
+    files = change(contents(source))
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, data in files.items() if isinstance(files, dict) else files:
+            out.writestr(name, data)
+    return target
+
+
+def link(name):
+    info = zipfile.ZipInfo(name)
+    info.external_attr = 0o120777 << 16
+    return info
+
+
+RECORD = f"{INFO}/RECORD"
+MALFORMED = {
+    "a member that leads out": (lambda files: {**files, "../x": b""}, "leads out"),
+    "an absolute member": (lambda files: {**files, "/etc/x": b""}, "absolute"),
+    "a link": (lambda files: [*files.items(), (link("lib/link"), b"/etc")], "symbolic link"),
+    "a member twice": (lambda files: [*files.items(), ("lib/big.bin", b"")], "lib/big.bin' is in it twice"),
+    "no dist-info": (lambda files: {"lib/a.py": b""}, "dist-info"),
+    "two dist-infos": (lambda files: {**files, "x-1.0.dist-info/METADATA": b""}, "dist-info"),
+    "another version": (
+        lambda files: {name.replace("1.0.dist", "1.1.dist"): data for name, data in files.items()},
+        "1.0",
+    ),
+    "no RECORD": (lambda files: {name: data for name, data in files.items() if name != RECORD}, "no RECORD"),
+    "a short line of RECORD": (lambda files: {**files, RECORD: files[RECORD] + b"x\n"}, "path,hash,size"),
+    "a RECORD that is no text": (lambda files: {**files, RECORD: b"\xff"}, "damaged"),
+    "another hash in RECORD": (lambda files: {**files, "lib/a.py": b"x"}, "lib/a.py is not the file"),
+    "a patched file that RECORD lacks": (
+        lambda files: {**files, RECORD: b"".join(x for x in files[RECORD].splitlines(True) if b"lib/a.py" not in x)},
+        "lib/a.py is not the file",
+    ),
+    "another METADATA": (lambda files: {**files, f"{INFO}/METADATA": b"Version: 1.0\n"}, "METADATA is not the file"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_wheel_is_refused_by_name(world, tmp_path, name):
+    change, words = MALFORMED[name]
+    source = rewritten(world.wheel, tmp_path / NAME, change)
+    with pytest.raises(IntegrityError, match=words, check=lambda error: error.code == "integrity.archive"):
+        world.make(source, tmp_path / "out")
+
+
+def test_metadata_that_does_not_name_the_version_is_refused(world, tmp_path, kit, patched_wheel):
+    def change(files):
+        data = files[f"{INFO}/METADATA"].replace(b"Version: 1.0", b"Version: 2")
+        old, new = (patched_wheel.encoded(value).encode() for value in (files[f"{INFO}/METADATA"], data))
+        size = f",{len(files[f'{INFO}/METADATA'])}\n".encode(), f",{len(data)}\n".encode()
+        return {**files, f"{INFO}/METADATA": data, RECORD: files[RECORD].replace(old + size[0], new + size[1])}
+
+    source = rewritten(world.wheel, tmp_path / NAME, change)
+    with pytest.raises(IntegrityError, match="does not say", check=lambda error: error.code == "integrity.archive"):
+        world.make(source, tmp_path / "out")
+
+
+def test_damaged_bytes_are_refused_and_never_a_traceback(world, tmp_path):
+    data = world.wheel.read_bytes()
+    first = data.index(b"lib/big.bin")  # in its own header; no patch touches it
+    source = tmp_path / NAME
+    damaged = [b"", b"no zip", data[:-10], data[: len(data) // 2], data[:first] + b"LIB" + data[first + 3 :],
+               b"XX" + data[2:]]  # fmt: skip
+    for text in damaged:
+        source.write_bytes(text)
+        with pytest.raises(IntegrityError, check=lambda error: error.code == "integrity.archive"):
+            world.make(source, tmp_path / "out")
+    world.sdist.write_bytes(world.sdist.read_bytes()[:-30])
+    with pytest.raises(IntegrityError, check=lambda error: error.code == "integrity.archive"):
+        world.make(world.sdist, tmp_path / "out")
+
+
+def test_upstreams_local_version_is_kept(world, tmp_path, patched_wheel):
+    source = patched_wheel.build(tmp_path, {path: text.encode() for path, text in BEFORE.items()}, "up", "1.0+cpu")
+    lock = world.make(source, tmp_path / "out", revision=3, version="1.0+cpu")
+    assert lock.file == "up-1.0+cpu.sparkforge.3-py3-none-any.whl"
+    assert "up-1.0+cpu.sparkforge.3.dist-info/METADATA" in contents(tmp_path / "out")
+
+
+def test_it_is_made_once_and_checked_by_the_lock(world):
+    world.lock()
+    first = world.patched()
+    assert not first.made  # locking has made it
+    first.path.unlink()
+    second = world.patched()
+    assert second.made
+    assert second.requirement == f"up==1.0+sparkforge.1 --hash=sha256:{sha256_file(second.path)}"
+    stamp = second.path.stat().st_mtime_ns
+    assert not world.patched().made
+    assert world.patched().path.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"X" + data[1:]])
+def test_a_damaged_file_in_the_cache_is_made_again(world, damage, capsys):
+    world.lock()
+    wheel = world.patched()
+    wheel.path.write_bytes(damage(wheel.path.read_bytes()))
+    assert world.patched().made
+    assert "damaged" in capsys.readouterr().err
+    assert sha256_file(wheel.path) == wheel.lock.sha256
+
+
+def leftovers(world):
+    """Return what lies in the cache besides upstream's files, locks and whole patched wheels."""
+    folder = fetch.cached(NAME, "0" * 64).parent.parent
+    known = {world.wheel, world.sdist}
+    return [path for path in folder.rglob("*") if path.is_file() and path not in known and path.name != "verified.json"]
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_kept(world):
+    world.lock()
+    wheel = world.patched()
+    wheel.path.unlink()
+    entries = patched.load_patched()
+    fetch.cached(wheel.path.name, wheel.lock.sha256)
+    patched.write_patched({**entries, NAME: wheel.lock.model_copy(update={"sha256": "a" * 64})})
+    kept = leftovers(world)
+    with pytest.raises(PatchError, match=r"a{64} is locked", check=lambda error: error.code == "patch.lock"):
+        world.patched()
+    assert leftovers(world) == kept
+
+
+def test_a_queue_that_is_not_the_locked_one_is_refused(world):
+    with pytest.raises(PatchError, match="no entry", check=lambda error: error.code == "patch.lock"):
+        world.patched()
+    world.lock()
+    (patch,) = world.folder.glob("*.patch")
+    patch.write_text(patch.read_text().replace("LINE 5", "LINE FIVE"))
+    with pytest.raises(PatchError, match=r"not patches/up-1.0", check=lambda error: error.code == "patch.lock"):
+        world.patched()
+    patch.write_text(patch.read_text().replace("-line 5", "-line five"))
+    with pytest.raises(PatchError, match="does not apply", check=lambda error: error.code == "patch.conflict"):
+        world.lock()
+
+
+def test_a_changed_queue_gets_a_new_revision_and_an_unchanged_one_keeps_it(world):
+    world.lock()
+    first = patched.PATH.read_text()
+    world.lock()
+    assert patched.PATH.read_text() == first
+    (patch,) = world.folder.glob("*.patch")
+    patch.write_text(patch.read_text().replace("LINE 5", "LINE FIVE"))
+    world.lock()
+    assert {lock.revision for lock in patched.load_patched().values()} == {2}
+    assert world.patched().version == "1.0+sparkforge.2"
+    assert contents(world.patched().path)["up-1.0+sparkforge.2.dist-info/METADATA"]
+
+
+def test_a_killed_run_leaves_no_half_wheel(world, kit):
+    world.lock()
+    wheel = world.patched()
+    good = wheel.path.read_bytes()
+    for number in itertools.count():
+        wheel.path.unlink(missing_ok=True)
+        if not kit.killed_before(number, world.patched):
+            break
+        assert not wheel.path.exists() or wheel.path.read_bytes() == good
+        assert world.patched().path.read_bytes() == good
+        assert not [path for path in wheel.path.parent.iterdir() if path.suffix == ".tmp"]
+    assert number > 3
+
+
+def test_a_full_disk_leaves_nothing(world, monkeypatch):
+    world.lock()
+    wheel = world.patched()
+    wheel.path.unlink()
+    monkeypatch.setattr(wheels.repack.HashedOutput, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(SparkforgeError, check=lambda error: error.code == "storage.full"):
+        world.patched()
+    assert not wheel.path.exists()
+    assert [path.name for path in wheel.path.parent.iterdir()] == ["verified.json"]
+
+
+def test_a_damaged_lock_is_named(world):
+    patched.PATH.write_text('["x"]\nqueue = 1\n')
+    with pytest.raises(InputError, check=lambda error: error.code == "input.table"):
+        world.patched()
+
+
+def test_every_file_of_this_checkout_that_has_a_queue_is_locked_with_it():
+    files = {name: component for component in pins.load().components() if component.patches for name in component.files}
+    assert sorted(patched.load_patched()) == sorted(files)
+    for name, component in files.items():
+        assert wheels.locked(component, name)[1].queue == component.patches

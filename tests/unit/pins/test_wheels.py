@@ -1,0 +1,143 @@
+"""Which files of a lock a machine gets, from a real package index on loopback."""
+
+import hashlib
+import http.server
+import threading
+
+import pytest
+from packaging.requirements import Requirement
+
+from sparkforge.core.errors import InputError, NetworkError
+from sparkforge.pins import wheels
+from sparkforge.pins.wheels import TargetMachine
+
+ARM, INTEL = TargetMachine("aarch64", (3, 12)), TargetMachine("x86_64", (3, 11))
+FILES = [
+    "thing-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+    "thing-1-cp312-cp312-manylinux_2_28_aarch64.whl",
+    "thing-1-cp312-cp312-manylinux_2_39_aarch64.whl",
+    "thing-1-cp312-cp312-musllinux_1_2_aarch64.whl",
+    "thing-1-cp312-cp312-win_amd64.whl",
+    "thing-1-cp38-abi3-manylinux_2_17_aarch64.whl",
+    "thing-1-py3-none-any.whl",
+    "thing-1.tar.gz",
+    "thing-0.1-py36+-none-any.whl",
+]
+
+
+def sha(name):
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.asked.append(self.path)
+            names = [name for name in self.server.files if self.path == f"/simple/{name.split('-')[0]}/"]
+            body = "".join(f'<a href="/f/{name}#sha256={sha(name)}">{name}</a>' for name in names).encode()
+            self.send_response(200 if names else 404)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    server.asked, server.files = [], FILES
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def lock(tmp_path, *lines):
+    path = tmp_path / "set.txt"
+    path.write_text("# a comment\n" + "\n".join(lines) + "\n    # via something\n")
+    return path
+
+
+def line(requirement, names=FILES[:-1]):  # no tool locks the last one
+    return " \\\n".join([requirement, *(f"    --hash=sha256:{sha(name)}" for name in names)])
+
+
+def names(picks):
+    return [pick.filename for pick in picks]
+
+
+def test_each_machine_gets_its_best_file_and_the_index_is_asked_once(server, tmp_path):
+    path = lock(tmp_path, line("thing==1"))
+    for _ in range(2):
+        assert names(wheels.picks(path, ARM)) == ["thing-1-cp312-cp312-manylinux_2_28_aarch64.whl"]
+        assert names(wheels.picks(path, INTEL)) == [FILES[0]]
+        assert names(wheels.picks(path, TargetMachine("riscv64", (3, 12)))) == ["thing-1-py3-none-any.whl"]
+    assert len(server.asked) == 3
+    assert names(wheels.picks(lock(tmp_path, line("thing==1", FILES[5:8])), ARM)) == [FILES[5]]
+    assert names(wheels.picks(lock(tmp_path, line("thing==1", FILES[7:8])), ARM)) == ["thing-1.tar.gz"]
+
+
+def test_a_lock_without_a_file_for_the_machine_is_an_error(server, tmp_path):
+    with pytest.raises(
+        InputError, match="thing==1 has no file for cp312-aarch64", check=lambda error: error.code == "input.pins"
+    ):
+        wheels.picks(lock(tmp_path, line("thing==1", [FILES[0], FILES[2]])), ARM)
+    with pytest.raises(NetworkError, match="absent", check=lambda error: error.code == "network.fetch"):
+        wheels.picks(lock(tmp_path, line("absent==1")), ARM)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "hashes"), [("thing==1", []), ("thing>=1", FILES), ("thing", FILES), ("thing==1.*", FILES)]
+)
+def test_a_requirement_that_is_not_locked_is_refused(tmp_path, requirement, hashes):
+    with pytest.raises(InputError, match="thing is not locked", check=lambda error: error.code == "input.pins"):
+        list(wheels.requirements(lock(tmp_path, line(requirement, hashes)).read_text(), ARM))
+
+
+MARKERS = {
+    "platform_machine == 'aarch64'": (True, False),
+    "platform_machine != 'aarch64'": (False, True),
+    "sys_platform == 'win32'": (False, False),
+    "python_version >= '3.12'": (True, False),
+    "python_full_version < '3.11.5'": (False, True),
+    "python_full_version >= '3.11.5'": (True, True),
+    "platform_python_implementation != 'PyPy'": (True, True),
+}
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_markers_are_judged_for_the_target_and_not_for_this_machine(tmp_path, marker):
+    text = lock(tmp_path, line(f"thing==1 ; {marker}")).read_text()
+    assert (bool(list(wheels.requirements(text, ARM))), bool(list(wheels.requirements(text, INTEL)))) == MARKERS[marker]
+
+
+def test_choose_prefers_nothing_that_is_not_in_the_lock():
+    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
+        wheels.choose(Requirement("thing==1"), frozenset({sha("other")}), [], ARM)
+
+
+@pytest.mark.parametrize(
+    "requirement", ["thing==", "== 1", "thing==1 ; nonsense == 1", "thing==1 ; os_name", "\x00==1"]
+)
+def test_a_malformed_lock_is_an_error_of_ours(tmp_path, requirement):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
+        list(wheels.requirements(line(requirement, FILES), ARM))
+
+
+def test_a_wheel_whose_name_no_tool_understands_is_passed_over(server, tmp_path):
+    server.files = ["thing-1.whl", "thing-1-py3-none-any.whl"]
+    (chosen,) = wheels.picks(lock(tmp_path, line("thing==1", server.files)), ARM)
+    assert chosen.filename == "thing-1-py3-none-any.whl"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '[{"package": "x"}]', "{"])
+def test_a_damaged_list_of_files_is_asked_for_again(server, tmp_path, content):
+    path = lock(tmp_path, line("thing==1", FILES))
+    first = wheels.picks(path, ARM)
+    (kept,) = (wheels.paths.cache() / "picks").glob("*aarch64*[0-9a-f].json")
+    kept.write_text(content)
+    assert wheels.picks(path, ARM) == first

@@ -1,0 +1,186 @@
+"""A config.json's weights and KV cache, against figures worked out by hand and checkpoints' real sizes."""
+
+import json
+
+import pytest
+
+from sparkforge.core.errors import InputError
+from sparkforge.models import dummy, tiny, tiny_format, tiny_trained
+from sparkforge.models import table as models
+from sparkforge.plan import architecture
+from sparkforge.plan.architecture import parse
+
+KNOWN = models.load()
+BIG = parse(KNOWN["gpt-oss-120b"].config, "test")
+
+
+# 36 layers, hidden = intermediate = 2880, 64 heads and 8 KV heads of 64, 128 experts; bf16 but for MXFP4.
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("embedding", 201_088 * 2_880 * 2),
+        ("attention qkv", 36 * (2_880 * (4_096 + 512 + 512) + 5_120) * 2),
+        ("attention o", 36 * (4_096 * 2_880 + 2_880) * 2),
+        ("attention sinks", 36 * 64 * 2),
+        ("router", 36 * (128 * 2_880 + 128) * 2),
+        ("experts gate, up", 36 * 128 * (5_760 * 90 * 17 + 5_760 * 2)),  # a row of 2880: 90 blocks of 16 + 1 bytes
+        ("experts down", 36 * 128 * (2_880 * 90 * 17 + 2_880 * 2)),
+        ("norms", (36 * 2 + 1) * 2_880 * 2),
+        ("lm_head", 201_088 * 2_880 * 2),
+    ],
+)
+def test_parts_of_gpt_oss_120b(part, expected):
+    assert {p.name: p.bytes for p in BIG.parts()}[part] == expected
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b"])
+def test_the_sum_is_the_checkpoints_own_size(name):
+    assert parse(KNOWN[name].config, name).weight_bytes() == KNOWN[name].tensor_bytes
+    assert KNOWN[name].source
+    assert KNOWN[name].tensor_bytes_source
+
+
+@pytest.mark.parametrize("weights", [tiny.RANDOM, tiny.TRAINED], ids=["random", "trained"])
+def test_a_checkpoint_on_disk_has_these_bytes(tmp_path, weights):
+    pytest.importorskip("openai_harmony")  # ./inv test --fast installs none
+    model = architecture.read(tiny.write_tiny(tmp_path / "model", weights))
+    groups: dict[str, int] = {}
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        for name, count in stored(shard):
+            group = next((part for key, part in PARTS.items() if key in name), name)
+            groups[group] = groups.get(group, 0) + count
+    assert groups == {part.name: part.bytes for part in model.parts()}
+
+
+PARTS = {
+    "embed": "embedding",
+    "sinks": "attention sinks",
+    "o_proj": "attention o",
+    "self_attn": "attention qkv",
+    "router": "router",
+    "gate_up": "experts gate, up",
+    "down": "experts down",
+    "norm": "norms",
+    "lm_head": "lm_head",
+}
+
+
+def stored(shard):
+    """Names and bytes of a safetensors file's tensors (its README: header length, JSON header, data)."""
+    data = shard.read_bytes()
+    table = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [(n, t["data_offsets"][1] - t["data_offsets"][0]) for n, t in table.items() if n != "__metadata__"]
+
+
+def written(name):
+    """The configuration that we write under a name."""
+    if name == "tiny-gpt-oss":
+        return tiny_format.config(tiny_trained.sizes())
+    return dummy.config(name.removeprefix("gpt-oss-"))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_stored_configurations_are_those_that_we_write(name):
+    assert parse(written(name), name) == parse(KNOWN[name].config, name), (
+        f"correct {name} in sparkforge/models/models.toml"
+    )
+
+
+def test_kv_cache_of_gpt_oss_120b():
+    assert BIG.kv_layer_token("bf16") == 2 * 8 * 64 * 2 == 2_048
+    assert BIG.kv_layer_token("fp8") == 1_024
+    assert (BIG.full_layers, BIG.sliding_layers) == (18, 18)
+    assert BIG.kv_read(10_000, "bf16") == 18 * 2_048 * (10_000 + 128)
+    assert BIG.kv_read(100, "bf16") == 36 * 2_048 * 100
+    # 10,000 tokens: 625 blocks of 16; of the window 127 and 2 in flight: 9 blocks, and one as it begins anywhere.
+    assert BIG.kv_held(10_000, "bf16") == 18 * 16 * 2_048 * (625 + 10)
+    # 127 + 2 * 4096 tokens: 520 blocks and one.
+    assert BIG.kv_admitted(32_768, 2 * 4_096, "bf16") == 18 * 16 * 2_048 * (2_048 + 521)
+
+
+def test_padding_of_gpt_oss_120b_for_cutlass():
+    padded = 36 * 128 * (2_944 * 2_944 * 3 * 17 // 32 + (2 * 2_944 + 2_944) * 2)
+    plain = 36 * 128 * (2_880 * 2_880 * 3 * 17 // 32 + (2 * 2_880 + 2_880) * 2)
+    assert BIG.padding_bytes(128) == padded - plain
+    assert BIG.padding_bytes(1) == BIG.padding_bytes(64) == 0
+
+
+def test_other_formats_of_the_dense_layers():
+    plain, packed = ({p.name: p.bytes for p in BIG.parts(dense)} for dense in ("bf16", "mxfp4"))
+    assert packed["lm_head"] == plain["lm_head"] * 4.25 / 16
+    assert packed["experts down"] == plain["experts down"]
+
+
+def test_a_tied_head_is_counted_once():
+    tied = parse({**KNOWN["gpt-oss-20b"].config, "tie_word_embeddings": True}, "test")
+    assert KNOWN["gpt-oss-20b"].tensor_bytes - tied.weight_bytes() == 201_088 * 2_880 * 2
+
+
+def test_experts_without_quantization_are_bf16():
+    config = {key: value for key, value in KNOWN["gpt-oss-20b"].config.items() if key != "quantization_config"}
+    assert {p.name: p.bytes for p in parse(config, "t").parts()}["experts down"] == 24 * 32 * 2_880 * 2_881 * 2
+
+
+WRONG = {
+    "another architecture": ({"model_type": "llama"}, "another architecture"),
+    "no model_type": ({"model_type": None}, "another architecture"),
+    "zero experts": ({"num_local_experts": 0}, "num_local_experts makes no sense"),
+    "negative layers": ({"num_hidden_layers": -36}, "num_hidden_layers makes no sense"),
+    "a size that is text": ({"hidden_size": "2880"}, "hidden_size makes no sense"),
+    "a size that is true": ({"vocab_size": True}, "vocab_size makes no sense"),
+    "a size that is no number": ({"vocab_size": float("nan")}, "vocab_size makes no sense"),
+    "a size that is absurd": ({"hidden_size": 10**30}, "hidden_size makes no sense"),
+    "more experts a token than there are": ({"num_experts_per_tok": 200}, "makes no sense"),
+    "heads that do not divide": ({"num_key_value_heads": 7}, "makes no sense"),
+    "a hidden size without whole blocks": ({"hidden_size": 2_890}, "makes no sense"),
+    "layer types of another length": ({"layer_types": ["full_attention"]}, "layer_types makes no sense"),
+    "layer types of another kind": ({"layer_types": ["mamba"] * 36}, "layer_types makes no sense"),
+    "layer types that are a number": ({"layer_types": 3}, "layer_types makes no sense"),
+    "another quantization": ({"quantization_config": {"quant_method": "awq"}}, "format is not known"),
+    "quantization that is a list": ({"quantization_config": [1]}, "format is not known"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_configuration_that_makes_no_sense_is_named(case):
+    changed, told = WRONG[case]
+    with pytest.raises(InputError, match=told, check=lambda error: error.code == "input.config") as caught:
+        parse({**KNOWN["gpt-oss-120b"].config, **changed}, "x/config.json")
+    assert caught.value.fix
+    assert "x/config.json" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key
+        for key in KNOWN["gpt-oss-120b"].config
+        if key not in {"tie_word_embeddings", "quantization_config", "head_dim"}
+    ],
+)
+def test_a_configuration_without_a_size_is_named(key):
+    config = {name: value for name, value in KNOWN["gpt-oss-120b"].config.items() if name != key}
+    with pytest.raises(InputError, check=lambda error: error.code == "input.config"):
+        parse(config, "test")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"model_type": "gpt_oss"', b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b" " * 10_000_001],
+    ids=["empty", "cut", "cut later", "list", "number", "no text", "deep", "long"],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(InputError, check=lambda error: error.code == "input.config"):
+            architecture.read(path)
+
+
+def test_a_folder_without_configuration_is_named(tmp_path):
+    with pytest.raises(InputError, match="cannot read", check=lambda error: error.code == "input.config"):
+        architecture.read(tmp_path)
+
+
+def test_a_configuration_is_read_from_folder_and_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["gpt-oss-120b"].config))
+    assert architecture.read(tmp_path) == architecture.read(tmp_path / "config.json") == BIG

@@ -1,0 +1,98 @@
+"""Decode and prefill bounds, against figures worked out by hand, and what must hold for every shape."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkforge.models import table as models
+from sparkforge.plan import devices, roofline
+from sparkforge.plan.architecture import parse
+
+BIG = parse(models.load()["gpt-oss-120b"].config, "test")
+SPARK = devices.table()["spark"]
+EXPERT = 2_880 * 2_880 * 3 * 17 / 32 + 2 * 3 * 2_880  # bytes of one expert with its biases
+ATTENTION = 36 * 2 * (2_880 * 5_120 + 5_120 + 4_096 * 2_880 + 2_880 + 64)  # with sinks
+ROUTER, NORMS, HEAD = 36 * 2 * (128 * 2_880 + 128), 73 * 2_880 * 2, 201_088 * 2_880 * 2
+
+
+def test_one_token_of_gpt_oss_120b_reads_four_experts_a_layer():
+    work = roofline.decode(BIG, 1, 1_000, "bf16", "bf16")
+    cache = 18 * 2_048 * (1_000 + 128)
+    own = 2 * 2_880 + 36 * 2_048  # its embedding, and its keys and values
+    assert work.bytes == pytest.approx(36 * 4 * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + cache + own, rel=1e-12)
+    experts = 2 * 36 * 4 * 3 * 2_880 * 2_880
+    dense = 2 * (36 * (2_880 * 5_120 + 4_096 * 2_880 + 128 * 2_880) + 201_088 * 2_880)
+    scores = 4 * 64 * 64 * 18 * (1_001 + 128)
+    assert (work.expert_flops, work.dense_flops) == (experts, dense + scores)
+    took = roofline.time(work, SPARK)
+    assert took.bound == "memory"
+    assert 1 / took.seconds == pytest.approx(273e9 / work.bytes)
+    assert 54 < 1 / took.seconds < 55
+
+
+@pytest.mark.parametrize(("tokens", "hit"), [(1, 4.0), (4, 15.26), (16, 50.97), (64, 111.2), (100_000, 128.0)])
+def test_experts_touched_by_even_routing(tokens, hit):
+    assert roofline.experts_touched(128, 4, tokens) == pytest.approx(hit, abs=0.05)
+
+
+def test_experts_touched_are_what_even_routing_draws():
+    rng = np.random.default_rng(1)
+    draws = [len({e for _ in range(16) for e in rng.choice(128, 4, replace=False)}) for _ in range(1_000)]
+    assert roofline.experts_touched(128, 4, 16) == pytest.approx(sum(draws) / len(draws), rel=0.01)
+
+
+def test_a_prompt_in_one_step_by_hand():
+    (work,) = roofline.prefill(BIG, 4_096, 1, 8_192, "bf16")
+    hit = 128 * (1 - (1 - 4 / 128) ** 4_096)
+    own = 4_096 * (2 * 2_880 + 36 * 2_048)
+    assert work.bytes == pytest.approx(36 * hit * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + own, rel=1e-12)
+    full = sum(range(1, 4_097))
+    window = sum(min(position, 128) for position in range(1, 4_097))
+    scores = 4 * 64 * 64 * 18 * (full + window)
+    dense = 4_096 * 2 * 36 * (2_880 * 5_120 + 4_096 * 2_880 + 128 * 2_880) + 2 * 201_088 * 2_880
+    assert work.dense_flops == dense + scores
+    seconds = work.expert_flops / 214e12 + work.dense_flops / 213e12
+    took = roofline.time(work, SPARK)
+    assert took.compute == pytest.approx(seconds)
+    assert took.seconds == max(took.memory, took.compute)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=st.integers(1, 3_000), prompts=st.integers(1, 4), chunk=st.integers(1, 2_000))
+def test_steps_of_a_prompt_add_up_to_the_whole(prompt, prompts, chunk):
+    whole = list(roofline.prefill(BIG, prompt, prompts, prompts * prompt, "bf16"))
+    steps = list(roofline.prefill(BIG, prompt, prompts, chunk, "bf16"))
+    assert len(whole) == 1
+    assert len(steps) == -(-prompt * prompts // chunk)
+    for name in ("expert_flops", "dense_flops"):
+        assert sum(getattr(step, name) for step in steps) == pytest.approx(getattr(whole[0], name), rel=1e-9)
+    assert sum(step.bytes for step in steps) >= whole[0].bytes * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(1, 300), context=st.integers(1, 131_071), kv=st.sampled_from(["bf16", "fp8"]))
+def test_more_work_takes_longer(batch, context, kv):
+    def seconds(batch, context, **more):
+        return roofline.time(roofline.decode(BIG, batch, context, kv, "bf16", **more), SPARK).seconds
+
+    assert seconds(batch, context) <= seconds(batch, context + 1)
+    assert seconds(batch, context) < seconds(batch + 1, context)
+    assert seconds(batch, context, touched=4) <= seconds(batch, context) * (1 + 1e-12)
+
+
+def test_many_at_once_wait_for_arithmetic():
+    assert roofline.time(roofline.decode(BIG, 20_000, 1, "bf16", "bf16"), SPARK).bound == "compute"
+
+
+def test_a_device_of_unknown_rates_has_no_prefill_bound():
+    card = devices.table()["rtx-5090"]
+    assert roofline.first_token_seconds(BIG, card, 1_024, 1, 8_192, "bf16") is None
+    assert roofline.time(roofline.decode(BIG, 1, 1, "bf16", "bf16"), card).bound == "memory?"
+    blind = card.model_copy(update={"bandwidth": None})
+    took = roofline.time(roofline.decode(BIG, 1, 1, "bf16", "bf16"), blind)
+    assert (took.seconds, took.bound) == (None, "?")
+
+
+def test_a_shape_without_sense_still_ends():
+    assert len(list(roofline.prefill(BIG, 10_000_000, 10_000, 1, "bf16"))) <= 10_001

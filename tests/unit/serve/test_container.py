@@ -1,0 +1,306 @@
+"""Bringing the container up, and how that ends: a fake engine, a stand-in `docker` command, a real API server."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from sparkforge.core import errors, paths
+from sparkforge.core.console import Steps
+from sparkforge.image import compose as docker_compose
+from sparkforge.serve import client, launch, record, screen
+from sparkforge.serve import container as docker_device
+
+REFUSAL = """\
+validate · profile embedded · this machine · 2026-11-21T07:00:00+00:00
+ok   port-free    port 8000 is free
+FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB
+       next: ps aux --sort=-rss | head   # stop something large
+       read: docs/reference/checks.md#memory-host
+refuse: the server must not start · 1 passed, 0 warned, 1 failed, 0 skipped
+"""
+
+
+@pytest.fixture
+def api():
+    """An OpenAI-shaped server that gives one token to who has the key."""
+
+    class Api(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            allowed = self.headers.get("Authorization") == "Bearer sesame"
+            self.send_response(200 if allowed else 401)
+            self.end_headers()
+            good = {"choices": [{"text": "hi"}], "usage": {"completion_tokens": 1}}
+            self.wfile.write(json.dumps(good if allowed else {"error": {"message": "Unauthorized"}}).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch, api, docker_command):
+    """A checkout with Compose files, which the stand-in resolves to the API server's port."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    (root / "docker-compose.yml").write_text("services: {}\n")
+    (tmp_path / "key").write_text("sesame\n")
+    service = {
+        "image": "sparkforge/vllm:embedded",
+        "ports": [{"host_ip": "127.0.0.1", "published": str(api), "target": 8000}],
+        "environment": {"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_STACK": "embedded", "EMPTY": None},
+    }
+    config = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(tmp_path / "key")}}}
+    docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
+    docker_command.answers("config --format json", out=json.dumps(config))
+    docker_command.answers(" up --detach")
+    docker_command.answers(" stop vllm")
+    docker_command.answers(" down")
+    docker_command.answers("logs", out="the log\n")
+    monkeypatch.setattr(paths, "ROOT", root)
+    monkeypatch.setattr(launch, "check_free", lambda *_: None)  # the stand-in server holds the port already
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.01)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def key_is_mounted(tmp_path, fake_engine):
+    """The container's own mounts, by which a record's key file is believed."""
+    fake_engine.container["Mounts"] = [{"Source": str(tmp_path / "key"), "Destination": "/run/secrets/api_key"}]
+
+
+def up(device="docker-cpu", build=None, **env):
+    return docker_device.up(device, env, Steps(3), build or (lambda *_: pytest.fail("nothing is to be built")))
+
+
+def called(docker_command, what):
+    return [call for call in docker_command.calls if what in call]
+
+
+def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engine, docker_command, api, capsys):
+    server = up(PORT=str(api))
+    assert record.running() == server
+    assert (server.model_id, server.device, server.container[:6]) == ("tiny-gpt-oss", "docker-cpu", "c0ffee")
+    assert server.url == f"http://127.0.0.1:{api}"
+    files = f"--file {checkout}/docker-compose.yml"
+    project = f"compose --project-name sparkforge --project-directory {checkout}"
+    assert called(docker_command, " up ") == [f"{project} {files} up --detach --no-build vllm"]
+    screen.show_status(server)
+    out = capsys.readouterr().out
+    assert "healthy, the container says healthy" in out
+    assert "container c0ffeec0ffee" in out
+    assert launch.stop() == server
+    assert called(docker_command, " down")
+    assert record.read() is None
+
+
+def test_logs_and_shell_are_the_containers(checkout, fake_engine, docker_command, capfd):
+    server = up()
+    screen.show_log(follow=False)
+    assert capfd.readouterr().out == "the log\n"
+    screen.show_log(follow=True)
+    screen.shell(server)
+    container = server.container
+    assert called(docker_command, "logs ") == [f"logs {container}", f"logs --follow {container}"]
+    assert called(docker_command, "exec") == [f"exec --interactive --tty {container} bash"]
+
+
+def test_down_removes_a_container_that_ended_by_itself(checkout, fake_engine, docker_command):
+    server = up()
+    fake_engine.container["State"]["Status"] = "exited"
+    with pytest.raises(errors.ServerError, match="container c0ffee"):
+        record.running()
+    assert launch.stop() == server
+    assert called(docker_command, " down")
+
+
+def fails(error, docker_command, **more):
+    with pytest.raises(error) as caught:
+        up(**more)
+    assert called(docker_command, " stop vllm")
+    assert record.read() is None
+    return caught.value
+
+
+@pytest.mark.parametrize("status", ["exited", "restarting"])
+def test_a_refusing_validator_is_told_with_its_findings(checkout, fake_engine, docker_command, status):
+    fake_engine.container["State"] |= {"Status": status, "ExitCode": 30, "Health": {"Status": "starting", "Log": []}}
+    fake_engine.log = REFUSAL
+    told = fails(errors.RefusalError, docker_command)
+    assert told.why == "FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB"
+    assert told.fix == "ps aux --sort=-rss | head   # stop something large; then ./inv up --device docker-cpu"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"Status": "exited", "ExitCode": 1}, "ended with code 1"),
+        ({"Status": "exited", "ExitCode": 137, "OOMKilled": True}, "memory limit"),
+        (
+            {"Health": {"Status": "unhealthy", "Log": [{"Output": "no /run/sparkforge/ready"}]}},
+            "unhealthy: no /run/spark",
+        ),
+    ],
+)
+def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, words):
+    fake_engine.container["State"] |= state
+    fake_engine.log = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
+    told = fails(errors.ServerError, docker_command)
+    assert words in told.what
+    assert told.why == "RuntimeError: no such kernel"
+
+
+def test_a_server_that_docker_starts_again_is_a_failure_at_once(checkout, fake_engine, docker_command):
+    fake_engine.container["RestartCount"] = 1
+    fake_engine.log = "RuntimeError: no such kernel\n"
+    assert "Docker started it again" in fails(errors.ServerError, docker_command).what
+    fake_engine.log = REFUSAL + "✗ the validator refuses to serve\n"
+    assert "memory-host" in fails(errors.RefusalError, docker_command).why
+
+
+def test_a_container_that_vanishes_is_a_named_end(checkout, fake_engine, docker_command):
+    fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: c0ffee"})
+    fails(errors.ServerError, docker_command)
+
+
+def test_a_container_that_takes_too_long_is_stopped(checkout, fake_engine, docker_command, monkeypatch):
+    monkeypatch.setattr(docker_device, "READY_SECONDS", 0.1)
+    fake_engine.container["State"]["Health"]["Status"] = "starting"
+    assert "in time" in fails(errors.ServerError, docker_command).what
+
+
+def test_healthy_without_a_token_is_a_failure(checkout, fake_engine, docker_command, tmp_path):
+    (tmp_path / "key").write_text("wrong")
+    assert "Unauthorized" in fails(errors.ServerError, docker_command).what
+
+
+def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_command, monkeypatch):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "first_token", interrupted)
+    fails(KeyboardInterrupt, docker_command)
+
+
+def test_a_missing_image_is_built_first(checkout, fake_engine):
+    there = fake_engine.routes.pop(r"GET /images/.+/json")
+    fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
+    built = []
+
+    def build(stack, _steps):
+        built.append(stack)
+        fake_engine.routes[r"GET /images/.+/json"] = there
+
+    up(build=build)
+    assert built == ["embedded"]
+
+
+def test_a_service_with_a_gpu_needs_one_and_names_the_way_without(checkout, fake_engine, docker_command):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text().startswith("config"):
+            config = json.loads((rule / "out").read_text())
+            config["services"]["vllm"]["deploy"] = {"resources": {"reservations": {"devices": [{"count": 1}]}}}
+            (rule / "out").write_text(json.dumps(config))
+    with pytest.raises(errors.EngineError, match="--device docker-cpu"):
+        up("docker")
+    assert not called(docker_command, "up")
+
+
+def test_compose_files_of_the_user_come_last(checkout, fake_engine, monkeypatch, tmp_path):
+    (checkout / "docker-compose.override.yml").write_text("services: {}\n")
+    (tmp_path / "ci.yml").write_text("services: {}\n")
+    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", str(tmp_path / "ci.yml"))
+    names = [path.name for path in docker_compose.files()]
+    assert names == ["docker-compose.yml", "docker-compose.override.yml", "ci.yml"]
+    monkeypatch.setenv("SPARKFORGE_COMPOSE_FILES", "none.yml")
+    with pytest.raises(errors.UsageError, match=r"none\.yml"):
+        docker_compose.files()
+
+
+def test_a_start_that_fails_is_told_although_stopping_fails_too(checkout, fake_engine, docker_command):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text() in {" up --detach", " stop vllm"}:
+            (rule / "code").write_text("1")
+            (rule / "err").write_text("port is already allocated" if "up" in (rule / "pattern").read_text() else "no")
+    with pytest.raises(errors.ServerError):
+        up()
+    assert called(docker_command, " stop vllm")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"services": {"vllm": {"image": "x"}}}'])
+def test_a_compose_file_without_the_service_is_a_named_error(checkout, docker_command, text):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text().startswith("config"):
+            (rule / "out").write_text(text)
+    with pytest.raises(errors.EngineError, match="docker compose config"):
+        docker_compose.resolve({})
+
+
+@pytest.mark.parametrize("data", ["", "two words"])
+def test_a_key_file_without_a_key_is_refused_before_anything_starts(
+    checkout, fake_engine, docker_command, tmp_path, data
+):
+    (tmp_path / "key").write_text(data)
+    with pytest.raises(errors.StorageError, match="no API key"):
+        up()
+    assert not called(docker_command, " up ")
+
+
+def test_a_container_without_a_key_has_none(checkout, fake_engine, docker_command):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text().startswith("config"):
+            config = json.loads((rule / "out").read_text())
+            (rule / "out").write_text(json.dumps({**config, "secrets": {"api_key": {"file": "/dev/null"}}}))
+    assert docker_compose.resolve({}).key_file == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "rootless", "warned"),
+    [("26.1.5+dfsg1", False, True), ("27.5.1", False, True), ("28.0.0", False, False), ("29.1.0-rc.1", False, False),
+     ("26.1.5", True, False), ("", False, False), ("dev", False, False)],
+)  # fmt: skip
+def test_docker_before_28_is_told(checkout, fake_engine, capsys, version, rootless, warned):
+    fake_engine.info |= {"ServerVersion": version, "SecurityOptions": ["name=rootless"] if rootless else []}
+    up()
+    assert ("lets other machines of the same layer-2 network reach" in capsys.readouterr().err) == warned
+
+
+def test_the_key_file_and_the_hosts_become_variables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert docker_device.variables("", "", 8000, "key", "Spark.local,localhost:9000") == {
+        "PORT": "8000",
+        "SPARKFORGE_API_KEY": str(tmp_path / "key"),
+        "SPARKFORGE_ALLOWED_HOSTS": "spark.local,localhost:9000",
+    }
+    with pytest.raises(errors.UsageError, match="is no host"):
+        docker_device.variables("", "", 8000, None, "http://spark.local")
+
+
+def test_flags_become_the_variables_that_compose_reads(tmp_path):
+    folder = tmp_path / "my-gpt-oss"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    assert docker_device.variables("", "", 8001) == {"PORT": "8001"}
+    assert docker_device.variables("", "", 8001, stack="s") == {"PORT": "8001", "SPARKFORGE_STACK": "s"}
+    assert docker_device.variables(str(folder), "safe", 8000) == {
+        "PORT": "8000",
+        "SPARKFORGE_SERVE_PROFILE": "safe",
+        "SPARKFORGE_MODELS": str(tmp_path),
+        "SPARKFORGE_MODEL_NAME": "my-gpt-oss",
+        "SPARKFORGE_MODEL": "/models/my-gpt-oss",
+    }
+    with pytest.raises(errors.UsageError, match="there are safe"):
+        docker_device.variables("", "quick", 8000)
+    with pytest.raises(errors.InputError):
+        docker_device.variables(str(tmp_path), "", 8000)

@@ -1,0 +1,78 @@
+"""The health check against real sockets."""
+
+import http.server
+import json
+import socket
+import threading
+
+import pytest
+
+from sparkforge.serve import health as healthy
+
+
+@pytest.fixture
+def ready(tmp_path):
+    def ready(host, port):
+        (tmp_path / "ready").write_text(json.dumps({"host": host, "port": port}))
+        return tmp_path
+
+    return ready
+
+
+@pytest.fixture
+def answering():
+    """A server that answers /health with the status that it is given."""
+    servers = []
+
+    def answering(status):
+        class Api(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status if self.path == "/health" else 404)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        servers.append(server)
+        return server.server_address
+
+    yield answering
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_validated_server_that_answers_is_healthy(ready, answering, monkeypatch, capsys):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("SPARKFORGE_RUN", str(ready(*answering(200))))
+    assert healthy.main() == 0
+    assert capsys.readouterr().out == "healthy\n"
+
+
+def test_without_readiness_an_answering_server_is_not_healthy(answering, tmp_path):
+    answering(200)
+    assert "validation has not passed" in healthy.look(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "127.0.0.1", "port": "x"}', "\udcff"])
+def test_a_broken_readiness_file_is_not_healthy(tmp_path, text):
+    (tmp_path / "ready").write_bytes(text.encode(errors="surrogateescape"))
+    assert "cannot read" in healthy.look(tmp_path)
+
+
+def test_another_status_is_not_healthy(ready, answering):
+    assert healthy.look(ready(*answering(503))).endswith("answered 503")
+
+
+def test_nobody_there_is_not_healthy(ready):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound, not listening
+        assert "does not answer" in healthy.look(ready(*held.getsockname()))
+
+
+def test_a_server_that_says_nothing_is_given_up(ready, monkeypatch):
+    monkeypatch.setattr(healthy, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "does not answer" in healthy.look(ready(*silent.getsockname()))

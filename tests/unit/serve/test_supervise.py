@@ -1,0 +1,124 @@
+"""What a server's supervisor says of its end, with small programs in vLLM's place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from sparkforge.core.errors import ServerError
+from sparkforge.serve.supervise import supervised
+
+# A fake vLLM: prints its process id, then does what it is told.
+FAKE_VLLM = textwrap.dedent("""
+    import os, signal, sys, time
+    behaviour = sys.argv[1]
+    if behaviour == "drains":
+        signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), os._exit(0)))
+    if behaviour == "is interrupted":  # vLLM while it loads
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(130))
+    if behaviour == "leaves an engine" and not os.fork():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    if behaviour == "leaves an engine":
+        os.wait()
+        time.sleep(600)
+    print(os.getpid(), flush=True)
+    if behaviour.isdecimal():
+        sys.exit(int(behaviour))
+    time.sleep(600)
+""")
+
+
+@pytest.fixture
+def serve(tmp_path, nothing_is_ignored):
+    """Return a function that starts the fake server under supervision; it returns both processes."""
+    started = []
+
+    def serve(behaviour):
+        command = supervised((sys.executable, "-c", FAKE_VLLM, behaviour), tmp_path / "end.json")
+        supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(supervisor)
+        return supervisor, int(supervisor.stdout.readline())
+
+    yield serve
+    for supervisor in started:
+        supervisor.kill()
+        supervisor.wait()
+        supervisor.stdout.close()
+
+
+def finish(supervisor):
+    """Wait for the end and return the output; `communicate` would lose what `readline` has read ahead."""
+    supervisor.wait(30)
+    return supervisor.stdout.read()
+
+
+def end(tmp_path):
+    value = json.loads((tmp_path / "end.json").read_text())
+    return value["code"], value["asked"]
+
+
+@pytest.mark.parametrize(("own", "code"), [(0, ServerError.exit_code), (1, 1), (30, 30)])
+def test_an_end_that_nobody_asked_for_is_never_0(serve, tmp_path, own, code):
+    supervisor, _ = serve(str(own))
+    output = finish(supervisor)
+    assert supervisor.returncode == code
+    assert end(tmp_path) == (code, False)
+    assert f"ended by itself; exit code {code}" in output
+
+
+def test_a_killed_server_is_told_as_shells_do(serve, tmp_path):
+    supervisor, server = serve("sleeps")
+    os.kill(server, signal.SIGKILL)
+    assert supervisor.wait(30) == 137
+    assert end(tmp_path) == (137, False)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number", "code"),
+    [
+        ("drains", signal.SIGTERM, 0),
+        ("sleeps", signal.SIGTERM, 143),
+        ("is interrupted", signal.SIGTERM, 143),
+        ("sleeps", signal.SIGINT, 130),
+    ],
+)
+def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour, number, code):
+    supervisor, _ = serve(behaviour)
+    supervisor.send_signal(number)
+    output = finish(supervisor)
+    assert supervisor.returncode == code
+    assert end(tmp_path) == (code, True)
+    assert "by itself" not in output
+
+
+def test_what_a_killed_server_leaves_ends_with_it(serve):
+    supervisor, engine = serve("leaves an engine")
+    left = psutil.Process(engine)
+    (server,) = (child for child in psutil.Process(supervisor.pid).children() if child.pid != engine)
+    server.kill()
+    assert supervisor.wait(30) == 137
+    assert not left.is_running()
+
+
+def test_a_killed_supervisor_takes_the_server_with_it(serve):
+    supervisor, server = serve("drains")
+    process = psutil.Process(server)
+    supervisor.kill()
+    assert supervisor.stdout.read() == "drained\n"  # its end of the pipe is closed when it has ended
+    process.wait(30)
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path):
+    done = subprocess.run(supervised(("/nowhere/vllm",)), stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 127
+    assert "cannot run /nowhere/vllm" in done.stdout

@@ -1,0 +1,117 @@
+"""Small archives and pins for the tests of forge's stages, and a way to kill a stage at each of its steps."""
+
+import gzip
+import hashlib
+import io
+import itertools
+import os
+import signal
+import sys
+import tarfile
+import traceback
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.pins import Component, Pins
+from sparkforge.sources import fetch, trees
+
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"}
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def sdist(top, files):
+    """Return the bytes of a .tar.gz with {path: text} under the folder `top`."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as out:
+        for path, text in files.items():
+            info = tarfile.TarInfo(f"{top}/{path}")
+            info.size = len(text.encode())
+            out.addfile(info, io.BytesIO(text.encode()))
+    return gzip.compress(data.getvalue(), mtime=0)
+
+
+def seed(name, data):
+    """Put a file into the cache, as if it had been fetched; return its sha256."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = fetch.cached(name, sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return sha256
+
+
+def component(files, **changes):
+    files = {name: {"sha256": sha256, "size": "unknown"} for name, sha256 in files.items()}
+    values = {"version": "1", "kind": "sdist", "package": "up", "licence": "MIT", "why": "test", "files": files}
+    return Component(**{**values, **changes})
+
+
+def table(components, git=None):
+    return Pins.model_validate(
+        {
+            "schema": 1,
+            "default": "s",
+            "stacks": {"s": {"summary": "a stack", "git": git or {}, "components": components}},
+        }
+    )
+
+
+def upstream(files):
+    """Seed the sdist of `up` 1 with `files` and return the table that pins it."""
+    return table({"up": component({"up-1.tar.gz": seed("up-1.tar.gz", sdist("up-1", files))})})
+
+
+def place(pins):
+    return trees.list_trees("s", table=pins)[0][1]
+
+
+def kill_at_each_step(action, check):
+    """Run `action` in a child killed at its Nth change to the disk, then `check()`, for every N; return the last N."""
+    for step in itertools.count(1):
+        child = os.fork()
+        if child == 0:
+            _die_at(step, action)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, "the action failed by itself"
+            check()
+            return step - 1
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        check()
+    return None
+
+
+def _die_at(step, action):
+    seen = itertools.count(1)
+
+    def hook(event, arguments):
+        changes = event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES)
+        if changes and next(seen) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(hook)
+        action()
+    except BaseException:  # noqa: BLE001 - the child must not return into pytest
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """The machine does not lose power here, and a sync waits for everybody's disk."""
+    monkeypatch.setattr(os, "sync", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def kit():
+    return SimpleNamespace(
+        sdist=sdist,
+        seed=seed,
+        component=component,
+        table=table,
+        upstream=upstream,
+        place=place,
+        kill_at_each_step=kill_at_each_step,
+    )

@@ -1,0 +1,328 @@
+"""Archives made here, honest and hostile: what is unpacked is whole and inside its folder, or there is nothing."""
+
+import gzip
+import hashlib
+import io
+import stat
+import subprocess
+import tarfile
+import zipfile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparkforge.core.errors import IntegrityError
+from sparkforge.sources import archive
+
+FILES = {"p-1/a.txt": b"a" * 3000, "p-1/deep/er/b.bin": bytes(range(256)) * 40, "p-1/empty": b""}
+
+
+def info(name, *, kind=tarfile.REGTYPE, size=0, mode=0o644, link=""):
+    made = tarfile.TarInfo(name)
+    made.type, made.size, made.mode, made.linkname = kind, size, mode, link
+    return made
+
+
+def tar(path, members, *, pack=gzip.compress, form=tarfile.PAX_FORMAT):
+    """Write a tar of (TarInfo, bytes) or {name: bytes}; `pack` is applied to its bytes."""
+    data = io.BytesIO()
+    if isinstance(members, dict):
+        members = [(info(name, size=len(body)), body) for name, body in members.items()]
+    with tarfile.open(fileobj=data, mode="w", format=form) as out:
+        for member, body in members:
+            out.addfile(member, io.BytesIO(body))
+    path.write_bytes(pack(data.getvalue()))
+    return path
+
+
+def refused(path, target, match, **kwargs):
+    with pytest.raises(IntegrityError, match=match, check=lambda error: error.code == "integrity.archive"):
+        archive.unpack(path, target, **kwargs)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar"])
+def test_an_honest_archive_is_unpacked_and_its_listing_is_what_sha256sum_checks(tmp_path, name):
+    members = [(info("p-1/run", size=2, mode=0o4755), b"hi"), (info("p-1", kind=tarfile.DIRTYPE, mode=0o700), b"")]
+    members += [(info(path, size=len(body)), body) for path, body in FILES.items()]
+    source = tar(tmp_path / name, members, pack=gzip.compress if name.endswith("gz") else bytes)
+    listing = archive.unpack(source, tmp_path / "t", top="p-1")
+    assert listing == {
+        "run": hashlib.sha256(b"hi").hexdigest(),
+        **{path.removeprefix("p-1/"): hashlib.sha256(body).hexdigest() for path, body in FILES.items()},
+    }
+    assert (tmp_path / "t/deep/er/b.bin").read_bytes() == FILES["p-1/deep/er/b.bin"]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "t").iterdir() if path.is_file()}
+    assert modes == {"run": 0o755, "a.txt": 0o644, "empty": 0o644}  # the set-user-id bit is gone
+    archive.write_listing(tmp_path / "t", listing)
+    check = ["sha256sum", "--check", "--strict", "../t.sha256"]
+    assert subprocess.run(check, cwd=tmp_path / "t", capture_output=True, check=False).returncode == 0
+    assert archive.tree_sha256(archive.read_listing(tmp_path / "t")) == archive.tree_sha256(listing)
+
+
+@pytest.mark.parametrize("name", ["w.whl", "w.zip"])
+def test_an_honest_wheel_is_unpacked(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("pkg/a.py", "x = 1\n")
+        out.writestr("pkg/sub/", "")
+    assert list(archive.unpack(tmp_path / name, tmp_path / "t")) == ["pkg/a.py"]
+    assert (tmp_path / "t/pkg/sub").is_dir()
+
+
+KINDS = {
+    "symbolic link": (tarfile.SYMTYPE, "a.txt"),
+    "hard link": (tarfile.LNKTYPE, "p-1/a.txt"),
+    "character device": (tarfile.CHRTYPE, ""),
+    "block device": (tarfile.BLKTYPE, ""),
+    "fifo": (tarfile.FIFOTYPE, ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_plain_file_is_refused_by_name(tmp_path, kind):
+    members = [(info("p-1/a.txt", size=1), b"a"), (info("p-1/odd", kind=KINDS[kind][0], link=KINDS[kind][1]), b"")]
+    refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", f"p-1/odd.*{kind}", top="p-1")
+
+
+def test_a_sparse_file_and_an_unknown_type_are_refused(tmp_path):
+    sparse = info("p-1/s", size=1)
+    sparse.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": "1099511627776", "GNU.sparse.numblocks": "1"}
+    refused(tar(tmp_path / "a.tar.gz", [(sparse, b"x")]), tmp_path / "t", "p-1/s.*sparse file", top="p-1")
+    refused(tar(tmp_path / "b.tar.gz", [(info("p-1/k", kind=b"K"), b"")]), tmp_path / "t", "refused", top="p-1")
+
+
+PATHS = [
+    "../x",
+    "/x",
+    "p-1/../../x",
+    "p-1/./x",
+    "p-1//x",
+    "p-1/..",
+    "..",
+    ".",
+    "",
+    "p-1/a\nb",
+    "p-1/a\\..\\b",
+    "C:/x",
+    "p-1/\x7f",
+    "p-1/" + "x" * 256,
+    "elsewhere/x",
+    "p-1",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_that_could_lead_out_is_refused(tmp_path, path):
+    refused(tar(tmp_path / "a.tar.gz", {"p-1/a.txt": b"a", path: b"x"}), tmp_path / "t", "refused", top="p-1")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.tar.gz"]
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in {"", "elsewhere/x", "p-1"}])
+def test_a_path_in_a_wheel_that_could_lead_out_is_refused(tmp_path, path):
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+        out.writestr("a", b"a")
+        out.writestr(zipfile.ZipInfo(path), b"x")
+    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+
+
+def test_a_name_that_a_nul_cuts_short_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+        out.writestr("safe_name", b"x")
+    data = (tmp_path / "w.whl").read_bytes().replace(b"safe_name", b"safe\0name")
+    (tmp_path / "w.whl").write_bytes(data)
+    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(0o120777, "symbolic link"), (0o20644, "special file"), (0o10644, "special file")]
+)
+def test_a_wheel_with_a_link_or_a_device_is_refused(tmp_path, mode, kind):
+    member = zipfile.ZipInfo("pkg/odd")
+    member.external_attr = mode << 16
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+        out.writestr(member, "target")
+    refused(tmp_path / "w.whl", tmp_path / "t", f"pkg/odd.*{kind}")
+
+
+TWICE = [["p-1/a", "p-1/a"], ["p-1/a", "p-1/a/b"], ["p-1/a/b", "p-1/a"]]
+
+
+@pytest.mark.parametrize("names", TWICE)
+def test_one_name_for_two_things_is_refused(tmp_path, names):
+    members = [(info(name, size=1), b"x") for name in names]
+    refused(tar(tmp_path / "a.tar.gz", members), tmp_path / "t", "twice|both|file and a folder", top="p-1")
+
+
+def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "MIN_BOUND", 1 << 20)
+    bomb = {"p-1/a": b"", "p-1/zeros": bytes(8 << 20)}
+    refused(tar(tmp_path / "a.tar.gz", bomb), tmp_path / "t", "has more than.*p-1/zeros", top="p-1")
+    with zipfile.ZipFile(tmp_path / "w.whl", "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("zeros", bytes(8 << 20))
+    refused(tmp_path / "w.whl", tmp_path / "t", "has more than.*zeros")
+
+
+def test_too_many_members_and_a_header_that_fills_memory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_MEMBERS", 3)
+    refused(tar(tmp_path / "a.tar.gz", {f"p-1/{i}": b"" for i in range(4)}), tmp_path / "t", "more than 3", top="p-1")
+    huge = info("p-1/x")
+    huge.pax_headers = {"comment": "x" * (2 << 20)}
+    refused(tar(tmp_path / "b.tar.gz", [(huge, b"")]), tmp_path / "t", "damaged", top="p-1")
+
+
+def test_a_file_with_another_ending_or_in_the_way_is_refused(tmp_path):
+    (tmp_path / "a.rar").write_bytes(b"x")
+    refused(tmp_path / "a.rar", tmp_path / "t", "no .tar")
+    (tmp_path / "t").mkdir()
+    with pytest.raises(IntegrityError, match="in the way", check=lambda error: error.code == "integrity.archive"):
+        archive.unpack(tmp_path / "a.rar", tmp_path / "t")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bytes])
+def test_an_archive_cut_anywhere_is_refused(tmp_path, pack):
+    name = "a.tar" if pack is bytes else "a.tar.gz"
+    whole = tar(tmp_path / name, FILES, pack=pack).read_bytes()
+    end = len(whole) if pack is gzip.compress else len(whole.rstrip(b"\0")) + 512
+    for length in [*range(0, end, max(1, end // 200)), *range(0, end, 512)]:
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises(IntegrityError, check=lambda error: error.code == "integrity.archive"):
+            archive.unpack(tmp_path / name, tmp_path / "t", top="p-1")
+        assert not (tmp_path / "t").exists()
+
+
+def test_a_damaged_header_does_not_count_as_the_end(tmp_path):
+    whole = bytearray(tar(tmp_path / "a.tar", FILES, pack=bytes).read_bytes())
+    second = whole.index(b"p-1/deep")
+    whole[second] ^= 1
+    (tmp_path / "a.tar").write_bytes(whole)
+    refused(tmp_path / "a.tar", tmp_path / "t", "end", top="p-1")
+    (tmp_path / "b.tar").write_bytes(tar(tmp_path / "a.tar", FILES, pack=bytes).read_bytes() + b"more")
+    refused(tmp_path / "b.tar", tmp_path / "t", "follows its end", top="p-1")
+
+
+NAMES = st.lists(
+    st.sampled_from(["p-1", "..", ".", "", "a", "b", "\\", "ü", "\0", "a\nb"]), min_size=1, max_size=4
+).map("/".join)
+TYPES = st.sampled_from(
+    [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    members=st.lists(st.tuples(NAMES, TYPES, NAMES), min_size=1, max_size=5), lead=st.sampled_from(["", "/", "p-1/"])
+)
+def test_whatever_is_in_an_archive_nothing_but_plain_files_inside_the_folder_appears(tmp_path_factory, members, lead):
+    room = tmp_path_factory.mktemp("fuzz")
+    (room / "outside").write_text("as it was")
+    entries = [
+        (info(lead + name, kind=kind, link=link, size=kind == tarfile.REGTYPE), b"x"[: kind == tarfile.REGTYPE])
+        for name, kind, link in members
+    ]
+    source = tar(room / "a.tar.gz", entries)
+    bad = [
+        name for name, kind, _ in members if kind not in {tarfile.REGTYPE, tarfile.DIRTYPE} or ".." in name.split("/")
+    ]
+    try:
+        archive.unpack(source, room / "t")
+    except IntegrityError:
+        assert not (room / "t").exists()
+    else:
+        assert not bad
+        assert not lead.startswith("/")
+        assert not any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in (room / "t").rglob("*"))
+    assert {path.name for path in room.iterdir()} <= {"outside", "a.tar.gz", "t"}
+    assert (room / "outside").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_zip_with_another_packing_is_refused_whole_or_damaged(tmp_path, method, damaged):
+    with zipfile.ZipFile(tmp_path / "w.whl", "w", method) as out:
+        out.writestr("pkg/a.py", bytes(100_000))
+    if damaged:
+        data = bytearray((tmp_path / "w.whl").read_bytes())
+        data[45:70] = bytes(25)
+        (tmp_path / "w.whl").write_bytes(data)
+    refused(tmp_path / "w.whl", tmp_path / "t", f"packed by method {method}")
+
+
+def test_a_zip_member_without_a_name_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+        out.writestr("a", b"x")
+    data = (tmp_path / "w.whl").read_bytes()
+    central, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
+    entry = bytearray(data[central:end])
+    entry[28:30] = bytes(2)  # length of the name
+    entry = entry[:46] + entry[47:]
+    tail = bytearray(data[end:])
+    tail[12:16] = len(entry).to_bytes(4, "little")
+    (tmp_path / "w.whl").write_bytes(data[:central] + bytes(entry) + bytes(tail))
+    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+
+
+@pytest.mark.parametrize("offset", [0xFFFFFFFE, 0x7FFFFFFF])
+def test_a_zip_with_an_impossible_offset_is_refused(tmp_path, offset):
+    with zipfile.ZipFile(tmp_path / "w.whl", "w") as out:
+        out.writestr("a", b"x")
+    data = bytearray((tmp_path / "w.whl").read_bytes())
+    central, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
+    data[central + 42 : central + 46] = offset.to_bytes(4, "little")  # of the member
+    (tmp_path / "w.whl").write_bytes(data)
+    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+    data[end + 16 : end + 20] = offset.to_bytes(4, "little")  # of the directory
+    (tmp_path / "w.whl").write_bytes(data)
+    refused(tmp_path / "w.whl", tmp_path / "t", "refused")
+
+
+class Counted(io.FileIO):
+    """A file that counts the bytes that are read of it."""
+
+    count = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        Counted.count += len(data)
+        return data
+
+
+def opened(path, mode):
+    return Counted(path, mode)
+
+
+def test_zeros_without_end_behind_a_tars_end_are_not_read(tmp_path, monkeypatch):
+    path = tar(tmp_path / "a.tar", {"p-1/a.txt": b"a"}, pack=bytes)
+    with path.open("r+b") as file:
+        file.truncate(3 << 30)  # sparse
+    monkeypatch.setattr(archive.Path, "open", opened)
+    refused(path, tmp_path / "t", "bytes follow its end", top="p-1")
+    assert 0 < Counted.count < 10 << 20
+
+
+def test_a_packed_tar_that_skips_gigabytes_is_refused(tmp_path):
+    folder = info("p-1", kind=tarfile.DIRTYPE)
+    folder.size = 1 << 30  # of a folder, so nothing is written and all is skipped
+    data = folder.tobuf(tarfile.PAX_FORMAT)
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(data + bytes(300 << 20), 1))
+    refused(tmp_path / "a.tar.gz", tmp_path / "t", "refused", top="p-1")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_zip_with_changed_bytes_is_whole_or_refused(tmp_path, data):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", data.draw(st.sampled_from([0, 8, 12, 14]))) as out:
+        out.writestr("pkg/a.py", b"x = 1\n" * 50)
+        out.writestr("pkg/b.py", b"y")
+    content = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "w.whl").write_bytes(content)
+    target = tmp_path / "t"
+    try:
+        archive.unpack(tmp_path / "w.whl", target)
+    except IntegrityError:
+        assert not target.exists()
+    else:
+        archive.remove(target)

@@ -1,0 +1,426 @@
+"""Bundles made, unpacked and attacked; the registry files in them are seeded into the cache."""
+
+import io
+import json
+import os
+import platform
+import random
+import sys
+import tarfile
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.core import manifest, paths
+from sparkforge.core.errors import IntegrityError, NetworkError, UsageError
+from sparkforge.pins import wheels
+from sparkforge.pins.wheels import Pick
+from sparkforge.sources import archive, bundle, fetch, offline, trees
+
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+TORCH = f"torch-1+cpu-{TAG}-{TAG}-manylinux_2_28_{platform.machine()}.whl"
+COMMIT = "d" * 40
+DEP = {
+    "of": "up",
+    "asked_in": "CMakeLists.txt",
+    "dependency": "dep",
+    "repository": "https://e.invalid/dep.git",
+    "tag": COMMIT,
+    "commit": COMMIT,
+    "tree": "unknown",
+    "size": "unknown",
+    "licence": "MIT",
+    "needed": True,
+    "why": "wanted",
+    "src_dir": "DEP_SRC_DIR",
+}
+ASKS = (
+    f"if(NOT DEP_SRC_DIR)\nFetchContent_Declare(dep GIT_REPOSITORY https://e.invalid/dep.git GIT_TAG {COMMIT})\nendif()"
+)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, kit):
+    """A checkout with one sdist, one wheel, torch, a patch, and a repository that is needed but not there."""
+    for path in ("pins.toml", "locks/tools.txt", "locks/embedded.txt", "patches/up-1/series"):
+        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / path).write_text(path)
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(bundle, "lock_path", lambda name: tmp_path / f"root/locks/{name}.txt")
+    sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
+    torch = kit.component(
+        {TORCH: kit.seed(TORCH, b"torch")}, kind="wheel", package="torch", version="1+cpu", index="http://127.0.0.1:9"
+    )
+    wheel = Pick(
+        "Some.Thing", "some_thing-1-py3-none-any.whl", kit.seed("some_thing-1-py3-none-any.whl", b"wheel" * 1000)
+    )
+    table = kit.table({"up": kit.component({"up-1.tar.gz": sdist})}, {"dep": DEP}).model_dump(by_alias=True)
+    table["stacks"]["embedded"] = {"summary": "e", "components": {"torch": torch.model_dump(by_alias=True)}}
+    table["stacks"]["spark"] = table["stacks"].pop("s")
+    table |= {"default": "spark", "devices": {"embedded": "embedded"}}
+    table["environments"] = {"embedded": {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}}
+    table["default"], table["devices"] = "spark", {"embedded": "embedded"}
+    made = pins.Pins.model_validate(table)
+    monkeypatch.setattr(pins, "load", lambda: made)
+    monkeypatch.setattr(wheels, "picks", lambda lock, target: [wheel])
+    return made
+
+
+def bring_dep():
+    """Bring the repository of `world` as repositories would."""
+    pin = pins.load().stacks["spark"].git["dep"]
+
+    def clone(temporary):
+        (temporary / "src").mkdir(parents=True)
+        (temporary / "src/dep.h").write_text("dep\n")
+        listing = {"src/dep.h": bundle.BundleMember.of("", b"dep\n").sha256}
+        archive.write_listing(trees.repository_folder("dep", pin), listing)
+        return manifest.Made({"listing": archive.tree_sha256(listing)})
+
+    manifest.once(
+        trees.repository_folder("dep", pin),
+        "git",
+        {"repository": pin.repository, "commit": COMMIT, "tree": "unknown"},
+        clone,
+    )
+
+
+def index(folder):
+    return json.loads((folder / "index.json").read_text())
+
+
+def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
+    file = tmp_path / "b.tar"
+    _, made = bundle.make(file, stack="spark")
+    bundle.unpack(file, tmp_path / "out")
+    members = index(tmp_path / "out")["members"]
+    names = {path.split("/")[-1] for path in members}
+    assert made
+    assert {
+        "up-1.tar.gz",
+        "some_thing-1-py3-none-any.whl",
+        TORCH,
+        "pins.toml",
+        "tools.txt",
+        "embedded.txt",
+        "series",
+    } <= names
+    assert {path: (tmp_path / "out" / path).stat().st_size for path in members} == {
+        p: m["size"] for p, m in members.items()
+    }
+    page = (tmp_path / "out/simple/some-thing/index.html").read_text()
+    assert f'href="../../files/{fetch.sha256_file(next((tmp_path / "out/files").glob("*/some*")))}/' in page
+    absent = {one["name"]: one["command"] for one in index(tmp_path / "out")["absent"]}
+    assert set(absent) == {"dep", "vocabulary"}
+    assert f"fetch -q --depth 1 https://e.invalid/dep.git {COMMIT}" in absent["dep"]
+
+
+def test_the_same_inputs_give_the_same_bytes_and_a_second_run_does_nothing(tmp_path, world):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    first = (tmp_path / "b.tar").read_bytes()
+    assert not bundle.make(tmp_path / "b.tar", stack="spark")[1]
+    for file in paths.cache().rglob("*"):
+        os.utime(file, (1, 1))
+    bundle.make(tmp_path / "other.tar", stack="spark")
+    assert (tmp_path / "other.tar").read_bytes() == first
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        infos = tar.getmembers()
+    assert [one.name for one in infos] == ["index.json", *sorted(one.name for one in infos[1:])]
+    assert {(one.mtime, one.uid, one.gid, one.uname, one.mode) for one in infos} == {(0, 0, 0, "", 0o644)}
+    (paths.ROOT / "patches/up-1/0001-a.patch").write_text("new")
+    assert bundle.make(tmp_path / "b.tar", stack="spark")[1]
+
+
+def test_offline_a_bundle_gives_back_sources_and_repositories(tmp_path, world, monkeypatch):
+    for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "")
+    bring_dep()
+    file = tmp_path / "b.tar"
+    bundle.make(file, stack="spark")
+    bundle.unpack(file, tmp_path / "out")
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "spark-state"))
+    monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "spark-cache"))
+    offline.use(tmp_path / "out")
+    found = trees.fetch_sources("spark")
+    assert [(one.name, one.state) for one in found] == [("up", "made"), ("dep", "made")]
+    assert (found[1].path / "src/dep.h").read_text() == "dep\n"
+    assert found[1].variable == "DEP_SRC_DIR"
+    assert [one.state for one in trees.fetch_sources("spark")] == ["unchanged", "unchanged"]
+
+
+def test_a_file_that_is_no_bundle_is_not_overwritten_and_a_folder_not_removed(tmp_path, world):
+    (tmp_path / "letter.tar").write_text("dear")
+    with pytest.raises(UsageError, match="no bundle"):
+        bundle.make(tmp_path / "letter.tar", stack="spark")
+    with pytest.raises(UsageError, match=r".tar"):
+        bundle.make(tmp_path / "b.zip", stack="spark")
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/letter").write_text("dear")
+    with pytest.raises(UsageError, match="holds no bundle"):
+        bundle.unpack(tmp_path / "b.tar", tmp_path / "home")
+    with pytest.raises(UsageError, match="no such file"):
+        bundle.unpack(tmp_path / "c.tar", tmp_path / "out")
+    assert (tmp_path / "home/letter").read_text() == (tmp_path / "letter.tar").read_text() == "dear"
+
+
+def test_a_damaged_file_in_the_cache_does_not_get_into_a_bundle(tmp_path, world):
+    file = next(paths.cache().rglob(TORCH))
+    entry = bundle.BundleMember.of("files/x", file)
+    file.write_bytes(b"t0rch")
+    with pytest.raises(IntegrityError, match="cannot be packed", check=lambda error: error.code == "integrity.hash"):
+        bundle.write(tmp_path / "b.tar", [entry], [], {})
+
+
+def rewrite(source, target, change):
+    """Copy a bundle's members as (TarInfo, bytes) through `change`."""
+    with tarfile.open(source) as tar:
+        members = [(one, tar.extractfile(one).read()) for one in tar.getmembers()]
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as tar:
+        for info, data in change(members):
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return target
+
+
+def odd(name, kind=tarfile.REGTYPE, link="pins.toml"):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+def edit_index(members, **changes):
+    value = json.loads(members[0][1])
+    value["members"] |= changes
+    return [(members[0][0], json.dumps(value).encode()), *members[1:]]
+
+
+FINE = {"sha256": "0" * 64, "size": 1}
+ATTACKS = {
+    "unlisted": (lambda m: [*m, (odd("extra"), b"x")], "'extra' is not in its index"),
+    "twice": (lambda m: [*m, m[-1]], "is in it twice"),
+    "index not first": (lambda m: [m[1], m[0], *m[2:]], "begins with"),
+    "no index": (lambda m: m[1:], "begins with"),
+    "empty": (lambda m: [], "empty"),
+    "a member missing": (lambda m: m[:-1], "truncated: simple"),
+    "wrong bytes": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1] + b"X")], "not what the index says"),
+    "longer": (lambda m: [*m[:-1], (m[-1][0], m[-1][1] + b"X")], "not what the index says"),
+    "shorter": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1])], "not what the index says"),
+    "traversal": (lambda m: [*m, (odd("../x"), b"x")], "'../x' is absolute, leads out"),
+    "absolute": (lambda m: [*m, (odd("/x"), b"x")], "'/x' is absolute"),
+    "traversal in the index": (lambda m: [*edit_index(m, **{"../x": FINE}), (odd("../x"), b"x")], "lists '../x'"),
+    "a file that is a folder": (lambda m: edit_index(m, **{"pins.toml/x": FINE}), "lists 'pins.toml/x'"),
+    "the index in the index": (lambda m: edit_index(m, **{"index.json": FINE}), "lists 'index.json'"),
+    "a negative size": (lambda m: edit_index(m, x={"sha256": "0", "size": -1}), "lists 'x'"),
+    "no size": (lambda m: edit_index(m, x={}), "not one that this Sparkforge reads"),
+    "not JSON": (lambda m: [(m[0][0], b"{"), *m[1:]], "not one that this Sparkforge reads"),
+    "another schema": (lambda m: [(m[0][0], b'{"schema": 2, "members": {}}'), *m[1:]], "another schema"),
+    "symbolic link": (lambda m: [*m, (odd("pins.toml", tarfile.SYMTYPE), b"")], "symbolic link"),
+    "hard link": (lambda m: [*m, (odd("pins.toml", tarfile.LNKTYPE), b"")], "hard link"),
+    "device": (lambda m: [*m, (odd("pins.toml", tarfile.CHRTYPE), b"")], "character device"),
+    "fifo": (lambda m: [*m, (odd("pins.toml", tarfile.FIFOTYPE), b"")], "fifo"),
+    "folder": (lambda m: [*m, (odd("files", tarfile.DIRTYPE), b"")], "not in its index"),
+    "a deep index": (lambda m: [(m[0][0], b"[" * 200_000), *m[1:]], "not one that this Sparkforge reads"),
+    "an endless size": (
+        lambda m: [(m[0][0], b'{"schema": 1, "members": {"x": {"sha256": "0", "size": 1e999}}}'), *m[1:]],
+        "not one that this Sparkforge reads",
+    ),
+    "index a link": (lambda m: [(odd("index.json", tarfile.SYMTYPE), b""), *m], "symbolic link"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_altered_bundle_is_refused_by_name_and_nothing_is_left(tmp_path, world, name):
+    change, words = ATTACKS[name]
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    bad = rewrite(tmp_path / "b.tar", tmp_path / "bad.tar", change)
+    with pytest.raises((IntegrityError), match=words):
+        bundle.unpack(bad, tmp_path / "room/out")
+    assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
+
+
+def test_a_bundle_cut_or_flipped_anywhere_is_refused(tmp_path, world):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    whole = (tmp_path / "b.tar").read_bytes()
+    end = len(whole.rstrip(b"\0")) + 1024  # one block of the end mark may go: nothing of the content is lost
+    dice = random.Random(3)  # noqa: S311 - the same places each time
+    for length in [*range(0, end - 512, 512 * 7), *dice.sample(range(end - 1024), 60)]:
+        (tmp_path / "cut.tar").write_bytes(whole[:length])
+        with pytest.raises(IntegrityError):
+            bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        spans = [range(one.offset_data, one.offset_data + one.size) for one in tar.getmembers()]
+    for place in dice.sample([byte for span in spans[1:] for byte in span], 60):
+        (tmp_path / "cut.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(
+            IntegrityError, match="not what the index says", check=lambda error: error.code == "integrity.hash"
+        ):
+            bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
+    assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
+
+
+def test_the_hash_of_the_whole_bundle_can_be_asked_for(tmp_path, world):
+    made, _ = bundle.make(tmp_path / "b.tar", stack="spark")
+    with pytest.raises(
+        IntegrityError, match="not the bundle that was made", check=lambda error: error.code == "integrity.hash"
+    ):
+        bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256="0" * 64)
+    assert bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=made.outputs["b.tar"])[1]
+    assert not bundle.unpack(tmp_path / "b.tar", tmp_path / "out")[1]
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_of_packing_or_unpacking_leaves_nothing_half_trusted(tmp_path, world, kit):
+    bring_dep()
+    room = tmp_path / "room"
+    file, out = room / "b.tar", room / "out"
+    bundle.make(tmp_path / "good.tar", stack="spark")
+
+    def pack():
+        bundle.make(file, stack="spark")
+
+    def unpack():
+        bundle.unpack(tmp_path / "good.tar", out)
+
+    def check_pack():
+        assert manifest.load(file) is None or file.read_bytes() == (tmp_path / "good.tar").read_bytes()
+        pack()
+        assert file.read_bytes() == (tmp_path / "good.tar").read_bytes()
+        assert sorted(path.name for path in room.iterdir()) == [".b.tar.lock", "b.tar", "b.tar.manifest.json"]
+        manifest.remove(room)
+
+    def check_unpack():
+        unpack()
+        wanted = {path: one["sha256"] for path, one in index(out)["members"].items()}
+        assert {path: fetch.sha256_file(out / path) for path in wanted} == wanted
+        assert sorted(path.name for path in room.iterdir()) == [".out.lock", "out", "out.manifest.json"]
+        manifest.remove(room)
+
+    assert kit.kill_at_each_step(pack, check_pack) >= 8
+    assert kit.kill_at_each_step(unpack, check_unpack) >= 20
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_foreign_folder_with_an_index_json_is_never_replaced(tmp_path, world):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "index.json").write_text("{}")
+    (folder / "thesis").write_text("years of work")
+    (tmp_path / "junk.tar").write_text("junk")
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    for file in ("junk.tar", "b.tar"):
+        with pytest.raises(UsageError, match=r"holds no bundle that \./inv bundle\.unpack unpacked") as caught:
+            bundle.unpack(tmp_path / file, folder)
+        assert caught.value.fix.endswith(f"mv {folder} {folder}.old")
+    assert tree(folder) == {"index.json": b"{}", "thesis": b"years of work"}
+
+
+def newer(tmp_path):
+    """Return a second bundle, which differs from the first."""
+    (paths.ROOT / "patches/up-1/0001-a.patch").write_text("new")
+    bundle.make(tmp_path / "newer.tar", stack="spark")
+    return tmp_path / "newer.tar"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda out: (out / "thesis").write_text("work"), "thesis is not part of the bundle in it"),
+        (lambda out: (out / "simple/notes").mkdir(), "simple/notes is not part of the bundle in it"),
+        (lambda out: (out / "pins.toml").write_text("PINS.TOML"), "pins.toml is not as it was in the bundle in it"),
+        (lambda out: (out / "pins.toml").unlink(), "pins.toml is not as it was in the bundle in it"),
+        (lambda out: (out / "index.json").write_text("{}"), "its index.json was changed"),
+        (lambda out: manifest.beside(out).unlink(), "holds no bundle that"),
+    ],
+)
+def test_an_unpacked_bundle_that_somebody_works_in_is_not_replaced(tmp_path, world, change, words):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    out = tmp_path / "out"
+    bundle.unpack(tmp_path / "b.tar", out)
+    change(out)
+    before = tree(out)
+    for file in (newer(tmp_path), tmp_path / "b.tar"):
+        with pytest.raises(UsageError, match=words):
+            bundle.unpack(file, out)
+        assert tree(out) == before
+
+
+def test_a_newer_bundle_replaces_the_older_one_only_when_it_is_whole(tmp_path, world):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    out = tmp_path / "room/out"
+    bundle.unpack(tmp_path / "b.tar", out)
+    before, good = tree(out), newer(tmp_path)
+    data = good.read_bytes()
+    for damaged in (data[:-20000], data.replace(b"wheelwheel", b"wheelWHEEL")):
+        (tmp_path / "bad.tar").write_bytes(damaged)
+        with pytest.raises(IntegrityError):
+            bundle.unpack(tmp_path / "bad.tar", out)
+        assert tree(out) == before
+        assert not bundle.unpack(tmp_path / "b.tar", out)[1], "the older one is still known"
+    assert bundle.unpack(good, out)[1]
+    assert (out / "patches/up-1/0001-a.patch").read_text() == "new"
+    assert sorted(path.name for path in out.parent.iterdir()) == [".out.lock", "out", "out.manifest.json"]
+
+
+def test_a_link_to_an_unpacked_bundle_stays_a_link(tmp_path, world):
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "link")
+    bundle.unpack(newer(tmp_path), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "out/patches/up-1/0001-a.patch").read_text() == "new"
+
+
+def test_a_bundle_that_cannot_be_made_leaves_the_older_one(tmp_path, world):
+    file = tmp_path / "b.tar"
+    bundle.make(file, stack="spark")
+    before = file.read_bytes()
+    (paths.ROOT / "pins.toml").write_text("other pins")
+    next(paths.cache().rglob(TORCH)).write_bytes(b"t0rch")
+    with pytest.raises((IntegrityError, NetworkError)):
+        bundle.make(file, stack="spark")
+    assert file.read_bytes() == before
+    assert manifest.load(file).outputs == {"b.tar": fetch.sha256_file(file)}
+
+
+@pytest.mark.parametrize("first", ["layout", "index.json"])
+def test_another_tar_is_not_overwritten_even_if_it_begins_with_an_index_json(tmp_path, world, first):
+    bundle.make(tmp_path / "b.tar", stack="spark")  # its manifest stays beside what replaces it
+    with tarfile.open(tmp_path / "b.tar", "w") as tar:  # as an OCI image has it
+        info = tarfile.TarInfo(first)
+        info.size = 21
+        tar.addfile(info, io.BytesIO(b'{"schemaVersion": 2} '))
+    before = (tmp_path / "b.tar").read_bytes()
+    with pytest.raises(UsageError, match="no bundle"):
+        bundle.make(tmp_path / "b.tar", stack="spark")
+    assert (tmp_path / "b.tar").read_bytes() == before
+
+
+def test_without_sha256_the_user_is_told_what_was_not_checked(tmp_path, world, capfd):
+    made, _ = bundle.make(tmp_path / "b.tar", stack="spark")
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
+    told = capfd.readouterr().err
+    assert "warning: without --sha256" in told
+    assert made.outputs["b.tar"] in "".join(told.split())
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=made.outputs["b.tar"].upper())
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_a_bundle_deeper_than_any_of_ours_is_refused_before_it_fills_the_disk(tmp_path, world):
+    deep = "a/" * 1250 + "f"
+    bundle.make(tmp_path / "b.tar", stack="spark")
+    bad = rewrite(
+        tmp_path / "b.tar", tmp_path / "bad.tar", lambda m: [*edit_index(m, **{deep: FINE}), (odd(deep), b"x")]
+    )
+    with pytest.raises(IntegrityError, match="lists 'a/a/", check=lambda error: error.code == "integrity.archive"):
+        bundle.unpack(bad, tmp_path / "room/out")
+    assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
+
+
+@pytest.mark.parametrize("words", [{"machine": "arm64"}, {"python": "2.7"}])
+def test_a_machine_or_python_that_nothing_is_pinned_for_is_refused(tmp_path, words):
+    with pytest.raises(UsageError):
+        bundle.make_and_report(tmp_path / "b.tar", stack="spark", **words)

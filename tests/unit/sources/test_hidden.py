@@ -1,0 +1,227 @@
+"""What a build would fetch by itself: read out of CMake and Cargo files, and held against the pins."""
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core.errors import InputError
+from sparkforge.pins import GitSource
+from sparkforge.sources import cmake, hidden
+
+COMMIT = "a" * 40
+
+
+def read(text, name="CMakeLists.txt"):
+    return cmake.read(textwrap.dedent(text), Path(name))
+
+
+def told(text):
+    return [(one.name, one.repository, one.tag, one.override) for one in read(text)]
+
+
+def test_a_plain_declaration_with_its_override():
+    text = """
+        # FetchContent_Declare(comment GIT_REPOSITORY x GIT_TAG y)
+        #[[ FetchContent_Declare(block GIT_REPOSITORY x GIT_TAG y) ]]
+        if (DEFINED ENV{THING_SRC_DIR})
+          set(THING_SRC_DIR $ENV{THING_SRC_DIR})
+        endif()
+        if(THING_SRC_DIR)
+          FetchContent_Declare(thing SOURCE_DIR ${THING_SRC_DIR})
+        else()
+          fetchcontent_declare(thing
+            GIT_REPOSITORY https://example.org/thing.git
+            GIT_TAG v1 # a comment ) in it
+          )
+        endif()
+        FetchContent_MakeAvailable(thing)
+    """
+    assert told(text) == [("thing", "https://example.org/thing.git", "v1", "THING_SRC_DIR")]
+    assert read(text)[0].line == 10
+
+
+def test_variables_are_followed_through_the_branches_that_go_together():
+    text = """
+        if(NOT DEFINED ENV{T_SRC_DIR})
+          if(DEVICE STREQUAL "rocm")
+            set(REPO "https://example.org/rocm.git")
+            set(TAG "r1")
+          else()
+            set(REPO [[https://example.org/cuda.git]])
+            set(TAG "c1")
+          endif()
+          FetchContent_Declare(t GIT_REPOSITORY ${REPO} GIT_TAG ${TAG})
+        endif()
+        set(TAG later)
+    """
+    assert told(text) == [
+        ("t", "https://example.org/cuda.git", "c1", "T_SRC_DIR"),
+        ("t", "https://example.org/rocm.git", "r1", "T_SRC_DIR"),
+    ]
+
+
+def test_archives_and_downloads_by_url_are_found_too():
+    text = """
+        ExternalProject_Add(z URL https://example.org/z.tgz URL_HASH SHA256=00)
+        FetchContent_Populate(p SOURCE_DIR d GIT_REPOSITORY https://example.org/p.git GIT_TAG v2)
+    """
+    assert [one[:3] for one in told(text)] == [
+        ("z", "https://example.org/z.tgz", "SHA256=00"),
+        ("p", "https://example.org/p.git", "v2"),
+    ]
+
+
+UNFOLLOWED = {
+    "unknown variable": "FetchContent_Declare(x GIT_REPOSITORY https://e.org/x GIT_TAG ${NOWHERE})",
+    "no tag": "FetchContent_Declare(x GIT_REPOSITORY https://e.org/x)",
+    "a shorthand": 'CPMAddPackage("gh:a/b#1")',
+    "an unknown keyword": "FetchContent_Declare(x SOMETHING https://e.org/x)",
+    "a download": "file(DOWNLOAD https://e.org/x ${CMAKE_BINARY_DIR}/x)",
+    "a clone": "execute_process(COMMAND git clone https://e.org/x)",
+    "curl": "add_custom_command(OUTPUT x COMMAND /usr/bin/curl -O https://e.org/x)",
+    "no CMake": 'set(x "unclosed',
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_what_cannot_be_followed_is_an_error_with_its_place(name):
+    with pytest.raises(InputError, match=r"CMakeLists.txt:\d", check=lambda error: error.code == "input.pins"):
+        read(UNFOLLOWED[name])
+
+
+def test_what_fetches_nothing_is_no_error():
+    assert (
+        told("""
+        FetchContent_Populate(x)
+        ExternalProject_Add(y SOURCE_DIR ${CMAKE_SOURCE_DIR}/y)
+        execute_process(COMMAND git describe --tags)
+        message("git clone ${x} \\" (")
+    """)
+        == []
+    )
+
+
+def pin(**changes):
+    values = {
+        "of": "c",
+        "asked_in": "CMakeLists.txt",
+        "dependency": "thing",
+        "repository": "https://e.org/thing.git",
+        "tag": COMMIT,
+        "commit": COMMIT,
+        "tree": "unknown",
+        "size": "unknown",
+        "licence": "MIT",
+        "needed": True,
+        "why": "w",
+        "src_dir": "THING_SRC_DIR",
+    }
+    return GitSource(**{**values, **changes})
+
+
+def tree(tmp_path, tag=COMMIT, more=""):
+    (tmp_path / "CMakeLists.txt").write_text(
+        "if(NOT THING_SRC_DIR)\n"
+        f"FetchContent_Declare(thing GIT_REPOSITORY https://e.org/thing.git GIT_TAG {tag})\nendif()\n{more}\n"
+    )
+    return tmp_path
+
+
+def check(folder, **pins):
+    hidden.check(hidden.declared(folder), "upstream 1", pins)
+
+
+def test_pins_that_say_what_upstream_says_are_accepted(tmp_path):
+    check(tree(tmp_path), thing=pin())
+
+
+def test_a_new_dependency_is_refused_by_name(tmp_path):
+    more = "FetchContent_Declare(newcomer GIT_REPOSITORY https://e.org/new.git GIT_TAG v9)"
+    with pytest.raises(
+        InputError,
+        match=r"newcomer v9 from https://e.org/new.git \(CMakeLists.txt:4\) is not in pins.toml",
+        check=lambda error: error.code == "input.pins",
+    ):
+        check(tree(tmp_path, more=more), thing=pin())
+
+
+WRONG = {
+    "another tag": (pin(tag="b" * 40, commit="b" * 40), "is pinned as thing at bbbb"),
+    "another repository": (pin(repository="https://e.org/fork.git"), "repository https://e.org/fork.git"),
+    "another variable": (pin(src_dir="OTHER_SRC_DIR"), "override variable OTHER_SRC_DIR"),
+    "another file": (pin(asked_in="cmake/x.cmake"), "is not in pins.toml.*does not ask for"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_pin_that_says_something_else_is_refused(tmp_path, name):
+    wrong, words = WRONG[name]
+    with pytest.raises(InputError, match=words, check=lambda error: error.code == "input.pins"):
+        check(tree(tmp_path), thing=wrong)
+
+
+def test_a_pin_that_upstream_no_longer_asks_for_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"pins.toml has old at v1", check=lambda error: error.code == "input.pins"):
+        check(tree(tmp_path), thing=pin(), old=pin(tag="v1", commit="unknown"))
+
+
+def test_crates_from_git_are_found_at_the_commit_of_the_lock(tmp_path):
+    (tmp_path / "rust").mkdir()
+    (tmp_path / "rust/Cargo.lock").write_text(f"""
+version = 4
+[[package]]
+name = "plain"
+version = "1.0.0"
+source = "registry+https://github.com/rust-lang/crates.io-index"
+[[package]]
+name = "odd"
+version = "1.0.0"
+source = "git+https://e.org/odd?tag=v1#{COMMIT}"
+""")
+    found = hidden.declared(tmp_path)
+    assert [(one.name, one.repository, one.tag, one.file) for one in found] == [
+        ("odd", "https://e.org/odd", COMMIT, "rust/Cargo.lock")
+    ]
+    check(tmp_path, odd=pin(dependency="odd", asked_in="rust/Cargo.lock", repository="https://e.org/odd", src_dir=None))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        b"package = 1",
+        b"[[package]]\nsource = 'git+x#y'",
+        b"[[package]]\nname = 1",
+        b"a = " + b"[" * 5000,
+        b"package = [1]",
+    ],
+)
+def test_a_cargo_lock_that_cannot_be_read_is_refused(tmp_path, data):
+    """It may hide a crate that comes from git."""
+    (tmp_path / "Cargo.lock").write_bytes(data)
+    with pytest.raises(InputError, match=r"Cargo\.lock", check=lambda error: error.code == "input.pins"):
+        hidden.declared(tmp_path)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "CMakeLists.txt")
+    with pytest.raises(InputError, match="CMakeLists", check=lambda error: error.code == "input.pins"):
+        hidden.declared(tmp_path)
+    (tmp_path / "CMakeLists.txt").unlink()
+    (tmp_path / "Cargo.lock").mkdir()
+    with pytest.raises(InputError, match="Cargo", check=lambda error: error.code == "input.pins"):
+        hidden.declared(tmp_path)
+
+
+@pytest.mark.parametrize("text", [")\nFetchContent_Declare(a GIT_REPOSITORY b GIT_TAG c)", "set(a", "file(DOWNLOAD)"])
+def test_cmake_that_hides_what_follows_is_refused(text):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
+        read(text)
+
+
+def test_variables_with_too_many_values_are_refused():
+    sets = "".join(f"set(V{name} {value})\n" for name in range(5) for value in range(10))
+    with pytest.raises(InputError, match="combinations", check=lambda error: error.code == "input.pins"):
+        read(sets + "FetchContent_Declare(a GIT_REPOSITORY ${V0}${V1}${V2}${V3}${V4} GIT_TAG c)")

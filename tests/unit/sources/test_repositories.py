@@ -1,0 +1,131 @@
+"""Real git: a repository with a submodule is made here, pinned, and brought."""
+
+import subprocess
+
+import pytest
+
+from sparkforge.core.errors import InputError, IntegrityError, NetworkError
+from sparkforge.pins import GitSource
+from sparkforge.sources import repositories
+
+pytestmark = pytest.mark.needs("git")
+
+
+def git(folder, *words):
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@e.org", "-c", "init.defaultBranch=main", *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder, **files):
+    if not (folder / ".git").exists():
+        folder.mkdir()
+        git(folder, "init", "-q")
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "a commit")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def upstream(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file")  # for the git of the tests
+    monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.file.allow=always"))
+    commit(tmp_path / "inner", inner_h="inner\n")
+    commit(tmp_path / "up", a_c="int a;\r\n")
+    git(tmp_path / "up", "submodule", "--quiet", "add", str(tmp_path / "inner"), "third_party/inner")
+    (tmp_path / "up/link.c").symlink_to("a.c")
+    return tmp_path / "up", commit(tmp_path / "up")
+
+
+def pin(repository, commit, **changes):
+    values = {
+        "of": "c",
+        "asked_in": "f",
+        "dependency": "d",
+        "repository": str(repository),
+        "tag": commit,
+        "commit": commit,
+        "tree": "unknown",
+        "size": "unknown",
+        "licence": "MIT",
+        "needed": True,
+        "why": "w",
+    }
+    return GitSource(**{**values, **changes})
+
+
+def test_a_commit_is_brought_whole_and_once(tmp_path, upstream):
+    repository, head = upstream
+    commit(repository, a_c="int later;\n")  # the branch moves on; the pin does not
+    place = tmp_path / "sources/up/1"
+    tree = git(repository, "rev-parse", f"{head}^{{tree}}")
+    manifest, made = repositories.clone("up", pin(repository, head, tree=tree), place)
+    assert made
+    assert (place / "a.c").read_bytes() == b"int a;\r\n"
+    assert (place / "third_party/inner/inner.h").read_text() == "inner\n"
+    assert not (place / "link.c").is_symlink()
+    assert (place / "link.c").read_bytes() == b"int a;\r\n"
+    assert not list(place.rglob(".git"))
+    assert (manifest.outputs["commit"], manifest.outputs["tree"]) == (head, tree)
+    assert manifest.facts["submodules"] == {"third_party/inner": git(tmp_path / "inner", "rev-parse", "HEAD")}
+    repository.rename(tmp_path / "gone")
+    assert repositories.clone("up", pin(repository, head, tree=tree), place) == (manifest, False)
+
+
+def nothing_left(place):
+    return [path.name for path in place.parent.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_another_tree_is_refused_and_nothing_is_kept(tmp_path, upstream):
+    place = tmp_path / "sources/up/1"
+    with pytest.raises(
+        IntegrityError, match=r"wanted the tree b{40}", check=lambda error: error.code == "integrity.hash"
+    ):
+        repositories.clone("up", pin(*upstream, tree="b" * 40), place)
+    assert nothing_left(place)
+
+
+def test_a_commit_or_a_repository_that_is_not_there_is_an_error_with_the_way_by_hand(tmp_path, upstream):
+    place = tmp_path / "sources/up/1"
+    for missing in (pin(upstream[0], "c" * 40), pin(tmp_path / "nowhere", upstream[1])):
+        with pytest.raises(NetworkError, match="git init -q up", check=lambda error: error.code == "network.fetch"):
+            repositories.clone("up", missing, place)
+        assert nothing_left(place)
+
+
+def test_the_command_by_hand_does_bring_it(tmp_path, upstream):
+    subprocess.run(repositories.fetch_command("up", pin(*upstream), str(tmp_path / "by hand")), shell=True, check=True)  # noqa: S602
+    assert (tmp_path / "by hand/third_party/inner/inner.h").is_file()
+
+
+def test_a_commit_that_is_not_known_is_refused_with_the_command_that_shows_it(tmp_path, upstream):
+    with pytest.raises(InputError, match="git ls-remote", check=lambda error: error.code == "input.pins"):
+        repositories.clone("up", pin(upstream[0], "unknown", tag="v1"), tmp_path / "p")
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../outside", "nowhere", "."])
+def test_a_link_that_leads_out_or_nowhere_is_refused(tmp_path, upstream, target):
+    repository, _ = upstream
+    (tmp_path / "outside").write_text("secret")
+    (repository / "odd").symlink_to(target)
+    place = tmp_path / "sources/up/1"
+    with pytest.raises(IntegrityError, match="odd", check=lambda error: error.code == "integrity.archive"):
+        repositories.clone("up", pin(repository, commit(repository)), place)
+    assert nothing_left(place)
+
+
+def test_neither_a_hooks_environment_nor_a_smudge_filter_reaches_a_checkout(tmp_path, upstream, monkeypatch):
+    repository, _ = upstream
+    (repository / ".gitattributes").write_text("*.c filter=evil\n")
+    head = commit(repository)
+    before = {path: path.read_bytes() for path in (tmp_path / "inner").rglob("*") if path.is_file()}
+    (tmp_path / ".gitconfig").write_text('[filter "evil"]\n\tsmudge = sed s/int/evil/\n\trequired = true\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "inner/.git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "inner/.git/index"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "inner"))
+    place = tmp_path / "sources/up/1"
+    repositories.clone("up", pin(repository, head), place)
+    assert (place / "a.c").read_bytes() == b"int a;\r\n"
+    assert {path: path.read_bytes() for path in (tmp_path / "inner").rglob("*") if path.is_file()} == before

@@ -1,0 +1,142 @@
+import hashlib
+import shutil
+
+import pytest
+
+from sparkforge.core import manifest, paths
+from sparkforge.core.errors import InputError, IntegrityError, NetworkError, UsageError
+from sparkforge.sources import archive, fetch, offline, repositories, trees
+
+FILES = {"CMakeLists.txt": "project(up)\n", "pkg/a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
+NEEDED = {
+    "of": "up",
+    "asked_in": "CMakeLists.txt",
+    "dependency": "dep",
+    "repository": "https://e.invalid/dep.git",
+    "tag": "d" * 40,
+    "commit": "d" * 40,
+    "tree": "unknown",
+    "size": "unknown",
+    "licence": "MIT",
+    "needed": True,
+    "why": "wanted",
+    "src_dir": "DEP_SRC_DIR",
+}
+ASKS = (
+    "if(NOT DEP_SRC_DIR)\nFetchContent_Declare(dep GIT_REPOSITORY https://e.invalid/dep.git GIT_TAG "
+    + "d" * 40
+    + ")\nendif()\n"
+)
+
+
+def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
+    pins = kit.upstream(FILES)
+    fetched = trees.fetch_sources("s", table=pins)
+    place = kit.place(pins)
+    assert [(tree.name, tree.state, tree.path) for tree in fetched] == [("up", "made", place)]
+    assert {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()} == FILES
+    recorded = manifest.load(place)
+    assert recorded.inputs["up-1.tar.gz"].startswith(place.name)
+    assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(place).read_bytes()).hexdigest()
+    shutil.rmtree(paths.cache())  # nothing more is read
+    assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged"]
+
+
+def test_a_wheel_beside_the_sdist_is_brought_as_it_is(kit):
+    sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", FILES))
+    wheel = kit.seed("up-1-py3-none-any.whl", b"a wheel")
+    fetched = trees.fetch_sources(
+        "s", table=kit.table({"up": kit.component({"up-1.tar.gz": sdist, "up-1-py3-none-any.whl": wheel})})
+    )
+    assert [tree.state for tree in fetched] == ["made", "file"]
+    assert fetched[1].path == fetch.cached("up-1-py3-none-any.whl", wheel)
+
+
+def test_a_hidden_dependency_that_is_not_pinned_stops_every_run(kit):
+    pins = kit.upstream({"CMakeLists.txt": ASKS})
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"dep d{40} .* is not in pins.toml", check=lambda error: error.code == "input.pins"
+        ):
+            trees.fetch_sources("s", table=pins)
+
+
+def test_an_edit_of_the_unpacked_tree_does_not_change_what_upstream_hides(kit):
+    sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
+    pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": {**NEEDED, "needed": False}})
+    trees.fetch_sources("s", table=pins)
+    (kit.place(pins) / "CMakeLists.txt").write_text("# patched out\n")
+    assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged", "left out"]
+
+
+def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(kit, monkeypatch):
+    monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.allow=never"))
+    sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
+    pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": NEEDED})
+    fetched = trees.fetch_sources("s", table=pins)
+    assert [(tree.name, tree.state) for tree in fetched] == [("up", "made"), ("dep", "missing")]
+    with pytest.raises(
+        NetworkError,
+        match=r"1 of 2 sources are missing.*git init -q dep",
+        check=lambda error: error.code == "network.fetch",
+    ):
+        trees.require_all(fetched, pins.stacks["s"].git)
+    assert [tree.state for tree in trees.fetch_sources("s", table=pins, git=False)] == ["unchanged", "left out"]
+
+
+def test_an_unknown_stack_names_the_known(kit):
+    with pytest.raises(InputError, match=r"pins.toml has s", check=lambda error: error.code == "input.pins"):
+        trees.fetch_sources("t", table=kit.upstream(FILES))
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_leaves_nothing_half_trusted(kit):
+    pins = kit.upstream(FILES)
+    place = kit.place(pins)
+
+    def action():
+        trees.fetch_sources("s", table=pins)
+
+    def whole():
+        return {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()} == FILES
+
+    def check():
+        assert manifest.load(place) is None or whole()
+        action()
+        assert whole()
+        assert sorted(path.name.replace(place.name, "H") for path in place.parent.iterdir()) == [
+            ".H.lock",
+            "H",
+            "H.manifest.json",
+            "H.sha256",
+        ]
+        shutil.rmtree(place.parent)
+
+    assert kit.kill_at_each_step(action, check) >= 15
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "")
+    (tmp_path / "bundle/files").mkdir(parents=True)
+    (tmp_path / "bundle/index.json").write_text("{}")
+    return tmp_path / "bundle"
+
+
+def test_offline_takes_files_from_the_bundle_checks_them_and_asks_no_network(folder, kit):
+    sha256 = hashlib.sha256(b"data").hexdigest()
+    with pytest.raises(UsageError, match="no unpacked bundle"):
+        offline.use(folder / "files")
+    offline.use(folder)
+    with pytest.raises(
+        NetworkError, match="the bundle has no such file", check=lambda error: error.code == "network.fetch"
+    ):
+        fetch.fetch("up", "f.whl", sha256)
+    (folder / "files" / sha256).mkdir()
+    (folder / "files" / sha256 / "f.whl").write_bytes(b"dat4")
+    with pytest.raises(IntegrityError, match="the bundle has", check=lambda error: error.code == "integrity.hash"):
+        fetch.fetch("up", "f.whl", sha256)
+    assert not fetch.cached("f.whl", sha256).exists()
+    (folder / "files" / sha256 / "f.whl").write_bytes(b"data")
+    assert fetch.fetch("up", "f.whl", sha256).read_bytes() == b"data"

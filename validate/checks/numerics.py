@@ -1,0 +1,43 @@
+"""The check of what the experts' kernel computes."""
+
+from __future__ import annotations
+
+from validate.checks.finding import CheckList, Judgement, View, failed, passed, warned
+from validate.facts.numerics import NOT_COMPILED
+
+BUILD = "./inv build.kernels   # then validate again"
+
+CHECKS = CheckList()
+
+
+@CHECKS.add(
+    "numerics",
+    "A small MXFP4 MoE layer through the kernel that will serve gives the reference's numbers.",
+    needs=(
+        "numerics.state",
+        "numerics.kernel",
+        "numerics.device",
+        "numerics.tolerance",
+        "numerics.difference",
+        "numerics.graph_difference",
+    ),
+    fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
+)
+def _numerics(view: View) -> Judgement:
+    if view.text("numerics.state") == NOT_COMPILED:
+        return warned(
+            "not run: FlashInfer's MoE module is not compiled yet, and the server's first start will do that", BUILD
+        )
+    kernel, difference, allowed = (
+        view.text("numerics.kernel"),
+        view.number("numerics.difference"),
+        view.number("numerics.tolerance"),
+    )
+    evidence = f"{kernel} differs from the reference by {difference:.2%}, {allowed:.0%} is rounding"
+    if difference > allowed:
+        return failed(evidence)
+    if view.is_none("numerics.graph_difference") and view.text("numerics.device") == "cpu":
+        return passed(f"{evidence}; no GPU, so no CUDA graph")
+    if (replayed := view.number("numerics.graph_difference")) > 0:
+        return failed(f"{evidence}, but a CUDA graph's replay differs from it by {replayed:g}", "add --enforce-eager")
+    return passed(f"{evidence}; a CUDA graph replays it bit for bit")

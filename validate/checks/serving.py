@@ -1,0 +1,61 @@
+"""The server that will start, from facts: the model's architecture, and the load that its arguments allow."""
+
+from __future__ import annotations
+
+import re
+
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.errors import InputError
+from sparkforge.plan.architecture import KV_BLOCK, Architecture, parse
+from sparkforge.plan.budget import BATCHED_TOKENS, SEQUENCES, Workload
+from validate.checks.finding import MODEL_FIX, FactMissing, View
+
+LARGEST = 10**9
+AUTO = ("auto", "-1")
+SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def architecture(view: View) -> Architecture:
+    """Return the model's architecture. Raises FactMissing for a configuration that is none of gpt-oss."""
+    try:
+        return parse(view.table("model.config"), "config.json")
+    except InputError as error:
+        raise FactMissing(f"{error.what}: {error.why}", MODEL_FIX) from error
+
+
+def load(view: View, model: Architecture) -> Workload:
+    """Return one sequence of --max-model-len, which must fit when vLLM starts, with the bounds of its steps."""
+    arguments = view.names("serve.args")
+    return Workload(
+        context=longest(arguments, model.longest),
+        concurrency=1,
+        kv=kv_type(arguments),
+        batched=whole(arguments, "--max-num-batched-tokens", BATCHED_TOKENS),
+        sequences=whole(arguments, "--max-num-seqs", SEQUENCES),
+    )
+
+
+def kv_type(arguments: list[str]) -> str:
+    """Return the type of the KV cache that a server's arguments ask for, a key of KV_BYTES."""
+    return "fp8" if (flag_value(arguments, "--kv-cache-dtype") or "auto").startswith("fp8") else "bf16"
+
+
+def longest(arguments: list[str], default: int) -> int:
+    """Return --max-model-len; for `auto` or -1, where vLLM takes what fits, the least that it can be."""
+    value = (flag_value(arguments, "--max-model-len") or "").strip()
+    return KV_BLOCK if value.lower() in AUTO else whole(arguments, "--max-model-len", default)
+
+
+def whole(arguments: list[str], flag: str, default: int) -> int:
+    """Return the value of a flag among a server's arguments, which may be 8192, 8k (8,000) or 8K (8,192) as in vLLM.
+
+    Raises FactMissing for one that is none of these, or makes no sense (vllm/utils/argparse_utils.py:29).
+    """
+    text = flag_value(arguments, flag)
+    if text is None:
+        return default
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmMgG]?)", text.strip())
+    value = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
+    if not 1 <= value <= LARGEST:
+        raise FactMissing(f"{flag} is {text[:40]!r}, which is no number of tokens or sequences")
+    return int(value)

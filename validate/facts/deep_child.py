@@ -1,0 +1,175 @@
+"""Runs in the interpreter that will serve, beside the validator: imports torch and vllm and asks what they will do.
+
+`python -P deep_child.py REQUEST ANSWERS` with REQUEST = JSON {"model": DIR or null, "serve_args": [...]}. Each fact is
+one JSON line in the file ANSWERS, written as soon as it is known: a crash later loses nothing. Standard library only,
+besides torch and vllm: it is started by its path, in an environment that need not hold this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Where the server's options live: since vLLM 0.33.0, in 0.32.0, and before.
+OPTION_MODULES = (
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.cli_args",
+)
+
+
+def server_options() -> Any:
+    """Return the module of vLLM that defines the server's options."""
+    for name in OPTION_MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"none of {', '.join(OPTION_MODULES)}")
+
+
+class Questions:
+    """Questions to vLLM 0.32.0; each answers with JSON or raises."""
+
+    def __init__(self, model: str | None, serve_args: list[str]) -> None:
+        self.model, self.serve_args = model, serve_args
+
+    @property
+    def platform(self) -> Any:
+        """The platform vLLM runs on."""
+        from vllm.platforms import current_platform  # noqa: PLC0415 - only this process may import vllm
+
+        return current_platform
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The VllmConfig that the server would build from the same arguments, by vLLM's own parser."""
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+        if self.model is None:
+            raise LookupError("no model directory was given")
+        arguments = [*self.serve_args, "--model", self.model]
+        options = server_options().make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+        return AsyncEngineArgs.from_cli_args(options).create_engine_config()
+
+    def torch_cuda(self) -> str | None:
+        """CUDA version torch was built for; None for a CPU build."""
+        import torch  # noqa: PLC0415
+
+        return None if torch.version.cuda is None else str(torch.version.cuda)
+
+    def platform_name(self) -> str:
+        """Class of vLLM's platform."""
+        return str(getattr(self.platform, "__name__", type(self.platform).__name__))
+
+    def capability(self) -> str | None:
+        """Compute capability as vLLM sees it."""
+        capability = self.platform.get_device_capability()
+        return None if capability is None else f"{capability.major}.{capability.minor}"
+
+    def is_blackwell_class(self) -> bool:
+        """The answer of the method that our first patch adds."""
+        # vLLM's Platform answers None for any name it does not have (vllm/platforms/interface.py, __getattr__).
+        method = getattr(self.platform, "is_blackwell_class", None)
+        if method is None:
+            raise LookupError("vLLM's platform has no is_blackwell_class(): the patch is not applied")
+        return bool(method())
+
+    def quantization(self) -> str | None:
+        """Quantization method that vLLM resolved for the model."""
+        method = self.config.model_config.quantization
+        return None if method is None else str(method)
+
+    def moe_backend(self) -> str:
+        """What vLLM's own MXFP4 selector returns for this model's experts on this device."""
+        from vllm.config import set_current_vllm_config  # noqa: PLC0415
+        from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend  # noqa: PLC0415
+
+        with set_current_vllm_config(self.config):
+            return str(select_mxfp4_moe_backend(self.moe_config())[0].name)
+
+    def moe_config(self) -> Any:
+        """The FusedMoEConfig of one layer, as gpt_oss.py and fused_moe/layer.py build it on one device."""
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: PLC0415
+        from vllm.model_executor.layers.fused_moe.config import (  # noqa: PLC0415
+            FusedMoEConfig,
+            FusedMoEParallelConfig,
+            RoutingMethodType,
+        )
+
+        config, hf = self.config, self.config.model_config.hf_config
+        return FusedMoEConfig(
+            num_experts=hf.num_local_experts,
+            num_local_experts=hf.num_local_experts,
+            num_logical_experts=hf.num_local_experts,
+            experts_per_token=hf.num_experts_per_tok,
+            hidden_dim=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            activation=MoEActivation.from_str("swigluoai"),
+            has_bias=True,
+            in_dtype=config.model_config.dtype,
+            device=config.device_config.device,
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            moe_backend=config.kernel_config.moe_backend,
+            is_lora_enabled=config.lora_config is not None,
+        )
+
+    def attention_backend(self) -> list[str]:
+        """Names of the backends vLLM selects for gpt-oss's full and sliding-window layers, both with sinks."""
+        from vllm.config import set_current_vllm_config  # noqa: PLC0415
+        from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
+
+        config = self.config
+        with set_current_vllm_config(config):
+            return sorted(
+                {
+                    str(
+                        get_attn_backend(
+                            config.model_config.get_head_size(),
+                            config.model_config.dtype,
+                            config.cache_config.cache_dtype,
+                            has_sink=True,
+                            has_sliding_window=sliding,
+                        ).get_name()
+                    )
+                    for sliding in (False, True)
+                }
+            )
+
+
+# The order is the order of risk: what can crash the process comes last.
+QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
+    ("deep.torch_cuda", "torch.version.cuda", Questions.torch_cuda),
+    ("deep.platform", "vllm.platforms.current_platform", Questions.platform_name),
+    ("deep.capability", "current_platform.get_device_capability()", Questions.capability),
+    ("deep.is_blackwell_class", "current_platform.is_blackwell_class()", Questions.is_blackwell_class),
+    ("deep.quantization", "VllmConfig.model_config.quantization", Questions.quantization),
+    ("deep.moe_backend", "vLLM's select_mxfp4_moe_backend()", Questions.moe_backend),
+    ("deep.attention_backend", "vLLM's get_attn_backend()", Questions.attention_backend),
+)
+
+
+def main(request: str, answers: str) -> None:
+    """Answer every question in turn."""
+    arguments = json.loads(request)
+    questions = Questions(arguments["model"], arguments["serve_args"])
+    with Path(answers).open("a", encoding="utf-8") as file:
+        for name, source, ask in QUESTIONS:
+            entry: dict[str, Any] = {"name": name, "source": source, "value": None, "error": None}
+            try:
+                entry["value"] = ask(questions)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM's parser exits; both are answers
+                entry["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,116 @@
+"""Facts: a flat table of names and values, each with its source. Gathering never raises and always ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+from validate.facts.target import Target
+
+SCHEMA = 1
+DEADLINE = 8.0  # seconds; facts that were not read by then stay unknown (a hung network disk, a hung driver)
+
+Value = Any  # what JSON can hold
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact: its value, the command, file or API that it is from, and why there is no value if there is none.
+
+    `value` None with `error` None means: asked, and the answer is "none" (an unset variable, no cgroup limit).
+    """
+
+    value: Value
+    source: str
+    error: str | None = None
+
+
+class Reading(NamedTuple):
+    """How one fact is read. `read` may raise anything and may hang; it may take `seconds`."""
+
+    name: str
+    source: str
+    read: Callable[[Target], Value]
+    seconds: float = DEADLINE
+
+
+Facts = Mapping[str, Fact]
+
+
+def take(reading: Reading, target: Target) -> Fact:
+    """Read one fact; whatever goes wrong becomes its `error`."""
+    try:
+        return Fact(reading.read(target), reading.source)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a fact that cannot be read is a fact, never a crash
+        why = " ".join(str(error).split())[:300]
+        return Fact(None, reading.source, why or type(error).__name__)
+
+
+def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float | None = None) -> dict[str, Fact]:
+    """Read every fact of every group; the groups run side by side.
+
+    No group is waited for longer than `deadline` seconds, or than its slowest reading may take.
+    """
+    facts: dict[str, Fact] = {}
+    limits = [deadline or max((reading.seconds for reading in group), default=0.0) for group in groups]
+
+    def work(readings: Sequence[Reading]) -> None:
+        """Read one group, one after another; a reading that hangs costs those behind it."""
+        for reading in readings:
+            facts[reading.name] = take(reading, target)
+
+    # Daemon threads: one that hangs in a system call cannot keep the interpreter from ending.
+    workers = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
+    for worker in workers:
+        worker.start()
+    begun = time.monotonic()
+    for worker, limit in zip(workers, limits, strict=True):
+        worker.join(max(0.0, begun + limit - time.monotonic()))
+    in_time = dict(facts)  # a late worker writes into a table that nobody reads any more
+    return {
+        reading.name: in_time.get(reading.name, Fact(None, reading.source, f"no answer within {limit:g} s"))
+        for group, limit in zip(groups, limits, strict=True)
+        for reading in group
+    }
+
+
+def as_json(facts: Facts) -> dict[str, dict[str, Value]]:
+    """Return facts as JSON objects, sorted by name."""
+    return {name: asdict(facts[name]) for name in sorted(facts)}
+
+
+class _Entry(Record):
+    value: Value
+    source: str = "recorded sheet"
+    error: str | None = None
+
+
+class _Sheet(Record, extra="ignore"):
+    schema_: Literal[1] = Field(alias="schema")
+    facts: dict[str, _Entry]
+
+
+def load_sheet(path: Path) -> dict[str, Fact]:
+    """Read a recorded sheet: `{"schema": 1, "facts": {name: {value, source, error}}}`; a report holds one too.
+
+    Raises InputError if the file is not there, not JSON, of another schema or shape.
+    """
+    try:
+        sheet = _Sheet.model_validate(read_json(path))
+        return {name: Fact(entry.value, entry.source, entry.error) for name, entry in sheet.facts.items()}
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'the sheet'}: {first['msg']}"
+    except (OSError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+    fix = "record one: python -m validate --profile spark --json sheet.json"
+    raise InputError(f"cannot read the fact sheet {path}", why, fix, code="input.facts")

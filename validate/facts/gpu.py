@@ -1,0 +1,111 @@
+"""Facts about the GPU: nvidia-smi for the driver, libcuda in a child process for what CUDA itself sees."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import sys
+
+from sparkforge.core.bounded import ProbeError, ask, require
+from validate.facts.fact import Reading
+from validate.facts.target import Options, Target, once
+
+SECONDS = 5.0
+SMI_FIELDS = ("name", "driver_version", "compute_cap")
+
+# CUdevice_attribute numbers of cuda.h: 75 COMPUTE_CAPABILITY_MAJOR, 76 _MINOR, 18 INTEGRATED.
+MAJOR, MINOR, INTEGRATED = 75, 76, 18
+
+
+@once
+def nvidia_smi(target: Target) -> tuple[dict[str, str], ...]:
+    """One table of SMI_FIELDS per GPU that nvidia-smi lists. Raises ProbeError if it is absent, fails or hangs."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
+    text = require(ask(query, seconds=SECONDS, env=target.options.environ), "nvidia-smi", SECONDS)
+    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(SMI_FIELDS)]
+    if not rows:
+        raise ProbeError("nvidia-smi lists no GPU")
+    return tuple(dict(zip(SMI_FIELDS, row, strict=True)) for row in rows)
+
+
+def name() -> str:
+    """Return the name of this machine's first GPU; empty if nvidia-smi names none."""
+    try:
+        return nvidia_smi(Target(Options(), "embedded"))[0]["name"]
+    except ProbeError:
+        return ""
+
+
+@once
+def libcuda(target: Target) -> dict[str, object]:
+    """Run `query_libcuda` in a child process, as cuInit may crash or hang. Raises ProbeError with its reason."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from validate.facts.gpu import main; main()"
+    answer = ask([sys.executable, "-c", code], seconds=SECONDS, env=target.options.environ)
+    result = json.loads(require(answer, "the libcuda probe", SECONDS))
+    if "error" in result:
+        raise ProbeError(result["error"])
+    return dict(result)
+
+
+def query_libcuda() -> dict[str, object]:
+    """Ask libcuda for its version and the first device's capability; {"error": why} if it is absent or refuses."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return {"error": f"libcuda.so.1 cannot be loaded: {error}"}
+    version, count = ctypes.c_int(), ctypes.c_int()
+    for name, code in (
+        ("cuDriverGetVersion", cuda.cuDriverGetVersion(ctypes.byref(version))),
+        ("cuInit", cuda.cuInit(0)),
+        ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count))),
+    ):
+        if code != 0:
+            return {"error": f"{name} returned CUDA error {code}"}
+    # cuDriverGetVersion counts 1000 * major + 10 * minor.
+    result: dict[str, object] = {
+        "api": f"{version.value // 1000}.{version.value % 1000 // 10}",
+        "count": count.value,
+    }
+    if count.value:
+        result["capability"] = f"{_attribute(cuda, MAJOR)}.{_attribute(cuda, MINOR)}"
+        result["integrated"] = bool(_attribute(cuda, INTEGRATED))
+    return result
+
+
+def _attribute(cuda: ctypes.CDLL, number: int) -> int:
+    value = ctypes.c_int()
+    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, 0)
+    return value.value
+
+
+def main() -> None:
+    """Print `query_libcuda()` as JSON; the child process of `libcuda`."""
+    print(json.dumps(query_libcuda()))
+
+
+def _smi(field: str) -> Reading:
+    names = {"name": "gpu.name", "driver_version": "gpu.driver_version", "compute_cap": "gpu.compute_capability"}
+    return Reading(names[field], f"nvidia-smi --query-gpu={field}", lambda target: nvidia_smi(target)[0][field])
+
+
+def _cuda(name: str, key: str, function: str) -> Reading:
+    def read(target: Target) -> object:
+        """Raises ProbeError where CUDA has no device, or no such answer for it."""
+        if key not in libcuda(target):
+            raise ProbeError("libcuda sees no device")
+        return libcuda(target)[key]
+
+    return Reading(name, f"libcuda.so.1 {function}", read)
+
+
+SMI_READINGS = (
+    *(_smi(field) for field in SMI_FIELDS),
+    Reading("gpu.count", "nvidia-smi --query-gpu=name", lambda target: len(nvidia_smi(target))),
+)
+CUDA_READINGS = (
+    _cuda("cuda.driver_api", "api", "cuDriverGetVersion"),
+    _cuda("cuda.device_count", "count", "cuDeviceGetCount"),
+    _cuda("cuda.compute_capability", "capability", "cuDeviceGetAttribute"),
+    _cuda("cuda.integrated", "integrated", "cuDeviceGetAttribute CU_DEVICE_ATTRIBUTE_INTEGRATED"),
+)

@@ -1,0 +1,131 @@
+"""Facts about the machine: processor, memory, disks, port, and the environment variables that steer the server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from sparkforge.core import memory
+from sparkforge.plan.budget import DEFAULT_UTILIZATION
+from validate.facts.fact import Reading
+from validate.facts.target import DEFAULT_PORT, Target
+
+ROOT = Path("/")  # where core.memory looks for /proc and the cgroup mounts
+SHM = Path("/dev/shm")  # noqa: S108 - the mount itself
+
+
+def cgroup_headroom(_: Target) -> int | None:
+    """Bytes this container may still use (cgroup v2 or v1), or None where no limit is below MemAvailable."""
+    machine = memory.measure(ROOT)
+    return None if machine.bound == "MemAvailable" else machine.available
+
+
+def cpu_flags(_: Target) -> list[str]:
+    """Instruction set flags of the first processor: `flags` on x86-64, `Features` on aarch64."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _colon, rest = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return sorted(rest.split())
+    raise LookupError("/proc/cpuinfo names no flags")
+
+
+def os_name(_: Target) -> str:
+    """The distribution's own name for itself."""
+    return platform.freedesktop_os_release().get("PRETTY_NAME", "unnamed")
+
+
+def cache_directory(target: Target) -> str:
+    """Where vLLM keeps its caches: VLLM_CACHE_ROOT, else XDG_CACHE_HOME/vllm, else ~/.cache/vllm (vllm/envs.py)."""
+    env = target.options.environ
+    home = Path(env.get("HOME") or Path.home())
+    default = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "vllm"
+    return str(Path(env.get("VLLM_CACHE_ROOT") or default).expanduser())
+
+
+def cache_free(target: Target) -> int:
+    """Bytes free on the file system that holds, or will hold, vLLM's caches."""
+    directory = Path(cache_directory(target)).absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def port(target: Target) -> int:
+    """The port that the server will take."""
+    return target.options.port if target.options.port is not None else int(target.argument("--port") or DEFAULT_PORT)
+
+
+def host(target: Target) -> str:
+    """The address the server will listen on; loopback by default."""
+    return target.options.host or target.argument("--host") or "127.0.0.1"
+
+
+def port_free(target: Target) -> bool:
+    """Whether the port can be bound now. Other refusals than "in use" (no permission, no such address) raise."""
+    family = socket.AF_INET6 if ":" in host(target) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does: TIME_WAIT is not "taken"
+        try:
+            probe.bind((host(target), port(target)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def utilization(target: Target) -> float:
+    """The share of memory that vLLM will take."""
+    if target.options.gpu_memory_utilization is not None:
+        return target.options.gpu_memory_utilization
+    return float(target.argument("--gpu-memory-utilization") or DEFAULT_UTILIZATION)
+
+
+def optimize(target: Target) -> int:
+    """Level of `python -O` that the server will run with: the interpreter's own, or what PYTHONOPTIMIZE asks for."""
+    text = target.options.environ.get("PYTHONOPTIMIZE", "")
+    level = (int(text) if text.isdigit() else 1) if text else 0  # CPython: any other text counts as 1
+    return max(level, target.interpreter()[2])
+
+
+def arguments(target: Target) -> list[str]:
+    """The arguments for the server, without the value of --api-key: reports are passed on."""
+    shown: list[str] = []
+    for argument in target.options.serve_args:
+        hidden = shown and shown[-1] == "--api-key"
+        shown.append("***" if hidden else "--api-key=***" if argument.startswith("--api-key=") else argument)
+    return shown
+
+
+def _variable(fact: str, name: str) -> Reading:
+    return Reading(fact, f"environment {name}", lambda target: target.options.environ.get(name))
+
+
+READINGS = (
+    Reading("os.machine", "platform.machine()", lambda _: platform.machine()),
+    Reading("os.kernel", "platform.release()", lambda _: platform.release()),
+    Reading("os.name", "/etc/os-release", os_name),
+    Reading("cpu.flags", "/proc/cpuinfo", cpu_flags),
+    Reading("cpu.count", "os.sched_getaffinity(0)", lambda _: len(os.sched_getaffinity(0))),
+    Reading("memory.total_bytes", "/proc/meminfo MemTotal", lambda _: psutil.virtual_memory().total),
+    Reading("memory.available_bytes", "/proc/meminfo MemAvailable", lambda _: psutil.virtual_memory().available),
+    Reading("memory.cgroup_headroom_bytes", "/sys/fs/cgroup memory.max, memory.current", cgroup_headroom),
+    Reading("shm.total_bytes", "statvfs /dev/shm", lambda _: shutil.disk_usage(SHM).total),
+    Reading("disk.cache_directory", "VLLM_CACHE_ROOT, XDG_CACHE_HOME", cache_directory),
+    Reading("disk.cache_free_bytes", "statvfs of disk.cache_directory", cache_free),
+    Reading("serve.host", "--host", host),
+    Reading("serve.port", "--port", port),
+    Reading("serve.port_free", "socket.bind((host, port))", port_free),
+    Reading("serve.gpu_memory_utilization", "--gpu-memory-utilization", utilization),
+    Reading("serve.args", "--serve-args", arguments),
+    Reading("python.version", "the serving interpreter's platform.python_version()", lambda s: s.interpreter()[0]),
+    Reading("python.executable", "--python", lambda target: str(target.options.python)),
+    Reading("python.optimize", "sys.flags.optimize, PYTHONOPTIMIZE", optimize),
+    _variable("env.flashinfer_cuda_arch_list", "FLASHINFER_CUDA_ARCH_LIST"),
+    _variable("env.hf_hub_offline", "HF_HUB_OFFLINE"),
+)

@@ -1,0 +1,39 @@
+"""Facts about numbers: one small MoE layer through the kernel that will serve, in a child process that may hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from validate.facts import software
+from validate.facts.child import run_child
+from validate.facts.fact import Fact
+from validate.facts.target import Target
+
+CHILD = Path(__file__).with_name("numerics_child.py")
+SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
+NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference")
+RAN, NOT_COMPILED = "ran", "not compiled"
+# Stack → whose kernel runs the experts there: our plugin's, or the one that vLLM selects.
+WAYS = {"embedded": "plugin"}
+
+
+def gather(target: Target) -> dict[str, Fact]:
+    """Every fact of the numerics check; those that the child did not write carry how it ended. Never raises."""
+    way = WAYS.get(target.stack, "vllm")
+    if way == "vllm" and not _compiled(target):
+        return {f"numerics.{name}": Fact(NOT_COMPILED if name == "state" else None, SOURCE) for name in NAMES}
+    entries, why = run_child(CHILD, target, "the layer", target.options.numerics_seconds, way=way)
+    missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
+    computed = {name: Fact(entry["value"], SOURCE) for name, entry in entries.items()}
+    return {**missing, "numerics.state": Fact(RAN, SOURCE), **computed}
+
+
+def _compiled(target: Target) -> bool:
+    """Whether FlashInfer's MoE module is ready; without it the first call would compile for minutes.
+
+    If that cannot be read, the child says what is wrong.
+    """
+    try:
+        return software.moe_module(target) in software.cached_modules(target)
+    except Exception:  # noqa: BLE001 - a fact of its own says why
+        return True

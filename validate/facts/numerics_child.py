@@ -1,0 +1,243 @@
+"""Runs in the interpreter that will serve: one small MXFP4 MoE layer through the kernel that will serve, then judged.
+
+`python -P numerics_child.py REQUEST ANSWERS` with REQUEST = JSON {"way": "plugin" or "vllm", "model": DIR or null,
+"serve_args": [...]}; each fact is one JSON line in ANSWERS. Standard library only, besides torch and what is judged.
+The reference is written out here in float64 from the format's specification: it shares no line with any kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# Sizes that every kernel takes without padding: FlashInfer's tiles are 128 wide (docs/hardware.md).
+HIDDEN = INTERMEDIATE = 128
+EXPERTS, TOP_K, TOKENS, BLOCK = 4, 2, 16, 32
+ALPHA, LIMIT = 1.702, 7.0  # openai/gpt-oss: swiglu(x, alpha=1.702, limit=7.0)
+# E2M1 by the low three bits, and its sign in the fourth (OCP Microscaling Formats v1.0, section 5.3.3).
+ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# Relative RMS difference that rounding explains. bfloat16 in and out: 0.3 % measured on a CPU. MXFP8 activations (E4M3,
+# one scale in 32) round twice to 3 bits: 2^-4 at most each, about 4 % RMS by calculation; not measured on a Spark.
+# A wrong nibble order gives 140 %, a scale off by one 70 %, a lost clamp 40 %.
+TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
+
+
+class MoeLayer(NamedTuple):
+    """A gpt-oss layer's experts on the CPU, packed as in the checkpoint, with an input and its routing.
+
+    Blocks are u8 [E, rows, columns / 2], scales u8 [E, rows, columns / 32], biases bfloat16 [E, rows]; gate and up rows
+    are interleaved. x is bfloat16 [T, H], logits float32 [T, E].
+    """
+
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    x: torch.Tensor
+    logits: torch.Tensor
+
+    def routing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights (float32 [T, k], softmax over the chosen) and ids (int32 [T, k]) of the best experts."""
+        best, ids = self.logits.topk(TOP_K)
+        return best.softmax(-1), ids.to(torch.int32)
+
+
+def make_layer() -> MoeLayer:
+    """Return the same layer everywhere; a tenth of the gates are above the clamp's limit."""
+    random = torch.Generator().manual_seed(20261121)
+
+    def projection(rows: int, columns: int, scale: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Blocks u8 [E, rows, columns / 2], E8M0 scales from `scale` to `scale` + 2, bias bf16 [E, rows]."""
+        blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=random, dtype=torch.uint8)
+        steps = torch.randint(0, 3, (EXPERTS, rows, columns // BLOCK), generator=random, dtype=torch.uint8)
+        return blocks, steps + scale, 4 * torch.randn(EXPERTS, rows, generator=random).to(torch.bfloat16)
+
+    gate_up, down = projection(2 * INTERMEDIATE, HIDDEN, 123), projection(HIDDEN, INTERMEDIATE, 120)
+    x = torch.randn(TOKENS, HIDDEN, generator=random).to(torch.bfloat16)
+    return MoeLayer(gate_up, down, x, torch.randn(TOKENS, EXPERTS, generator=random))
+
+
+def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values [..., columns] in float64: the low nibble first, times 2^(scale - 127) for each block of 32."""
+    elements = torch.tensor(ELEMENTS, dtype=torch.float64)
+    pairs = torch.stack([elements[(blocks & 15).long()], elements[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    return pairs * torch.exp2(scales.double() - 127).repeat_interleave(BLOCK, dim=-1)
+
+
+def reference(layer: MoeLayer) -> torch.Tensor:
+    """Return what the layer gives, float64 [T, H], one token and one expert after the other."""
+    weights, ids = layer.routing()
+    gate_up, down = (unpack(blocks, scales) for blocks, scales, _ in (layer.gate_up, layer.down))
+    result = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
+            both = gate_up[expert] @ layer.x[token].double() + layer.gate_up[2][expert].double()
+            gate, up = both[0::2].clamp(max=LIMIT), both[1::2].clamp(-LIMIT, LIMIT)
+            hidden = (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+            result[token] += weight * (down[expert] @ hidden + layer.down[2][expert].double())
+    return result
+
+
+class Run(NamedTuple):
+    """A kernel ready to run: its name, which tolerance fits it, its device, and the call that gives [T, H]."""
+
+    kernel: str
+    activations: str
+    device: str
+    call: Callable[[], torch.Tensor]
+
+
+def by_plugin(layer: MoeLayer, _request: dict[str, Any]) -> Run:
+    """Return the kernel that our vLLM plugin would run here (SPARK_MXFP4_KERNEL, else torch)."""
+    from spark_mxfp4.experts import ExpertWeights, Projection  # noqa: PLC0415 - only what is judged is imported
+    from spark_mxfp4.registry import load  # noqa: PLC0415
+
+    kernel = load()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    moved = [tuple(part.to(device) for part in projection) for projection in (layer.gate_up, layer.down)]
+    weights = ExpertWeights(*(Projection(*parts) for parts in moved))
+    (topk, ids), x = (part.to(device) for part in layer.routing()), layer.x.to(device)
+    return Run(f"spark_mxfp4 {kernel.name}", "bf16", device, lambda: kernel.run(x, weights, ids, topk))
+
+
+def by_vllm(layer: MoeLayer, request: dict[str, Any]) -> Run:
+    """Return the layer as vLLM 0.32.0 itself would run it: its choice of backend, its weight conversion, its kernel."""
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - only what is judged is imported
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
+    from vllm.v1.worker.workspace import init_workspace_manager  # noqa: PLC0415
+
+    questions = _questions(request)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with set_current_vllm_config(questions.config):
+        init_workspace_manager(device)
+        sizes = {"hidden_dim": HIDDEN, "hidden_dim_unpadded": HIDDEN, "intermediate_size": INTERMEDIATE}
+        sizes |= {"intermediate_size_per_partition_unpadded": INTERMEDIATE, "experts_per_token": TOP_K}
+        counts = dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), EXPERTS)
+        method = GptOssMxfp4MoEMethod(replace(questions.moe_config(), device=device, **sizes, **counts))
+        holder = _holder(method, layer, device)
+        method.process_weights_after_loading(holder)
+    name = str(method.mxfp4_backend.name)
+    activations = "mxfp8" if name.endswith("MXFP8") else "bf16"
+    return Run(name, activations, device.type, _vllm_call(method, holder, layer, device, questions.config))
+
+
+def _vllm_call(
+    method: Any, holder: Any, layer: MoeLayer, device: torch.device, config: Any
+) -> Callable[[], torch.Tensor]:
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+    from vllm.forward_context import set_forward_context  # noqa: PLC0415
+
+    padded = torch.zeros(TOKENS, holder.hidden, dtype=torch.bfloat16, device=device)
+    padded[:, :HIDDEN] = layer.x.to(device)
+    logits = layer.logits.to(device)
+    topk, ids = (part.to(device) for part in layer.routing())
+
+    def call() -> torch.Tensor:
+        """Run the layer; bf16 [TOKENS, HIDDEN]: what vLLM padded is cut off again."""
+        with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
+            if method.is_monolithic:
+                out = method.apply_monolithic(holder, padded, logits)
+            else:
+                out = method.apply(holder, padded, topk, ids, None, None)
+        cut: torch.Tensor = out[:, :HIDDEN]
+        return cut
+
+    return call
+
+
+class Holder(torch.nn.Module):
+    """Stands for vLLM's RoutedExperts: what its MXFP4 method reads of a layer, on one device."""
+
+    expert_map = num_expert_group = topk_group = e_score_correction_bias = routing_sink = None
+    apply_router_weight_on_input = False
+    routed_scaling_factor = 1.0
+    global_num_experts = local_num_experts = EXPERTS
+    ep_rank = 0
+
+    def __init__(self, activation: Any, hidden: int) -> None:
+        super().__init__()
+        self.activation, self.hidden = activation, hidden
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+def _holder(method: Any, layer: MoeLayer, device: torch.device) -> Holder:
+    """Return a layer with vLLM's own parameters, padded as its backend wants them, filled with ours."""
+    config = method.moe
+    hidden, intermediate = method.maybe_roundup_sizes(HIDDEN, INTERMEDIATE, torch.bfloat16, config.moe_parallel_config)
+    config.hidden_dim, config.intermediate_size_per_partition = hidden, intermediate
+    holder = Holder(config.activation, hidden)
+    method.create_weights(holder, EXPERTS, hidden, intermediate, torch.bfloat16)
+    for name, projection in (("w13", layer.gate_up), ("w2", layer.down)):
+        for suffix, part in zip(("_weight", "_weight_scale", "_bias"), projection, strict=True):
+            parameter = getattr(holder, name + suffix)
+            filled = torch.zeros_like(parameter, device=device)
+            filled[tuple(slice(size) for size in part.shape)] = part.to(device)
+            parameter.data = filled
+    return holder
+
+
+def _questions(request: dict[str, Any]) -> Any:
+    """Return deep_child's Questions, loaded by its path: this program may run where no package of ours is installed."""
+    path = Path(__file__).with_name("deep_child.py")
+    spec = importlib.util.spec_from_file_location("deep_child", path)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(str(path))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Questions(request["model"], request["serve_args"])
+
+
+def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the root mean square of the difference relative to that of `wanted`."""
+    return float((output.double().cpu() - wanted.cpu()).norm() / wanted.norm())
+
+
+def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
+    """Return the largest difference between `eager` and a CUDA graph's replay; None without a GPU."""
+    if run.device != "cuda":
+        return None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # warm up off the default stream, as torch.cuda.graph asks for
+        run.call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run.call()
+    captured.fill_(float("nan"))  # what the replay does not write stays visible
+    graph.replay()
+    torch.cuda.synchronize()
+    return float((captured.float() - eager.float()).abs().max())
+
+
+WAYS = {"plugin": by_plugin, "vllm": by_vllm}
+
+
+def main(request: str, answers: str) -> None:
+    """Run the layer and write the results, fact by fact: a later crash loses nothing that was written."""
+    arguments = json.loads(request)
+
+    def write(name: str, value: Any) -> None:
+        """Append a line and close the file: a crash in the next line must not lose it."""
+        with Path(answers).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": f"numerics.{name}", "value": value}) + "\n")
+
+    layer = make_layer()
+    run = WAYS[arguments["way"]](layer, arguments)
+    write("kernel", run.kernel)
+    write("device", run.device)
+    write("tolerance", TOLERANCE[run.activations])
+    out = run.call()
+    write("difference", difference(out, reference(layer)))
+    write("graph_difference", graph_difference(run, out.clone()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,115 @@
+"""Facts about our patched wheels: which the stack needs, and whether the installed ones are the locked, unchanged."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from sparkforge import pins
+from sparkforge.core.bounded import ProbeError
+from sparkforge.core.errors import IntegrityError
+from sparkforge.core.files import sha256_file
+from sparkforge.core.installed import Installed
+from sparkforge.core.paths import ROOT
+from sparkforge.pins import verify
+from sparkforge.pins.patched import load_patched
+from sparkforge.pins.verify import ImageChanges, WheelOrigin
+from validate.facts.fact import Reading
+from validate.facts.target import Target, once
+
+SECONDS = 60.0  # to read 1 GB, also from a slow disk or beside other work
+
+
+def expected(target: Target) -> list[str]:
+    """Names of the distributions that this profile's stack has patches for."""
+    return verify.patched_packages(pins.load(), target.stack)
+
+
+@once
+def installed(target: Target) -> list[Installed]:
+    """Those of them that are installed. Raises IntegrityError for one whose metadata cannot be read."""
+    return [Installed.read(target.metadata()[name]) for name in expected(target) if name in target.metadata()]
+
+
+def versions(target: Target) -> list[str]:
+    """Installed patched distributions, as `name version`."""
+    return [f"{distribution.name} {distribution.version}" for distribution in installed(target)]
+
+
+def foreign(target: Target) -> list[str]:
+    """Why an expected distribution is not the locked wheel of ours, or not what Python imports; a line each."""
+    lock, reasons = load_patched(), list[str]()
+    for name in expected(target):
+        if name not in target.metadata():
+            reasons.append(f"{name} is not installed")
+            continue
+        try:
+            distribution = Installed.read(target.metadata()[name])
+            verify.require_locked(distribution, lock)
+        except IntegrityError as error:
+            reasons.append(f"{error.what}: {error.why}")
+            continue
+        reasons += _imported_from_elsewhere(target, distribution)
+    return reasons
+
+
+def _imported_from_elsewhere(target: Target, distribution: Installed) -> list[str]:
+    paths = sorted(Path(line.path) for line in distribution.lines if line.path.endswith("/__init__.py"))
+    reasons = []
+    for package in [path.parts[0] for path in paths if len(path.parts) == 2]:
+        with suppress(ProbeError):  # it is nowhere: changed_files says what is missing
+            if (place := target.package_directory(package)).parent != distribution.packages:
+                packages = distribution.packages
+                reasons.append(f"Python imports {package} from {place}, and {distribution.name} is in {packages}")
+    return reasons
+
+
+def changed_files(target: Target) -> list[str]:
+    """Files of the patched distributions that are not as RECORD has them, as `path: change`."""
+    changes = ImageChanges.read(ROOT / "image.json")
+    return [line for distribution in installed(target) for line in verify.differences(distribution, changes)]
+
+
+@once
+def origins(target: Target) -> list[WheelOrigin]:
+    """What the patched distributions say of themselves."""
+    return [verify.read_origin(distribution.info) for distribution in installed(target)]
+
+
+def names(target: Target) -> list[str]:
+    """File names of the patches in the installed wheels."""
+    return [patch.name for origin in origins(target) for patch in origin.patches]
+
+
+def outdated(target: Target) -> list[str] | None:
+    """Patches in which a wheel and this checkout's series differ, as `name: difference`; None without a checkout."""
+    queues = [(origin, ROOT / "patches" / f"{origin.upstream}-{origin.version}") for origin in origins(target)]
+    if not all((queue / "series").is_file() for _, queue in queues):
+        return None
+    return [line for origin, queue in queues for line in _outdated(origin, queue)]
+
+
+def _outdated(origin: WheelOrigin, queue: Path) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (queue / "series").read_text(encoding="utf-8").splitlines())
+    series = {line: sha256_file(queue / line) for line in lines if line}
+    applied = {patch.name: patch.sha256 for patch in origin.patches}
+    wheel = f"the installed {origin.upstream}"
+    return [
+        *(f"{name}: is in the series, not in {wheel}" for name in series if name not in applied),
+        *(f"{name}: is in {wheel}, not in the series" for name in applied if name not in series),
+        *(
+            f"{name}: was changed since it was applied"
+            for name, sha256 in applied.items()
+            if series.get(name, sha256) != sha256
+        ),
+    ]
+
+
+READINGS = (
+    Reading("patches.expected", "pins.toml", expected),
+    Reading("patches.installed", "package metadata", versions),
+    Reading("patches.foreign", "RECORD against locks/patched.toml", foreign),
+    Reading("patches.changed_files", "files against RECORD and the image's image.json", changed_files, SECONDS),
+    Reading("patches.names", f"{verify.ORIGIN} in the package metadata", names),
+    Reading("patches.outdated", f"{verify.ORIGIN} against patches/*/series of this checkout", outdated),
+)

@@ -1,0 +1,130 @@
+"""What is validated: the interpreter that will serve, its packages, the environment, the model, the port."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+from packaging.utils import canonicalize_name
+
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.bounded import ProbeError, ask, require
+
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
+
+DEFAULT_PORT = 8000  # vLLM's own default, vllm/entrypoints/openai/cli_args.py
+INTERPRETER_SECONDS = 3.0
+ASK_INTERPRETER = (
+    "import json,platform,sys;"
+    "print(json.dumps([platform.python_version(), [p for p in sys.path if p], sys.flags.optimize]))"
+)
+
+
+def once(function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
+    """Cache a function's answer for ever, its exception too: a probe that hung once does not run again."""
+
+    @functools.cache
+    def outcome(*args: Any) -> tuple[T | None, Exception | None]:
+        """`functools.cache` forgets what raised, so an exception is returned."""
+        try:
+            return function(*args), None
+        except Exception as error:  # noqa: BLE001 - raised again for every caller below
+            return None, error
+
+    @functools.wraps(function)
+    def answer(*args: *Arguments) -> T:
+        """Return what was answered the first time, or raise what was raised."""
+        value, error = outcome(*args)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller wants validated. Unset values are read from `serve_args`, then from vLLM's defaults.
+
+    `stack` is the table of pins.toml whose versions are expected; unset, the profile's.
+    """
+
+    stack: str | None = None
+    model: Path | None = None
+    host: str | None = None
+    port: int | None = None
+    gpu_memory_utilization: float | None = None
+    serve_args: tuple[str, ...] = ()
+    python: Path = Path(sys.executable)
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    deep: bool = True
+    deep_seconds: float = 240.0
+    numerics_seconds: float = 180.0
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Options and the packages of the interpreter that will serve, which is asked once."""
+
+    options: Options
+    stack: str
+
+    def argument(self, flag: str) -> str | None:
+        """Value of a flag among the arguments for the server; None if it is not there."""
+        return flag_value(self.options.serve_args, flag)
+
+    @once
+    def interpreter(self) -> tuple[str, tuple[str, ...], int]:
+        """Version, sys.path and -O level of the serving interpreter. Raises ProbeError if it does not answer."""
+        if self.options.python.absolute() == Path(sys.executable).absolute():
+            return platform.python_version(), tuple(sys.path), sys.flags.optimize
+        answer = ask(
+            [self.options.python, "-c", ASK_INTERPRETER], seconds=INTERPRETER_SECONDS, env=self.options.environ
+        )
+        version, path, optimize = json.loads(require(answer, str(self.options.python), INTERPRETER_SECONDS))
+        return version, tuple(path), optimize
+
+    @once
+    def metadata(self) -> dict[str, Path]:
+        """Metadata folders by normalised name; where a name occurs twice, the first on the path wins."""
+        folders: dict[str, Path] = {}
+        for directory in dict.fromkeys(self.interpreter()[1]):
+            for entry in _metadata_directories(Path(directory)):
+                folders.setdefault(canonicalize_name(entry.name.split("-")[0]), entry)
+        return folders
+
+    @once
+    def distributions(self) -> dict[str, importlib.metadata.Distribution]:
+        """Installed distributions by normalised name."""
+        return {name: importlib.metadata.PathDistribution(folder) for name, folder in self.metadata().items()}
+
+    def version(self, *names: str) -> str:
+        """Version of the first of `names` that is installed; raises ProbeError if none is."""
+        for name in names:
+            if (distribution := self.distributions().get(name)) is not None:
+                return distribution.version
+        raise ProbeError(f"not installed: {' or '.join(names)}")
+
+    @once
+    def package_directory(self, name: str) -> Path:
+        """Directory of an importable package, found without importing it; raises ProbeError if there is none."""
+        for directory in self.interpreter()[1]:
+            if (Path(directory) / name / "__init__.py").is_file():
+                return Path(directory) / name
+        raise ProbeError(f"no package {name} on the path of {self.options.python}")
+
+
+def _metadata_directories(directory: Path) -> list[Path]:
+    try:
+        return [entry for entry in directory.iterdir() if entry.name.endswith((".dist-info", ".egg-info"))]
+    except OSError:
+        return []
