@@ -7,10 +7,12 @@ import random
 import shutil
 import signal
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 INSTALL = {
@@ -117,6 +119,26 @@ def free_port():
                 return port
 
     return free_port
+
+
+@pytest.fixture(scope="session")
+def ended():
+    """Return a function: True as soon as a process has ended; False if it still runs after `seconds`.
+
+    SIGKILL returns before the process is gone. A zombie has ended: in a container nobody may collect it.
+    """
+
+    def ended(pid, seconds=30.0):
+        deadline = time.monotonic() + seconds
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while process.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.02)
+        return True
+
+    return ended
 
 
 @pytest.fixture

@@ -91,4 +91,4 @@ def test_converting_costs_less_than_one_layer_at_its_peak():
     assert done.returncode == 0, done.stderr[-2000:]
     layer, peak, after, total = map(int, done.stdout.split())
     assert 0 < peak < layer
-    assert after < -0.7 * total  # 16 bits became 4.25
+    assert after < -0.65 * total  # 16 bits became 4.25: -0.73; one layer of eight that stays makes -0.61

@@ -42,6 +42,7 @@ def started(monkeypatch):
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
     monkeypatch.setattr(suite.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(suite, "call", call)
+    monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * GB, 2))
     return seen
 
@@ -64,6 +65,12 @@ def test_what_pytest_is_seen(started, options, words):
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
     )
+
+
+def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    suite.run_tests(fast=False, select="")
+    assert started.words[-2:] == [*suite.RERUNS]
 
 
 def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch):

@@ -43,7 +43,7 @@ def wait_for(log, words):
     raise AssertionError(log.read_text())
 
 
-def test_a_whole_session_ends_even_if_it_ignores_sigterm(tmp_path):
+def test_a_whole_session_ends_even_if_it_ignores_sigterm(tmp_path, ended):
     log = tmp_path / "log"
     pid = spawn([sys.executable, "-c", STUBBORN, "parent", STUBBORN], log=log, env=dict(os.environ), cwd=tmp_path)
     wait_for(log, ["parent", "child"])
@@ -51,7 +51,7 @@ def test_a_whole_session_ends_even_if_it_ignores_sigterm(tmp_path):
     assert len(members) == 2
     assert members[0] == pid
     terminate_session(pid, grace=0.3)
-    assert not [p for p in members if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    assert all(map(ended, members))
 
 
 def test_start_time_tells_a_live_process_from_an_ended_one(tmp_path):

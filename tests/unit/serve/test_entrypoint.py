@@ -379,12 +379,8 @@ def waits_for(file):
     return int(file.read_text())
 
 
-def gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.slow
-def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site):
+def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site, ended):
     path = f"{hanging}:{site}:{ROOT}"
     code, out = container.ends(
         PYTHONPATH=path,
@@ -394,12 +390,12 @@ def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, 
     )
     assert code == 30
     assert "FAIL validator  the validator did not end within 12 s" in out
-    assert gone(waits_for(hanging / "pid"))
+    assert ended(waits_for(hanging / "pid"))
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "refuse"
     assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1
 
 
-def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site):
+def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site, ended):
     path = f"{hanging}:{site}:{ROOT}"
     child = container.start(PYTHONPATH=path, SPARKFORGE_PROFILE="spark", SPARKFORGE_SERVE_PROFILE="embedded")
     probe = waits_for(hanging / "pid")
@@ -407,7 +403,7 @@ def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site):
     out, _ = child.communicate(timeout=30)
     assert child.returncode == 143
     assert "Traceback" not in out
-    assert gone(probe)
+    assert ended(probe)
 
 
 def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkeypatch):

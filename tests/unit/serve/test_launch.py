@@ -87,14 +87,14 @@ def port(free_port):
 
 
 @pytest.fixture
-def begin(port, tmp_path):
+def begin(port, tmp_path, ended):
     def begin(behaviour="good", timeout=120.0):
         state().mkdir(exist_ok=True)
         command = (sys.executable, "-c", SERVER, str(port), behaviour)
         return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
 
     told = []
-    begin.told = told
+    begin.told, begin.ended = told, ended
     yield begin
     server = record.read()
     if server and server.alive:
@@ -104,7 +104,7 @@ def begin(port, tmp_path):
 def nothing_is_left(begin, port):
     assert record.read() is None
     mine = [p for p in psutil.process_iter(["cmdline"]) if str(port) in (p.info["cmdline"] or [])]
-    assert [p for p in mine if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert all(begin.ended(process.pid) for process in mine)
 
 
 def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):

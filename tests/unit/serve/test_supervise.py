@@ -101,13 +101,12 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
     assert "by itself" not in output
 
 
-def test_what_a_killed_server_leaves_ends_with_it(serve):
+def test_what_a_killed_server_leaves_ends_with_it(serve, ended):
     supervisor, engine = serve("leaves an engine")
-    left = psutil.Process(engine)
     (server,) = (child for child in psutil.Process(supervisor.pid).children() if child.pid != engine)
     server.kill()
     assert supervisor.wait(30) == 137
-    assert not left.is_running()
+    assert ended(engine)
 
 
 def test_a_killed_supervisor_takes_the_server_with_it(serve):
