@@ -108,7 +108,7 @@ def build(
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], peaks, memory.measure(), limit=site.limit)
     report = JobsReport()
-    with Progress(schedule) as progress:
+    with CompileProgress(schedule) as progress:
         try:
             if wanted:
                 progress.begin()
@@ -151,7 +151,7 @@ def holding(lock: Path, unit: Unit) -> Unit:
     return replace(unit, command=("flock", "--shared", "--no-fork", str(lock), *unit.command))
 
 
-class Progress:
+class CompileProgress:
     """Shows a run of `jobs.run`: a line for each unit that ended, on a terminal also a bar in predicted CPU-seconds."""
 
     def __init__(self, schedule: Schedule) -> None:

@@ -103,10 +103,10 @@ def _home(architecture: str) -> tuple[Path, str]:
                 f"cannot build with CUDA_HOME={chosen}", wrong, f"unset CUDA_HOME to use the locked compiler, {AGAIN}"
             )
         return Path(chosen).absolute(), "CUDA_HOME"
-    if (found := shutil.which("nvcc")) and (home := home_of(Path(found))):
+    if (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
         if not (wrong := unfit(home, architecture)):
             return home, "PATH"
-        say(f"{found} is passed over: {wrong}")
+        say(f"{nvcc} is passed over: {wrong}")
     home = install()[0] / HOME
     if wrong := unfit(home, architecture):
         raise _error(f"{home} is no longer whole", wrong, f"rm -r {home.parent.parent}, {AGAIN}")
@@ -262,5 +262,5 @@ def print_toolchain() -> None:
         say(f"{name} {version}")
 
 
-def _error(what: str, why: str, fix: str) -> CompileError:
-    return CompileError(what, why, fix, code="compile.toolchain")
+def _error(failure: str, why: str, fix: str) -> CompileError:
+    return CompileError(failure, why, fix, code="compile.toolchain")

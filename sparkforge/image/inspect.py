@@ -79,8 +79,8 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     if (built_for := engine.platform_of(image.attrs)) != platform:
         wrong.append(f"it is for {built_for}, the engine is {platform}")
     if wrong:
-        what = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
-        raise IntegrityError(what, "; ".join(wrong), build_command(stack), code="integrity.image")
+        failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
+        raise IntegrityError(failure, "; ".join(wrong), build_command(stack), code="integrity.image")
     kernels, audit = _parsed(manifest).get("kernels") or {}, _parsed(report)
     say(
         f"{image.short_id} claims, by its own manifest: {', '.join(sorted(wanted['patches']))} "

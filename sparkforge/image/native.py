@@ -67,8 +67,8 @@ def unpack_sources(request: BuildRequest) -> tuple[str, bool]:
 def make_wheels(request: BuildRequest) -> tuple[str, bool]:
     """Make the stack's patched wheels for the machine that serves."""
     components = wheels.patched_components(pins.load().stack(request.stack))
-    made = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
-    return ", ".join(wheel.lock.file for wheel in made), any(wheel.made for wheel in made)
+    patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
+    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.made for wheel in patched)
 
 
 def compile_kernels(request: BuildRequest) -> tuple[str, bool]:
@@ -93,8 +93,8 @@ def compile_vllm(request: BuildRequest) -> tuple[str, bool]:
 
 def unpack_wheel(request: BuildRequest) -> tuple[str, bool]:
     """Take upstream's wheel, with patched Python."""
-    artifact, made = vllm_overlay.unpack_wheel(request.stack)
-    return str(artifact), made
+    artifact, is_new = vllm_overlay.unpack_wheel(request.stack)
+    return str(artifact), is_new
 
 
 def _changes_manifest(artifact: Path, work: Callable[[], Any]) -> bool:
@@ -160,10 +160,12 @@ def run_stages(request: BuildRequest) -> list[StageResult]:
     for name, stage in stages.items():
         begun = time.monotonic()
         with steps.step(name) as tell:
-            artifact, made = stage(request)
-            tell("made" if made else "unchanged")
-        results.append(StageResult(name, artifact, made, round(time.monotonic() - begun, 1)))
-    write_json(paths.state() / "build" / "summary.json", {"schema": 1, "stages": [asdict(each) for each in results]})
+            artifact, is_new = stage(request)
+            tell("made" if is_new else "unchanged")
+        results.append(StageResult(name, artifact, is_new, round(time.monotonic() - begun, 1)))
+    write_json(
+        paths.state() / "build" / "summary.json", {"schema": 1, "stages": [asdict(result) for result in results]}
+    )
     return results
 
 

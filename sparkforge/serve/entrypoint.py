@@ -34,7 +34,7 @@ from sparkforge.serve.supervise import supervised
 from validate import textfile
 from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA
-from validate.gate import Verdict
+from validate.gate import ValidationVerdict
 
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
@@ -101,7 +101,7 @@ def admit(options: Settings, server: ServerCommand) -> None:
         return
     document = _refused_just_now(options, server) or validate(options, server)
     _write(options.run / textfile.NAME, textfile.text(document, options.mode))
-    if document["verdict"] == Verdict.SERVE:
+    if document["verdict"] == ValidationVerdict.SERVE:
         return
     if options.mode == settings.WARN:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
@@ -149,7 +149,7 @@ def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:
     document = {
         "schema": SCHEMA,
         "profile": options.profile,
-        "verdict": str(Verdict.REFUSE),
+        "verdict": str(ValidationVerdict.REFUSE),
         "exit_code": RefusalError.exit_code,
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "origin": "this machine",

@@ -250,6 +250,7 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     rules = [rule[0] for rule in COMPILERS.finditer(listing) if rule[1].lstrip("_") in targets]
 
     def unit_name(_folder: Path, output: str) -> str:
+        """Return TARGET/SOURCE.o for an output of CMake, another output unchanged."""
         match = OBJECT.match(output)
         return f"{match[1]}/{match[2]}" if match else output
 
