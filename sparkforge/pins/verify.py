@@ -117,7 +117,7 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
         for wheel in same:
             if wheel.record == installed.record:
                 return wheel
-        what = f"{name} is not from the locked wheel"
+        failure = f"{name} is not from the locked wheel"
         why = f"its RECORD is not that of {' or '.join(wheel.file for wheel in same)}"
     raise IntegrityError(failure, why, REINSTALL, code="integrity.installed")
 
