@@ -68,16 +68,12 @@ class BuildResult:
         return f"{self.compiled} of {self.units} units compiled, {self.cached} from ccache"
 
 
-def _folder_and_file(folder: Path, output: str) -> str:
-    return f"{folder.name}/{Path(output).name}"
-
-
 def read_units(
     folder: Path,
     ninja: Path,
     rules: Sequence[str] = COMPILERS,
     *,
-    unit_name: Callable[[Path, str], str] = _folder_and_file,
+    unit_name: Callable[[Path, str], str] = lambda folder, output: f"{folder.name}/{Path(output).name}",
 ) -> list[Unit]:
     """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
 

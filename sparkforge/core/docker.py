@@ -129,9 +129,8 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
     """
     result = run([program(), *arguments], cwd=paths.ROOT, env=env, check=False)
     if result.returncode:
-        raise explained(
-            result.stdout + result.stderr, _failed(arguments, result.returncode), fix or _by_hand(arguments)
-        )
+        fix = fix or f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"
+        raise explained(result.stdout + result.stderr, _failed(arguments, result.returncode), fix)
     return result.stdout
 
 
@@ -170,7 +169,3 @@ def require_plugin(name: str) -> str:
 
 def _failed(arguments: Sequence[str | Path], code: int) -> str:
     return f"docker {arguments[0]} ended with code {code}"
-
-
-def _by_hand(arguments: Sequence[str | Path]) -> str:
-    return f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         server = plan(options, arguments)
         host, port = server.address()
         admit(options, server)
-        ready = {"host": _reachable(host), "port": port, "validated": options.mode}
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
+        ready = {"host": reachable, "port": port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
@@ -106,11 +107,14 @@ def admit(options: Settings, server: ServerCommand) -> None:
     if options.mode == settings.WARN:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
-    _remember(server, document)
+    with suppress(OSError):  # where there is no lasting folder, a restart that comes by itself asks again
+        kept = {"for": _identity(server), "ended": time.time(), "document": document}
+        write_json(paths.state() / REFUSED, kept)
+    fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
     raise RefusalError(
         "the validator refuses to serve",
         _summary(document),
-        f"{_first_fix(document)}; then: docker compose up -d",
+        f"{fix}; then: docker compose up -d",
         code="validation.failed",
     )
 
@@ -169,22 +173,11 @@ def _summary(document: Mapping[str, Any]) -> str:
     return summary + (f"; and {len(worst) - 3} more" if len(worst) > 3 else "")
 
 
-def _first_fix(document: Mapping[str, Any]) -> str:
-    return str(next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm"))
-
-
 def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     failed = [finding for finding in document["findings"] if finding["status"] == Status.FAIL]
     return failed or [
         finding for finding in document["findings"] if finding["status"] == Status.SKIPPED and finding["required"]
     ]
-
-
-def _remember(server: ServerCommand, document: Mapping[str, Any]) -> None:
-    """Keep a refusal for a restart that comes by itself; where there is no lasting folder, it is asked again."""
-    kept = {"for": _identity(server), "ended": time.time(), "document": document}
-    with suppress(OSError):
-        write_json(paths.state() / REFUSED, kept)
 
 
 def _refused_just_now(options: Settings, server: ServerCommand) -> dict[str, Any] | None:
@@ -236,10 +229,6 @@ def _unwritable(run: Path, error: OSError) -> StorageError:
         f"mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN",
         code="storage.access",
     )
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
