@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from spark_mxfp4 import registry
@@ -76,7 +76,7 @@ def load_packed(
     name = kernel or registry.chosen_name(target.type)
     registry.load(name)  # refuse a wrong name before reading gigabytes
     config.quantization_config = {"quant_method": quantizer.NAME, "kernel": name}
-    if device is not None and quantizer.has_accelerate():
+    if device is not None and is_accelerate_available():
         options.setdefault("device_map", {"": target})
     loaded, report = AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=dtype, output_loading_info=True, **options
@@ -189,12 +189,12 @@ def _refuse_holes(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -
 
     transformers warns about the first and, for quantized weights, does not look at the second.
     """
-    wrong = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
+    problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
     for name, experts in loaded.named_modules():
         if isinstance(experts, PackedExperts) and (misfit := experts.misfit()):
-            wrong.append(f"{name}.{misfit}")
-    if wrong:
+            problems.append(f"{name}.{misfit}")
+    if problems:
         raise ValueError(
-            f"{model} is not a whole gpt-oss checkpoint · {len(wrong)} of its weights are wrong, first: {wrong[0]} · "
-            "download it again"
+            f"{model} is not a whole gpt-oss checkpoint · {len(problems)} of its weights are wrong, first: "
+            f"{problems[0]} · download it again"
         )

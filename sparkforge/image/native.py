@@ -106,7 +106,8 @@ def _changes_manifest(artifact: Path, work: Callable[[], Any]) -> bool:
 
 def audit_libraries(request: BuildRequest) -> tuple[str, bool]:
     """Audit all libraries together, unless the same ones passed the same rules before."""
-    kernels, vllm = kernels_artifact(request), vllm_artifact(request)
+    kernels = kernels_artifact(request)
+    vllm = vllm_build.overlay() if request.way == "source" else vllm_overlay.wheel_folder(request.stack)
     files = [*_outputs(kernels, kernels.parent), *_outputs(vllm, vllm)]
     artifact = paths.state() / "build" / f"audit-{request.way}.json"
     inputs = {"rules": sha256_file(audit_rules.PATH), **{str(file): sha256_file(file) for file in files}}
@@ -131,13 +132,6 @@ def kernels_artifact(request: BuildRequest) -> Path:
     return paths.state() / "kernels" / f"kernels-{pins.load().image(request.stack).kernels}.env"
 
 
-def vllm_artifact(request: BuildRequest) -> Path:
-    """Return the artifact of the vllm stage."""
-    if request.way == "source":
-        return vllm_build.overlay()
-    return vllm_overlay.wheel_folder(request.stack)
-
-
 WAYS: dict[str, Stage] = {"wheel": unpack_wheel, "source": compile_vllm}
 
 
@@ -158,11 +152,11 @@ def run_stages(request: BuildRequest) -> list[StageResult]:
     }
     steps, results = Steps(len(stages)), list[StageResult]()
     for name, stage in stages.items():
-        begun = time.monotonic()
+        started = time.monotonic()
         with steps.step(name) as tell:
             artifact, is_new = stage(request)
             tell("made" if is_new else "unchanged")
-        results.append(StageResult(name, artifact, is_new, round(time.monotonic() - begun, 1)))
+        results.append(StageResult(name, artifact, is_new, round(time.monotonic() - started, 1)))
     write_json(
         paths.state() / "build" / "summary.json", {"schema": 1, "stages": [asdict(result) for result in results]}
     )

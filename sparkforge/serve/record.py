@@ -186,12 +186,8 @@ def describe_left(pids: Sequence[int]) -> str:
     for pid in pids:
         with suppress(psutil.Error):
             size += psutil.Process(pid).memory_info().rss
-    return f"a server was killed; its {pids_in_words(pids)} hold up to {size / 1e9:.1f} GB"
-
-
-def pids_in_words(pids: Sequence[int]) -> str:
-    """Return "pid 12" or "pids 12, 13"."""
-    return f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    ids = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    return f"a server was killed; its {ids} hold up to {size / 1e9:.1f} GB"
 
 
 def ended(server: Server, state: Path | None = None) -> End | None:

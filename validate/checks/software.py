@@ -139,10 +139,10 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
     if view.is_none("env.flashinfer_cuda_arch_list"):
         return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer asks the device, its cache is named after that")
     architectures = view.text("env.flashinfer_cuda_arch_list").split(" ")
-    wrong = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
-    if wrong == ["12.1"]:
+    unfit = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
+    if unfit == ["12.1"]:
         return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a, anything else compiles FP4 to software")
-    return judged(not wrong, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
+    return judged(not unfit, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
 
 
 @CHECKS.add(
