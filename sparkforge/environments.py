@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json, read_toml
 from sparkforge.core.files import locked, require_space, sha256_file, write_json
 from sparkforge.core.process import run
 from sparkforge.patching import wheels as patched_wheels
-from sparkforge.pins import Component, EnvironmentPin, Pins, locks
+from sparkforge.pins import Component, EnvironmentPin, Pins, load, locks
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 
 STAMP = ".complete.json"
@@ -83,6 +84,17 @@ def ensure(env: Environment, pins: Pins) -> bool:
         return True
 
 
+def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
+    """Make the environment in which a stack's `purpose`, kernels or vllm, is built; return its interpreter.
+
+    No server runs in it. Raises the errors of `ensure`.
+    """
+    table = load()
+    env = Environment(table.image(stack).environments[purpose])
+    ensure(env, table)
+    return env.python
+
+
 def inputs(env: Environment, pins: Pins) -> dict[str, str]:
     """Return what the environment is made from, as name → hash or version."""
     pin = pins.environment(env.name)
@@ -129,13 +141,12 @@ class WheelSet:
     extra: tuple[str, ...]  # besides the lock, which lacks them
 
 
-def fetch_wheels(lock: str, components: Iterable[Component], machine: str = "") -> WheelSet:
+def fetch_wheels(lock: str, components: Iterable[Component]) -> WheelSet:
     """Fetch the wheels of `components` for the locked set `lock`, or make the patched ones.
 
-    `machine` is as `uname -m` has it, by default this one. Raises NetworkError, IntegrityError, PatchError, and
-    ProcessError if nothing is pinned for it.
+    Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for this machine.
     """
-    target = TargetMachine(machine) if machine else _here()
+    target = _here()
     text = locks.lock_path(lock).read_text(encoding="utf-8")
     folders, replaced, extra = list[Path](), dict[str, str](), list[str]()
     for component in components:

@@ -5,6 +5,6 @@ the server may start. `python -m validate` is the same as a command.
 """
 
 from validate.facts.target import Options
-from validate.gate import ValidationReport, Verdict, rehearse, run
+from validate.gate import ValidationReport, ValidationVerdict, rehearse, run
 
-__all__ = ["Options", "ValidationReport", "Verdict", "rehearse", "run"]
+__all__ = ["Options", "ValidationReport", "ValidationVerdict", "rehearse", "run"]

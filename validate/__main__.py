@@ -20,6 +20,7 @@ from validate.report import as_document, exit_code, lines, one_line
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """Raise UsageError where argparse would print its usage and exit."""
         raise UsageError("validate cannot read its arguments", message, "python -m validate --help")
 
 

@@ -27,7 +27,7 @@ GROUPS = (
 )
 
 
-class Verdict(StrEnum):
+class ValidationVerdict(StrEnum):
     """Whether the server may start."""
 
     SERVE = "serve"
@@ -40,7 +40,7 @@ class ValidationReport:
     """The result of a validation. `seconds` has `facts`, `deep`, `numerics` and `checks`."""
 
     profile: str
-    verdict: Verdict
+    verdict: ValidationVerdict
     findings: tuple[Finding, ...]
     facts: Facts
     seconds: Mapping[str, float]
@@ -53,7 +53,7 @@ class ValidationReport:
 
     def error(self) -> SparkforgeError | None:
         """The error that says why the server must not start; None if it may."""
-        if self.verdict is Verdict.REFUSE:
+        if self.verdict is ValidationVerdict.REFUSE:
             fails = self.of(Status.FAIL)
             return RefusalError(
                 f"{len(fails)} of {len(self.findings)} checks failed in profile {self.profile}",
@@ -61,7 +61,7 @@ class ValidationReport:
                 fails[0].fix,
                 code="validation.failed",
             )
-        if self.verdict is Verdict.INCOMPLETE:
+        if self.verdict is ValidationVerdict.INCOMPLETE:
             skips = self.of(Status.SKIPPED, required=True)
             return RefusalError(
                 f"{len(skips)} required checks of profile {self.profile} were skipped",
@@ -112,11 +112,11 @@ def _judge(
         if name in severities
     )
     if not findings or any(f.status is Status.FAIL for f in findings):
-        verdict = Verdict.REFUSE
+        verdict = ValidationVerdict.REFUSE
     elif any(f.status is Status.SKIPPED and f.required for f in findings):
-        verdict = Verdict.INCOMPLETE
+        verdict = ValidationVerdict.INCOMPLETE
     else:
-        verdict = Verdict.SERVE
+        verdict = ValidationVerdict.SERVE
     seconds = {**seconds, "checks": time.monotonic() - start}
     return ValidationReport(
         profile=profile.name,

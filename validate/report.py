@@ -8,13 +8,13 @@ from typing import Any
 
 from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA, as_json
-from validate.gate import ValidationReport, Verdict
+from validate.gate import ValidationReport, ValidationVerdict
 
 MARKS = {Status.PASS: "ok  ", Status.WARN: "WARN", Status.FAIL: "FAIL", Status.SKIPPED: "skip"}
 CLOSING = {
-    Verdict.SERVE: "the server may start",
-    Verdict.REFUSE: "the server must not start",
-    Verdict.INCOMPLETE: "not everything was checked, so the server must not start",
+    ValidationVerdict.SERVE: "the server may start",
+    ValidationVerdict.REFUSE: "the server must not start",
+    ValidationVerdict.INCOMPLETE: "not everything was checked, so the server must not start",
 }
 
 

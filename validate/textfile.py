@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 import sparkforge
 from validate.checks.finding import Status
-from validate.gate import Verdict
+from validate.gate import ValidationVerdict
 
 NAME = "sparkforge_validation.prom"
 # Label of the build's own description → the fact it is read from.
@@ -37,7 +37,7 @@ def text(document: Mapping[str, Any], mode: str) -> bytes:
     verdict = Gauge(
         "sparkforge_validation_verdict", "1 for the verdict that was reached", ["verdict"], registry=registry
     )
-    for name in Verdict:
+    for name in ValidationVerdict:
         verdict.labels(str(name)).set(document["verdict"] == name)
     _times(registry, document)
     return bytes(generate_latest(registry))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +80,8 @@ class PackedExperts(nn.Module):
         checkpoint = self._checkpoint()
         self._ready = prepare_padded(self.kernel, checkpoint, self.sizes.hidden, self.sizes.intermediate)
         if self._ready.gate_up.weight.data_ptr() != checkpoint.gate_up.weight.data_ptr():
-            for name in self._packed_names():
-                parameter = getattr(self, name)
+            for name, suffix in product(PROJECTIONS, SUFFIXES[:2]):
+                parameter = getattr(self, name + suffix)
                 parameter.data = parameter.data.new_empty(0)
 
     def unprepare(self) -> None:
@@ -115,9 +116,6 @@ class PackedExperts(nn.Module):
     def _checkpoint(self) -> ExpertWeights:
         projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
         return ExpertWeights(*(p._replace(weight=p.weight.flatten(-2)) for p in projections))
-
-    def _packed_names(self) -> list[str]:
-        return [name + suffix for name in PROJECTIONS for suffix in SUFFIXES[:2]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedExperts:
         self.unprepare()

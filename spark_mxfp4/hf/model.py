@@ -5,15 +5,13 @@ Importing this module registers the experts implementation `spark_mxfp4` and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from spark_mxfp4 import registry
@@ -44,7 +42,7 @@ def convert_and_replace(
     or an unknown kernel; and at the layer where they are found for weights that are not finite.
     """
     names = _layers(model)
-    target = torch.device(device) if device is not None else _device_of(model.get_submodule(names[0]))
+    target = torch.device(device) if device is not None else next(model.get_submodule(names[0]).parameters()).device
     chosen = registry.load(kernel or registry.chosen_name(target.type))
     for name in names:
         _refuse_unfit(name, model.get_submodule(name))
@@ -78,7 +76,7 @@ def load_packed(
     name = kernel or registry.chosen_name(target.type)
     registry.load(name)  # refuse a wrong name before reading gigabytes
     config.quantization_config = {"quant_method": quantizer.NAME, "kernel": name}
-    if device is not None and quantizer.has_accelerate():
+    if device is not None and is_accelerate_available():
         options.setdefault("device_map", {"": target})
     loaded, report = AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=dtype, output_loading_info=True, **options
@@ -100,7 +98,18 @@ def _layers(model: Any) -> list[str]:
     kind = getattr(config, "model_type", None)
     if kind != MODEL_TYPE:
         type_name = repr(kind) if kind else type(model).__name__
-        raise ValueError(f"cannot convert a model of type {type_name} · {_why_not(config)} · {_other_way(kind)}")
+        sparse = any(hasattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+        why = (
+            "its experts are not gpt-oss' (interleaved gate and up, biases)"
+            if sparse
+            else "it is dense: it has no experts"
+        )
+        fix = (
+            f"use transformers' own quantizers for it, or a {MODEL_TYPE} model"
+            if kind
+            else f"pass a {MODEL_TYPE} model"
+        )
+        raise ValueError(f"cannot convert a model of type {type_name} · {why} · {fix}")
     names = [name for name, module in model.named_modules() if isinstance(module, GptOssExperts | PackedExperts)]
     if not names:
         raise ValueError(
@@ -108,17 +117,6 @@ def _layers(model: Any) -> list[str]:
             "replaced them · load it by spark_mxfp4.hf.load_packed"
         )
     return names
-
-
-def _why_not(config: Any) -> str:
-    sparse = any(hasattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    return (
-        "its experts are not gpt-oss' (interleaved gate and up, biases)" if sparse else "it is dense: it has no experts"
-    )
-
-
-def _other_way(kind: str | None) -> str:
-    return f"use transformers' own quantizers for it, or a {MODEL_TYPE} model" if kind else f"pass a {MODEL_TYPE} model"
 
 
 def _refuse_unfit(name: str, experts: Any) -> None:
@@ -159,7 +157,8 @@ def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
     for projection in PROJECTIONS:
         blocks, scales = getattr(packed, f"{projection}_blocks"), getattr(packed, f"{projection}_scales")
-        for expert, dense in enumerate(_transposed(getattr(experts, projection), device)):
+        for expert, weight in enumerate(getattr(experts, projection).detach()):  # [K, N]
+            dense = weight.to(device).t().contiguous()
             if not dense.isfinite().all():
                 raise ValueError(
                     f"cannot quantize {name}.{projection} · expert {expert} holds NaN or infinity · "
@@ -168,15 +167,6 @@ def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.
             blocks[expert], scales[expert] = quantize(dense)
         getattr(packed, f"{projection}_bias").copy_(getattr(experts, f"{projection}_bias"))
     return packed.train(experts.training)
-
-
-def _transposed(weight: nn.Parameter, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield the experts of `weight` [E, K, N] as [N, K] on `device`, one at a time."""
-    return (expert.to(device).t().contiguous() for expert in weight.detach())
-
-
-def _device_of(experts: nn.Module) -> torch.device:
-    return next(experts.parameters()).device
 
 
 def _refuse_other_checkpoints(model: str, config: Any) -> None:
@@ -199,12 +189,12 @@ def _refuse_holes(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -
 
     transformers warns about the first and, for quantized weights, does not look at the second.
     """
-    wrong = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
+    problems = [f"{name} is missing" for name in sorted(report.get("missing_keys", ()))]
     for name, experts in loaded.named_modules():
         if isinstance(experts, PackedExperts) and (misfit := experts.misfit()):
-            wrong.append(f"{name}.{misfit}")
-    if wrong:
+            problems.append(f"{name}.{misfit}")
+    if problems:
         raise ValueError(
-            f"{model} is not a whole gpt-oss checkpoint · {len(wrong)} of its weights are wrong, first: {wrong[0]} · "
-            "download it again"
+            f"{model} is not a whole gpt-oss checkpoint · {len(problems)} of its weights are wrong, first: "
+            f"{problems[0]} · download it again"
         )

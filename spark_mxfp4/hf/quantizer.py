@@ -12,7 +12,6 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import is_accelerate_available
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from spark_mxfp4 import registry
@@ -62,8 +61,3 @@ def register() -> None:
     if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(NAME)(PackedConfig)
         register_quantizer(NAME)(PackedQuantizer)
-
-
-def has_accelerate() -> bool:
-    """Tell whether transformers can load to a device directly."""
-    return bool(is_accelerate_available())

@@ -8,7 +8,6 @@ from spark_mxfp4.experts import ExpertWeights, Projection, swiglu
 from spark_mxfp4.mxfp4 import BLOCK_BYTES, dequantize
 
 SCALES = (116, 122)  # bytes around 2^-8: sums of 2,880 products then reach the activation's limits, as in gpt-oss
-ROUTINGS = ("even", "uneven", "one")
 
 
 def random_weights(

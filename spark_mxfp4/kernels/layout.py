@@ -123,10 +123,10 @@ def _pack_values(matrix: torch.Tensor) -> torch.Tensor:
     # Rows are [tile, warp, half, l/4]; columns [chunk, block, step, bit 2, bit 1], and bit 0 the nibble of a byte.
     source = matrix.view(-1, 4, 2, 8, matrix.shape[1] // 32, 2, 4, 2, 2)
     source = source.permute(0, 4, 1, 3, 5, 7, 6, 8, 2)  # tile, chunk, warp, l/4, l%4 (block, bit 2), step, bit 1, half
-    words = torch.zeros(source.shape[:7], dtype=torch.int32, device=matrix.device)
+    packed = torch.zeros(source.shape[:7], dtype=torch.int32, device=matrix.device)
     for pair, table in enumerate(_pair_words(matrix.device)):
-        words |= table[source[..., pair // 2, pair % 2].int()]
-    return words.view(torch.uint8).reshape(*words.shape[:2], VALUE_BYTES)
+        packed |= table[source[..., pair // 2, pair % 2].int()]
+    return packed.view(torch.uint8).reshape(*packed.shape[:2], VALUE_BYTES)
 
 
 @cache
@@ -144,12 +144,12 @@ def _pair_words(device: torch.device) -> torch.Tensor:
 def _unpack_values(values: torch.Tensor) -> torch.Tensor:
     """Undo `_pack_values`."""
     tiles, chunks = values.shape[:2]
-    words = values.contiguous().view(torch.int32).view(tiles, chunks, 4, 8, 2, 2, 4)
-    parts = torch.zeros(*words.shape, 2, 2, dtype=torch.int32, device=values.device)
+    packed = values.contiguous().view(torch.int32).view(tiles, chunks, 4, 8, 2, 2, 4)
+    parts = torch.zeros(*packed.shape, 2, 2, dtype=torch.int32, device=values.device)
     for pair, bits in enumerate(BITS):
         for nibble in (0, 1):
             for position, bit in enumerate(bits):
-                parts[..., pair // 2, pair % 2] |= ((words >> (bit + 16 * nibble)) & 1) << (4 * nibble + 3 - position)
+                parts[..., pair // 2, pair % 2] |= ((packed >> (bit + 16 * nibble)) & 1) << (4 * nibble + 3 - position)
     return parts.permute(0, 2, 8, 3, 1, 4, 6, 5, 7).reshape(tiles * ROWS, chunks * 32).to(torch.uint8)
 
 

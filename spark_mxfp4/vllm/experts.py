@@ -32,7 +32,9 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         _refuse_unsupported(layer)
         _refuse_unfit(kernel, mode)
-        _enter_in_compile_cache_key(kernel.name, mode)
+        # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
+        if isinstance(extra := get_current_vllm_config().additional_config, dict):
+            extra["spark_mxfp4"] = [kernel.name, mode]
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
         logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)
@@ -138,13 +140,6 @@ def _refuse_unfit(kernel: MoeKernel, mode: str) -> None:
             f"kernel {kernel.name!r} cannot be held in CUDA graphs · it waits for the device to learn which experts "
             "are hit · add --enforce-eager, or set SPARK_MXFP4_KERNEL=triton"
         )
-
-
-def _enter_in_compile_cache_key(kernel: str, mode: str) -> None:
-    """Tell vLLM's compile cache what a traced graph depends on and the configuration does not show."""
-    extra = get_current_vllm_config().additional_config
-    if isinstance(extra, dict):
-        extra["spark_mxfp4"] = [kernel, mode]
 
 
 def _keep(layer: torch.nn.Module, loaded: ExpertWeights, prepared: ExpertWeights) -> None:

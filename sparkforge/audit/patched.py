@@ -30,16 +30,16 @@ class AuditedWheel:
     problems: tuple[str, ...] = ()
 
 
-def audit_patched(paths: Sequence[Path], changes: ImageChanges | None = None) -> list[AuditedWheel]:
+def audit_patched(paths: Sequence[Path]) -> list[AuditedWheel]:
     """Compare with the lock every patched wheel among `paths`, and every package installed from one, by its version.
 
-    `changes` are those of an image's build. Raises InputError for a malformed lock.
+    Raises InputError for a malformed lock.
     """
     lock: Mapping[str, PatchedFile] | None = None
     audited = list[AuditedWheel]()
     for path in _patched(paths):
         lock = load_patched() if lock is None else lock
-        audited.append(_audit_file(path, lock) if path.is_file() else audit_installed(path, lock, changes))
+        audited.append(_audit_file(path, lock) if path.is_file() else audit_installed(path, lock))
     return audited
 
 

@@ -130,7 +130,7 @@ def audit_files(
     install them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. Raises
     UsageError for a path or module that has no meaning; bad files are violations, not errors.
     """
-    rules, begun = rules or load(), time.monotonic()
+    rules, started = rules or load(), time.monotonic()
     if unknown := set(modules) - rules.modules.keys():
         known = ", ".join(rules.modules)
         raise UsageError(f"no rule for module {', '.join(sorted(unknown))}", f"known are {known}", "./inv audit --help")
@@ -153,7 +153,7 @@ def audit_files(
         ]
     coverage = tuple(row for binary in binaries for row in _coverage(binary, rules))
     size = sum(binary.size for binary in binaries)
-    return AuditReport(tuple(binaries), wheels, coverage, tuple(violations), size, time.monotonic() - begun)
+    return AuditReport(tuple(binaries), wheels, coverage, tuple(violations), size, time.monotonic() - started)
 
 
 def _sources(path: Path, machine: str, rules: Rules, broken: list[Violation]) -> Iterator[AuditedFile]:

@@ -111,7 +111,7 @@ class Rules(Record):
         """Return what is demanded of a kernel; None if nothing, because FP4 is not in its name."""
         if not re.search(self.fp4.kernel, kernel.name):
             return None
-        return next(one for one in self.fp4.kernels if re.search(one.match, kernel.name))
+        return next(demand for demand in self.fp4.kernels if re.search(demand.match, kernel.name))
 
     def foreign(self, kernel: Kernel) -> bool:
         """Tell whether the kernel was written for another architecture; it is no support, whatever it holds."""

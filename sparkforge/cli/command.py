@@ -62,11 +62,7 @@ class CommandTask(Task):  # type: ignore[type-arg]
 
 def task(example: str = "", **options: str) -> Callable[[Callable[..., None]], CommandTask]:
     """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters."""
-
-    def decorate(function: Callable[..., None]) -> CommandTask:
-        return CommandTask(command(function), example, options)
-
-    return decorate
+    return lambda function: CommandTask(command(function), example, options)
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:

@@ -69,12 +69,12 @@ def validate(
     variables = {**command_line.ENVIRONMENT, **serve_profile.variables()}
     if json_:
         report.unlink(missing_ok=True)
-        done = run(command, cwd=paths.ROOT, env=variables, check=False)
-        code = done.returncode
+        result = run(command, cwd=paths.ROOT, env=variables, check=False)
+        code = result.returncode
         if report.exists():
             echo_json(read_json(report))
         else:
-            say(done.stderr)
+            say(result.stderr)
     else:
         code = call(command, cwd=paths.ROOT, env=variables)
     if code:

@@ -63,7 +63,10 @@ def with_options(
     """Make a command with the options `names` of the table, which its function gets as one mapping."""
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
+        """Return the command that calls `function`."""
+
         def body(_ctx: Context, **values: Any) -> None:
+            """Call the function with its options; those that are paths start at the caller's folder."""
             function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
 
         kind = Parameter.POSITIONAL_OR_KEYWORD

@@ -131,7 +131,7 @@ def why_stale(module: CachedModule, pins: Pins) -> str:
     return ""
 
 
-def users(module: CachedModule, proc: Path = Path("/proc")) -> list[int]:
+def users(module: CachedModule) -> list[int]:
     """Return the ids of the processes that map a file of this module.
 
     By path and by inode, because a container has other paths. A process that this user may not look into is not seen.
@@ -143,7 +143,7 @@ def users(module: CachedModule, proc: Path = Path("/proc")) -> list[int]:
             files.add((info.st_dev, info.st_ino))
     inside = f"{module.path.resolve()}/"
     pids = []
-    for entry in proc.glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             lines = (entry / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
             for line in lines:  # proc_pid_maps(5): address perms offset major:minor inode path

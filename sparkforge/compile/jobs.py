@@ -71,9 +71,9 @@ class Schedule:
         """The units that do not fit into the budget even alone."""
         return [unit for unit, cost in self.costs.items() if cost.peak > self.budget]
 
-    def seconds(self, done: Iterable[str] = ()) -> float:
-        """Return the wall time to expect for the units not yet `done`, taking a CPU-second as a second."""
-        waiting, running, clock = Waiting(self, done), dict[str, float](), 0.0
+    def seconds(self, finished: Iterable[str] = ()) -> float:
+        """Return the wall time to expect for the units not yet `finished`, taking a CPU-second as a second."""
+        waiting, running, clock = Waiting(self, finished), dict[str, float](), 0.0
         while waiting.units or running:
             while (unit := waiting.take(running, self.budget)) is not None:
                 running[unit] = clock + self.costs[unit].cpu
@@ -106,8 +106,8 @@ def make_schedule(
 class Waiting:
     """The units that still wait, hungriest first, and which of them may start."""
 
-    def __init__(self, schedule: Schedule, done: Iterable[str] = ()) -> None:
-        excluded = frozenset(done)
+    def __init__(self, schedule: Schedule, finished: Iterable[str] = ()) -> None:
+        excluded = frozenset(finished)
         self.jobs = schedule.jobs
         self.costs = schedule.costs
         self.units = [unit for unit in schedule.costs if unit not in excluded]

@@ -68,16 +68,12 @@ class BuildResult:
         return f"{self.compiled} of {self.units} units compiled, {self.cached} from ccache"
 
 
-def _folder_and_file(folder: Path, output: str) -> str:
-    return f"{folder.name}/{Path(output).name}"
-
-
 def read_units(
     folder: Path,
     ninja: Path,
     rules: Sequence[str] = COMPILERS,
     *,
-    unit_name: Callable[[Path, str], str] = _folder_and_file,
+    unit_name: Callable[[Path, str], str] = lambda folder, output: f"{folder.name}/{Path(output).name}",
 ) -> list[Unit]:
     """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
 
@@ -108,7 +104,7 @@ def build(
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], peaks, memory.measure(), limit=site.limit)
     report = JobsReport()
-    with Progress(schedule) as progress:
+    with CompileProgress(schedule) as progress:
         try:
             if wanted:
                 progress.begin()
@@ -151,7 +147,7 @@ def holding(lock: Path, unit: Unit) -> Unit:
     return replace(unit, command=("flock", "--shared", "--no-fork", str(lock), *unit.command))
 
 
-class Progress:
+class CompileProgress:
     """Shows a run of `jobs.run`: a line for each unit that ended, on a terminal also a bar in predicted CPU-seconds."""
 
     def __init__(self, schedule: Schedule) -> None:

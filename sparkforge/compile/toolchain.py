@@ -98,18 +98,20 @@ def find(architecture: str = "12.1a", *, minimum_cxx: int = MINIMUM_CXX) -> Tool
 
 def _home(architecture: str) -> tuple[Path, str]:
     if chosen := os.environ.get("CUDA_HOME"):
-        if wrong := unfit(Path(chosen), architecture):
+        if reason := unfit(Path(chosen), architecture):
             raise _error(
-                f"cannot build with CUDA_HOME={chosen}", wrong, f"unset CUDA_HOME to use the locked compiler, {AGAIN}"
+                f"cannot build with CUDA_HOME={chosen}",
+                reason,
+                f"unset CUDA_HOME to use the locked compiler, {AGAIN}",
             )
         return Path(chosen).absolute(), "CUDA_HOME"
-    if (found := shutil.which("nvcc")) and (home := home_of(Path(found))):
-        if not (wrong := unfit(home, architecture)):
+    if (nvcc := shutil.which("nvcc")) and (home := home_of(Path(nvcc))):
+        if not (reason := unfit(home, architecture)):
             return home, "PATH"
-        say(f"{found} is passed over: {wrong}")
+        say(f"{nvcc} is passed over: {reason}")
     home = install()[0] / HOME
-    if wrong := unfit(home, architecture):
-        raise _error(f"{home} is no longer whole", wrong, f"rm -r {home.parent.parent}, {AGAIN}")
+    if reason := unfit(home, architecture):
+        raise _error(f"{home} is no longer whole", reason, f"rm -r {home.parent.parent}, {AGAIN}")
     return home, "locked wheels"
 
 
@@ -262,5 +264,5 @@ def print_toolchain() -> None:
         say(f"{name} {version}")
 
 
-def _error(what: str, why: str, fix: str) -> CompileError:
-    return CompileError(what, why, fix, code="compile.toolchain")
+def _error(failure: str, why: str, fix: str) -> CompileError:
+    return CompileError(failure, why, fix, code="compile.toolchain")

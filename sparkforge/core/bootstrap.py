@@ -77,7 +77,7 @@ def make(venv: Path, lock: Path) -> None:
     temporary.replace(venv / ".complete")
 
 
-def run(command: list[str], what: str) -> None:
+def run(command: list[str], failure: str) -> None:
     """Run one step of the setup, quietly; show its last lines if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
     result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
@@ -87,7 +87,7 @@ def run(command: list[str], what: str) -> None:
         ]
         why = "\n        ".join(lines[-TAIL_LINES:]) or f"{command[0]} ended with code {result.returncode}"
         fix = "check the network (or PIP_INDEX_URL, if you use a mirror), then run the same command again"
-        raise ProcessError(what, why, fix, code="process.setup")
+        raise ProcessError(failure, why, fix, code="process.setup")
 
 
 if __name__ == "__main__":

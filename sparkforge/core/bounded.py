@@ -26,7 +26,7 @@ class ProbeError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramOutput:
     """What a program left behind: its exit code (None: it was still running when time was up) and its output."""
 
     code: int | None
@@ -39,7 +39,7 @@ class Answer:
         return lines[-1][:300] if lines else ""
 
 
-def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> Answer:
+def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:
     """Run `command` for at most `seconds`, in a session of its own; then kill that session and do not wait for it.
 
     Output goes to files, not pipes: a process stuck in the kernel (a known way for a GPU driver to fail) cannot be
@@ -63,7 +63,7 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(LONGEST).decode(errors="replace"))
-        return Answer(code, *texts)
+        return ProgramOutput(code, *texts)
 
 
 def watch(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]) -> int | None:
@@ -101,7 +101,7 @@ def _kill_tree(child: subprocess.Popen[bytes]) -> None:
         child.wait(timeout=0.2)
 
 
-def require(answer: Answer, name: str, seconds: float) -> str:
+def require(answer: ProgramOutput, name: str, seconds: float) -> str:
     """Return the stdout of a program that ended well; raise ProbeError that says how it ended otherwise."""
     if answer.code is None:
         raise ProbeError(f"{name} did not answer within {seconds:g} s")
@@ -112,13 +112,13 @@ def require(answer: Answer, name: str, seconds: float) -> str:
 
 def entries(answers: Path) -> list[dict[str, Any]]:
     """Return the JSON objects that a child appended to `answers`, one a line, but for the line that it died in."""
-    found = []
+    objects = []
     for line in read_bytes(answers).splitlines() if answers.is_file() else ():
         with suppress(ValueError):
             value = parse_json(line, str(answers), finite=False)  # a wrong kernel gives NaN
             if isinstance(value, dict):
-                found.append(value)
-    return found
+                objects.append(value)
+    return objects
 
 
 def ending(code: int) -> str:

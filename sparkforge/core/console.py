@@ -146,7 +146,7 @@ class Steps:
     def step(self, name: str, detail: str = "") -> Iterator[Callable[[str], None]]:
         """Show a running step; yields a function that replaces its detail text. Ends with ✓ or ✗ and seconds."""
         label = f"[{len(self.seconds) + 1}/{self.total}] {name}"
-        begun, last = time.monotonic(), [detail]
+        started, last = time.monotonic(), [detail]
 
         def line() -> Text:
             """Return label and detail as Text: Rich would read a string as markup."""
@@ -163,7 +163,7 @@ class Steps:
                 yield update
             mark = "✓"
         finally:
-            self.seconds[name] = round(time.monotonic() - begun, 3)
+            self.seconds[name] = round(time.monotonic() - started, 3)
             console().print(f"{mark} {line()} ({self.seconds[name]:.1f} s)")
 
 

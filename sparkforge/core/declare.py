@@ -75,10 +75,7 @@ def _reason(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """Return the last line of our own code that the error came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if _is_ours(Path(frame.filename))]
+    files = [(Path(frame.filename), frame) for frame in frames]
+    ours = [frame for file, frame in files if file.is_relative_to(paths.ROOT) and "site-packages" not in file.parts]
     frame = (ours or frames)[-1] if frames else None
     return f"in {Path(frame.filename).name}:{frame.lineno}, {frame.name}" if frame else "in no code of ours"
-
-
-def _is_ours(file: Path) -> bool:
-    return file.is_relative_to(paths.ROOT) and "site-packages" not in file.parts

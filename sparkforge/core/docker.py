@@ -27,12 +27,12 @@ class Complaint:
     pattern: re.Pattern[str]
     error: type[SparkforgeError]
     code: str
-    what: str
+    failure: str
     fix: str
 
 
-def _means(pattern: str, error: type[SparkforgeError], code: str, what: str, fix: str) -> Complaint:
-    return Complaint(re.compile(f"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), error, code, what, fix)
+def _means(pattern: str, error: type[SparkforgeError], code: str, failure: str, fix: str) -> Complaint:
+    return Complaint(re.compile(f"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), error, code, failure, fix)
 
 
 # Messages of moby, docker/cli, buildx, compose and the NVIDIA container toolkit. The first that matches counts.
@@ -111,15 +111,15 @@ NO_SPACE = re.compile(r"^.*(?:no space left on device|disk quota exceeded).*$", 
 PRUNE = "docker system df, then docker builder prune   # build cache is the first thing to go"
 
 
-def explained(text: str, what: str, fix: str) -> SparkforgeError:
+def explained(text: str, failure: str, fix: str) -> SparkforgeError:
     """Return the error for what docker printed: a known one by name, else an EngineError with the last lines."""
-    if found := NO_SPACE.search(text):
-        return StorageError("the Docker engine has no space left", found[0].strip()[:500], PRUNE, code="storage.full")
+    if match := NO_SPACE.search(text):
+        return StorageError("the Docker engine has no space left", match[0].strip()[:500], PRUNE, code="storage.full")
     for complaint in COMPLAINTS:
-        if found := complaint.pattern.search(text):
-            return complaint.error(complaint.what, found[0].strip()[:500], complaint.fix, code=complaint.code)
+        if match := complaint.pattern.search(text):
+            return complaint.error(complaint.failure, match[0].strip()[:500], complaint.fix, code=complaint.code)
     tail = "\n        ".join(line for line in text.strip().splitlines()[-TAIL_LINES:] if line.strip())
-    return EngineError(what, tail or "it printed nothing", fix, code="engine.failed")
+    return EngineError(failure, tail or "it printed nothing", fix, code="engine.failed")
 
 
 def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, fix: str = "") -> str:
@@ -129,9 +129,8 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
     """
     result = run([program(), *arguments], cwd=paths.ROOT, env=env, check=False)
     if result.returncode:
-        raise explained(
-            result.stdout + result.stderr, _failed(arguments, result.returncode), fix or _by_hand(arguments)
-        )
+        fix = fix or f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"
+        raise explained(result.stdout + result.stderr, _failed(arguments, result.returncode), fix)
     return result.stdout
 
 
@@ -158,8 +157,8 @@ def docker_logged(
 
 def program() -> str:
     """Return the path of the `docker` command. Raises EngineError."""
-    if found := shutil.which("docker"):
-        return found
+    if path := shutil.which("docker"):
+        return path
     raise EngineError("there is no docker command", "PATH holds none", INSTALL, code="engine.missing")
 
 
@@ -170,7 +169,3 @@ def require_plugin(name: str) -> str:
 
 def _failed(arguments: Sequence[str | Path], code: int) -> str:
     return f"docker {arguments[0]} ended with code {code}"
-
-
-def _by_hand(arguments: Sequence[str | Path]) -> str:
-    return f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"

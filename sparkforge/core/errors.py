@@ -106,7 +106,6 @@ class BenchmarkError(SparkforgeError):
 # What each code means, in the order of the families. Codes are stable: scripts may rely on them.
 CODES = {
     "usage": "An argument or option has no meaning here.",
-    "usage.device": "The device asked for is not on this machine.",
     "input": "A file that a command reads is missing or malformed.",
     "input.pins": "`pins.toml` or a lock is malformed: no hash, an unknown key, a duplicate, a missing entry.",
     "input.model": "A model directory is missing, incomplete, or not a gpt-oss checkpoint.",

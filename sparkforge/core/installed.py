@@ -141,9 +141,9 @@ def record_digest(lines: Iterable[RecordLine]) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
-def is_below(path: str, places: Collection[str]) -> bool:
-    """Tell whether `path` is one of `places`, or below one that is a folder."""
-    return any(path == place or path.startswith(f"{place}/") for place in places)
+def is_below(path: str, parents: Collection[str]) -> bool:
+    """Tell whether `path` is one of `parents`, or below one that is a folder."""
+    return any(path == parent or path.startswith(f"{parent}/") for parent in parents)
 
 
 def _encoded(sha256: str) -> str:
@@ -188,19 +188,19 @@ def _change(path: str, size: int | None, sha256: str) -> str:
 def _extra(packages: str, wanted: Collection[str], added: Collection[str]) -> Iterator[str]:
     """Yield what Python would run from the distribution's folders although RECORD does not vouch for it."""
     for top in sorted({path.partition("/")[0] for path in wanted if "/" in path}):
-        for place, below, names in os.walk(f"{packages}/{top}"):
-            here = place[len(packages) + 1 :]
-            below[:] = [name for name in below if not is_below(f"{here}/{name}", added)]
+        for folder, below, names in os.walk(f"{packages}/{top}"):
+            relative = folder[len(packages) + 1 :]
+            below[:] = [name for name in below if not is_below(f"{relative}/{name}", added)]
             for name in below:
-                if Path(place, name).is_symlink():
-                    yield f"{here}/{name}: is a link to a folder"
+                if Path(folder, name).is_symlink():
+                    yield f"{relative}/{name}: is a link to a folder"
             for name in names:
-                if not name.endswith(IMPORTABLE) or f"{here}/{name}" in wanted:
+                if not name.endswith(IMPORTABLE) or f"{relative}/{name}" in wanted:
                     continue
-                if not place.endswith("/__pycache__"):
-                    yield f"{here}/{name}: was added"
-                elif _is_stale(place, name):
-                    yield f"{here}/{name}: was compiled from another source"
+                if not folder.endswith("/__pycache__"):
+                    yield f"{relative}/{name}: was added"
+                elif _is_stale(folder, name):
+                    yield f"{relative}/{name}: was compiled from another source"
 
 
 def _is_stale(folder: str, name: str) -> bool:

@@ -117,12 +117,14 @@ def _remove_deep(path: Path) -> None:
 
 def _make(path: Path, stage: str, inputs: Mapping[str, str], make: Callable[[Path], Made]) -> Manifest:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
-        made = make(temporary)
+        stage_output = make(temporary)
         os.sync()  # thousands of files at once: one call instead of an fsync each
-        tools = {"sparkforge": sparkforge.__version__, "python": sys.version.split()[0], **made.tools}
-        manifest = Manifest(stage, inputs, made.outputs, tools, made.facts, round(time.monotonic() - begun, 3))
+        tools = {"sparkforge": sparkforge.__version__, "python": sys.version.split()[0], **stage_output.tools}
+        manifest = Manifest(
+            stage, inputs, stage_output.outputs, tools, stage_output.facts, round(time.monotonic() - started, 3)
+        )
         write_json(beside(temporary), asdict(manifest))
         for old, aside in ((beside(path), beside(_aside(path))), (path, _aside(path))):
             remove(aside)  # an older one; `path` itself exists

@@ -114,10 +114,10 @@ def _words(path: Path) -> list[str]:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None for `max` or no file."""
-    words = _words(path)
-    return int(words[0]) if words and words[0].isdigit() else None
+    fields = _words(path)
+    return int(fields[0]) if fields and fields[0].isdigit() else None
 
 
 def _keyed(path: Path, key: str) -> int:
     """Return the number after `key` at the begin of a line; 0 if there is none."""
-    return next((int(words[1]) for line in _lines(path) if (words := line.split())[:1] == [key]), 0)
+    return next((int(fields[1]) for line in _lines(path) if (fields := line.split())[:1] == [key]), 0)

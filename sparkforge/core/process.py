@@ -22,6 +22,7 @@ from sparkforge.core.errors import ProcessError
 TAIL_LINES = 15
 LARGEST_PID = 1 << 22  # PID_MAX_LIMIT of 64-bit Linux, include/linux/threads.h
 PIECE = 1 << 16  # bytes
+GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
 
 
@@ -221,7 +222,7 @@ def _is_program(pid: int) -> bool:
     return 1 < pid < LARGEST_PID
 
 
-def terminate_session(pid: int, *, grace: float = 15.0) -> None:
+def terminate_session(pid: int, *, grace: float = GRACE_SECONDS) -> None:
     """End every process of the session that `pid` leads: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
 
     Raises ProcessError if one of them may not be signalled; the others have ended then.
@@ -230,15 +231,15 @@ def terminate_session(pid: int, *, grace: float = 15.0) -> None:
         _end(pid, grace, lambda _pids: session_members(pid))
 
 
-def terminate(pids: Sequence[int], *, grace: float = 15.0) -> None:
-    """End these processes: SIGTERM, `grace` seconds, SIGKILL. Waits for their end."""
-    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
+def terminate(pids: Sequence[int]) -> None:
+    """End these processes: SIGTERM, GRACE_SECONDS, SIGKILL. Waits for their end."""
+    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
         _signal_all(pids, number)
         if not pids or _wait_for_end(pids[0], pids, seconds):
             return
 
 
-def terminate_tree(pid: int, *, grace: float = 15.0) -> None:
+def terminate_tree(pid: int, *, grace: float = GRACE_SECONDS) -> None:
     """End a process and all that descend from it: SIGTERM, `grace` seconds, SIGKILL. Waits for their end.
 
     Raises ProcessError if one of them may not be signalled.

@@ -47,9 +47,11 @@ class _Limited(httpx.SyncByteStream, httpx.AsyncByteStream):
             yield self._checked(piece)
 
     def close(self) -> None:
+        """Close the response's own stream."""
         cast("httpx.SyncByteStream", self._stream).close()
 
     async def aclose(self) -> None:
+        """Close the asynchronous response's own stream."""
         await cast("httpx.AsyncByteStream", self._stream).aclose()
 
 

@@ -146,7 +146,7 @@ def lines(problems: Sequence[Problem]) -> Iterator[str]:
     for number, problem in enumerate(problems, 1):
         yield f"{number:>2} {MARKS[problem.severity]} {problem.what}   [{problem.id}]"
         yield f"     why:  {problem.why}"
-        yield from (f"     at:   {place}" for place in problem.places[:PLACES])
+        yield from (f"     at:   {occurrence}" for occurrence in problem.places[:PLACES])
         yield f"     next: {problem.fix}"
         if problem.causes:
             yield f"     follows from {', '.join(str(numbers[cause]) for cause in problem.causes)}, most likely"
@@ -168,8 +168,8 @@ def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem
         with console().status(f"reading {log.name}"):
             hits = logscan.scan(log.chunks(), known)
         for hit in hits:
-            place = Place(source=log.name, line=hit.line, text=_short(hit.text), count=hit.count)
-            yield _of_signature(hit.signature, hit.groups, place)
+            occurrence = Place(source=log.name, line=hit.line, text=_short(hit.text), count=hit.count)
+            yield _of_signature(hit.signature, hit.groups, occurrence)
         if log.broken:
             evidence.add_source(log.name, f"read to byte {log.size} only: {log.broken}", read=False)
 
@@ -182,7 +182,7 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
             yield _of_signature(signature, {}, Place(source=source, text=_short(text)))
 
 
-def _of_signature(signature: Signature, groups: Mapping[str, str], place: Place) -> Problem:
+def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place) -> Problem:
     def filled(text: str) -> str:
         """Replace each `{name}` by its group; one that did not match is empty."""
         return _short(re.sub(r"\{(\w+)\}", lambda match: groups.get(match[1], ""), text))
@@ -193,7 +193,7 @@ def _of_signature(signature: Signature, groups: Mapping[str, str], place: Place)
         what=filled(signature.what),
         why=filled(signature.why) or "it does not say why",
         fix=filled(signature.fix),
-        places=(place,),
+        places=(occurrence,),
         follows=signature.follows,
         seen=signature.seen,
     )

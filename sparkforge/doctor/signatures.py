@@ -162,8 +162,8 @@ def markdown() -> str:
     for signature in load():
         mark = "" if signature.severity is Severity.ERROR else f" *({signature.severity})*"
         links = ", ".join(_link(seen) for seen in signature.seen)
-        what = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
-        rows.append(f"| `{signature.id}`{mark} | {what} | {links} |")
+        headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
+        rows.append(f"| `{signature.id}`{mark} | {headline} | {links} |")
     return "\n".join(rows)
 
 

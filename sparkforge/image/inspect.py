@@ -75,12 +75,12 @@ def verify(stack: str, name: str, expected: Expected) -> None:
         platform = engine.read(client).platform
         manifest, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
         wanted = expected(str(image.attrs.get("Architecture", "")))
-        wrong = [*differences(_parsed(manifest), wanted), *unaudited(_parsed(manifest), report)]
+        problems = [*differences(_parsed(manifest), wanted), *unaudited(_parsed(manifest), report)]
     if (built_for := engine.platform_of(image.attrs)) != platform:
-        wrong.append(f"it is for {built_for}, the engine is {platform}")
-    if wrong:
-        what = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
-        raise IntegrityError(what, "; ".join(wrong), build_command(stack), code="integrity.image")
+        problems.append(f"it is for {built_for}, the engine is {platform}")
+    if problems:
+        failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
+        raise IntegrityError(failure, "; ".join(problems), build_command(stack), code="integrity.image")
     kernels, audit = _parsed(manifest).get("kernels") or {}, _parsed(report)
     say(
         f"{image.short_id} claims, by its own manifest: {', '.join(sorted(wanted['patches']))} "

@@ -67,8 +67,8 @@ def unpack_sources(request: BuildRequest) -> tuple[str, bool]:
 def make_wheels(request: BuildRequest) -> tuple[str, bool]:
     """Make the stack's patched wheels for the machine that serves."""
     components = wheels.patched_components(pins.load().stack(request.stack))
-    made = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
-    return ", ".join(wheel.lock.file for wheel in made), any(wheel.made for wheel in made)
+    patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
+    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.made for wheel in patched)
 
 
 def compile_kernels(request: BuildRequest) -> tuple[str, bool]:
@@ -93,8 +93,8 @@ def compile_vllm(request: BuildRequest) -> tuple[str, bool]:
 
 def unpack_wheel(request: BuildRequest) -> tuple[str, bool]:
     """Take upstream's wheel, with patched Python."""
-    artifact, made = vllm_overlay.unpack_wheel(request.stack)
-    return str(artifact), made
+    artifact, is_new = vllm_overlay.unpack_wheel(request.stack)
+    return str(artifact), is_new
 
 
 def _changes_manifest(artifact: Path, work: Callable[[], Any]) -> bool:
@@ -106,7 +106,8 @@ def _changes_manifest(artifact: Path, work: Callable[[], Any]) -> bool:
 
 def audit_libraries(request: BuildRequest) -> tuple[str, bool]:
     """Audit all libraries together, unless the same ones passed the same rules before."""
-    kernels, vllm = kernels_artifact(request), vllm_artifact(request)
+    kernels = kernels_artifact(request)
+    vllm = vllm_build.overlay() if request.way == "source" else vllm_overlay.wheel_folder(request.stack)
     files = [*_outputs(kernels, kernels.parent), *_outputs(vllm, vllm)]
     artifact = paths.state() / "build" / f"audit-{request.way}.json"
     inputs = {"rules": sha256_file(audit_rules.PATH), **{str(file): sha256_file(file) for file in files}}
@@ -131,13 +132,6 @@ def kernels_artifact(request: BuildRequest) -> Path:
     return paths.state() / "kernels" / f"kernels-{pins.load().image(request.stack).kernels}.env"
 
 
-def vllm_artifact(request: BuildRequest) -> Path:
-    """Return the artifact of the vllm stage."""
-    if request.way == "source":
-        return vllm_build.overlay()
-    return vllm_overlay.wheel_folder(request.stack)
-
-
 WAYS: dict[str, Stage] = {"wheel": unpack_wheel, "source": compile_vllm}
 
 
@@ -158,12 +152,14 @@ def run_stages(request: BuildRequest) -> list[StageResult]:
     }
     steps, results = Steps(len(stages)), list[StageResult]()
     for name, stage in stages.items():
-        begun = time.monotonic()
+        started = time.monotonic()
         with steps.step(name) as tell:
-            artifact, made = stage(request)
-            tell("made" if made else "unchanged")
-        results.append(StageResult(name, artifact, made, round(time.monotonic() - begun, 1)))
-    write_json(paths.state() / "build" / "summary.json", {"schema": 1, "stages": [asdict(each) for each in results]})
+            artifact, is_new = stage(request)
+            tell("made" if is_new else "unchanged")
+        results.append(StageResult(name, artifact, is_new, round(time.monotonic() - started, 1)))
+    write_json(
+        paths.state() / "build" / "summary.json", {"schema": 1, "stages": [asdict(result) for result in results]}
+    )
     return results
 
 

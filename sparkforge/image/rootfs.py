@@ -261,20 +261,20 @@ def verify(tree: Tree) -> tuple[int, list[AuditedWheel]]:
     """
     changes, lock, patched = image_changes(tree), load_patched(), patched_packages(pins.load(), tree.stack)
     locked_names = _locked(tree.lock) | {"vllm", "torch", "spark-mxfp4"}
-    files, wrong, wheels = 0, list[str](), dict[str, AuditedWheel]()
+    files, problems, wheels = 0, list[str](), dict[str, AuditedWheel]()
     for record in sorted(tree.packages.glob("*.dist-info/RECORD")):
         installed = Installed.read(record.parent, strict=False)
         files += sum(not is_below(line.path, changes.left_out) for line in installed.lines)
         if installed.name in patched:
             wheels[installed.name] = audit_installed(record.parent, lock, changes)
-            wrong += wheels[installed.name].problems
+            problems += wheels[installed.name].problems
             continue
         if installed.name not in locked_names:
-            wrong.append(f"{installed.name} is in no lock")
-        wrong += installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=None)
-    wrong += [f"{name} is not installed" for name in patched if name not in wheels]
-    if wrong:
-        why = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            problems.append(f"{installed.name} is in no lock")
+        problems += installed.differences(left_out=changes.left_out, compiled=changes.compiled, added=None)
+    problems += [f"{name} is not installed" for name in patched if name not in wheels]
+    if problems:
+        why = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         fix = "build the image again, with --no-cache"
         raise IntegrityError(f"{tree.root} is not what its locks say", why, fix, code="integrity.image-tree")
     return files, list(wheels.values())

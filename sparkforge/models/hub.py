@@ -317,15 +317,15 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
         method = (config.get("quantization_config") or {}).get("quant_method")
     except Exception as error:
         raise _broken(repository, work, str(error)) from error
-    if wrong := [*(f"{name} is missing" for name in (*missing, *absent)), *damaged]:
-        raise _broken(repository, work, "; ".join(wrong[:3]))
+    if problems := [*(f"{name} is missing" for name in (*missing, *absent)), *damaged]:
+        raise _broken(repository, work, "; ".join(problems[:3]))
     if (config.get("model_type"), method) != ("gpt_oss", "mxfp4"):
         why = f"model_type {config.get('model_type')!r} with quantization {method!r}, not gpt_oss in mxfp4"
         raise _broken(repository, work, why)
-    if wrong := models.differences(config, repository):
+    if problems := models.differences(config, repository):
         raise InputError(
             f"this checkpoint is not {repository}",
-            f"its config.json has {'; '.join(wrong[:3])} (sparkforge/models/models.toml)",
+            f"its config.json has {'; '.join(problems[:3])} (sparkforge/models/models.toml)",
             f"check the mirror, or name the model that it is; then rm -r {work}",
             code="input.model",
         )

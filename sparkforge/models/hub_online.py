@@ -102,7 +102,7 @@ def _bounded(file: RemoteFile, begin: int, advance: Callable[[int], None]) -> Ca
 def _progress(advance: Callable[[int], None]) -> Any:
     """Return a class with the few methods of tqdm that the library calls."""
 
-    class Progress:
+    class DownloadProgress:
         """Stands in for tqdm: takes its arguments, shows nothing, passes the bytes on."""
 
         def __init__(self, *_args: object, **_more: object) -> None:
@@ -121,7 +121,7 @@ def _progress(advance: Callable[[int], None]) -> Any:
         def __exit__(self, *_: object) -> None:
             pass
 
-    return Progress
+    return DownloadProgress
 
 
 @contextmanager

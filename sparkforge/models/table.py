@@ -72,8 +72,10 @@ def differences(config: Mapping[str, Any], repository: str) -> list[str]:
     owner, _, name = repository.rpartition("/")
     known = load().get(name) if owner in ("", "openai") else None
     expected = known.config if known else {}
-    wrong = {key: value for key, value in expected.items() if not isinstance(value, dict) and config.get(key) != value}
-    return [f"{key} {str(config.get(key))[:40]} instead of {value}" for key, value in wrong.items()]
+    different = {
+        key: value for key, value in expected.items() if not isinstance(value, dict) and config.get(key) != value
+    }
+    return [f"{key} {str(config.get(key))[:40]} instead of {value}" for key, value in different.items()]
 
 
 def _sizes(file: Path) -> dict[str, int]:

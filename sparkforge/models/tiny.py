@@ -116,7 +116,15 @@ def main(arguments: Sequence[str]) -> int:
 def _fill(directory: Path, weights: Weights) -> None:
     """Make `directory` and write every file, the manifest last."""
     directory.mkdir()
-    configs = {"config.json": config(weights.sizes()), "generation_config.json": _generation_config(weights)}
+    ends = [200002, 199999, 200012]  # as gpt-oss' own file, with the sampling for requests that name none
+    sampled = {
+        "bos_token_id": 199998,
+        "do_sample": True,
+        "eos_token_id": ends,
+        "pad_token_id": 199999,
+        **weights.sampling,
+    }
+    configs = {"config.json": config(weights.sizes()), "generation_config.json": sampled}
     files = {**{name: _json(value) for name, value in configs.items()}, **tokenizer_files()}
     for name, data in {**files, **_weight_files(weights)}.items():
         write_atomic(directory / name, data)
@@ -139,12 +147,6 @@ def _weight_files(weights: Weights) -> dict[str, bytes]:
     }
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
     return {**shards, "model.safetensors.index.json": _json(index)}
-
-
-def _generation_config(weights: Weights) -> dict[str, Any]:
-    """Return generation_config.json of gpt-oss, with the sampling for requests that name none."""
-    ends = [200002, 199999, 200012]
-    return {"bos_token_id": 199998, "do_sample": True, "eos_token_id": ends, "pad_token_id": 199999, **weights.sampling}
 
 
 def _json(value: Any) -> bytes:

@@ -54,9 +54,9 @@ class Deb:
     path: str
 
 
-def sets(table: Path = TABLE) -> list[DebianSet]:
+def sets() -> list[DebianSet]:
     """Return every set of the table, runtime before build."""
-    devices: dict[str, Any] = read_toml(table)
+    devices: dict[str, Any] = read_toml(TABLE)
     return [
         DebianSet(
             device, stage, entry["suite"], tuple(name for part in STAGES[: i + 1] for name in entry.get(part, ()))

@@ -246,5 +246,5 @@ def load(path: Path = ROOT / "pins.toml") -> Pins:
     except DocumentError as error:  # includes a key that is there twice
         raise InputError(f"{path.name} is no valid TOML", str(error), f"correct {path}", code="input.pins") from None
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise InputError(f"{path.name} is refused", wrong, f"correct {path}", code="input.pins") from None
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{path.name} is refused", problems, f"correct {path}", code="input.pins") from None

@@ -68,7 +68,9 @@ class ImageChanges(Record, extra="ignore"):
 def patched_packages(pins: Pins, stack: str) -> list[str]:
     """Return the normalised names of the distributions that a stack has patches for."""
     components = pins.stack(stack).components.values()
-    return sorted({canonicalize_name(each.package) for each in components if each.patches and each.package})
+    return sorted(
+        {canonicalize_name(component.package) for component in components if component.patches and component.package}
+    )
 
 
 def is_patched(version: str) -> bool:
@@ -103,21 +105,21 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
     same = [wheel for wheel, version in wheels if version == _version(installed.version)]
     name = f"{installed.name} {installed.version}"
     if not is_patched(installed.version):
-        what, why = f"{name} is upstream's wheel", "it does not have our patches"
+        failure, why = f"{name} is upstream's wheel", "it does not have our patches"
     elif not wheels:
-        what, why = f"{name} is not locked", f"locks/patched.toml has no wheel of {installed.name}"
+        failure, why = f"{name} is not locked", f"locks/patched.toml has no wheel of {installed.name}"
     elif not same:
         locked = ", ".join(sorted({str(version) for _, version in wheels}))
-        what, why = f"{name} is not the locked version", f"locks/patched.toml has {locked}"
+        failure, why = f"{name} is not the locked version", f"locks/patched.toml has {locked}"
     elif not (installed.info / ORIGIN).is_file():
-        what, why = f"{name} is not from a wheel of ours", f"it has no {ORIGIN} in its metadata"
+        failure, why = f"{name} is not from a wheel of ours", f"it has no {ORIGIN} in its metadata"
     else:
         for wheel in same:
             if wheel.record == installed.record:
                 return wheel
-        what = f"{name} is not from the locked wheel"
+        failure = f"{name} is not from the locked wheel"
         why = f"its RECORD is not that of {' or '.join(wheel.file for wheel in same)}"
-    raise IntegrityError(what, why, REINSTALL, code="integrity.installed")
+    raise IntegrityError(failure, why, REINSTALL, code="integrity.installed")
 
 
 def differences(installed: Installed, changes: ImageChanges) -> list[str]:
@@ -127,15 +129,15 @@ def differences(installed: Installed, changes: ImageChanges) -> list[str]:
 
 def _wheels(name: str, lock: Mapping[str, PatchedFile]) -> list[tuple[PatchedFile, Version]]:
     """Return the lock's wheels of a distribution, each with its version."""
-    found = []
+    wheels = []
     for wheel in lock.values():
         try:
             distribution, version, _, _ = parse_wheel_filename(wheel.file)
         except InvalidWheelFilename:  # a source archive
             continue
         if distribution == name:
-            found.append((wheel, version))
-    return found
+            wheels.append((wheel, version))
+    return wheels
 
 
 def _version(text: str) -> Version | None:

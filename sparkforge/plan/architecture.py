@@ -173,15 +173,15 @@ def parse(config: Any, where: str) -> Architecture:
         tied=config.get("tie_word_embeddings") is True,
         experts_form=_form(config.get("quantization_config"), where),
     )
-    wrong = ""
+    problem = ""
     if model.top_k > model.experts:
-        wrong = f"a token takes {model.top_k} of {model.experts} experts"
+        problem = f"a token takes {model.top_k} of {model.experts} experts"
     elif model.heads % model.kv_heads:
-        wrong = f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly"
+        problem = f"{model.heads} heads do not share {model.kv_heads} key-value heads evenly"
     elif model.experts_form == "mxfp4" and (model.hidden % BLOCK or model.intermediate % BLOCK):
-        wrong = f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
-    if wrong:
-        raise InputError(f"{where} makes no sense", wrong, GET, code="input.config")
+        problem = f"MXFP4 needs hidden and intermediate sizes in multiples of {BLOCK}"
+    if problem:
+        raise InputError(f"{where} makes no sense", problem, GET, code="input.config")
     return model
 
 

@@ -138,9 +138,9 @@ class Comparison(Record):
     causes: str = ""
 
 
-def judging(path: Path = FILE) -> Judging:
+def judging() -> Judging:
     """Read the table. Raises InputError."""
-    return load(path, Judging)
+    return load(FILE, Judging)
 
 
 def newest(model: str) -> Measured | None:

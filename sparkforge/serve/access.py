@@ -138,9 +138,9 @@ def hosts(text: str) -> list[str]:
 def named_hosts(text: str) -> list[str]:
     """Return the hosts that a user named. Raises UsageError for what is no host."""
     names = hosts(text)
-    if wrong := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
+    if malformed := [name for name in names if name != "*" and not HOST.fullmatch(name)]:
         why = "it is NAME, NAME:PORT or [IPV6]:PORT, several with commas"
-        raise UsageError(f"{wrong[0]!r} is no host", why, f"./inv up --allow-hosts spark.local   # or {HOSTS}")
+        raise UsageError(f"{malformed[0]!r} is no host", why, f"./inv up --allow-hosts spark.local   # or {HOSTS}")
     return names
 
 

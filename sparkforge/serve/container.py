@@ -215,10 +215,10 @@ def _refusal(text: str, server: Server) -> RefusalError:
     return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
 
 
-def _failure(client: docker.DockerClient, server: Server, what: str) -> SparkforgeError:
+def _failure(client: docker.DockerClient, server: Server, failure: str) -> SparkforgeError:
     lines = logs.explain(log_text(client, server.container)) or ["its log is empty"]
     fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
-    return ServerError(what, "\n        ".join(lines), fix, code="server.start")
+    return ServerError(failure, "\n        ".join(lines), fix, code="server.start")
 
 
 def log_text(client: docker.DockerClient, container: str) -> str:

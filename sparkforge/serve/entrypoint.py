@@ -34,7 +34,7 @@ from sparkforge.serve.supervise import supervised
 from validate import textfile
 from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA
-from validate.gate import Verdict
+from validate.gate import ValidationVerdict
 
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         server = plan(options, arguments)
         host, port = server.address()
         admit(options, server)
-        ready = {"host": _reachable(host), "port": port, "validated": options.mode}
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
+        ready = {"host": reachable, "port": port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
@@ -101,16 +102,19 @@ def admit(options: Settings, server: ServerCommand) -> None:
         return
     document = _refused_just_now(options, server) or validate(options, server)
     _write(options.run / textfile.NAME, textfile.text(document, options.mode))
-    if document["verdict"] == Verdict.SERVE:
+    if document["verdict"] == ValidationVerdict.SERVE:
         return
     if options.mode == settings.WARN:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
-    _remember(server, document)
+    with suppress(OSError):  # where there is no lasting folder, a restart that comes by itself asks again
+        kept = {"for": _identity(server), "ended": time.time(), "document": document}
+        write_json(paths.state() / REFUSED, kept)
+    fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
     raise RefusalError(
         "the validator refuses to serve",
         _summary(document),
-        f"{_first_fix(document)}; then: docker compose up -d",
+        f"{fix}; then: docker compose up -d",
         code="validation.failed",
     )
 
@@ -149,7 +153,7 @@ def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:
     document = {
         "schema": SCHEMA,
         "profile": options.profile,
-        "verdict": str(Verdict.REFUSE),
+        "verdict": str(ValidationVerdict.REFUSE),
         "exit_code": RefusalError.exit_code,
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "origin": "this machine",
@@ -169,22 +173,11 @@ def _summary(document: Mapping[str, Any]) -> str:
     return summary + (f"; and {len(worst) - 3} more" if len(worst) > 3 else "")
 
 
-def _first_fix(document: Mapping[str, Any]) -> str:
-    return str(next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm"))
-
-
 def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     failed = [finding for finding in document["findings"] if finding["status"] == Status.FAIL]
     return failed or [
         finding for finding in document["findings"] if finding["status"] == Status.SKIPPED and finding["required"]
     ]
-
-
-def _remember(server: ServerCommand, document: Mapping[str, Any]) -> None:
-    """Keep a refusal for a restart that comes by itself; where there is no lasting folder, it is asked again."""
-    kept = {"for": _identity(server), "ended": time.time(), "document": document}
-    with suppress(OSError):
-        write_json(paths.state() / REFUSED, kept)
 
 
 def _refused_just_now(options: Settings, server: ServerCommand) -> dict[str, Any] | None:
@@ -236,10 +229,6 @@ def _unwritable(run: Path, error: OSError) -> StorageError:
         f"mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN",
         code="storage.access",
     )
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

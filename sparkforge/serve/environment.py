@@ -17,6 +17,10 @@ def prepare(steps: Steps, env: Environment | None = None) -> Environment:
     with steps.step("environment", "hash-locked wheels; the first time takes minutes") as tell:
         is_new = environments.ensure(env, table)
         patched = [table.component(*name.split("/")) for name in table.environment(env.name).wheels]
-        versions = [f"{one.package} {environments.installed_version(one)}" for one in patched if one.patches]
+        versions = [
+            f"{component.package} {environments.installed_version(component)}"
+            for component in patched
+            if component.patches
+        ]
         tell(f"{', '.join(versions)}, {'made' if is_new else 'unchanged'}")
     return env

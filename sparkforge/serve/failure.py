@@ -39,8 +39,8 @@ def remembered() -> Iterator[None]:
         yield
     except SparkforgeError as error:
         if error.code not in NOT_FAILURES:
-            what, why, fix = (without_passwords(part) for part in (error.what, error.why, error.fix))
-            failure = Failure(error.code, what, why, fix, began, time.time())
+            failed, why, fix = (without_passwords(part) for part in (error.what, error.why, error.fix))
+            failure = Failure(error.code, failed, why, fix, began, time.time())
             with suppress(OSError, SparkforgeError):  # a full disk may be the very error
                 write_atomic(paths.state() / NAME, json.dumps(asdict(failure)) + "\n", mode=0o600)
         raise

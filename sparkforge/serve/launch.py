@@ -61,8 +61,8 @@ def refuse_second() -> None:
     """Raise ServerError if our server runs."""
     server = record.read()
     if server and server.alive:
-        what, why = "a server of this checkout runs already", f"{server.model_id} at {server.url}"
-        raise ServerError(what, why, "./inv down, then ./inv up", code="server.running")
+        failure, why = "a server of this checkout runs already", f"{server.model_id} at {server.url}"
+        raise ServerError(failure, why, "./inv down, then ./inv up", code="server.running")
 
 
 def check_free(port: int, host: str = LOOPBACK) -> None:

@@ -82,8 +82,8 @@ class Server:
         if not self.key_file:
             return ""
         if self.key_file != self._own_key_file():
-            what, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
-            raise StorageError(what, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
+            failure, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
+            raise StorageError(failure, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
         return access.read_key(Path(self.key_file), private=not self.container)
 
     def _own_key_file(self) -> str:
@@ -158,8 +158,8 @@ def running() -> Server:
     if server and server.alive:
         return server
     if left := leftovers():
-        what = "no server is running, but processes of one are left"
-        raise ServerError(what, describe_left(left), "./inv down", code="server.not-running")
+        failure = "no server is running, but processes of one are left"
+        raise ServerError(failure, describe_left(left), "./inv down", code="server.not-running")
     why = f"its {server.where} {how_it_ended(server)}; its log: ./inv logs" if server else "this checkout started none"
     raise ServerError("no server is running", why, "./inv up", code="server.not-running")
 
@@ -186,12 +186,8 @@ def describe_left(pids: Sequence[int]) -> str:
     for pid in pids:
         with suppress(psutil.Error):
             size += psutil.Process(pid).memory_info().rss
-    return f"a server was killed; its {pids_in_words(pids)} hold up to {size / 1e9:.1f} GB"
-
-
-def pids_in_words(pids: Sequence[int]) -> str:
-    """Return "pid 12" or "pids 12, 13"."""
-    return f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    ids = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    return f"a server was killed; its {ids} hold up to {size / 1e9:.1f} GB"
 
 
 def ended(server: Server, state: Path | None = None) -> End | None:

@@ -174,7 +174,8 @@ def _checkout() -> list[tuple[str, Path]]:
     """Return (path, file) of what of the checkout goes along: pins, locks and patches."""
 
     def refuse(error: OSError) -> None:
-        raise error  # a folder that cannot be listed would be left out without a word
+        """Raise the error of a folder that cannot be listed, which `os.walk` would leave out silently."""
+        raise error
 
     files = [paths.ROOT / "pins.toml", *(file for file in (paths.ROOT / "locks").iterdir() if file.is_file())]
     for folder, _, names in os.walk(paths.ROOT / "patches", onerror=refuse):

@@ -251,7 +251,8 @@ def _commands(text: str, file: Path) -> Iterator[Command]:
                 )
             if depth == 0:
                 yield Command(name.lower(), tuple(arguments), line)
-        elif (word := _word(match)) is not None:
+        elif strings := [match[group] for group in ("raw", "quoted", "word") if match[group] is not None]:
+            word = strings[0]
             if depth:
                 arguments.append(word)
             else:
@@ -260,10 +261,3 @@ def _commands(text: str, file: Path) -> Iterator[Command]:
         position = match.end()
     if depth:
         raise InputError(f"{file}:{line} cannot be read", f"the command {name} does not end", UNPACK, code="input.pins")
-
-
-def _word(match: re.Match[str]) -> str | None:
-    for group in ("raw", "quoted", "word"):
-        if match[group] is not None:
-            return match[group]
-    return None

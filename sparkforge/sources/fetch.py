@@ -65,11 +65,6 @@ def sweep(files: Path) -> int:
     return freed
 
 
-def fetch_all(component: Component, *, only: str = "") -> list[Path]:
-    """Fetch every file of `component` whose name ends with `only` and return their paths."""
-    return [fetch_pinned(component, name) for name in component.files if name.endswith(only)]
-
-
 def fetch_pinned(component: Component, filename: str) -> Path:
     """Fetch one file of `component` and return its path in the cache. Raises as `fetch` does."""
     size = component.size_of(filename)

@@ -61,15 +61,15 @@ def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitS
 
     Raises InputError naming each dependency that is not pinned, is pinned otherwise, or is pinned and not asked for.
     """
-    wrong = [problem for dependency in declared if (problem := _problem(dependency, pinned))]
+    problems = [problem for dependency in declared if (problem := _problem(dependency, pinned))]
     asked = {(dependency.file, dependency.name, dependency.tag) for dependency in declared}
     for name, pin in pinned.items():
         if (pin.asked_in, pin.dependency, pin.tag) not in asked:
-            wrong.append(f"pins.toml has {name} at {pin.tag}, which {pin.asked_in} does not ask for")
-    if wrong:
+            problems.append(f"pins.toml has {name} at {pin.tag}, which {pin.asked_in} does not ask for")
+    if problems:
         raise InputError(
             f"the hidden dependencies of {upstream} are not those in pins.toml",
-            "; ".join(wrong),
+            "; ".join(problems),
             "read upstream's change, then correct the stack's git table in pins.toml",
             code="input.pins",
         )

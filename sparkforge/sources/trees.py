@@ -77,16 +77,6 @@ def require_all(trees: list[SourceTree], pinned: Mapping[str, GitSource]) -> Non
         )
 
 
-def list_trees(stack: str, *, table: Pins | None = None) -> list[tuple[str, Path]]:
-    """Return (component, folder) for each archive of `stack`, fetched or not."""
-    return [
-        (name, tree_folder(component, file))
-        for name, component in (table or pins.load()).stack(stack).components.items()
-        for file in component.files
-        if component.kind == "sdist" and file.endswith(ARCHIVE)
-    ]
-
-
 def tree_folder(component: Component, filename: str) -> Path:
     """Return the folder that an archive of `component` is unpacked to."""
     return sources_folder() / filename.removesuffix(ARCHIVE) / component.files[filename][:DIGITS]

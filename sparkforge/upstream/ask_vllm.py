@@ -40,11 +40,11 @@ def parse(module: str, profiles: Mapping[str, list[str]]) -> dict[str, str]:
     utilities = importlib.import_module("vllm.utils.argparse_utils")
     build = importlib.import_module(module).make_arg_parser
     errors = {}
-    for name, words in profiles.items():
+    for name, arguments in profiles.items():
         stderr = io.StringIO()
         try:
             with contextlib.redirect_stderr(stderr):
-                build(utilities.FlexibleArgumentParser()).parse_args(["--model", "/model", *words])
+                build(utilities.FlexibleArgumentParser()).parse_args(["--model", "/model", *arguments])
             errors[name] = ""
         except SystemExit:
             errors[name] = (stderr.getvalue().strip().splitlines() or ["it is refused without a message"])[-1]
@@ -81,7 +81,7 @@ def select(cases: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if case["capability"]:
             claim_cuda(case["capability"])
         warnings: list[str] = []
-        mxfp4.logger.warning_once = lambda message, *words, warnings=warnings, **_: warnings.append(message % words)
+        mxfp4.logger.warning_once = lambda message, *values, warnings=warnings, **_: warnings.append(message % values)
         backend = error = None
         try:
             backend = mxfp4.select_mxfp4_moe_backend(moe.FusedMoEConfig(**{**model, **case["config"]}))[0].value

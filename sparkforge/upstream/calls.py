@@ -148,10 +148,10 @@ def _wrapped(vllm: Package, module: str, name: str) -> Iterator[tuple[str, str]]
     tree = vllm.module(module)
     for node in tree.body if tree else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            words = [word.value for word in node.value.args if isinstance(word, ast.Constant)]
+            strings = [argument.value for argument in node.value.args if isinstance(argument, ast.Constant)]
             is_it = any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
-            if is_it and len(words) >= 2 and str(words[0]).partition(".")[0] == CALLEE:
-                yield str(words[0]), str(words[1])
+            if is_it and len(strings) >= 2 and str(strings[0]).partition(".")[0] == CALLEE:
+                yield str(strings[0]), str(strings[1])
 
 
 def _check_target(
@@ -199,8 +199,8 @@ def _check_generators(table: KernelTable, flashinfer: Package) -> Iterator[Obser
                 yield Observation(Effect.BREAKS, f"the set's arguments do not fit {generator}: {why}")
             for value in module.arguments.values():
                 if isinstance(value, str) and value.startswith(f"@{CALLEE}"):
-                    place, _, name = value[1:].partition(":")
-                    if flashinfer.find(place, name) is None:
-                        yield Observation(Effect.BREAKS, f"FlashInfer has no {place}.{name}")
+                    value_home, _, name = value[1:].partition(":")
+                    if flashinfer.find(value_home, name) is None:
+                        yield Observation(Effect.BREAKS, f"FlashInfer has no {value_home}.{name}")
         except UnfollowedError as error:
             yield Observation(Effect.UNKNOWN, f"{generator}: {error}")

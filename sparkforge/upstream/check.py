@@ -28,7 +28,7 @@ from sparkforge.serve import profiles
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.upstream import calls, dependencies, experts, options
 from sparkforge.upstream.effect import NOT_APPLICABLE, Column, Effect, Observation, undetermined
-from sparkforge.upstream.experts import Answer
+from sparkforge.upstream.experts import ReleaseAnswer
 from sparkforge.upstream.python import Package
 from sparkforge.upstream.releases import Candidate, candidates, exact_requirements, unpacked, work_folder
 from sparkforge.upstream.report import PARTS, CheckReport, ReleaseReport
@@ -142,14 +142,14 @@ class StackCheck:
 
     def _answers(
         self, root: Path, judgements: Sequence[Judgement], contents: Mapping[str, Content]
-    ) -> tuple[Answer, Answer]:
+    ) -> tuple[ReleaseAnswer, ReleaseAnswer]:
         """Run a vLLM release as it is, then with the queue, whose files replace its own."""
         if self.python is None:
-            nothing = Answer(refusal=self.why_static, profiles=self.why_static)
+            nothing = ReleaseAnswer(refusal=self.why_static, profiles=self.why_static)
             return nothing, nothing
         stock = experts.ask(self.python, root, self.profiles)
         if conflicts := [entry.patch.name for entry in judgements if entry.verdict is Verdict.CONFLICTS]:
-            return stock, Answer(refusal=f"it does not apply ({', '.join(conflicts)})")
+            return stock, ReleaseAnswer(refusal=f"it does not apply ({', '.join(conflicts)})")
         for path, content in contents.items():
             if content is None:
                 (root / path).unlink(missing_ok=True)
@@ -173,9 +173,9 @@ def _content(root: Path, path: str) -> Content:
 def _patches(judgements: Sequence[Judgement]) -> Column:
     """Return the verdicts on a queue; the summary counts them."""
     counts = {verdict: sum(entry.verdict is verdict for entry in judgements) for verdict in Verdict}
-    words = {Verdict.APPLIES: "apply", Verdict.OFFSET: "offset", Verdict.UPSTREAM: "upstream",
+    labels = {Verdict.APPLIES: "apply", Verdict.OFFSET: "offset", Verdict.UPSTREAM: "upstream",
              Verdict.CONFLICTS: "conflict"}  # fmt: skip
-    summary = ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count)
+    summary = ", ".join(f"{count} {labels[verdict]}" for verdict, count in counts.items() if count)
     observations = []
     for entry in judgements:
         text = f"{entry.patch.name}: {entry.verdict.value}" + (f" ({entry.evidence})" if entry.evidence else "")

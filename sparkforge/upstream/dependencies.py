@@ -22,10 +22,10 @@ def check(root: Path, pinned: Mapping[str, GitSource]) -> Column:
     observations = tuple(_differences(declared, pinned))
     changed = sum(entry.effect is Effect.CHANGED for entry in observations)
     broken = sum(entry.effect is Effect.BREAKS for entry in observations)
-    words = [f"{len({(entry.file, entry.name) for entry in declared})} asked for" if declared else "none"]
-    words += [f"{changed} changed"] if changed else []
-    words += [f"{broken} to decide"] if broken else []
-    return Column(", ".join(words), observations)
+    parts = [f"{len({(entry.file, entry.name) for entry in declared})} asked for" if declared else "none"]
+    parts += [f"{changed} changed"] if changed else []
+    parts += [f"{broken} to decide"] if broken else []
+    return Column(", ".join(parts), observations)
 
 
 def _differences(declared: list[Declared], pinned: Mapping[str, GitSource]) -> Iterator[Observation]:
@@ -59,6 +59,6 @@ def _changes(name: str, asked: list[Declared], pins: list[GitSource]) -> Iterato
             yield Observation(effect, f"{name}: {word} {_listed(before - now)} → {_listed(now - before)}")
 
 
-def _listed(words: set[str]) -> str:
+def _listed(names: set[str]) -> str:
     """Return what one side has alone; commits are cut as git cuts them."""
-    return ", ".join(sorted(word[:12] if COMMIT.fullmatch(word) else word for word in words)) or "(none)"
+    return ", ".join(sorted(name[:12] if COMMIT.fullmatch(name) else name for name in names)) or "(none)"

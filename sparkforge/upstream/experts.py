@@ -28,7 +28,7 @@ KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")  # no token and n
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReleaseAnswer:
     """What a release's code answered; `refusal` says why a part, or all of it, did not."""
 
     backend: str = ""
@@ -36,7 +36,7 @@ class Answer:
     profiles: Mapping[str, str] | str = "it was not run"
 
 
-def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> Answer:
+def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> ReleaseAnswer:
     """Run the vLLM under `root` by `python`; never raises for what the release does."""
     parser = options.parser_file(root) if profiles else None
     question = {
@@ -48,19 +48,19 @@ def ask(python: Path, root: Path, profiles: Mapping[str, ServeProfile]) -> Answe
         answer = _run(python, root, question)
     except ProcessError as error:
         why = f"{error.what}: {(error.why.strip().splitlines() or ['it said nothing'])[-1][:300]}"
-        return Answer(refusal=why, profiles=why)
+        return ReleaseAnswer(refusal=why, profiles=why)
     if answer.get("source") != str(root / "vllm"):
         why = f"{python} has another vLLM in front: {answer.get('source')}"
-        return Answer(refusal=why, profiles=why)
+        return ReleaseAnswer(refusal=why, profiles=why)
     selections, parsed = answer["selections"], answer["profiles"]
     if isinstance(parsed, dict) and parsed.keys() == {"error"}:
         parsed = parsed["error"]
     elif parsed is None:
         parsed = "the release has no parser where we look"
     if isinstance(selections, dict):
-        return Answer(refusal=selections["error"], profiles=parsed)
+        return ReleaseAnswer(refusal=selections["error"], profiles=parsed)
     (selection,) = selections
-    return Answer(selection["backend"] or f"none ({selection['error']})", profiles=parsed)
+    return ReleaseAnswer(selection["backend"] or f"none ({selection['error']})", profiles=parsed)
 
 
 def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any
     return answer
 
 
-def column(stock: Answer, patched: Answer) -> Column:
+def column(stock: ReleaseAnswer, patched: ReleaseAnswer) -> Column:
     """Compare the answers of the stock release and of the release with the queue with what 12.x needs."""
     if stock.refusal:
         return undetermined(f"the selector was not run: {stock.refusal}")

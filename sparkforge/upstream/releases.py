@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
@@ -21,9 +20,6 @@ from sparkforge.patching.upstream import Release
 from sparkforge.pins import Component, Pins
 from sparkforge.pins.index import client, project_page
 from sparkforge.sources import archive, fetch, offline
-
-if TYPE_CHECKING:
-    from pypi_simple import DistributionPackage
 
 REQUIREMENTS = Path("requirements/cuda.txt")  # of vLLM's source archive
 LARGEST = 1 << 20  # bytes of a requirements file
@@ -56,11 +52,6 @@ def newest(versions: Iterable[str | None]) -> str | None:
     return finals[max(finals)] if finals else None
 
 
-def newest_source(listed: Iterable[DistributionPackage]) -> str | None:
-    """Return the newest release with a source archive that its maintainers have not withdrawn."""
-    return newest(entry.version for entry in listed if entry.package_type == "sdist" and not entry.is_yanked)
-
-
 def candidates(table: Pins, stack: str, against: Sequence[str] = (), patches: Path = status.PATCHES) -> list[Candidate]:
     """Return the releases that `against` names, or the newest release of each component with a queue.
 
@@ -86,7 +77,8 @@ def _newest_version(component: Component) -> str:
         )
     with client() as http:
         listed = project_page(str(component.package), http).packages
-    return newest_source(listed) or component.version
+    sources = (entry for entry in listed if entry.package_type == "sdist" and not entry.is_yanked)
+    return newest(entry.version for entry in sources) or component.version
 
 
 def work_folder() -> Path:

@@ -65,7 +65,8 @@ def component(request):
 
 @pytest.fixture(scope="module")
 def pristine(component, tmp_path_factory):
-    (sdist,) = fetch.fetch_all(component, only=".tar.gz")
+    (name,) = [name for name in component.files if name.endswith(".tar.gz")]
+    sdist = fetch.fetch_pinned(component, name)
     return unpack(sdist, tmp_path_factory.mktemp("pristine"))
 
 

@@ -4,6 +4,7 @@ WRONG holds each answer that is vLLM's fault, as it is today, beside the right o
 changes one, the test fails and says so, so that the row goes.
 """
 
+import importlib.util
 import os
 import sys
 import time
@@ -15,11 +16,14 @@ import pytest
 
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
-from sparkforge.models import scripted, tiny
-from sparkforge.models.scripted import Script
+from sparkforge.models import tiny
 from sparkforge.serve import client, embedded
 
 pytestmark = pytest.mark.integration
+_spec = importlib.util.spec_from_file_location("scripted", ROOT / "tests" / "scripted.py")
+scripted = sys.modules["scripted"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(scripted)
+Script = scripted.Script
 MODEL = "scripted"
 JSON = '{"city": "Oslo"}'
 # Name → what the model writes behind `<|start|>assistant`.

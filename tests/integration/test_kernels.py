@@ -17,9 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkforge import pins
+from sparkforge import environments, pins
 from sparkforge.compile import toolchain
-from sparkforge.compile.flashinfer import home as kernel_home
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core.paths import ROOT
 from sparkforge.sources import fetch
@@ -57,7 +56,13 @@ def site(tmp_path_factory):
     env = {**os.environ, "CUDA_HOME": str(home), "CCACHE_DIR": str(base / "ccache")}
     env["PYTHONPATH"] = str(ROOT)
     yield SimpleNamespace(
-        base=base, output=base / "out", home=home, env=env, python=kernel_home.ensure("spark"), flag=flag, calls=calls
+        base=base,
+        output=base / "out",
+        home=home,
+        env=env,
+        python=environments.build_interpreter("spark", "kernels"),
+        flag=flag,
+        calls=calls,
     )
     shutil.rmtree(base)
 
@@ -205,7 +210,9 @@ def test_an_interpreter_without_flashinfer_is_refused(site):
 
 
 def test_every_call_stands_in_vllms_sdist():
-    (sdist,) = fetch.fetch_all(pins.load().component("spark", "vllm"), only=".tar.gz")
+    component = pins.load().component("spark", "vllm")
+    (name,) = [name for name in component.files if name.endswith(".tar.gz")]
+    sdist = fetch.fetch_pinned(component, name)
     with tarfile.open(sdist) as archive:
         for call in TABLE.calls.values():
             lines = archive.extractfile(f"vllm-0.32.0/{call.file}").read().decode().splitlines()

@@ -42,7 +42,8 @@ def queue():
 @pytest.fixture(scope="module")
 def pristine(queue, tmp_path_factory):
     """The files that the queue touches, out of the sdist, which is checked by hash."""
-    (sdist,) = fetch.fetch_all(STACK.components["vllm"])
+    component = STACK.components["vllm"]
+    sdist = fetch.fetch_pinned(component, *component.files)
     tree = tmp_path_factory.mktemp("pristine")
     with tarfile.open(sdist) as tar:
         for path in queue.paths:
@@ -108,7 +109,8 @@ def test_git_makes_the_same_bytes_of_it(pristine, patched, queue, tmp_path):
 def test_each_patch_is_needed_on_0_13_0_and_obsolete_or_moved_on_0_32_0(pristine, queue, tmp_path):
     conditions = [(each.name[:4], condition) for each in queue.patches for condition in each.drop_when]
     assert [number for number, condition in conditions if condition.holds(pristine)] == []
-    (sdist,) = fetch.fetch_all(pins.load().component("spark", "vllm"))
+    component = pins.load().component("spark", "vllm")
+    sdist = fetch.fetch_pinned(component, *component.files)
     with tarfile.open(sdist) as tar:
         for path in queue.paths:
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

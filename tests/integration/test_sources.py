@@ -55,9 +55,19 @@ HIDDEN = {
 }
 
 
+def unpacked(stack):
+    """Return {component: folder} for the source archives of a stack."""
+    return {
+        name: trees.tree_folder(component, file)
+        for name, component in pins.load().stack(stack).components.items()
+        for file in component.files
+        if component.kind == "sdist" and file.endswith(trees.ARCHIVE)
+    }
+
+
 def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
     pinned = pins.load().stacks["spark"].git.values()
-    declared = manifest.load(trees.list_trees("spark")[0][1]).facts["declared"]
+    declared = manifest.load(unpacked("spark")["vllm"]).facts["declared"]
     assert {one["name"]: one["override"] for one in declared} == {
         name: variable for name, (_, variable) in HIDDEN.items()
     }
@@ -78,14 +88,14 @@ def test_every_source_is_there_and_a_second_run_reads_nothing_anew(found):
 
 def test_the_trees_are_what_their_listings_say(found):
     for stack in found:
-        for _, place in trees.list_trees(stack):
+        for place in unpacked(stack).values():
             check = ["sha256sum", "--check", "--quiet", "--strict", f"../{place.name}.sha256"]
             assert subprocess.run(check, cwd=place, check=False).returncode == 0
             assert archive.tree_sha256(archive.read_listing(place)) == manifest.load(place).outputs["listing"]
 
 
 def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
-    place = dict(trees.list_trees("spark"))["flashinfer"]
+    place = unpacked("spark")["flashinfer"]
     component = pins.load().component("spark", "flashinfer")
     (wheel,) = (fetch.cached(name, sha) for name, sha in component.files.items() if name.endswith(".whl"))
     listing = archive.read_listing(place)
@@ -110,7 +120,7 @@ def sha_of(data):
 
 
 def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
-    place = trees.list_trees("spark")[0][1]
+    place = unpacked("spark")["vllm"]
     pinned = pins.load().stacks["spark"].git
     for file in (place / "cmake").rglob("*.cmake"):
         (tmp_path / file.relative_to(place)).parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +151,7 @@ def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
 
 def test_a_file_of_the_sdist_and_one_of_the_patched_wheel_are_followed_to_their_pins(found):
     component = pins.load().component("spark", "vllm")
-    place = trees.list_trees("spark")[0][1]
+    place = unpacked("spark")["vllm"]
     embedded = pins.load().component("embedded", "vllm")
     queue = Queue.load(paths.ROOT / "patches" / component.patches)
     site_packages = Path(importlib.util.find_spec("vllm").origin).parent.parent
@@ -196,6 +206,6 @@ def run(command, env):
 
 
 def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(found):
-    value = json.loads(manifest.beside(trees.list_trees("spark")[0][1]).read_text())
+    value = json.loads(manifest.beside(unpacked("spark")["vllm"]).read_text())
     assert set(value) == {"schema", "stage", "inputs", "outputs", "tools", "facts", "seconds"}
     assert value["inputs"]["vllm-0.32.0.tar.gz"] == pins.load().component("spark", "vllm").files["vllm-0.32.0.tar.gz"]

@@ -84,7 +84,8 @@ def flashinfer(tmp_path_factory):
     component = TABLE.component(STACK, "flashinfer")
     queue = Queue.load(status.PATCHES / component.patches)
     folder = tmp_path_factory.mktemp("flashinfer")
-    (wheel,) = fetch.fetch_all(component, only=".whl")
+    (name,) = [name for name in component.files if name.endswith(".whl")]
+    wheel = fetch.fetch_pinned(component, name)
     with zipfile.ZipFile(wheel) as archive:
         needed = [name for name in archive.namelist() if name.endswith(".py") or "/data/csrc/" in name]
         archive.extractall(folder, needed)

@@ -12,7 +12,7 @@ import pytest
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from validate import Options, Verdict, rehearse
+from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import deep, numerics
@@ -119,8 +119,8 @@ def sheet_of(stack):
 @pytest.mark.parametrize(
     ("tree", "verdict", "evidence"),
     [
-        ("upstream", Verdict.REFUSE, "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4),
-        ("patched", Verdict.SERVE, f"vLLM selects {FP4}"),
+        ("upstream", ValidationVerdict.REFUSE, "vLLM will run the experts with MARLIN, hardware FP4 is " + FP4),
+        ("patched", ValidationVerdict.SERVE, f"vLLM selects {FP4}"),
     ],
 )
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(model, next_trees, claim, tree, verdict, evidence):

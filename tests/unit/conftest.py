@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import gzip
 import hashlib
 import importlib.util
 import io
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -125,6 +127,18 @@ def _killed_before(number, action, scratch):
     return os.WIFSIGNALED(status)
 
 
+def sdist(top, files):
+    """Return the bytes of a .tar.gz with {path: text} under the folder `top`; a file whose text is None is left out."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for path, text in files.items():
+            if text is not None:
+                info = tarfile.TarInfo(f"{top}/{path}")
+                info.size = len(text.encode())
+                archive.addfile(info, io.BytesIO(text.encode()))
+    return gzip.compress(data.getvalue(), mtime=0)
+
+
 @pytest.fixture(scope="session")
 def kit():
     """The helpers above, for tests that cannot import one another."""
@@ -136,6 +150,7 @@ def kit():
         diff=diff,
         write_queue=write_queue,
         killed_before=killed_before,
+        sdist=sdist,
     )
 
 

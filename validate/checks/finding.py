@@ -26,7 +26,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CheckResult:
     """A check's answer: its status, the evidence as a sentence, and a fix if the check's own one does not fit."""
 
     status: Status
@@ -119,7 +119,7 @@ def _of_type(name: str, value: Value, wanted: str) -> FactMissing:
     return FactMissing(f"{name} is {repr(value)[:80]}, which is not {wanted}")
 
 
-Judge = Callable[[View], Judgement]
+Judge = Callable[[View], CheckResult]
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
     try:
         judgement = check.judge(View(facts))
     except FactMissing as error:
-        judgement = Judgement(Status.FAIL, f"cannot be judged: {error}", error.fix)
+        judgement = CheckResult(Status.FAIL, f"cannot be judged: {error}", error.fix)
     except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
-        judgement = Judgement(
+        judgement = CheckResult(
             Status.FAIL,
             f"internal error in this check: {type(error).__name__}: {error}",
             "report this with the JSON report; nothing on this machine needs to change",
@@ -186,22 +186,22 @@ def skipped(check: Check, reason: str, fix: str, *, required: bool) -> Finding:
     return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{DOC}#{check.name}")
 
 
-def passed(evidence: str) -> Judgement:
+def passed(evidence: str) -> CheckResult:
     """All is well."""
-    return Judgement(Status.PASS, evidence)
+    return CheckResult(Status.PASS, evidence)
 
 
-def warned(evidence: str, fix: str = "") -> Judgement:
+def warned(evidence: str, fix: str = "") -> CheckResult:
     """It will serve, but the user should know."""
-    return Judgement(Status.WARN, evidence, fix)
+    return CheckResult(Status.WARN, evidence, fix)
 
 
-def failed(evidence: str, fix: str = "") -> Judgement:
+def failed(evidence: str, fix: str = "") -> CheckResult:
     """It must not serve."""
-    return Judgement(Status.FAIL, evidence, fix)
+    return CheckResult(Status.FAIL, evidence, fix)
 
 
-def judged(fine: bool, evidence: str, fix: str = "") -> Judgement:
+def judged(fine: bool, evidence: str, fix: str = "") -> CheckResult:
     """Pass if `fine`, else fail."""
     return passed(evidence) if fine else failed(evidence, fix)
 

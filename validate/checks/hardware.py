@@ -8,7 +8,7 @@ from sparkforge.plan import devices
 from sparkforge.plan.budget import HOST_WORKING_BYTES, share_lines
 from sparkforge.plan.devices import GIB
 from validate.checks import serving
-from validate.checks.finding import CheckList, Judgement, View, failed, judged, passed, warned
+from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 
 MIN_DRIVER = 580  # first driver branch with CUDA 13.0 (CUDA 13.0 release notes, table of minimum driver versions)
 RISKY_DRIVERS = range(590, 600)  # public report of hanging CUDA graphs on GB10: conselara.dev, DGX Spark GB10 reference
@@ -35,7 +35,7 @@ def gib(count: float) -> str:
     needs=("os.machine",),
     fix="python -m validate --profile embedded   # the profile for other machines",
 )
-def _architecture(view: View) -> Judgement:
+def _architecture(view: View) -> CheckResult:
     machine = view.text("os.machine")
     return judged(machine == "aarch64", f"this machine is {machine}, DGX Spark is aarch64")
 
@@ -46,7 +46,7 @@ def _architecture(view: View) -> Judgement:
     needs=("os.machine", "cpu.flags"),
     fix="grep -m1 -E 'flags|Features' /proc/cpuinfo",
 )
-def _cpu_instructions(view: View) -> Judgement:
+def _cpu_instructions(view: View) -> CheckResult:
     machine, flags = view.text("os.machine"), set(view.names("cpu.flags"))
     wanted, better = {"x86_64": ("avx2", "avx512f"), "aarch64": ("asimd", "bf16")}.get(machine, ("", ""))
     if not wanted:
@@ -59,7 +59,7 @@ def _cpu_instructions(view: View) -> Judgement:
 
 
 @CHECKS.add("gpu-name", "nvidia-smi names one GB10.", needs=("gpu.name", "gpu.count"), fix=NO_GPU)
-def _gpu_name(view: View) -> Judgement:
+def _gpu_name(view: View) -> CheckResult:
     name, count = view.text("gpu.name"), view.number("gpu.count")
     if "GB10" not in name.replace("-", " ").split():
         return failed(f"the GPU is {name}, this profile is for GB10", "python -m validate --profile embedded")
@@ -72,7 +72,7 @@ def _gpu_name(view: View) -> Judgement:
     needs=("gpu.compute_capability", "cuda.compute_capability"),
     fix=NO_GPU,
 )
-def _gpu_capability(view: View) -> Judgement:
+def _gpu_capability(view: View) -> CheckResult:
     smi, cuda = view.text("gpu.compute_capability"), view.text("cuda.compute_capability")
     if smi != cuda:
         return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
@@ -85,7 +85,7 @@ def _gpu_capability(view: View) -> Judgement:
     needs=("gpu.driver_version",),
     fix="sudo apt update && sudo apt full-upgrade && sudo reboot",
 )
-def _driver_version(view: View) -> Judgement:
+def _driver_version(view: View) -> CheckResult:
     major, driver = view.version("gpu.driver_version").major, view.text("gpu.driver_version")
     if major in RISKY_DRIVERS:
         return warned(
@@ -101,7 +101,7 @@ def _driver_version(view: View) -> Judgement:
     needs=("cuda.driver_api", "cuda.runtime_version"),
     fix="install the locked set again: ./inv up",
 )
-def _cuda_version(view: View) -> Judgement:
+def _cuda_version(view: View) -> CheckResult:
     driver, runtime = view.version("cuda.driver_api"), view.version("cuda.runtime_version")
     evidence = f"driver API {view.text('cuda.driver_api')}, runtime {view.text('cuda.runtime_version')}"
     if driver < MIN_CUDA:
@@ -139,7 +139,7 @@ def needed_bytes(view: View) -> float:
     ),
     fix=FREE_MEMORY,
 )
-def _memory_unified(view: View) -> Judgement:
+def _memory_unified(view: View) -> CheckResult:
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
     free, weights = usable_memory(view), view.number("model.weight_bytes")
     if not 0 < share <= 1:
@@ -173,7 +173,7 @@ def _memory_unified(view: View) -> Judgement:
     needs=("memory.available_bytes", "memory.cgroup_headroom_bytes", "model.weight_bytes"),
     fix="ps aux --sort=-rss | head   # stop something large",
 )
-def _memory_host(view: View) -> Judgement:
+def _memory_host(view: View) -> CheckResult:
     free, weights = usable_memory(view), view.number("model.weight_bytes")
     needed = weights + HOST_WORKING_BYTES
     return judged(free >= needed, f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)})")
@@ -185,7 +185,7 @@ def _memory_host(view: View) -> Judgement:
     needs=("disk.cache_free_bytes", "disk.cache_directory"),
     fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
 )
-def _disk_space(view: View) -> Judgement:
+def _disk_space(view: View) -> CheckResult:
     free, where = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
     evidence = f"{gib(free)} free for {where}"
     return failed(evidence) if free < DISK_FAIL else warned(evidence) if free < DISK_WARN else passed(evidence)
@@ -197,7 +197,7 @@ def _disk_space(view: View) -> Judgement:
     needs=("shm.total_bytes",),
     fix="start the container with --ipc=host or --shm-size=8g",
 )
-def _shared_memory(view: View) -> Judgement:
+def _shared_memory(view: View) -> CheckResult:
     total = view.number("shm.total_bytes")
     return judged(total >= SHM_WARN, f"{gib(total)} in /dev/shm, {gib(SHM_WARN)} advised")
 
@@ -205,7 +205,7 @@ def _shared_memory(view: View) -> Judgement:
 @CHECKS.add(
     "port-free", "The server's port can be bound.", needs=("serve.port", "serve.port_free"), fix="choose another --port"
 )
-def _port_free(view: View) -> Judgement:
+def _port_free(view: View) -> CheckResult:
     port = view.number("serve.port")
     free = view.flag("serve.port_free")
     fix = f"ss -ltnp 'sport = :{port:g}'   # shows who; stop it, or choose another --port"

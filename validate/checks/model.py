@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from validate.checks.finding import MODEL_FIX, CheckList, Judgement, View, failed, judged, passed
+from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, judged, passed
 from validate.checks.hardware import gib
 
 CHECKS = CheckList()
@@ -19,7 +19,7 @@ def some(names: list[str]) -> str:
     needs=("model.shards_missing", "model.shards_damaged", "model.files_missing", "model.weight_bytes"),
     fix=MODEL_FIX,
 )
-def _model_files(view: View) -> Judgement:
+def _model_files(view: View) -> CheckResult:
     for fact, problem in (
         ("model.shards_missing", "missing shards"),
         ("model.shards_damaged", "damaged shards"),
@@ -36,7 +36,7 @@ def _model_files(view: View) -> Judgement:
     needs=("model.model_type", "model.quant_method"),
     fix="--model DIR of a gpt-oss checkpoint with native MXFP4 weights",
 )
-def _model_format(view: View) -> Judgement:
+def _model_format(view: View) -> CheckResult:
     kind, method = view.text("model.model_type"), view.text("model.quant_method")
     evidence = f"model_type {kind}, quant_method {method}; wanted gpt_oss, mxfp4"
     return judged((kind, method) == ("gpt_oss", "mxfp4"), evidence)

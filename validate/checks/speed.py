@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparkforge.plan import speed
 from sparkforge.plan.devices import by_gpu
-from validate.checks.finding import CheckList, FactMissing, Judgement, View, passed, warned
+from validate.checks.finding import CheckList, CheckResult, FactMissing, View, passed, warned
 from validate.checks.serving import architecture, load
 
 MOST = 10_000_000  # tokens, or requests at once
@@ -34,7 +34,7 @@ CHECKS = CheckList()
     ),
     fix=DOCTOR,
 )
-def _measured_speed(view: View) -> Judgement:
+def _measured_speed(view: View) -> CheckResult:
     if view.is_none("measured.file"):
         return passed(NOTHING)
     device = by_gpu(view.text("gpu.name"))

@@ -72,9 +72,9 @@ def gather(target: Target, groups: Sequence[Sequence[Reading]], deadline: float 
     workers = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
     for worker in workers:
         worker.start()
-    begun = time.monotonic()
+    started = time.monotonic()
     for worker, limit in zip(workers, limits, strict=True):
-        worker.join(max(0.0, begun + limit - time.monotonic()))
+        worker.join(max(0.0, started + limit - time.monotonic()))
     in_time = dict(facts)  # a late worker writes into a table that nobody reads any more
     return {
         reading.name: in_time.get(reading.name, Fact(None, reading.source, f"no answer within {limit:g} s"))

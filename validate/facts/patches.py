@@ -58,9 +58,9 @@ def _imported_from_elsewhere(target: Target, distribution: Installed) -> list[st
     reasons = []
     for package in [path.parts[0] for path in paths if len(path.parts) == 2]:
         with suppress(ProbeError):  # it is nowhere: changed_files says what is missing
-            if (place := target.package_directory(package)).parent != distribution.packages:
+            if (folder := target.package_directory(package)).parent != distribution.packages:
                 packages = distribution.packages
-                reasons.append(f"Python imports {package} from {place}, and {distribution.name} is in {packages}")
+                reasons.append(f"Python imports {package} from {folder}, and {distribution.name} is in {packages}")
     return reasons
 
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sparkforge import pins
+from sparkforge import environments, pins
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import AuditReport, audit_files
 from sparkforge.compile import ninja as ninja_build
 from sparkforge.compile import toolchain
-from sparkforge.compile.flashinfer import environment, home, sets
+from sparkforge.compile.flashinfer import environment, sets
 from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
 from sparkforge.compile.jobs import Schedule, make_schedule, parse_limit
@@ -100,7 +100,7 @@ def build_kernels(
     The set and the architecture are those of the stack's image where none is named. `output` is the folder of the
     cache, `python` the interpreter of the environment that serves; `jobs` is a number or "auto".
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     image = pins.load().image(stack)
     set_name, arch = set_name or image.kernels, arch or image.architecture
     if not set_name or not arch:
@@ -116,12 +116,12 @@ def build_kernels(
             raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
     else:
         say("no --python: building for an environment of our own, which no server has")
-        interpreter = home.ensure(stack)
+        interpreter = environments.build_interpreter(stack, "kernels")
     server = environment.examine(interpreter, table, stack)
     folder = Path(output).absolute() if output else paths.state() / "kernels"
     order = KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
     result, changed = build(order)
-    say(f"{len(modules)} modules in {folder}: {result} ({time.monotonic() - begun:.1f} s)")
+    say(f"{len(modules)} modules in {folder}: {result} ({time.monotonic() - started:.1f} s)")
     if not changed:
         say("unchanged: there was nothing to do")
     say(f"the server's variables: {order.variables_file}")
@@ -140,7 +140,7 @@ def build(order: KernelOrder) -> tuple[BuildResult, bool]:
             return BuildResult(0, 0, int(previous.facts["units"])), False
         require_space(order.output, SPACE, "the kernels")
         manifest.beside(order.variables_file).unlink(missing_ok=True)
-        begun = time.monotonic()
+        started = time.monotonic()
         folders = environment.write(order.environment, order.modules, order.env)
         for name, folder in folders.items():  # a library without a manifest is not trusted; to link it takes no time
             (folder / f"{name}.so").unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def build(order: KernelOrder) -> tuple[BuildResult, bool]:
                     code="compile.kernels",
                 )
         report = _audit(order, folders)
-        result = replace(result, seconds=round(time.monotonic() - begun, 3))
+        result = replace(result, seconds=round(time.monotonic() - started, 3))
         # The server's variables, then the manifest.
         variables = order.server_variables
         text = "".join(f"{name}={value}\n" for name, value in sorted(variables.items()))

@@ -55,26 +55,26 @@ def examine(python: Path, table: KernelTable, stack: str) -> KernelEnvironment:
     """Return what `python` has. Raises CompileError if FlashInfer, torch or the stack's patches do not fit."""
     answer = ask(python, "probe")
     versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
-    wrong = [f"{name} is not installed" for name, value in answer.items() if not value]
+    problems = [f"{name} is not installed" for name, value in answer.items() if not value]
     if versions["flashinfer-python"].partition("+")[0] not in ("", table.flashinfer):
-        wrong = [f"it has flashinfer-python {versions['flashinfer-python']} and not {table.flashinfer}"]
+        problems = [f"it has flashinfer-python {versions['flashinfer-python']} and not {table.flashinfer}"]
     fix = "name another: ./inv build.kernels --python PATH"
-    if not wrong:
+    if not problems:
         site_packages = Path(answer["package"]).parent
         queue = pins.load().component(stack, "flashinfer").patches
         try:
             info = site_packages / f"flashinfer_python-{versions['flashinfer-python']}.dist-info"
             installed = Installed.read(info)
             lock = verify.require_locked(installed, load_patched())
-            wrong = verify.differences(installed, ImageChanges())[:5]
+            problems = verify.differences(installed, ImageChanges())[:5]
             if lock.queue != queue:
-                wrong = [f"its FlashInfer has the patches {lock.queue} and not {queue}"]
-            if not wrong:
+                problems = [f"its FlashInfer has the patches {lock.queue} and not {queue}"]
+            if not problems:
                 return KernelEnvironment(python, site_packages, versions, answer["include"], lock.queue_sha256)
         except IntegrityError as error:
-            wrong = [f"{error.what}: {error.why}"]
+            problems = [f"{error.what}: {error.why}"]
         fix = "install FlashInfer there from its patched wheel; ./inv patch prints where it lies"
-    raise CompileError(f"no kernels can be built for {python}", "; ".join(wrong), fix, code="compile.environment")
+    raise CompileError(f"no kernels can be built for {python}", "; ".join(problems), fix, code="compile.environment")
 
 
 def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:

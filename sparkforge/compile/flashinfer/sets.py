@@ -98,8 +98,8 @@ def load(version: str, folder: Path = FOLDER) -> KernelTable:
     except (OSError, DocumentError) as error:
         raise InputError(f"cannot read {path.name}", str(error), f"git checkout {path}", code="input.pins") from None
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise InputError(f"{path.name} is refused", wrong, f"correct {path}", code="input.pins") from None
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise InputError(f"{path.name} is refused", problems, f"correct {path}", code="input.pins") from None
     if table.flashinfer != version:
         raise InputError(
             f"{path.name} is refused", f"it is for FlashInfer {table.flashinfer}", f"correct {path}", code="input.pins"

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparkforge import pins
+from sparkforge import environments, pins
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.report import AuditReport, audit_files
 from sparkforge.compile import ninja as ninja_build
@@ -173,7 +173,7 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
         raise CompileError(
             "cannot build vLLM", "its CMake files run `patch`", "sudo apt install patch", code="compile.toolchain"
         )
-    python = paths.typed(request.python).absolute() if request.python else vllm_env.ensure(stack)
+    python = paths.typed(request.python).absolute() if request.python else environments.build_interpreter(stack, "vllm")
     return ExtensionOrder(tuple(chosen), arch, folder, chain, vllm_env.examine(python, stack), inputs, table, limit)
 
 
@@ -187,14 +187,14 @@ def build(order: ExtensionOrder) -> BuildResult:
     if previous and ninja_build.outputs_intact(previous, order.output):
         return BuildResult(0, 0, int(previous.facts["units"]))
     with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
-        begun = time.monotonic()
+        started = time.monotonic()
         ninja_build.wait_for_orphans(order.lock)
         configure(order)
         units = units_of(order)
         result = _compile(order, units)
         staged = _install(order)
         report = _audit(order, staged)
-        result = replace(result, seconds=round(time.monotonic() - begun, 3))
+        result = replace(result, seconds=round(time.monotonic() - started, 3))
         _publish(order, staged, {**asdict(result), "code": code_of(units)}, report)
         for folder in home().iterdir():  # of other inputs, gigabytes each; ccache still has their objects
             if folder != order.folder:
@@ -250,6 +250,7 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     rules = [rule[0] for rule in COMPILERS.finditer(listing) if rule[1].lstrip("_") in targets]
 
     def unit_name(_folder: Path, output: str) -> str:
+        """Return TARGET/SOURCE.o for an output of CMake, another output unchanged."""
         match = OBJECT.match(output)
         return f"{match[1]}/{match[2]}" if match else output
 

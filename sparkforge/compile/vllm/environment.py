@@ -11,10 +11,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge import environments, pins
+from sparkforge import pins
 from sparkforge.core.errors import CompileError, ProcessError
 from sparkforge.core.process import run
-from sparkforge.environments import Environment
 
 MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
 PROBE = """
@@ -42,17 +41,6 @@ class Interpreter:
     versions: dict[str, str]
 
 
-def ensure(stack: str) -> Path:
-    """Make a stack's build environment unless it is complete; return its interpreter.
-
-    Raises the errors of `environments.ensure`.
-    """
-    table = pins.load()
-    home = Environment(table.image(stack).environments["vllm"])
-    environments.ensure(home, table)
-    return home.python
-
-
 def examine(python: Path, stack: str) -> Interpreter:
     """Return what `python` has. Raises CompileError naming all that it lacks."""
     try:
@@ -60,14 +48,14 @@ def examine(python: Path, stack: str) -> Interpreter:
     except (ProcessError, IndexError, ValueError) as error:
         raise CompileError(f"cannot build with {python}", str(error), FIX, code="compile.inputs") from None
     pinned = pins.load().component(stack, "torch").version
-    wrong = {
+    problems = {
         f"it has no torch: {answer.get('error')}": not answer["torch"],
         f"its torch is {answer['torch']} and not {pinned}": answer["torch"].partition("+")[0] not in ("", pinned),
         f"its torch {answer['torch']} is built without CUDA, and vLLM's CMake files ask it for CUDA":
             answer["torch"] and not answer["cuda"],
         f"it lacks {', '.join(answer['missing'])}": answer["missing"],
     }  # fmt: skip
-    if reasons := [text for text, holds in wrong.items() if holds]:
+    if reasons := [text for text, holds in problems.items() if holds]:
         raise CompileError(f"cannot build with {python}", "; ".join(reasons), FIX, code="compile.inputs")
     if not answer["header"]:
         version = answer["python"].rpartition(".")[0]

@@ -127,5 +127,5 @@ def install_overlay(overlay: Path, tree: str) -> None:
     say(f"{folder}: {'libraries replaced' if replace_libraries(overlay, folder) else 'unchanged'}")
 
 
-def _error(what: str, why: str, fix: str) -> CompileError:
-    return CompileError(what, why, fix, code="compile.incomplete")
+def _error(failure: str, why: str, fix: str) -> CompileError:
+    return CompileError(failure, why, fix, code="compile.incomplete")

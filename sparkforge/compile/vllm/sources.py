@@ -171,13 +171,13 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
     inputs.queue.apply_to(copy)
 
 
-def stand_ins(table: TargetTable, inputs: ExtensionSources, place: Path) -> dict[str, str]:
-    """Make the folders that stand in under `place`; return every repository's variable with its folder."""
+def stand_ins(table: TargetTable, inputs: ExtensionSources, parent: Path) -> dict[str, str]:
+    """Make the folders that stand in under `parent`; return every repository's variable with its folder."""
     variables = {}
     for name, option in table.repositories.items():
         folder = inputs.repositories[name].folder
         if folder is None:
-            folder = place / name
+            folder = parent / name
             for file in option.files:
                 write_atomic(folder / file, STAND_IN)
         variables[option.variable] = str(folder)

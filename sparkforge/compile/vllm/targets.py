@@ -22,7 +22,7 @@ class Arch(Record):
     family: str
 
 
-class Target(Record):
+class CmakeTarget(Record):
     """One CMake target: whether SM121 uses it, why or why not, and the line of the sdist that defines it.
 
     `needs` names repositories whose headers its units include, `module` the audit's rule for it.
@@ -49,7 +49,7 @@ class TargetTable(Record):
     schema_: int = Field(alias="schema", ge=1, le=1)
     version: str
     arch: dict[str, Arch]
-    targets: dict[str, Target]
+    targets: dict[str, CmakeTarget]
     repositories: dict[str, RepositoryOption]
 
     @property

@@ -54,8 +54,8 @@ def build_wheel(stack: str, python: Path, folder: Path, *, sources: str = "", jo
             "VLLM_VERSION_OVERRIDE": component.version,  # else it ends in the version of CUDA
         }
         say(f"compiling vLLM {component.version} for {image.architecture}, {schedule.max_jobs} jobs: an hour and more")
-        words = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", scratch]
-        run([python, "-m", "pip", *words, trees.tree_folder(component, filename)], env=env)
+        arguments = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", scratch]
+        run([python, "-m", "pip", *arguments, trees.tree_folder(component, filename)], env=env)
         compiled = next(Path(scratch).glob("vllm-*.whl"), None)
         if compiled is None:
             why = f"pip left no wheel of vLLM {component.version}"
@@ -81,8 +81,8 @@ def _repositories(stack: Stack, folder: Path | None, scratch: Path) -> dict[str,
             variables[pin.src_dir] = str(scratch / name)
             continue
         try:
-            found = vllm_sources.repository(name, pin.src_dir, pin, folder).folder
-            variables[pin.src_dir] = str(Path(str(found), pin.folder))
+            repository = vllm_sources.repository(name, pin.src_dir, pin, folder).folder
+            variables[pin.src_dir] = str(Path(str(repository), pin.folder))
         except CompileError as error:
             if error.code != "compile.inputs":
                 raise

@@ -67,8 +67,8 @@ class FaultGuard:
         weights = self.missing + 0.1 * MARGIN
         chosen = self.random.choice(len(self.faults), p=weights / weights.sum())
         out = model(lines[:, :-1], self.plan.dropout, self.faults[chosen])
-        wrong = faults.losses(out.logits, lines[:, 1:], self.corpus.shared).mean()
-        missing = (MARGIN - (wrong - right)).clamp(min=0)
+        faulty = faults.losses(out.logits, lines[:, 1:], self.corpus.shared).mean()
+        missing = (MARGIN - (faulty - right)).clamp(min=0)
         self.missing[chosen] = min(MARGIN, missing.item())
         return missing
 
@@ -83,7 +83,7 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
     optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, plan.steps))
     batches, guard = _batches(corpus, plan, device), FaultGuard(corpus, plan)
-    begun = time.monotonic()
+    started = time.monotonic()
     for step in range(plan.steps):
         lines, counted = next(batches)
         out = model(lines[:, :-1], plan.dropout)
@@ -99,7 +99,7 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
         schedule.step()
         if (step + 1) % SHOWN == 0 or step + 1 == plan.steps:
             held = faults.bits_per_byte(model, corpus) if (step + 1) % (5 * SHOWN) == 0 else math.nan
-            say(f"step {step + 1}: loss {loss.item():.3f}, held out {held:.4f}, {time.monotonic() - begun:.0f} s")
+            say(f"step {step + 1}: loss {loss.item():.3f}, held out {held:.4f}, {time.monotonic() - started:.0f} s")
     return model
 
 

@@ -27,7 +27,7 @@ def table() -> Pins:
 
 
 def _tree() -> Path:
-    return trees.list_trees("s", table=table())[0][1]
+    return trees.tree_folder(table().component("s", "up"), "up-1.tar.gz")
 
 
 def _prepare(work: Path) -> None:

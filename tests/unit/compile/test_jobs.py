@@ -101,7 +101,7 @@ def test_the_expected_time_is_that_of_the_schedule():
     known = costs(60, 60, 30)  # 1, 2 and 3 CPU-seconds
     assert schedule(known, 200).seconds() == 3.0
     assert schedule(known, 60).seconds() == 6.0
-    assert schedule(known, 60).seconds(done=["u2"]) == 3.0
+    assert schedule(known, 60).seconds(finished=["u2"]) == 3.0
 
 
 # --- running it: real processes ---

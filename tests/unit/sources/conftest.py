@@ -1,13 +1,10 @@
-"""Small archives and pins for the tests of forge's stages, and a way to kill a stage at each of its steps."""
+"""Small archives and pins for the tests of the stages, and a way to kill a stage at each of its steps."""
 
-import gzip
 import hashlib
-import io
 import itertools
 import os
 import signal
 import sys
-import tarfile
 import traceback
 from types import SimpleNamespace
 
@@ -18,17 +15,6 @@ from sparkforge.sources import fetch, trees
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-
-def sdist(top, files):
-    """Return the bytes of a .tar.gz with {path: text} under the folder `top`."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as out:
-        for path, text in files.items():
-            info = tarfile.TarInfo(f"{top}/{path}")
-            info.size = len(text.encode())
-            out.addfile(info, io.BytesIO(text.encode()))
-    return gzip.compress(data.getvalue(), mtime=0)
 
 
 def seed(name, data):
@@ -56,13 +42,9 @@ def table(components, git=None):
     )
 
 
-def upstream(files):
-    """Seed the sdist of `up` 1 with `files` and return the table that pins it."""
-    return table({"up": component({"up-1.tar.gz": seed("up-1.tar.gz", sdist("up-1", files))})})
-
-
 def place(pins):
-    return trees.list_trees("s", table=pins)[0][1]
+    component = next(iter(pins.stack("s").components.values()))
+    return trees.tree_folder(component, next(iter(component.files)))
 
 
 def kill_at_each_step(action, check):
@@ -105,9 +87,13 @@ def no_sync(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def kit():
+def kit(kit):
+    def upstream(files):
+        """Seed the sdist of `up` 1 with `files` and return the table that pins it."""
+        return table({"up": component({"up-1.tar.gz": seed("up-1.tar.gz", kit.sdist("up-1", files))})})
+
     return SimpleNamespace(
-        sdist=sdist,
+        sdist=kit.sdist,
         seed=seed,
         component=component,
         table=table,

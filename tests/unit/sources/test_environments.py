@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge import environments, pins
-from sparkforge.compile.flashinfer import home as kernel_home
-from sparkforge.compile.vllm import environment as vllm_env
 from sparkforge.core.errors import NetworkError, StorageError
 from sparkforge.core.files import locked, write_json
 
@@ -147,8 +145,8 @@ def test_a_kill_while_it_is_made_anew_loses_neither_the_old_one_nor_the_disk_spa
     assert not aside.exists()
 
 
-@pytest.mark.parametrize(("home", "name"), [(kernel_home, "kernels"), (vllm_env, "vllm")])
-def test_the_environments_to_build_in_are_made_alike(table, home, name, monkeypatch):
+@pytest.mark.parametrize("name", ["kernels", "vllm"])
+def test_the_environments_to_build_in_are_made_alike(table, name, monkeypatch):
     events = []
     place = environments.Environment(table.image("spark").environments[name]).path
     (place / "precious").mkdir(parents=True)
@@ -165,10 +163,10 @@ def test_the_environments_to_build_in_are_made_alike(table, home, name, monkeypa
     monkeypatch.setattr(environments, "require_space", lambda *_: None)
     monkeypatch.setattr(environments.os, "sync", lambda: events.append((place / environments.STAMP).exists()))
     monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
-    assert home.ensure("spark") == place / "bin/python"
+    assert environments.build_interpreter("spark", name) == place / "bin/python"
     assert events == [False]
-    assert home.ensure("spark") == place / "bin/python"
+    assert environments.build_interpreter("spark", name) == place / "bin/python"
     (place / environments.STAMP).write_text("{}")
     with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"):
-        home.ensure("spark")
+        environments.build_interpreter("spark", name)
     assert (place / "bin/python").exists(), "the older one is back"

@@ -5,11 +5,8 @@ torch.
 """
 
 import difflib
-import gzip
 import hashlib
-import io
 import json
-import tarfile
 from types import SimpleNamespace
 
 import pytest
@@ -121,19 +118,7 @@ PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
 FILES = {"vllm": VLLM, "flashinfer": FLASHINFER}
 
 
-def sdist(top, files):
-    """Return an sdist's bytes; a file whose text is None is not in it."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as archive:
-        for path, text in files.items():
-            if text is not None:
-                info = tarfile.TarInfo(f"{top}/{path}")
-                info.size = len(text.encode())
-                archive.addfile(info, io.BytesIO(text.encode()))
-    return gzip.compress(data.getvalue(), mtime=0)
-
-
-def seed(package, version, files):
+def seed(sdist, package, version, files):
     """Put a release into the cache, as if it had been downloaded; return its file name, hash and size."""
     top = f"{package.replace('-', '_')}-{version}"
     data = sdist(top, files)
@@ -155,11 +140,11 @@ def write_queue(folder, path, text, old, new):
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def world(tmp_path, monkeypatch, kit):
     """`check(upstream, {path: text or None})` adds a release that differs from 1.0, and checks it."""
     patches, components = tmp_path / "patches", {}
     for name, (path, old, new) in QUEUES.items():
-        filename, pin = seed(PACKAGES[name], "1.0", FILES[name])
+        filename, pin = seed(kit.sdist, PACKAGES[name], "1.0", FILES[name])
         write_queue(patches / f"{name}-1.0", path, FILES[name][path], old, new)
         components[name] = {
             "version": "1.0",
@@ -201,7 +186,7 @@ def world(tmp_path, monkeypatch):
     )
 
     def release(name, version, change=()):
-        seed(PACKAGES[name], version, {**FILES[name], **dict(change)})
+        seed(kit.sdist, PACKAGES[name], version, {**FILES[name], **dict(change)})
 
     def check(name, change=(), version="1.1"):
         release(name, version, change)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from validate import Verdict, rehearse
+from validate import ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Status, View, evaluate, join, passed
 from validate.facts import numerics
@@ -23,7 +23,7 @@ KNOWN = {reading.name for group in GROUPS for reading in group} | set(SOURCES) |
 def test_good_sheet_serves_without_a_warning(good, profile):
     report = rehearse(profile, good(profile), "test")
     assert [f for f in report.findings if f.status is not Status.PASS] == []
-    assert report.verdict is Verdict.SERVE
+    assert report.verdict is ValidationVerdict.SERVE
 
 
 def test_gb10_sheet_says_where_it_comes_from(sheets):
@@ -58,7 +58,7 @@ def test_broken_sheet_breaks_exactly_its_check(good, broken, with_values, check)
     assert finding.doc == f"docs/reference/checks.md#{check}"
     required = check in profile.required
     assert finding.status is (Status.FAIL if required else Status.WARN)
-    assert report.verdict is (Verdict.REFUSE if required else Verdict.SERVE)
+    assert report.verdict is (ValidationVerdict.REFUSE if required else ValidationVerdict.SERVE)
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)

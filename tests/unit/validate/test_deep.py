@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.bounded import entries
-from validate import Options, Verdict, run
+from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
 from validate.facts import deep, deep_child
 
@@ -101,7 +101,7 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
         "attention-backend",
         "numerics",
     }
-    assert report.verdict is Verdict.INCOMPLETE
+    assert report.verdict is ValidationVerdict.INCOMPLETE
     assert report.error().exit_code == 30
 
 

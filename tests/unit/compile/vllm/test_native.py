@@ -73,7 +73,7 @@ def ready(small, order, tmp_path, monkeypatch):
     queue, made = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
     entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, made)
     patched.write_patched({WHEEL: entry}, tmp_path / "patched.toml")
-    monkeypatch.setattr(patched.load_patched, "__defaults__", (tmp_path / "patched.toml",))
+    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
     monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
 

@@ -45,8 +45,7 @@ def place(small, tmp_path, monkeypatch):
         f'while [ "$1" != --wheel-dir ]; do shift; done\n[ ! -f {tmp_path}/{NAME} ] || cp {tmp_path}/{NAME} "$2"\n'
     )
     python.chmod(0o755)
-    for function in (patched.load_patched, patched.write_patched):
-        monkeypatch.setattr(function, "__defaults__", (tmp_path / "patched.toml",))
+    monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(vllm_wheel, "ROOT", small)
     return tmp_path
 

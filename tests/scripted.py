@@ -132,8 +132,8 @@ class ScriptedModel:
             if cues.count(script.cues[0]) > 1:
                 raise _unusable(script, "two scripts have this cue", "give each its own cue")
             if common := set(cues) & set(script.tokens):
-                words = ", ".join(repr(harmony.decode([token])) for token in sorted(common))
-                raise _unusable(script, f"its text holds {words}, a cue itself", "choose another cue")
+                cue_texts = ", ".join(repr(harmony.decode([token])) for token in sorted(common))
+                raise _unusable(script, f"its text holds {cue_texts}, a cue itself", "choose another cue")
             _check_order(script)
         opening = harmony.encode(OPENING)
         tokens = sorted(
@@ -222,10 +222,10 @@ def weights(scripts: Sequence[Script]) -> Weights:
 
 def _codes() -> Floats:
     """Return the 2048 words of the extended Hamming code of 16 bits, as ±1."""
-    words = (np.arange(1 << 16)[:, None] >> np.arange(BITS)) & 1
+    vectors = (np.arange(1 << 16)[:, None] >> np.arange(BITS)) & 1
     # The positions of the ones cancel out under exclusive or, and their number is even.
-    syndrome = np.bitwise_xor.reduce(np.where(words, np.arange(BITS), 0), axis=1)
-    codes: Floats = (1 - 2 * words[(syndrome == 0) & (words.sum(1) % 2 == 0)]).astype(np.float32)
+    syndrome = np.bitwise_xor.reduce(np.where(vectors, np.arange(BITS), 0), axis=1)
+    codes: Floats = (1 - 2 * vectors[(syndrome == 0) & (vectors.sum(1) % 2 == 0)]).astype(np.float32)
     return codes
 
 
