@@ -157,6 +157,36 @@ def leaderboard(options: Options) -> None:
 
 
 @task(
+    example="./inv up --profiler && ./inv bench.profile",
+    isl="tokens in; default 512 [ISL]",
+    osl="tokens out; default 32 [OSL]",
+    conc="requests at once; default 4 [CONC]",
+    port="port on this machine; default: where ./inv up serves [PORT]",
+    limit=OPTIONS["limit"][1],
+    output=OPTIONS["output"][1],
+    trace="show this trace of torch's profiler, run nothing",
+)
+def profile(  # noqa: PLR0913, PLR0917 - a parameter an option
+    _ctx: Context,
+    isl: str = "",
+    osl: str = "",
+    conc: str = "",
+    port: str = "",
+    limit: str = "",
+    output: str = "",
+    trace: str = "",
+) -> None:
+    """Profile a small load: which part of the model takes the time.
+
+    The server needs ./inv up --profiler.
+    """
+    from sparkforge.bench.profile import main
+
+    options = {"isl": isl, "osl": osl, "conc": conc, "port": port, "limit": limit}
+    main({**options, "output": caller_path(output), "trace": caller_path(trace)})
+
+
+@task(
     example="./inv bench.kernels --tokens 1,64",
     output="JSON file for the figures; default bench/results/kernels.json in the checkout",
     python="interpreter with torch and triton; default: ours",
