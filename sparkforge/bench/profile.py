@@ -17,16 +17,18 @@ from rich.table import Table
 from sparkforge.bench import baselines, batch, context, load, machine, page, settings, trace
 from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.measure import LIMIT_SECONDS
-from sparkforge.bench.page import SortableTable, format_figure
+from sparkforge.bench.page import Cell, SortableTable, format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import BenchSettings, whole
 from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, echo, say
+from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
 from sparkforge.core.tables import Record
 from sparkforge.serve import profiler
+from sparkforge.serve.record import Server
 
 HEAVIEST = 20  # operators that are shown; the JSON file has all of them
 # A trace grows with every operator of every step. This gives steady shares and a trace that is read in seconds.
@@ -77,7 +79,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[Profile
     options = BenchSettings({**shape, "port": flags.get("port", ""), "num_prompts": str(conc)})
     seconds = float(whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
     table, endpoint = baselines.load(), settings.endpoint(options, "", READ_SECONDS)
-    if context.own_server(endpoint) is None:
+    if (own := context.own_server(endpoint)) is None:
         why = "its traces would be on its own machine: this checkout did not start it"
         fix = "copy a trace here, then ./inv bench.profile --trace FILE"
         raise UsageError(f"{endpoint.url} cannot be profiled", why, fix)
@@ -92,7 +94,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[Profile
         with profiling(endpoint, name):
             load.require_answers(load.send(endpoint, prompts, config.conc, seconds))
     with steps.step("trace") as tell:
-        files = move_traces(profiler.folder(), name, output / name)
+        files = move_traces(collect(own), name, output / name)
         profile = Profile(
             trace=files[0].name,
             traces={file.name: sha256_file(file) for file in files},
@@ -123,6 +125,16 @@ def _ask(endpoint: Endpoint, path: str, body: Mapping[str, str]) -> None:
     if not response.is_success:
         why = " ".join(response.text.split())[:300]
         raise ServerError(f"{path} answered {response.status_code}", why, "./inv logs", code="server.reply")
+
+
+def collect(server: Server) -> Path:
+    """Return the folder that holds a server's traces; those in a container are moved to ours. Raises EngineError."""
+    folder = profiler.folder()
+    if server.container:
+        folder.mkdir(parents=True, exist_ok=True)
+        docker(["cp", f"{server.container}:{profiler.IN_CONTAINER}/.", folder])
+        docker(["exec", server.container, "rm", "-r", profiler.IN_CONTAINER])  # vLLM makes it again
+    return folder
 
 
 def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
@@ -165,13 +177,13 @@ def render(profile: Profile) -> str:
 
 
 def _groups(breakdown: Breakdown) -> SortableTable:
-    rows = [[group.name, group.share * 100, group.ms, group.about] for group in breakdown.groups]
+    rows: list[list[Cell]] = [[group.name, group.share * 100, group.ms, group.about] for group in breakdown.groups]
     return SortableTable("all time, waiting included", ("part", "%", "ms", "what it is"), rows)
 
 
 def _operators(breakdown: Breakdown) -> SortableTable:
     heaviest = breakdown.operators[:HEAVIEST]
-    rows = [[_short(row.name), row.group, row.share * 100, row.ms, row.calls] for row in heaviest]
+    rows: list[list[Cell]] = [[_short(row.name), row.group, row.share * 100, row.ms, row.calls] for row in heaviest]
     caption = f"{len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
     return SortableTable(caption, ("operator", "part", "%", "ms", "calls"), rows)
 
@@ -186,6 +198,6 @@ def print_profile(profile: Profile) -> None:
     for name, content in (("parts", _groups(profile.breakdown)), ("heaviest operators", _operators(profile.breakdown))):
         table = Table(*content.headings, title=f"{name} · {PLACES[profile.breakdown.place]}", box=SIMPLE)
         for row in content.rows:
-            table.add_row(*(_short(cell, 60) if isinstance(cell, str) else format_figure(cell or 0) for cell in row))
+            table.add_row(*(_short(cell, 60) if isinstance(cell, str) else format_figure(cell or 0.0) for cell in row))
         tables.append(table)
     console().print(*tables)

@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,10 +28,9 @@ from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("operators.toml")
 LARGEST_FILE = 256 << 20  # bytes as it lies there
-LARGEST = 1 << 30  # bytes unpacked; Python needs about six times as many for them
+LARGEST = 512 << 20  # bytes unpacked; Python needs several times as many for the events in them
 GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
-CPU = frozenset({"cpu_op"})
-SPAN = "user_annotation"  # torch.profiler.record_function; a part of the model may be named by one
+CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
 OTHER, WAITING = "other", "waiting"
 Place = Literal["gpu", "cpu"]
 GZIP = b"\x1f\x8b"
@@ -125,7 +124,7 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """An operator's run; microseconds. `called_ms` grows by what it calls."""
+    """A run of an operator, or a phase; microseconds. `called` is the time of the operators that it calls."""
 
     name: str
     begin: float
@@ -139,16 +138,18 @@ class Event:
 def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
     """Return where the time of a trace went. Raises InputError for what is no trace, or has no operators."""
     table = table or load_table()
-    lanes = _lanes(path)
-    gpu = [event for (category, _), events in lanes.items() if category in GPU for event in events]
-    if gpu:
-        for event in gpu:
-            event.group = _group(table, "gpu", event.name)[0]
-        return _breakdown("gpu", table, gpu)
-    lane = _model_thread(lanes)
-    if not lane:
+    on_gpu, threads = _events(path)
+    if on_gpu:
+        for event in on_gpu:
+            row = table.first("gpu", event.name)
+            event.group = row.group if row else OTHER
+        return _breakdown("gpu", table, on_gpu)
+    busy = [events for events in threads.values() if not all(event.is_span for event in events)]
+    if not busy:
         raise _malformed(path, "it holds no operator: nothing ran between the profiler's start and its stop")
-    return _breakdown("cpu", table, list(_nested(lane, table)))
+    # The thread that runs the model; what others do, such as to free memory, takes next to nothing.
+    thread = max(busy, key=lambda events: sum(_merged([event for event in events if not event.is_span])))
+    return _breakdown("cpu", table, list(_nested(thread, table)))
 
 
 def _malformed(path: Path, why: str) -> InputError:
@@ -175,36 +176,26 @@ def _document(path: Path) -> Any:
         raise InputError(f"cannot read {path}", why, "./inv bench.profile --trace FILE", code="input.trace") from error
 
 
-def _lanes(path: Path) -> dict[tuple[str, tuple[str, str]], list[Event]]:
-    """Return the events with a duration by category and thread (or stream). Raises InputError."""
+def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]]:
+    """Return what ran on GPUs, and by thread the operators and phases on the CPU. Raises InputError."""
     document = _document(path)
     rows = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise _malformed(path, "it has no list of traceEvents")
-    lanes = defaultdict[tuple[str, tuple[str, str]], list[Event]](list)
+    on_gpu, threads = list[Event](), defaultdict[tuple[str, str], list[Event]](list)
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise _malformed(path, f"event {number} is no object")
-        category = row.get("cat")
-        if row.get("ph") != "X" or category not in GPU | CPU | {SPAN}:
+        category = str(row.get("cat"))
+        if row.get("ph") != "X" or category not in GPU | {CPU, SPAN}:
             continue
-        name, begin, length = row.get("name"), row.get("ts"), row.get("dur")
-        if not isinstance(name, str) or not _is_time(begin) or not _is_time(length):
+        name, times = row.get("name"), [row.get("ts"), row.get("dur")]
+        begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
+        if not isinstance(name, str) or not 0 <= begin < math.inf or not 0 <= length < math.inf:
             raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
-        event = Event(name, float(begin), float(begin) + float(length), category == SPAN)
-        lanes["cpu_op" if category == SPAN else category, (str(row.get("pid")), str(row.get("tid")))].append(event)
-    return lanes
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
-def _model_thread(lanes: Mapping[tuple[str, tuple[str, str]], list[Event]]) -> list[Event]:
-    """Return the events of the thread that ran operators for the longest; empty if none ran any."""
-    busy = [events for (category, _), events in lanes.items() if category in CPU]
-    busy = [events for events in busy if not all(event.is_span for event in events)]
-    return max(busy, key=lambda events: sum(_merged([e for e in events if not e.is_span])), default=[])
+        events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
+        events.append(Event(name, begin, begin + length, category == SPAN))
+    return on_gpu, threads
 
 
 def _merged(events: Sequence[Event]) -> Iterator[float]:
@@ -216,32 +207,24 @@ def _merged(events: Sequence[Event]) -> Iterator[float]:
             end = event.end
 
 
-def _group(table: OperatorTable, place: Place, name: str) -> tuple[str, bool]:
-    row = table.first(place, name)
-    return (row.group, row.whole) if row else (OTHER, False)
-
-
 def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:
     """Yield a thread's operators with their groups and what they called, from how they lie in each other."""
-    groups: dict[str, tuple[str, bool]] = {}
-    open_events: list[Event] = []
+    rows: dict[str, Pattern | None] = {}
+    callers: list[Event] = []
     for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-        while open_events and open_events[-1].end <= event.begin:
-            open_events.pop()
-        if event.name not in groups:
-            groups[event.name] = _group(table, "cpu", event.name)
-        event.group, event.whole = groups[event.name]
-        parent = open_events[-1] if open_events else None
-        if parent and parent.whole:
-            event.group, event.whole = parent.group, True
-        if not event.is_span:
-            caller = next((above for above in reversed(open_events) if not above.is_span), None)
-            if caller:
-                caller.called += min(event.end, caller.end) - event.begin
+        while callers and callers[-1].end <= event.begin:
+            callers.pop()
+        if event.name not in rows:
+            rows[event.name] = table.first("cpu", event.name)
+        row, caller = rows[event.name], callers[-1] if callers else None
+        event.group, event.whole = (row.group, row.whole) if row else (OTHER, False)
+        if caller and caller.whole:
+            event.group, event.whole = caller.group, True
+        if not event.is_span:  # of a phase only what runs in it counts
+            if operator := next((above for above in reversed(callers) if not above.is_span), None):
+                operator.called += min(event.end, operator.end) - event.begin
             yield event
-        elif not event.whole:
-            event.group = OTHER
-        open_events.append(event)
+        callers.append(event)
 
 
 def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> Breakdown:

@@ -54,6 +54,7 @@ for _collection in (
         measure.accept,
         measure.bakeoff,
         measure.leaderboard,
+        measure.export,
         measure.profile,
         measure.kernels,
         measure.startup,

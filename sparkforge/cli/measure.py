@@ -9,7 +9,7 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
+from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
 
 Options = Mapping[str, Any]
 
@@ -157,6 +157,23 @@ def leaderboard(options: Options) -> None:
 
 
 @task(
+    example="./inv bench.export results --form llama-benchy-csv",
+    results="result files with commas, or the folder of a batch",
+    form="llama-benchy (JSON), llama-benchy-csv, llama-benchy-md, or spark-arena (a folder of three files)",
+    output="file, or folder for spark-arena; default: beside the results",
+    profile="spark-arena: the serve profile that the server was started with",
+)
+def export(_ctx: Context, results: str, form: str = "llama-benchy", output: str = "", profile: str = "safe") -> None:
+    """Write results in the formats that Spark users exchange.
+
+    Nothing is sent.
+    """
+    from sparkforge.bench.exchange import main
+
+    main([str(path) for path in caller_paths(results)], form, caller_path(output), profile)
+
+
+@task(
     example="./inv up --profiler && ./inv bench.profile",
     isl="tokens in; default 512 [ISL]",
     osl="tokens out; default 32 [OSL]",
@@ -166,7 +183,7 @@ def leaderboard(options: Options) -> None:
     output=OPTIONS["output"][1],
     trace="show this trace of torch's profiler, run nothing",
 )
-def profile(  # noqa: PLR0913, PLR0917 - a parameter an option
+def profile(
     _ctx: Context,
     isl: str = "",
     osl: str = "",

@@ -57,7 +57,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
             if choice.container:
                 # Without --stack, `.env` may name one: that is for Compose to read.
                 named = served if stack or choice.device != DOCKER else ""
-                variables = container.variables(model, profile, number, key_file, allow_hosts, named)
+                variables = container.variables(model, profile, number, key_file, allow_hosts, named, profiler)
                 server = container.up(choice.device, variables, Steps(4), build_image)
             else:
                 access = embedded.check(model, profile, key_file, allow_hosts)

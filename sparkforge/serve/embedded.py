@@ -54,7 +54,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
 
 
-def up(  # noqa: PLR0913, PLR0917 - what a server is started with
+def up(
     python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None, profiled: bool = False
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
@@ -75,7 +75,7 @@ def up(  # noqa: PLR0913, PLR0917 - what a server is started with
     return server
 
 
-def describe(  # noqa: PLR0913, PLR0917 - what a server is started with
+def describe(
     python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None, profiled: bool = False
 ) -> Launch:
     """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`.

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from sparkforge.core import paths
 
+VARIABLE = "SPARKFORGE_PROFILER"  # in a container: the folder for traces; empty: no profiler
+IN_CONTAINER = "/var/cache/sparkforge/profiler"  # in the volume that the container's user can write
 # Each worker writes one trace per session. Call stacks would make a trace ten times as large, and the API server's own
 # trace holds no operator of the model (vllm/config/profiler.py).
 SETTINGS: Mapping[str, object] = {"profiler": "torch", "torch_profiler_with_stack": False, "ignore_frontend": True}
@@ -21,7 +23,7 @@ ENVIRONMENT = {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}
 
 
 def folder() -> Path:
-    """Return where the servers of this checkout that have a profiler write their traces; may not exist yet."""
+    """Return where this checkout's servers that have a profiler write their traces; may not exist yet."""
     return paths.state() / "profiler"
 
 
