@@ -59,7 +59,7 @@ class Endpoint:
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST JSON and return the answer's. Raises ServerError for every other answer."""
-        response = self._request("POST", path, ANSWER_SECONDS, json=body)
+        response = self.send(path, body)
         try:
             value = response.json() if response.is_success else None
         except NO_ANSWER as error:
@@ -72,6 +72,10 @@ class Endpoint:
                 f"{path} answered {response.status_code}", why, "look at the server's log", code="server.reply"
             )
         return value
+
+    def send(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        """POST JSON and return the answer, whatever its status. Raises ServerError if nothing answers."""
+        return self._request("POST", path, ANSWER_SECONDS, json=body)
 
     def _request(self, method: str, path: str, seconds: float, **options: Any) -> httpx.Response:
         try:

@@ -54,6 +54,8 @@ for _collection in (
         measure.accept,
         measure.bakeoff,
         measure.leaderboard,
+        measure.export,
+        measure.profile,
         measure.kernels,
         measure.startup,
         measure.build,

@@ -9,7 +9,7 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
+from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
 
 Options = Mapping[str, Any]
 
@@ -157,6 +157,53 @@ def leaderboard(options: Options) -> None:
     from sparkforge.bench.leaderboard import main
 
     main(options["folder"], options["output"], options["title"])
+
+
+@task(
+    example="./inv bench.export results --form llama-benchy-csv",
+    results="result files with commas, or the folder of a batch",
+    form="llama-benchy (JSON), llama-benchy-csv, llama-benchy-md, or spark-arena (a folder of three files)",
+    output="file, or folder for spark-arena; default: beside the results",
+    profile="spark-arena: the serve profile that the server was started with",
+)
+def export(_ctx: Context, results: str, form: str = "llama-benchy", output: str = "", profile: str = "safe") -> None:
+    """Write results in the formats that Spark users exchange.
+
+    Nothing is sent.
+    """
+    from sparkforge.bench.exchange import main
+
+    main([str(path) for path in caller_paths(results)], form, caller_path(output), profile)
+
+
+@task(
+    example="./inv up --profiler && ./inv bench.profile",
+    isl="tokens in; default 512 [ISL]",
+    osl="tokens out; default 32 [OSL]",
+    conc="requests at once; default 4 [CONC]",
+    port="port on this machine; default: where ./inv up serves [PORT]",
+    limit=OPTIONS["limit"][1],
+    output=OPTIONS["output"][1],
+    trace="show this trace of torch's profiler, run nothing",
+)
+def profile(
+    _ctx: Context,
+    isl: str = "",
+    osl: str = "",
+    conc: str = "",
+    port: str = "",
+    limit: str = "",
+    output: str = "",
+    trace: str = "",
+) -> None:
+    """Profile a small load: which part of the model takes the time.
+
+    The server needs ./inv up --profiler.
+    """
+    from sparkforge.bench.profile import main
+
+    options = {"isl": isl, "osl": osl, "conc": conc, "port": port, "limit": limit}
+    main({**options, "output": caller_path(output), "trace": caller_path(trace)})
 
 
 @task(

@@ -17,6 +17,7 @@ from sparkforge.core.console import Steps, say
     port="port on 127.0.0.1",
     api_key_file="file with the API key that clients must send: one line, readable for you alone",
     allow_hosts="more names for the Host header, with commas: spark.local,localhost:9000",
+    profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
     foreground="stay, show the log, stop the server on Ctrl-C",
     stack="a stack of pins.toml; default: the device's",
     offline=OFFLINE,
@@ -29,6 +30,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     port: str = "8000",
     api_key_file: str | None = None,
     allow_hosts: str = "",
+    profiler: bool = False,
     foreground: bool = False,
     stack: str = "",
     offline: str = "",
@@ -55,13 +57,13 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
             if choice.container:
                 # Without --stack, `.env` may name one: that is for Compose to read.
                 named = served if stack or choice.device != DOCKER else ""
-                variables = container.variables(model, profile, number, key_file, allow_hosts, named)
+                variables = container.variables(model, profile, number, key_file, allow_hosts, named, profiler)
                 server = container.up(choice.device, variables, Steps(4), build_image)
             else:
                 access = embedded.check(model, profile, key_file, allow_hosts)
                 steps = Steps(4)
                 python = environment.prepare(steps, Environment(served)).python
-                server = embedded.up(python, model, number, steps, access)
+                server = embedded.up(python, model, number, steps, access, profiler)
     screen.show_ready(server)
     if foreground:
         screen.stay(server)

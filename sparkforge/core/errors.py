@@ -115,6 +115,7 @@ CODES = {
     "input.signatures": "The doctor's table of signatures is malformed.",
     "input.baselines": "The benchmark's baselines are malformed: an unknown key, a figure without source or date.",
     "input.result": "A result file cannot be read, or is not one of ours.",
+    "input.trace": "A profiler's trace cannot be read, or is damaged, too large or empty.",
     "network.fetch": "A pinned file could not be fetched: no network, not on the index, or a broken transfer.",
     "network.submit": "A result was not posted; it is kept, and the same command tries again.",
     "integrity.hash": "A file is not the one that was pinned; nothing of it was kept.",

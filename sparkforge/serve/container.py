@@ -18,7 +18,7 @@ from sparkforge.image import engine
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import build_command
 from sparkforge.image.engine import Engine, State
-from sparkforge.serve import access, launch, logs, profiles, record, settings
+from sparkforge.serve import access, launch, logs, profiler, profiles, record, settings
 from sparkforge.serve import client as api
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.record import Server
@@ -36,17 +36,25 @@ ImageBuilder = Callable[[str, Steps], None]
 
 
 def variables(
-    model: str, profile: str, port: int, key_file: str | None = None, allow_hosts: str = "", stack: str = ""
+    model: str,
+    profile: str,
+    port: int,
+    key_file: str | None = None,
+    allow_hosts: str = "",
+    stack: str = "",
+    profiled: bool = False,
 ) -> dict[str, str]:
     """Return what the Compose files read from the environment. Raises UsageError or InputError for a wrong argument.
 
-    An empty argument leaves the files' own default.
+    An empty argument leaves the files' own default. A `profiled` server has vLLM's torch profiler.
     """
     environment = {"PORT": str(port), **docker_compose.variables(stack)}
     if path := access.key_path(key_file):
         environment["SPARKFORGE_API_KEY"] = str(path)
     if allow_hosts:
         environment[access.HOSTS] = ",".join(access.named_hosts(allow_hosts))
+    if profiled:
+        environment[profiler.VARIABLE] = profiler.IN_CONTAINER
     if profile:
         profiles.named(profile, stack=stack)
         environment["SPARKFORGE_SERVE_PROFILE"] = profile

@@ -11,7 +11,7 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.serve import access, command_line, launch, profiles
+from sparkforge.serve import access, command_line, launch, profiler, profiles
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.record import Server
@@ -54,11 +54,13 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
 
 
-def up(python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None) -> Server:
+def up(
+    python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None, profiled: bool = False
+) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
-    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned.
-    Raises InputError, RefusalError, and what `launch.start` raises.
+    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
+    a `profiled` server can be asked for traces. Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
         directory = paths.typed(model).absolute() if model else write_tiny(python)
@@ -67,14 +69,19 @@ def up(python: Path, model: str, port: int, steps: Steps, allowed: Access | None
     with steps.step("validation", "profile embedded") as tell:
         tell(validate(python, directory, port))
     with steps.step("server", "vLLM starts") as tell:
-        server = launch.start(describe(python, directory, model_id, port, allowed), tell)
+        server = launch.start(describe(python, directory, model_id, port, allowed, profiled), tell)
         tell("first token received")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
     return server
 
 
-def describe(python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None) -> Launch:
-    """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`."""
+def describe(
+    python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None, profiled: bool = False
+) -> Launch:
+    """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`.
+
+    A `profiled` one has vLLM's torch profiler, with the routes that start and stop it.
+    """
     allowed = allowed or Access()
     environment = {
         **ENVIRONMENT,
@@ -83,8 +90,10 @@ def describe(python: Path, model: Path, model_id: str, port: int, allowed: Acces
         **access.variables(allowed.key, allowed.key_file),
         access.HOSTS: ",".join((*access.loopback_hosts(port), *allowed.hosts)),
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
+        **(profiler.ENVIRONMENT if profiled else {}),
     }
-    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, extra_environment=environment)
+    more = profiler.arguments(profiler.folder()) if profiled else ()
+    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, more, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,

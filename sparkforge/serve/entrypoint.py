@@ -26,7 +26,7 @@ from sparkforge.core.bounded import ProbeError, ending, watch
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError
 from sparkforge.core.files import write_atomic, write_json
-from sparkforge.serve import access, profiles, settings
+from sparkforge.serve import access, profiler, profiles, settings
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.health import READY
 from sparkforge.serve.settings import Settings
@@ -90,8 +90,13 @@ def plan(options: Settings, arguments: Sequence[str]) -> ServerCommand:
         host="0.0.0.0",  # noqa: S104 - the container's own network; compose publishes it on 127.0.0.1
         port=8000,
         profile=profile,
-        extra_arguments=tuple(arguments),
-        extra_environment={**os.environ, **secrets, access.HOSTS: hosts},
+        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *arguments),
+        extra_environment={
+            **os.environ,
+            **(profiler.ENVIRONMENT if options.traces else {}),
+            **secrets,
+            access.HOSTS: hosts,
+        },
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.core.errors import StorageError, UsageError
-from sparkforge.serve import access
+from sparkforge.serve import access, profiler
 from sparkforge.serve.health import RUN
 from validate.profiles import PROFILES
 
@@ -24,7 +24,7 @@ DEFAULTS = {"spark": ("safe", "/models/gpt-oss-120b"), "embedded": ("embedded", 
 class Settings:
     """The container's settings. `model` is a folder or `tiny`; `seconds` bounds the whole validation.
 
-    `stack` is the image's; empty outside one.
+    `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
     """
 
     stack: str
@@ -35,13 +35,17 @@ class Settings:
     run: Path
     model: str
     model_id: str
+    traces: str = ""
 
 
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning."""
     profile = _one_of("SPARKFORGE_PROFILE", env.get("SPARKFORGE_PROFILE") or "spark", tuple(PROFILES))
     serve_profile, model = DEFAULTS[profile]
-    model = env.get("SPARKFORGE_MODEL") or model
+    model, traces = env.get("SPARKFORGE_MODEL") or model, env.get(profiler.VARIABLE) or ""
+    if traces and not traces.startswith("/"):
+        why, fix = "it must be a folder's whole path", f"{profiler.VARIABLE}={profiler.IN_CONTAINER}"
+        raise UsageError(f"{profiler.VARIABLE} is {traces!r}", why, fix)
     return Settings(
         profile=profile,
         stack=env.get("SPARKFORGE_STACK") or "",
@@ -51,6 +55,7 @@ def read(env: Mapping[str, str]) -> Settings:
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or (TINY_ID if model == TINY else Path(model).name),
+        traces=traces,
     )
 
 

@@ -1,0 +1,203 @@
+"""`./inv bench.profile`: vLLM's torch profiler on a running server, under a small load, and what its trace says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.box import SIMPLE
+from rich.table import Table
+
+from sparkforge.bench import baselines, batch, context, load, machine, page, settings, trace
+from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
+from sparkforge.bench.measure import LIMIT_SECONDS
+from sparkforge.bench.page import Cell, SortableTable, format_figure
+from sparkforge.bench.schema import Config, ServedModel
+from sparkforge.bench.settings import BenchSettings, whole
+from sparkforge.bench.trace import Breakdown
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, console, echo, say
+from sparkforge.core.docker import docker
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
+from sparkforge.core.tables import Record
+from sparkforge.serve import profiler
+from sparkforge.serve.record import Server
+
+HEAVIEST = 20  # operators that are shown; the JSON file has all of them
+# A trace grows with every operator of every step. This gives steady shares and a trace that is read in seconds.
+DEFAULTS = {"isl": "512", "osl": "32", "conc": "4"}
+START, STOP = "/start_profile", "/stop_profile"
+LONGEST_NAME = 160  # characters of a kernel's name that are shown; templates of C++ have thousands
+PLACES = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the thread that runs the model"}
+
+
+class Profile(Record):
+    """What `profile.json` holds: a profiled load, or a trace from elsewhere (then without configuration and server)."""
+
+    format: Literal["sparkforge-profile/1"] = "sparkforge-profile/1"
+    trace: str = Field(description="file name of the trace that the figures are of")
+    traces: dict[str, str] = Field(description="file name → sha256 of each worker's trace")
+    breakdown: Breakdown
+    config: Config | None = None
+    server: ServedModel | None = None
+    machine: dict[str, Any] = Field(default={})
+
+
+def main(flags: Mapping[str, str]) -> None:
+    """Profile a server or, with `trace`, read a trace that is there; print and write what it says.
+
+    Raises UsageError, ServerError, and InputError for what is no trace.
+    """
+    stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
+    if flags.get("trace"):
+        path, folder = Path(flags["trace"]), output / f"profile_{stamp}"
+        profile = Profile(trace=path.name, breakdown=trace.read(path), traces={path.name: sha256_file(path)})
+    else:
+        with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
+            profile, folder = measure(flags, output, stamp)
+    write_json(folder / "profile.json", profile.model_dump(mode="json"))
+    write_atomic(folder / "report.html", render(profile))
+    print_profile(profile)
+    echo(str(folder))
+    say(f"report: {folder / 'report.html'}")
+
+
+def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[Profile, Path]:
+    """Profile a load on this checkout's server; return the profile and the folder that its traces were moved to.
+
+    Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
+    """
+    shape = {name: flags.get(name) or os.environ.get(settings.NAMES[name][0]) or DEFAULTS[name] for name in DEFAULTS}
+    conc = whole(shape["conc"], "--conc", 1)  # one, where a batch takes several
+    options = BenchSettings({**shape, "port": flags.get("port", ""), "num_prompts": str(conc)})
+    seconds = float(whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
+    table, endpoint = baselines.load(), settings.endpoint(options, "", READ_SECONDS)
+    if (own := context.own_server(endpoint)) is None:
+        why = "its traces would be on its own machine: this checkout did not start it"
+        fix = "copy a trace here, then ./inv bench.profile --trace FILE"
+        raise UsageError(f"{endpoint.url} cannot be profiled", why, fix)
+    config = settings.configs(options, table, endpoint, 0, str(conc))[0]
+    name = f"profile_isl{config.isl}_osl{config.osl}_conc{config.conc}_{stamp}"
+    steps, text = Steps(2), table.texts[0].read()
+    with steps.step("load", f"{config.shape}, profiled"):
+        warmup, prompts = (
+            load.draw_prompts(endpoint, config, text, config.num_prompts, config.seed + seed) for seed in (1, 0)
+        )
+        load.require_answers(load.send(endpoint, warmup, config.conc, seconds))
+        with profiling(endpoint, name):
+            load.require_answers(load.send(endpoint, prompts, config.conc, seconds))
+    with steps.step("trace") as tell:
+        files = move_traces(collect(own), name, output / name)
+        profile = Profile(
+            trace=files[0].name,
+            traces={file.name: sha256_file(file) for file in files},
+            breakdown=trace.read(files[0]),
+            config=config,
+            server=context.describe_server(endpoint),
+            machine=machine.facts(),
+        )
+        tell(f"{files[0].name}, {files[0].stat().st_size / 1e6:.1f} MB")
+    return profile, output / name
+
+
+@contextmanager
+def profiling(endpoint: Endpoint, prefix: str) -> Iterator[None]:
+    """Have the server's profiler run while inside; its traces' names begin with `prefix`. Raises ServerError."""
+    _ask(endpoint, START, {"profile_prefix": prefix})
+    try:
+        yield
+    finally:  # also when the load fails: a profiler that runs on slows the server and fills its memory
+        _ask(endpoint, STOP, {})
+
+
+def _ask(endpoint: Endpoint, path: str, body: Mapping[str, str]) -> None:
+    response = endpoint.send(path, body)
+    if response.status_code == 404:
+        why, fix = "it was started without --profiler", "./inv down, then ./inv up --profiler"
+        raise ServerError(f"{endpoint.url} has no profiler", why, fix, code="server.reply")
+    if not response.is_success:
+        why = " ".join(response.text.split())[:300]
+        raise ServerError(f"{path} answered {response.status_code}", why, "./inv logs", code="server.reply")
+
+
+def collect(server: Server) -> Path:
+    """Return the folder that holds a server's traces; those in a container are moved to ours. Raises EngineError."""
+    folder = profiler.folder()
+    if server.container:
+        folder.mkdir(parents=True, exist_ok=True)
+        docker(["cp", f"{server.container}:{profiler.IN_CONTAINER}/.", folder])
+        docker(["exec", server.container, "rm", "-r", profiler.IN_CONTAINER])  # vLLM makes it again
+    return folder
+
+
+def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
+    """Move what the profiler wrote under `prefix` to `target`; return the workers' traces, the first rank's first.
+
+    Raises ServerError if there is none.
+    """
+    found = sorted(source.glob(f"{prefix}*"))
+    target.mkdir(parents=True, exist_ok=True)
+    files = [Path(shutil.move(file, target / file.name)) for file in found]
+    traces = [file for file in files if ".pt.trace.json" in file.name]
+    if not traces:
+        why = f"nothing in {source} begins with {prefix}"
+        raise ServerError("the profiler wrote no trace", why, "./inv logs", code="server.reply")
+    return traces
+
+
+def render(profile: Profile) -> str:
+    """Return the page of a profile."""
+    config, server = profile.config, profile.server
+    what = f"{config.model}, {config.shape}" if config else profile.trace
+    parts = {
+        "configuration": config.model_dump() if config else {},
+        "server": {"version": server.version, **server.records} if server else {},
+        "machine": profile.machine,
+        "sha256": profile.traces,
+    }
+    provenance = [[part, name, str(value)] for part, values in parts.items() for name, value in values.items()]
+    return page.render(
+        "profile.html.jinja",
+        f"{what}: profile",
+        profile=profile,
+        place=PLACES[profile.breakdown.place],
+        tables={
+            "Where the time went": _groups(profile.breakdown),
+            "Heaviest operators": _operators(profile.breakdown),
+            "Provenance": SortableTable("of this profile", ("", "name", "value"), provenance),
+        },
+    )
+
+
+def _groups(breakdown: Breakdown) -> SortableTable:
+    rows: list[list[Cell]] = [[group.name, group.share * 100, group.ms, group.about] for group in breakdown.groups]
+    return SortableTable("all time, waiting included", ("part", "%", "ms", "what it is"), rows)
+
+
+def _operators(breakdown: Breakdown) -> SortableTable:
+    heaviest = breakdown.operators[:HEAVIEST]
+    rows: list[list[Cell]] = [[_short(row.name), row.group, row.share * 100, row.ms, row.calls] for row in heaviest]
+    caption = f"{len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
+    return SortableTable(caption, ("operator", "part", "%", "ms", "calls"), rows)
+
+
+def _short(name: str, longest: int = LONGEST_NAME) -> str:
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+def print_profile(profile: Profile) -> None:
+    """Print the parts of the model and the heaviest operators as tables."""
+    tables = []
+    for name, content in (("parts", _groups(profile.breakdown)), ("heaviest operators", _operators(profile.breakdown))):
+        table = Table(*content.headings, title=f"{name} · {PLACES[profile.breakdown.place]}", box=SIMPLE)
+        for row in content.rows:
+            table.add_row(*(_short(cell, 60) if isinstance(cell, str) else format_figure(cell or 0.0) for cell in row))
+        tables.append(table)
+    console().print(*tables)

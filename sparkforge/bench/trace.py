@@ -1,0 +1,254 @@
+"""Reads traces of torch's profiler: which operators took the time, and which share has each part of the model.
+
+A trace is JSON in Chrome's format, as Kineto writes it (torch 2.13.0), plain or in gzip. Where it holds work of a GPU,
+the kernels and copies there count; elsewhere the operators of the thread that runs the model, each without what it
+calls. `operators.toml` says which part of the model an operator belongs to.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from sparkforge.core import tables
+from sparkforge.core.documents import DocumentError, parse_json, read_bytes
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+
+TABLE = Path(__file__).with_name("operators.toml")
+LARGEST_FILE = 256 << 20  # bytes as it lies there
+LARGEST = 512 << 20  # bytes unpacked; Python needs several times as many for the events in them
+GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
+CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
+OTHER, WAITING = "other", "waiting"
+Place = Literal["gpu", "cpu"]
+GZIP = b"\x1f\x8b"
+
+
+class Pattern(Record):
+    """Which operators belong to a group: those whose name, without regard to case, has `pattern` in it.
+
+    With `whole`, what such an operator calls belongs to the group too, whatever its name is. The examples are names
+    that the row must match, and no row before it.
+    """
+
+    group: str
+    place: Place
+    pattern: str
+    whole: bool = False
+    examples: list[str] = Field(min_length=1)
+
+
+class Group(Record):
+    """A part of the model's work, and what belongs to it."""
+
+    name: str
+    about: str
+
+
+class OperatorTable(Record):
+    """`operators.toml`: groups, and patterns of which the first that matches counts."""
+
+    source: str = Field(min_length=1)
+    groups: list[Group]
+    patterns: list[Pattern]
+
+    @model_validator(mode="after")
+    def _check(self) -> OperatorTable:
+        names = {group.name for group in self.groups}
+        for row in self.patterns:
+            if row.group not in names - {OTHER, WAITING}:
+                raise ValueError(f"{row.pattern!r} is of the group {row.group!r}, which no operator can have")
+            re.compile(row.pattern)
+            for example in row.examples:
+                first = self.first(row.place, example)
+                if first is not row:
+                    raise ValueError(f"{example!r} is matched by {first.pattern if first else 'nothing'!r} first")
+        return self
+
+    def first(self, place: Place, name: str) -> Pattern | None:
+        """Return the first pattern that an operator's name matches."""
+        rows = (row for row in self.patterns if row.place == place)
+        return next((row for row in rows if re.search(row.pattern, name, re.IGNORECASE)), None)
+
+
+@cache
+def load_table(path: Path = TABLE) -> OperatorTable:
+    """Read the table. Raises InputError for one that is malformed or contradicts its own examples."""
+    return tables.load(path, OperatorTable)
+
+
+class OperatorTime(Record):
+    """An operator of a group: how often it ran and its milliseconds, without what it called."""
+
+    name: str
+    group: str
+    calls: int
+    ms: float
+    share: float = Field(description="of all time, waiting included")
+
+
+class GroupTime(Record):
+    """What a part of the model took."""
+
+    name: str
+    about: str
+    ms: float
+    share: float = Field(description="of all time, waiting included")
+
+
+class Breakdown(Record):
+    """Where the time of a trace went. Milliseconds.
+
+    `window_ms` is from the first operator's begin to the last one's end. Operators that run at the same time on
+    several streams of a GPU each count, so all groups together can be more than the window.
+    """
+
+    place: Place
+    window_ms: float
+    events: int
+    groups: list[GroupTime]
+    operators: list[OperatorTime] = Field(description="every one, the heaviest first")
+
+
+@dataclass
+class Event:
+    """A run of an operator, or a phase; microseconds. `called` is the time of the operators that it calls."""
+
+    name: str
+    begin: float
+    end: float
+    is_span: bool = False
+    called: float = field(default=0.0)
+    group: str = OTHER
+    whole: bool = False
+
+
+def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
+    """Return where the time of a trace went. Raises InputError for what is no trace, or has no operators."""
+    table = table or load_table()
+    on_gpu, threads = _events(path)
+    if on_gpu:
+        for event in on_gpu:
+            row = table.first("gpu", event.name)
+            event.group = row.group if row else OTHER
+        return _breakdown("gpu", table, on_gpu)
+    busy = [events for events in threads.values() if not all(event.is_span for event in events)]
+    if not busy:
+        raise _malformed(path, "it holds no operator: nothing ran between the profiler's start and its stop")
+    # The thread that runs the model; what others do, such as to free memory, takes next to nothing.
+    thread = max(busy, key=lambda events: sum(_merged([event for event in events if not event.is_span])))
+    return _breakdown("cpu", table, list(_nested(thread, table)))
+
+
+def _malformed(path: Path, why: str) -> InputError:
+    fix = "./inv bench.profile makes one"
+    return InputError(f"{path.name} is no trace of torch's profiler", why, fix, code="input.trace")
+
+
+def _document(path: Path) -> Any:
+    """Return the JSON value in a trace, which may be in gzip. Raises InputError."""
+    try:
+        data = read_bytes(path, largest=LARGEST_FILE)
+        if data.startswith(GZIP):
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+                data = packed.read(LARGEST + 1)
+            if len(data) > LARGEST:
+                raise _malformed(path, f"it has more than {LARGEST:,} bytes unpacked; profile fewer tokens")
+        return parse_json(data, str(path), finite=False)
+    except DocumentError as error:
+        raise _malformed(path, error.why) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _malformed(path, f"its gzip stream is damaged: {error}") from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InputError(f"cannot read {path}", why, "./inv bench.profile --trace FILE", code="input.trace") from error
+
+
+def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]]:
+    """Return what ran on GPUs, and by thread the operators and phases on the CPU. Raises InputError."""
+    document = _document(path)
+    rows = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(rows, list):
+        raise _malformed(path, "it has no list of traceEvents")
+    on_gpu, threads = list[Event](), defaultdict[tuple[str, str], list[Event]](list)
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise _malformed(path, f"event {number} is no object")
+        category = str(row.get("cat"))
+        if row.get("ph") != "X" or category not in GPU | {CPU, SPAN}:
+            continue
+        name, times = row.get("name"), [row.get("ts"), row.get("dur")]
+        begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
+        if not isinstance(name, str) or not 0 <= begin < math.inf or not 0 <= length < math.inf:
+            raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
+        events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
+        events.append(Event(name, begin, begin + length, category == SPAN))
+    return on_gpu, threads
+
+
+def _merged(events: Sequence[Event]) -> Iterator[float]:
+    """Yield the lengths of the times in which at least one event ran."""
+    end = -math.inf
+    for event in sorted(events, key=lambda event: event.begin):
+        if event.end > end:
+            yield event.end - max(event.begin, end)
+            end = event.end
+
+
+def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:
+    """Yield a thread's operators with their groups and what they called, from how they lie in each other."""
+    rows: dict[str, Pattern | None] = {}
+    callers: list[Event] = []
+    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
+        while callers and callers[-1].end <= event.begin:
+            callers.pop()
+        if event.name not in rows:
+            rows[event.name] = table.first("cpu", event.name)
+        row, caller = rows[event.name], callers[-1] if callers else None
+        event.group, event.whole = (row.group, row.whole) if row else (OTHER, False)
+        if caller and caller.whole:
+            event.group, event.whole = caller.group, True
+        if not event.is_span:  # of a phase only what runs in it counts
+            if operator := next((above for above in reversed(callers) if not above.is_span), None):
+                operator.called += min(event.end, operator.end) - event.begin
+            yield event
+        callers.append(event)
+
+
+def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> Breakdown:
+    window = max(event.end for event in events) - min(event.begin for event in events)
+    waiting = max(0.0, window - sum(_merged(events)))
+    times, calls = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
+    for event in events:
+        times[event.name, event.group] += max(0.0, event.end - event.begin - event.called)
+        calls[event.name, event.group] += 1
+    whole = sum(times.values()) + waiting or 1.0
+    sums = defaultdict[str, float](float, {WAITING: waiting})
+    for (_, group), time in times.items():
+        sums[group] += time
+    rows = sorted(times.items(), key=lambda item: (-item[1], item[0]))
+    return Breakdown(
+        place=place,
+        window_ms=window / 1000,
+        events=len(events),
+        groups=[
+            GroupTime(name=group.name, about=group.about, ms=sums[group.name] / 1000, share=sums[group.name] / whole)
+            for group in table.groups
+        ],
+        operators=[
+            OperatorTime(name=name, group=group, calls=calls[name, group], ms=time / 1000, share=time / whole)
+            for (name, group), time in rows
+        ],
+    )

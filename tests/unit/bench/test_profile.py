@@ -1,0 +1,227 @@
+"""Traces of torch's profiler, and `bench.profile` on a stub that answers as vLLM's profiler routes do.
+
+decode-step.pt.trace.json.gz is one decoding step of two requests, cut from a trace of the embedded device (vLLM 0.32.0,
+torch 2.13.0, tiny model): every operator and phase of the step, without arguments and host name.
+"""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sparkforge.bench import profile, trace
+from sparkforge.bench.endpoint import Endpoint
+from sparkforge.core.errors import InputError, ServerError, UsageError
+from sparkforge.core.process import started_at
+from sparkforge.serve import profiler, record
+from sparkforge.serve.record import Server
+
+RECORDED = Path(__file__).with_name("decode-step.pt.trace.json.gz")
+
+
+def event(name, begin, length, category="cpu_op", thread=1):
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": begin, "dur": length}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return a function: what a trace of these events says."""
+
+    def read(*events):
+        path = tmp_path / "x.pt.trace.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+        return trace.read(path)
+
+    return read
+
+
+def shares(breakdown):
+    return {group.name: round(group.share, 3) for group in breakdown.groups if group.ms}
+
+
+def test_a_recorded_step_is_classified_whole():
+    breakdown = trace.read(RECORDED)
+    assert (breakdown.place, breakdown.events) == ("cpu", 1965)
+    parts = {group.name: group for group in breakdown.groups}
+    assert list(parts)[-2:] == ["other", "waiting"]
+    assert parts["other"].ms == 0
+    assert all(parts[name].ms > 0 for name in ("experts", "attention", "dense", "sampling", "copies", "waiting"))
+    assert sum(group.share for group in breakdown.groups) == pytest.approx(1)
+    assert sum(group.ms for group in breakdown.groups) == pytest.approx(breakdown.window_ms)
+    assert breakdown.operators == sorted(breakdown.operators, key=lambda row: -row.ms)
+    heaviest = [(row.name, row.group, row.calls) for row in breakdown.operators[:2]]
+    # qkv, output and router of 4 layers, and the LM head; the experts' own products lie in their phase.
+    assert heaviest == [("_C::onednn_mm", "dense", 13), ("aten::addmm", "experts", 26)]
+
+
+def test_an_operator_counts_without_what_it_calls(read):
+    breakdown = read(event("aten::linear", 0, 100), event("aten::addmm", 10, 60), event("aten::copy_", 20, 30))
+    assert {row.name: row.ms for row in breakdown.operators} == {
+        "aten::linear": 0.04,
+        "aten::addmm": 0.03,
+        "aten::copy_": 0.03,
+    }
+    assert shares(breakdown) == {"dense": 1.0}  # the copy is the product's
+
+
+def test_what_experts_and_sampling_call_is_theirs_and_gaps_are_waiting(read):
+    breakdown = read(
+        event("spark_mxfp4::moe", 0, 50, "user_annotation"),
+        event("aten::addmm", 0, 40),
+        event("gpu_model_runner: sample", 50, 30, "user_annotation"),
+        event("aten::topk", 60, 20),
+        event("aten::addmm", 80, 20),
+    )
+    assert shares(breakdown) == {"experts": 0.4, "sampling": 0.2, "dense": 0.2, "waiting": 0.2}
+    assert [(row.name, row.group) for row in breakdown.operators].count(("aten::addmm", "dense")) == 1
+
+
+def test_what_the_table_does_not_know_is_other(read):
+    breakdown = read(event("somebody::new_operator", 0, 30), event("aten::mm", 30, 10))
+    assert shares(breakdown) == {"other": 0.75, "dense": 0.25}
+    assert breakdown.operators[0].group == "other"
+
+
+def test_other_threads_and_other_phases_count_for_nothing(read):
+    breakdown = read(
+        event("aten::mm", 0, 10), event("aten::mm", 0, 5, thread=2), event("a phase", 0, 90, "user_annotation")
+    )
+    assert (breakdown.events, breakdown.window_ms) == (1, 0.01)
+
+
+def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
+    breakdown = read(
+        event("aten::mm", 0, 1000),
+        event("kernel_unified_attention_2d", 0, 10, "kernel", 7),
+        event("nvjet_tst_128x64_64x8_2x1_v_bz_TNT", 5, 10, "kernel", 13),  # on another stream, partly at once
+        event("void marlin_moe_wna16::Marlin<__nv_bfloat16>", 25, 60, "kernel", 7),
+        event("Memcpy DtoH (Device -> Pinned)", 85, 5, "gpu_memcpy", 7),
+        event("mystery_kernel", 90, 5, "kernel", 7),
+    )
+    assert breakdown.place == "gpu"
+    assert {group.name: group.ms for group in breakdown.groups if group.ms} == {
+        "experts": 0.06,
+        "attention": 0.01,
+        "dense": 0.01,
+        "copies": 0.005,
+        "other": 0.005,
+        "waiting": 0.01,
+    }
+
+
+def packed(value):
+    return gzip.compress(json.dumps(value).encode())
+
+
+BROKEN = {
+    "no JSON": (b"PK\x03\x04", "it is no"),
+    "cut gzip": (packed({"traceEvents": []})[:-9], "its gzip stream is damaged"),
+    "no events": (packed({"traceEvents": 3}), "it has no list of traceEvents"),
+    "a list of texts": (packed({"traceEvents": ["x"]}), "event 0 is no object"),
+    "no time": (packed({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}), "event 0 has no name, begin"),
+    "time runs back": (packed({"traceEvents": [event("aten::mm", 0, -1)]}), "event 0 has no name, begin"),
+    "no number": (packed({"traceEvents": [event("aten::mm", 0, float("nan"))]}), "event 0 has no name, begin"),
+    "nothing ran": (packed({"traceEvents": [event("a phase", 0, 1, "user_annotation")]}), "it holds no operator"),
+    "a bomb": (gzip.compress(b" " * 5000), "unpacked; profile fewer tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_trace_is_one_clear_error(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(trace, "LARGEST", 4096)
+    data, why = BROKEN[name]
+    (tmp_path / "broken.json.gz").write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        profile.main({"trace": str(tmp_path / "broken.json.gz"), "output": str(tmp_path)})
+    assert caught.value.code == "input.trace"
+    assert why in caught.value.why
+
+
+def test_a_missing_trace_is_named(tmp_path):
+    with pytest.raises(InputError, match="cannot read"):
+        profile.main({"trace": str(tmp_path / "none.json"), "output": str(tmp_path)})
+
+
+def test_a_table_that_contradicts_its_examples_is_refused(tmp_path):
+    text = trace.TABLE.read_text().replace('examples = ["aten::linear"', 'examples = ["aten::copy_", "aten::linear"')
+    (tmp_path / "operators.toml").write_text(text)
+    with pytest.raises(InputError, match="'aten::copy_' is matched by"):
+        trace.load_table(tmp_path / "operators.toml")
+
+
+def test_a_trace_from_elsewhere_is_shown_and_reported(tmp_path, capsys):
+    profile.main({"trace": str(RECORDED), "output": str(tmp_path)})
+    out, err = capsys.readouterr()
+    folder = Path(out.strip())
+    saved = json.loads((folder / "profile.json").read_text())
+    assert (saved["trace"], saved["config"], saved["server"]) == (RECORDED.name, None, None)
+    assert len(saved["breakdown"]["operators"]) > profile.HEAVIEST
+    table = err.partition("heaviest operators")[2]
+    assert len([line for line in table.splitlines() if "::" in line]) == profile.HEAVIEST
+    page = (folder / "report.html").read_text()
+    assert "Heaviest operators" in page
+    assert "_C::onednn_mm" in page
+
+
+@pytest.fixture
+def own(stub, monkeypatch):
+    """The stub as this checkout's server, whose profiler writes the recorded trace when it is stopped."""
+    port = int(stub.url.rpartition(":")[2])
+    record.write(Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "", "honest-model", "embedded", ""))
+    send, prefixes = Endpoint.send, []
+
+    def write_at_stop(endpoint, path, body):
+        answer = send(endpoint, path, body)
+        if path == profile.START:
+            prefixes.append(body["profile_prefix"])
+        if path == profile.STOP and answer.is_success:
+            profiler.folder().mkdir(exist_ok=True)
+            shutil.copy(RECORDED, profiler.folder() / f"{prefixes[-1]}_rank0.1.pt.trace.json.gz")
+        return answer
+
+    monkeypatch.setattr(Endpoint, "send", write_at_stop)
+    return {"port": str(port), "isl": "16", "osl": "4", "conc": "2"}
+
+
+def test_a_server_is_profiled_under_load_and_its_trace_kept(stub, own, tmp_path, capsys):
+    profile.main({**own, "output": str(tmp_path)})
+    folder = Path(capsys.readouterr().out.strip())
+    order = [path for path, _, _ in stub.bodies if path != "/tokenize"]
+    assert order == [*["/v1/completions"] * 2, profile.START, *["/v1/completions"] * 2, profile.STOP]
+    saved = profile.Profile.model_validate_json((folder / "profile.json").read_text())
+    assert [path.name for path in folder.glob("*.gz")] == [saved.trace] == list(saved.traces)
+    assert (saved.config.isl, saved.config.osl, saved.config.conc, saved.config.num_prompts) == (16, 4, 2, 2)
+    assert saved.server.version == "0.0-stub"
+    assert saved.machine["cores"] > 0
+    assert list(profiler.folder().iterdir()) == []
+
+
+def test_the_profiler_is_stopped_when_the_load_fails(stub, own, tmp_path):
+    stub.status, stub.fail_from = 500, 2  # after the warm-up
+    with pytest.raises(ServerError, match="2 of 2 requests failed"):
+        profile.main({**own, "output": str(tmp_path)})
+    assert stub.asked[profile.START] == stub.asked[profile.STOP] == 1
+
+
+def test_a_server_without_a_profiler_is_told_how_to_get_one(stub, own, tmp_path):
+    stub.post_answers = [404]
+    with pytest.raises(ServerError) as caught:
+        profile.main({**own, "output": str(tmp_path)})
+    assert caught.value.fix == "./inv down, then ./inv up --profiler"
+    assert stub.asked[profile.STOP] == 0
+
+
+def test_a_foreign_server_is_not_profiled(stub, own, tmp_path):
+    record.forget()
+    with pytest.raises(UsageError, match="cannot be profiled"):
+        profile.main({**own, "output": str(tmp_path)})
+    assert stub.asked[profile.START] == 0
+
+
+def test_a_server_that_writes_no_trace_is_named(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "copy", lambda *_: None)
+    with pytest.raises(ServerError, match="wrote no trace"):
+        profile.main({**own, "output": str(tmp_path)})
