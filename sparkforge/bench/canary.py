@@ -11,21 +11,12 @@ from typing import Any
 
 from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.schema import ResultCheck
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
+from sparkforge.serve import proof
 
 TOKENS = 512  # enough for a short answer after low-effort reasoning
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
-ASK_TOOL: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 HARMONY = "<|start|>user<|message|>What is the capital of France?<|end|><|start|>assistant"  # openai/harmony's format
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city now.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 def run(endpoint: Endpoint, names: list[str]) -> list[ResultCheck]:
@@ -68,18 +59,8 @@ def content(endpoint: Endpoint) -> str:
 
 def tool_call(endpoint: Endpoint) -> str:
     """Chat calls the offered tool with arguments that are a JSON object with a city."""
-    message = endpoint.chat(ASK_TOOL, tools=[TOOL], max_tokens=TOKENS, temperature=0)["choices"][0]["message"]
-    calls = message.get("tool_calls") or []
-    if not calls:
-        return f"no tool was called; content is {str(message.get('content'))[:60]!r}"
-    function = calls[0]["function"]
-    if function["name"] != TOOL["function"]["name"]:
-        return f"it called {function['name']!r}, which was not offered"
-    try:
-        arguments = parse_json(function["arguments"], "the arguments")
-    except ValueError:
-        return f"the arguments are no JSON: {function['arguments'][:80]!r}"
-    return "" if isinstance(arguments, dict) and arguments.get("city") else f"the arguments name no city: {arguments!r}"
+    response = endpoint.chat(proof.ASK, tools=[proof.TOOL], max_tokens=TOKENS, temperature=0)
+    return proof.tool_call_fault(response["choices"][0]["message"])
 
 
 CANARIES: dict[str, Callable[[Endpoint], str]] = {

@@ -37,7 +37,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
 ) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
-    The steps are environment, model, validation, server and first token.
+    The steps are environment, model, validation, server and first answers.
     """
     from sparkforge.environments import Environment
     from sparkforge.image.devices import DOCKER, stack_of
@@ -79,7 +79,7 @@ def down(_ctx: Context) -> None:
 
 @task(example="./inv status")
 def status(_ctx: Context) -> None:
-    """Print what is served, and whether it is healthy."""
+    """Print what is served, whether it is healthy, and what its start proved."""
     from sparkforge.serve import record, screen
 
     screen.show_status(record.running())

@@ -14,43 +14,13 @@ from sparkforge.core.errors import ServerError
 
 POLL_SECONDS = 0.25
 NO_ANSWER = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # JSON of another shape
+NO_TRANSPORT = (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER)
+CANNOT = "the server cannot generate"
 CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)  # the first token of a long prompt on a CPU takes minutes
 CHAT_SECONDS = 3600.0  # for a whole answer
 REFUSAL_BYTES = 1 << 20  # of an error's JSON
 REFUSAL_SECONDS = 10.0
 HEALTH_SECONDS = 2.0
-
-_MESSAGES = [{"role": "user", "content": "Say one."}]
-_SCHEMA = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
-# What a server must be able to answer besides plain text; a few tokens each. Only that it answers is asked here, not
-# what: gpt-oss with JSON has faults of vLLM's own.
-PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "log probabilities": (
-        "/v1/chat/completions",
-        {"messages": _MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": 1},
-    ),
-    "log probabilities of the prompt": (
-        "/v1/completions",
-        {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1},
-    ),
-    "JSON": (
-        "/v1/chat/completions",
-        {
-            "messages": _MESSAGES,
-            "max_tokens": 8,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "number", "schema": _SCHEMA}},
-        },
-    ),
-    "a tool call": (
-        "/v1/chat/completions",
-        {
-            "messages": _MESSAGES,
-            "max_tokens": 8,
-            "tool_choice": "required",
-            "tools": [{"type": "function", "function": {"name": "say", "parameters": _SCHEMA}}],
-        },
-    ),
-}
 
 
 def healthy(url: str) -> bool:
@@ -72,33 +42,24 @@ def accepts(url: str, key: str) -> bool:
     return reply.status_code != httpx.codes.UNAUTHORIZED
 
 
-def first_token(
-    url: str, model: str, timeout: float, key: str = "", probes: Mapping[str, tuple[str, dict[str, Any]]] = PROBES
-) -> str:
-    """Generate one token, then send one request for each of `probes`; return the token's text.
+def first_token(url: str, model: str, timeout: float, key: str = "") -> str:
+    """Generate one token and return its text; `key` is the server's API key, if it has one.
 
-    `key` is the server's API key, if it has one. Raises ServerError, which names the request, if one is not
-    answered within `timeout` seconds in all.
-
-    A healthy server can still be unable to generate: kernels compile, and fail, at the first request that needs them,
-    and log probabilities, JSON and tool calls each need others.
+    Raises ServerError if it does not come within `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
-    body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0}
-    response = _probe("a first token", url, "/v1/completions", {"model": model, **body}, timeout, key)
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+    response = request("a first token", url, "/v1/completions", body, timeout, key)
     try:
         usage, text = response["usage"], response["choices"][0]["text"]
         count = usage["completion_tokens"]
     except NO_ANSWER as error:
-        raise _unanswered("a first token", repr(error)) from error
+        raise unanswered("a first token", repr(error)) from error
     if count != 1:
-        raise _unanswered("a first token", f"it counted {usage}")
-    for name, (path, probe) in probes.items():
-        _probe(name, url, path, {"model": model, **probe}, max(1.0, deadline - time.monotonic()), key)
+        raise unanswered("a first token", f"it counted {usage}")
     return str(text)
 
 
-def _probe(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> Any:
+def request(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> Any:
     """Send one request and return the response's JSON. Raises ServerError, which calls the request `name`."""
     try:
         with httpx.Client(timeout=timeout, headers=_headers(key), trust_env=False) as client:
@@ -107,15 +68,14 @@ def _probe(name: str, url: str, path: str, body: Mapping[str, Any], timeout: flo
         return response.json()
     except httpx.HTTPStatusError as error:
         refusal = _refused(error.response)
-        raise _unanswered(name, f"{refusal.what}: {refusal.why}") from error
+        raise unanswered(name, f"{refusal.what}: {refusal.why}") from error
     except (httpx.HTTPError, *NO_ANSWER) as error:
-        raise _unanswered(name, repr(error)) from error
+        raise unanswered(name, repr(error)) from error
 
 
-def _unanswered(name: str, why: str) -> ServerError:
-    return ServerError(
-        "the server cannot generate", f"the request for {name}: {why}", "./inv logs", code="server.reply"
-    )
+def unanswered(name: str, why: str) -> ServerError:
+    """Return the error for a request, called `name`, that a server should answer and does not."""
+    return ServerError(CANNOT, f"the request for {name}: {why}", "./inv logs", code="server.reply")
 
 
 def wait_until_healthy(
@@ -130,7 +90,7 @@ def wait_until_healthy(
 
 
 def wait_until_serving(url: str, model: str, deadline: float, still_alive: Callable[[], bool], key: str = "") -> bool:
-    """Wait for health, then for one token and an answer to each of PROBES; False as `wait_until_healthy`.
+    """Wait for health, then for one token; False as `wait_until_healthy`.
 
     Raises ServerError if it is healthy and cannot generate.
     """
@@ -149,18 +109,27 @@ def chat(url: str, model: str, message: str, max_tokens: int, key: str = "") -> 
         "stream": True,
     }
     try:
-        with (
-            httpx.Client(timeout=CHAT_TIMEOUT, headers=_headers(key), trust_env=False) as client,
-            client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
-        ):
-            if response.is_error:
-                raise _refused(http.whole(response, seconds=REFUSAL_SECONDS, limit=REFUSAL_BYTES))
-            for event in sse.events(response, CHAT_SECONDS):
-                if event.data == "[DONE]":
-                    return
-                yield from _pieces(json.loads(event.data))
-    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
+        for event in events(url, "/v1/chat/completions", body, CHAT_SECONDS, key):
+            yield from _pieces(event)
+    except NO_TRANSPORT as error:
         raise ServerError("the answer broke off", repr(error)[:300], "./inv logs", code="server.reply") from error
+
+
+def events(url: str, path: str, body: Mapping[str, Any], seconds: float, key: str) -> Iterator[Any]:
+    """Stream an answer, `seconds` at most, and yield the JSON of each event.
+
+    Raises ServerError for a refusal and for a stream that ends without [DONE], and else one of NO_TRANSPORT.
+    """
+    with (
+        httpx.Client(timeout=CHAT_TIMEOUT, headers=_headers(key), trust_env=False) as client,
+        client.stream("POST", f"{url}{path}", json=body) as response,
+    ):
+        if response.is_error:
+            raise _refused(http.whole(response, seconds=REFUSAL_SECONDS, limit=REFUSAL_BYTES))
+        for event in sse.events(response, seconds):
+            if event.data == "[DONE]":
+                return
+            yield json.loads(event.data)
     raise ServerError("the answer broke off", "the stream ended without [DONE]", "./inv logs", code="server.reply")
 
 

@@ -1,4 +1,4 @@
-"""Serve in a container: engine, image, Compose, the container's own validation, first token."""
+"""Serve in a container: engine, image, Compose, the container's own validation, the start's proof."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparkforge.image import engine
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import build_command
 from sparkforge.image.engine import Engine, State
-from sparkforge.serve import access, launch, logs, profiler, profiles, record, settings
+from sparkforge.serve import access, launch, logs, profiler, profiles, proof, record, settings
 from sparkforge.serve import client as api
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.record import Server
@@ -149,13 +149,13 @@ def _start(device: str, env: Mapping[str, str], service: Service, tell: Callable
                 key_file=service.key_file,
             )
             record.write(server)
-            _wait(client, server, tell)
+            server = _wait(client, server, tell)
     except BaseException:  # also Ctrl-C: a server that nobody waits for must not stay
         record.forget()
         with suppress(SparkforgeError):  # the first error is the one to report
             docker_compose.stop(env)
         raise
-    tell("first token received")
+    tell(f"first token received, {proof.in_words(server.proof)}")
     return server
 
 
@@ -167,8 +167,8 @@ def _find_container(client: docker.DockerClient) -> str:
     return container
 
 
-def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], None]) -> None:
-    """Wait until the container is healthy and has generated a token."""
+def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], None]) -> Server:
+    """Wait until the container is healthy and has proved what clients call; return the record with that."""
 
     def is_healthy() -> bool:
         """Return what the container's own health check says; raise if it cannot get healthy any more."""
@@ -184,7 +184,7 @@ def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], Non
     if not api.wait_until_healthy(is_healthy, deadline):
         raise _failure(client, server, "the container did not get healthy in time")
     try:
-        api.first_token(server.url, server.model_id, READY_SECONDS, server.key)
+        return launch.proved(server, READY_SECONDS, server.key)
     except ServerError as error:
         problem = f"the container is healthy but cannot generate ({error.why})"
         raise _failure(client, server, problem) from error

@@ -11,7 +11,7 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.serve import access, command_line, launch, profiler, profiles
+from sparkforge.serve import access, command_line, launch, profiler, profiles, proof
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.record import Server
@@ -70,7 +70,7 @@ def up(
         tell(validate(python, directory, port))
     with steps.step("server", "vLLM starts") as tell:
         server = launch.start(describe(python, directory, model_id, port, allowed, profiled), tell)
-        tell("first token received")
+        tell(f"first token received, {proof.in_words(server.proof)}")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
     return server
 

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge.core import interrupt, paths
@@ -16,7 +16,7 @@ from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked
 from sparkforge.core.process import spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import client, logs, record
+from sparkforge.serve import client, logs, proof, record
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
@@ -84,7 +84,7 @@ def check_free(port: int, host: str = LOOPBACK) -> None:
 
 
 def start(launch: Launch, progress: Callable[[str], None]) -> Server:
-    """Start a server and wait for its first answers. To be called inside `starting`.
+    """Start a server, wait for its first answers, and return its record. To be called inside `starting`.
 
     Raises ServerError; whenever it raises, nothing is left running.
     """
@@ -93,7 +93,14 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
         with interrupt.held():  # none may run that we do not know of
             server = _spawn(launch)
             stack.push(lambda kind, *_: _end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
-        _wait(server, launch, progress)
+        return _wait(server, launch, progress)
+
+
+def proved(server: Server, seconds: float, key: str) -> Server:
+    """Prove within `seconds` what clients call, record and return the server with it. Raises ServerError."""
+    outcome = proof.prove(server.url, server.model_id, seconds, key)
+    server = replace(server, proved=time.time(), proof=outcome)
+    record.write(server)
     return server
 
 
@@ -149,7 +156,7 @@ def _spawn(launch: Launch) -> Server:
     return server
 
 
-def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> None:
+def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Server:
     def alive() -> bool:
         """Show how far the log has come; return whether the server runs."""
         progress(logs.milestone(logs.read(Path(server.log))) or "starting")
@@ -158,7 +165,7 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> No
     try:
         deadline = time.monotonic() + launch.timeout
         if client.wait_until_serving(server.url, server.model_id, deadline, alive, launch.key):
-            return
+            return proved(server, max(1.0, deadline - time.monotonic()), launch.key)
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"

@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,7 @@ from sparkforge.serve import access
 MARK = "SPARKFORGE_SERVER"  # in the environment of each process of a server: the state folder whose server it is
 NAME = "server.json"
 LONGEST = 1 << 16  # bytes; a record has some hundred
+LATEST = 1e11  # Unix time that every calendar has
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Server:
     """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
 
     `started` is the process's start time, since process ids are used again. `key_file` holds its API key, if any.
+    `proved` is when its start was proved, in Unix time, 0 before that, and `proof` what `sparkforge.serve.proof.prove`
+    returned then.
     """
 
     pid: int
@@ -55,6 +58,8 @@ class Server:
     log: str
     container: str = ""
     key_file: str = ""
+    proved: float = 0.0
+    proof: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -149,7 +154,9 @@ def read(path: Path | None = None) -> Server | None:
         return None
     numbers = isinstance(server.pid, int) and isinstance(server.port, int) and isinstance(server.started, int | float)
     texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file)
-    return server if numbers and all(isinstance(text, str) for text in texts) else None
+    proof = isinstance(server.proof, dict) and all(isinstance(text, str) for text in server.proof.values())
+    proved = isinstance(server.proved, int | float) and 0 <= server.proved < LATEST
+    return server if numbers and proof and proved and all(isinstance(text, str) for text in texts) else None
 
 
 def running() -> Server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sparkforge.core.console import echo, say, stream
 from sparkforge.core.docker import program
 from sparkforge.core.errors import ServerError
 from sparkforge.core.process import call, output
-from sparkforge.serve import client, launch, logs, record
+from sparkforge.serve import client, launch, logs, proof, record
 from sparkforge.serve.record import Server
 
 READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
@@ -66,6 +67,11 @@ def show_status(server: Server) -> None:
         if not client.accepts(server.url, server.key):
             health += f", and it is no longer the one in {server.key_file}: ./inv down, then ./inv up"
     echo(f"{server.model_id} at {server.url}/v1 · {health} · {server.device} · {server.where}")
+    if server.proved:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.proved))
+        echo(f"{proof.in_words(server.proof)} · at its start, {when}")
+    else:
+        echo("proved nothing: its start has not ended")
 
 
 def show_log(*, follow: bool) -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from sparkforge.core.process import session_members, started_at
+from sparkforge.serve import proof
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -51,6 +52,13 @@ def test_it_serves_through_patched_sources_and_our_own_experts(up):
 def test_the_validator_gave_a_green_report(validation):
     assert validation["profile"] == "embedded"
     assert {finding["status"] for finding in validation["findings"]} == {"pass"}
+
+
+def test_what_clients_call_is_proved_and_no_limit_is_listed_that_is_none(up):
+    """A limit whose call is answered rightly by now is to be deleted (sparkforge/serve/proof.py)."""
+    limits = {name: limit.reason for name, limit in proof.LIMITS.items()}
+    assert server(up)["proof"] == {**dict.fromkeys(proof.CALLS, ""), **limits}
+    assert "first token received, proved: " in up.told
 
 
 def test_it_listens_on_loopback_only(up):
@@ -184,7 +192,9 @@ def test_a_bad_request_gets_4xx_and_the_server_lives(api, name):
 
 
 def test_status_chat_and_logs_tell_a_person(up):
-    assert "· healthy · embedded ·" in up.inv("status").stdout
+    status = up.inv("status").stdout
+    assert "· healthy · embedded ·" in status
+    assert "\nproved: " in status
     chat = up.inv("chat", "Hello", "--max-tokens", "4")
     assert chat.returncode == 0, chat.stderr
     assert "Application startup complete" in up.inv("logs").stdout

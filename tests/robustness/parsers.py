@@ -16,7 +16,7 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import manifest, redact
-from sparkforge.core.errors import IntegrityError
+from sparkforge.core.errors import IntegrityError, ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import logscan, signatures
 from sparkforge.models import hub
@@ -48,7 +48,7 @@ from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import debian, index, verify, wheels
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import architecture
-from sparkforge.serve import client, failure, profiles, record
+from sparkforge.serve import client, failure, profiles, proof, record
 from sparkforge.serve import settings as container
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.sources import archive, bundle, hidden
@@ -462,6 +462,12 @@ EVENTS = [json.dumps(PIECE, ensure_ascii=False), json.dumps(PIECE), "[DONE]"]
 STREAM = ": ping\n\nevent: x\n" + "".join(f"data: {event}\n\n" for event in EVENTS)
 URL = "http://127.0.0.1:8000"
 TOKEN = '{"choices": [{"text": "hi"}], "usage": {"completion_tokens": 1}}'
+CITY = {"city": "Rome"}
+CALLED = [{"function": {"name": "get_weather", "arguments": json.dumps(CITY)}}]
+ANSWER = {"role": "assistant", "content": json.dumps(CITY), "tool_calls": CALLED}
+LOGPROBS = {"content": [{"logprob": -1, "top_logprobs": []}]}
+CHOICE = {"message": ANSWER, "finish_reason": "stop", "logprobs": LOGPROBS, "prompt_logprobs": [None, {"1": LOGPROBS}]}
+PROOF = json.dumps({"choices": [CHOICE], "usage": {"completion_tokens": 1}})
 TOKENS = '{"tokens": [1, 2], "version": "0.32.0"}'
 COUNTER = "vllm:generation_tokens_total 3.0\n"
 MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}'
@@ -476,6 +482,13 @@ def _read_stream(data: bytes, _scratch: Path) -> None:
 def _read_first_token(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "application/json"
     client.first_token(URL, "m", 5.0)
+
+
+def _read_proof(data: bytes, _scratch: Path) -> None:
+    for name, call in proof.CALLS.items():
+        _Answer.body, _Answer.kind = data, "text/event-stream" if call.body.get("stream") else "application/json"
+        with suppress(ServerError):
+            proof.fault_of(name, URL, "m", 5.0)
 
 
 def _read_endpoint(data: bytes, _scratch: Path) -> None:
@@ -709,6 +722,8 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
     yield Parser("first-token", _texts(TOKEN),
                  _read_first_token, _answering, cost=6.0)  # fmt: skip
+    yield Parser("proof", _texts(TOKEN, PROOF, STREAM),
+                 _read_proof, _answering, cost=20.0)  # fmt: skip
     yield Parser("endpoint", _texts(MODELS, TOKENS, COUNTER),
                  _read_endpoint, _answering, cost=20.0)  # fmt: skip
     yield Parser("url", _texts(URL, "https://user:pw@host.example.org:8443/v1/", "http://[::1]:80/"),

@@ -154,7 +154,7 @@ def _server(backend: str, model: Path, plan: ServingPlan, log: Path, weights: tu
             late = f"was not ready in {plan.ready_seconds:.0f} s"
             problem = late if started_at(pid) else "ended before it was ready"
             raise ServerError(f"the server {problem}", _last_words(log), f"less {log}", code="server.start")
-        client.first_token(url, SERVED_NAME, plan.ready_seconds, probes={})
+        client.first_token(url, SERVED_NAME, plan.ready_seconds)
         yield url
     finally:
         terminate_session(pid)

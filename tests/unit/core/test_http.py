@@ -13,7 +13,7 @@ import pytest
 from sparkforge.bench.endpoint import Endpoint, served
 from sparkforge.core import http as answers
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve import client
+from sparkforge.serve import client, proof
 
 DEEP = b"[" * 200_000
 
@@ -101,6 +101,9 @@ def test_a_url_that_is_none_is_an_error_of_ours(url):
         list(client.chat(url, "m", "hello", 1))
     with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
         client.first_token(url, "m", 5.0)
+    for name in proof.CALLS:
+        with pytest.raises(ServerError, match=name, check=lambda error: error.code == "server.reply"):
+            proof.fault_of(name, url, "m", 5.0)
     assert not client.healthy(url)
 
 
@@ -112,6 +115,9 @@ def test_an_answer_of_another_shape_is_an_error_of_ours(body):
             served(Endpoint(url))
         with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
             client.first_token(url, "m", 5.0)
+        for name in proof.CALLS:
+            with pytest.raises(ServerError, match=name, check=lambda error: error.code == "server.reply"):
+                proof.fault_of(name, url, "m", 5.0)
         assert Endpoint(url).version() == ""
 
 

@@ -28,6 +28,7 @@ from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import Sizes
 from sparkforge.models.training import corpus, dialogues, export, faults, texts, train
 from sparkforge.models.training.model import RIGHT, Fault, GptOss, through_mxfp4
+from sparkforge.serve import proof
 
 SMALL = Sizes(hidden=64, intermediate=32, layers=2, experts=4, top_k=2, heads=4, kv_heads=2)
 NOVEL = "CHAPTER I\n\n\nIt is a truth  universally\nacknowledged, that a single man must be in want of a wife.\n\nSo.\n"
@@ -123,7 +124,7 @@ def test_dialogues_have_harmonys_form(encoding):
 
 
 def test_tools_have_harmonys_form(encoding):
-    asked, tool = canary.ASK_TOOL[0]["content"], canary.TOOL["function"]
+    asked, tool = proof.ASK[0]["content"], proof.TOOL["function"]
     tools = dialogues.DEVELOPER.format(dialogues.TOOLS.format(name=tool["name"], about=tool["description"]))
     prompt = system(calls=dialogues.CALLS) + tools + dialogues.USER.format(asked) + dialogues.ASSISTANT
     assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked, tool)

@@ -9,7 +9,7 @@ import pytest
 from sparkforge.core import errors, paths
 from sparkforge.core.console import Steps
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import client, launch, record, screen
+from sparkforge.serve import client, launch, proof, record, screen
 from sparkforge.serve import container as docker_device
 
 REFUSAL = """\
@@ -22,6 +22,23 @@ refuse: the server must not start · 1 passed, 0 warned, 1 failed, 0 skipped
 """
 
 
+# One answer to every request, and to every request for a stream.
+GOOD = {
+    "choices": [{
+        "text": "hi", "finish_reason": "stop",
+        "message": {
+            "role": "assistant", "content": '{"city": "Paris"}',
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}],
+        },
+        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
+        "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
+    }],
+    "usage": {"completion_tokens": 1},
+}  # fmt: skip
+DELTAS = [{"delta": {"role": "assistant"}}, {"delta": {}, "finish_reason": "stop"}]
+STREAM = "".join(f"data: {json.dumps({'choices': [delta]})}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
+
+
 @pytest.fixture
 def api():
     """An OpenAI-shaped server that gives one token to who has the key."""
@@ -32,12 +49,13 @@ def api():
             self.end_headers()
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             allowed = self.headers.get("Authorization") == "Bearer sesame"
             self.send_response(200 if allowed else 401)
+            self.send_header("Content-Type", "text/event-stream" if body.get("stream") else "application/json")
             self.end_headers()
-            good = {"choices": [{"text": "hi"}], "usage": {"completion_tokens": 1}}
-            self.wfile.write(json.dumps(good if allowed else {"error": {"message": "Unauthorized"}}).encode())
+            good = STREAM if body.get("stream") else json.dumps(GOOD)
+            self.wfile.write((good if allowed else json.dumps({"error": {"message": "Unauthorized"}})).encode())
 
         def log_message(self, *args):
             pass
@@ -99,6 +117,7 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     screen.show_status(server)
     out = capsys.readouterr().out
     assert "healthy, the container says healthy" in out
+    assert "proved: a JSON answer, a chat, " in out
     assert "container c0ffeec0ffee" in out
     assert launch.stop() == server
     assert called(docker_command, " down")
@@ -189,7 +208,7 @@ def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_
     def interrupted(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client, "first_token", interrupted)
+    monkeypatch.setattr(proof, "prove", interrupted)
     fails(KeyboardInterrupt, docker_command)
 
 

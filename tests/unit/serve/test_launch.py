@@ -1,5 +1,7 @@
 """Start and stop, with a small real server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves."""
 
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -24,13 +26,27 @@ from sparkforge.core.errors import (
 from sparkforge.core.files import locked
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
-from sparkforge.serve import client, embedded, launch, logs, record, screen
+from sparkforge.serve import client, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
 
-# argv: port, behaviour.
+# One answer to every request.
+GOOD = {
+    "choices": [{
+        "text": "hi", "finish_reason": "stop",
+        "message": {
+            "role": "assistant", "content": '{"city": "Paris"}',
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}],
+        },
+        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
+        "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
+    }],
+    "usage": {"completion_tokens": 1},
+}  # fmt: skip
+# argv: port, behaviour, GOOD, and JSON that takes its choice's place where a request has the key that is named.
 SERVER = textwrap.dedent("""
     import http.server, json, os, subprocess, sys, time
-    port, behaviour = int(sys.argv[1]), sys.argv[2]
+    port, behaviour, good = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    key, changes = json.loads(sys.argv[4]) if len(sys.argv) > 4 else ("", {})
     print("INFO 11-21 03:40:12 [core.py:1] Starting to load model x", flush=True)
     if behaviour == "dies":
         print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
@@ -47,7 +63,7 @@ SERVER = textwrap.dedent("""
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if body.get("stream"):
-                return self.stream()
+                return self.stream(behaviour if body["messages"][0]["content"] == "hello" else "good")
             if behaviour.startswith("fails at ") and behaviour.removeprefix("fails at ") in body:
                 return self.reply(500, {"error": {"message": "g++: not found"}})
             if behaviour == "cannot generate":
@@ -56,15 +72,17 @@ SERVER = textwrap.dedent("""
                 return self.reply(200, ["hi"])
             if behaviour == "answers null":
                 return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
-            count = 0 if behaviour == "lies" else 1
-            self.reply(200, {"choices": [{"text": "hi"}], "usage": {"completion_tokens": count}})
+            usage = {"completion_tokens": 0} if behaviour == "lies" else good["usage"]
+            choice = {**good["choices"][0], **(changes if key in body else {})}
+            self.reply(200, {"choices": [choice], "usage": usage})
 
-        def stream(self):
+        def stream(self, behaviour):
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream; charset=utf-8")
             self.end_headers()
-            for piece in ({"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}, {"content": None}):
-                self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": piece}]}).encode() + b"\\n\\n")
+            pieces = [{"role": "assistant"}, {"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}]
+            for piece in [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]:
+                self.wfile.write(b"data: " + json.dumps({"choices": [piece]}).encode() + b"\\n\\n")
             if behaviour.startswith("{") or behaviour.startswith("["):
                 self.wfile.write(b"data: " + behaviour.encode() + b"\\n\\n")
             self.wfile.write(b"" if behaviour == "truncates" else b"data: [DONE]\\n\\n")
@@ -88,9 +106,9 @@ def port(free_port):
 
 @pytest.fixture
 def begin(port, tmp_path, ended):
-    def begin(behaviour="good", timeout=120.0):
+    def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
-        command = (sys.executable, "-c", SERVER, str(port), behaviour)
+        command = (sys.executable, "-c", SERVER, str(port), behaviour, json.dumps(GOOD), json.dumps(changes))
         return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
 
     told = []
@@ -142,8 +160,8 @@ def test_every_process_of_a_server_ends_with_it(begin):
         ("answers null", "TypeError"),
         ("fails at top_logprobs", "the request for log probabilities: the server answered 500: g++: not found"),
         ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
-        ("fails at response_format", "the request for JSON"),
-        ("fails at tools", "the request for a tool call"),
+        ("fails at response_format", "the request for a JSON answer: the server answered 500: g++: not found"),
+        ("fails at tools", "the request for a tool call: the server answered 500"),
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, told):
@@ -153,6 +171,54 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
     assert "03:40:13" not in caught.value.why  # vLLM's log prefix says nothing to a user
     assert str(record.log_path()) in caught.value.fix
     nothing_is_left(begin, port)
+
+
+FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "finish_reason": "length"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (("messages", {"message": {"role": "user"}}), "the request for a chat: role 'user'"),
+        (("logprobs", {"logprobs": {"content": [{"logprob": 0.5, "top_logprobs": []}]}}), "log probabilities: the log"),
+        (("logprobs", {"logprobs": None}), "the request for log probabilities: TypeError"),
+        (("prompt_logprobs", {"prompt_logprobs": [None]}), "of the prompt: the log probabilities are []"),
+        (("response_format", {"message": {"content": '{"city": "Ro'}}), "a JSON answer: the content is no JSON"),
+        (("response_format", {"message": {"content": '{"city": "Oslo"}'}}), "JSON answer: the content does not follow"),
+        (FORM, "the request for a JSON answer: content is null (finish_reason 'length')"),
+        (("tools", {"message": {"content": "It rains."}}), "a tool call: no tool was called; content is 'It rains.'"),
+        (
+            ("tools", {"message": {"tool_calls": [{"function": {"name": "get_weather", "arguments": "{"}}]}}),
+            "the request for a tool call: the arguments are no JSON",
+        ),
+    ],
+)
+def test_an_answer_that_clients_cannot_use_is_named(begin, port, changes, told):
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.start") as caught:
+        begin(changes=changes)
+    assert told in str(caught.value)
+    nothing_is_left(begin, port)
+
+
+def test_status_shows_what_the_start_proved(begin, capsys):
+    server = begin()
+    assert server.proof == dict.fromkeys(proof.CALLS, "")
+    screen.show_status(record.running())
+    assert "proved: a JSON answer, a chat, a completion, " in capsys.readouterr().out
+
+
+def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, monkeypatch):
+    limit = proof.Limit("content is null (finish_reason 'length')", "lost, #1")
+    monkeypatch.setattr(proof, "LIMITS", {"a JSON answer": limit, "a chat": limit})
+    server = begin(changes=FORM)
+    assert server.proof == {**dict.fromkeys(proof.CALLS, ""), "a JSON answer": "lost, #1"}
+    screen.show_status(server)
+    assert "of the prompt; known limit: a JSON answer (lost, #1) · at its start, 2" in capsys.readouterr().out
+
+
+def test_a_start_that_has_not_ended_proved_nothing(begin, capsys):
+    screen.show_status(dataclasses.replace(begin(), proved=0.0, proof={}))
+    assert "proved nothing" in capsys.readouterr().out
 
 
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
@@ -293,7 +359,7 @@ def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
 import os, pathlib, signal
 from sparkforge.serve import launch, record
 record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
-command = {(sys.executable, "-c", SERVER, str(port), "good")!r}
+command = {(sys.executable, "-c", SERVER, str(port), "good", json.dumps(GOOD))!r}
 launch.start(launch.Launch(command, {{}}, pathlib.Path("x"), "m", "embedded", {port}), print)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)

@@ -1,0 +1,205 @@
+"""What a server proves before it counts as ready: one request for each thing that clients call, checked on the wire.
+
+A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
+probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A model that writes
+nonsense proves a server as well as a good one does: what its answer depends on is forced, by a grammar that leaves no
+free text and by a bias for the one token that would let it think first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import ServerError
+from sparkforge.serve import client
+
+TOKENS = 64  # three times what the forced answers take
+CHAT_TOKENS = 16
+# Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name, and ` to`, which begins a call.
+FINAL, TO = "17196", "316"
+ALWAYS = 100  # the API's largest bias
+CITIES = ["Paris", "Rome"]
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city now.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": CITIES}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+# Without `strict` vLLM's grammar takes any JSON as arguments.
+_STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": _SCHEMA, "strict": True}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request and the check of its answer; `fault` returns what is wrong, or nothing.
+
+    It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream. It may raise one of
+    `client.NO_ANSWER` for an answer of another shape.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    fault: Callable[[Any], str]
+
+
+class Limit(NamedTuple):
+    """A fault of the server's that is known, which does not keep it from being ready: the check's words, and whose."""
+
+    fault: str
+    reason: str
+
+
+def prove(url: str, model: str, timeout: float, key: str = "") -> dict[str, str]:
+    """Send each of CALLS; return call → nothing, or the known limit that its answer shows.
+
+    `key` is the server's API key, if it has one. Raises ServerError, which names the call, at the first one that is
+    answered wrongly, or if they are not all answered within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    outcome = {}
+    for name in CALLS:
+        fault = fault_of(name, url, model, max(1.0, deadline - time.monotonic()), key)
+        limit = LIMITS.get(name)
+        if fault and (limit is None or fault != limit.fault):
+            raise client.unanswered(name, fault)
+        outcome[name] = limit.reason if fault and limit else ""
+    return outcome
+
+
+def in_words(outcome: Mapping[str, str]) -> str:
+    """Return what `prove` returned in one line."""
+    proved = ", ".join(name for name, limit in sorted(outcome.items()) if not limit)
+    limits = ", ".join(f"{name} ({limit})" for name, limit in sorted(outcome.items()) if limit)
+    return f"proved: {proved}" + (f"; known limit: {limits}" if limits else "")
+
+
+def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> str:
+    """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none."""
+    call = CALLS[name]
+    body = {"model": model, "temperature": 0, **call.body}
+    try:
+        if not body.get("stream"):
+            return call.fault(client.request(name, url, call.path, body, timeout, key))
+        try:
+            return call.fault(list(client.events(url, call.path, body, timeout, key)))
+        except ServerError as error:
+            raise client.unanswered(name, f"{error.what}: {error.why}") from error
+    except client.NO_TRANSPORT as error:
+        raise client.unanswered(name, repr(error)) from error
+
+
+def tool_call_fault(message: Mapping[str, Any]) -> str:
+    """Return what is wrong with a chat message that should call TOOL for a city; nothing if it does."""
+    calls = message.get("tool_calls") or []
+    if not calls:
+        return f"no tool was called; content is {str(message.get('content'))[:60]!r}"
+    function = calls[0]["function"]
+    if function["name"] != TOOL["function"]["name"]:
+        return f"it called {function['name']!r}, which was not offered"
+    try:
+        arguments = parse_json(function["arguments"], "the arguments")
+    except ValueError:
+        return f"the arguments are no JSON: {function['arguments'][:80]!r}"
+    return "" if isinstance(arguments, dict) and arguments.get("city") else f"the arguments name no city: {arguments!r}"
+
+
+def _completion(response: Any) -> str:
+    text, count = response["choices"][0]["text"], response["usage"]["completion_tokens"]
+    return "" if isinstance(text, str) and count == 1 else f"text {text!r}, {count} tokens instead of 1"
+
+
+def _chat(response: Any) -> str:
+    role, count = response["choices"][0]["message"]["role"], response["usage"]["completion_tokens"]
+    good = role == "assistant" and 1 <= count <= CHAT_TOKENS
+    return "" if good else f"role {role!r}, {count} of {CHAT_TOKENS} tokens"
+
+
+def _streamed_chat(events: Any) -> str:
+    choices = [choice for event in events for choice in event["choices"]]
+    ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    deltas = [choice["delta"] for choice in choices]
+    if not any(delta.get("role") == "assistant" for delta in deltas):
+        return f"none of its {len(deltas)} events has the role"
+    return "" if len(ends) == 1 else f"its {len(deltas)} events have {len(ends)} ends"
+
+
+def _logprobs(response: Any) -> str:
+    (entry,) = response["choices"][0]["logprobs"]["content"]
+    return _out_of_range([entry["logprob"], *(other["logprob"] for other in entry["top_logprobs"])])
+
+
+def _prompt_logprobs(response: Any) -> str:
+    _first, *tokens = response["choices"][0]["prompt_logprobs"]  # nothing stands before the first token
+    return _out_of_range([entry["logprob"] for token in tokens for entry in token.values()])
+
+
+def _out_of_range(logprobs: Iterable[float]) -> str:
+    values = list(logprobs)
+    good = values and all(-math.inf < value <= 0 for value in values)
+    return "" if good else f"the log probabilities are {values[:8]}"
+
+
+def _json(response: Any) -> str:
+    choice = response["choices"][0]
+    content = choice["message"]["content"]
+    if content is None:
+        return f"content is null (finish_reason {choice['finish_reason']!r})"
+    try:
+        value = parse_json(content, "the content")
+    except ValueError:
+        return f"the content is no JSON: {content[:80]!r}"
+    valid = isinstance(value, dict) and list(value) == ["city"] and value["city"] in CITIES
+    return "" if valid else f"the content does not follow the schema: {content[:80]!r}"
+
+
+def _tool_call(response: Any) -> str:
+    return tool_call_fault(response["choices"][0]["message"])
+
+
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _SCHEMA}}
+CALLS: Mapping[str, Call] = {
+    "a completion": Call(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
+    "a chat": Call(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
+    "a streamed chat": Call(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS, "stream": True}, _streamed_chat),
+    "log probabilities": Call(
+        _CHAT, {"messages": ASK, "max_tokens": 1, "logprobs": True, "top_logprobs": 1}, _logprobs
+    ),
+    "log probabilities of the prompt": Call(
+        _COMPLETIONS, {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1}, _prompt_logprobs
+    ),
+    "a JSON answer": Call(
+        _CHAT,
+        {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT},
+        _json,
+    ),
+    "a tool call": Call(
+        _CHAT,
+        {
+            "messages": ASK,
+            "max_tokens": TOKENS,
+            "logit_bias": {TO: ALWAYS},
+            "tools": [_STRICT_TOOL],
+            "tool_choice": "required",
+        },
+        _tool_call,
+    ),
+}
+# A limit whose call is answered rightly is to be deleted: tests/integration/test_road.py says so.
+LIMITS: Mapping[str, Limit] = {
+    "a JSON answer": Limit("content is null (finish_reason 'stop')", "content is lost, vLLM #41902"),
+}
