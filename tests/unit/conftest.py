@@ -19,11 +19,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sparkforge.core.files import sha256_file
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, patched
+
+# No test depends on the machine being quiet: Hypothesis' own limit is 200 ms an example.
+settings.register_profile("sparkforge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sparkforge")
 
 HEADER = """\
 Description: Change something
