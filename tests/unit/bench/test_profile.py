@@ -225,3 +225,14 @@ def test_a_server_that_writes_no_trace_is_named(own, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copy", lambda *_: None)
     with pytest.raises(ServerError, match="wrote no trace"):
         profile.main({**own, "output": str(tmp_path)})
+
+
+def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):
+    docker_command.answers("cp ")
+    docker_command.answers("exec ")
+    server = Server(0, 0.0, "127.0.0.1", 8000, "", "m", "docker", "", container="c0ffee")
+    assert profile.collect(server) == profiler.folder()
+    assert docker_command.calls == [
+        f"cp c0ffee:/var/cache/sparkforge/profiler/. {profiler.folder()}",
+        "exec c0ffee rm -r /var/cache/sparkforge/profiler",
+    ]
