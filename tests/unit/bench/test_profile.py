@@ -2,6 +2,8 @@
 
 decode-step.pt.trace.json.gz is one decoding step of two requests, cut from a trace of the embedded device (vLLM 0.32.0,
 torch 2.13.0, tiny model): every operator and phase of the step, without arguments and host name.
+gpu-step.pt.trace.json.gz is what operators of a layer and of sampling (torch 2.11.0) and the experts of spark_mxfp4 ran
+on an H200, cut likewise.
 """
 
 import gzip
@@ -20,6 +22,7 @@ from sparkforge.serve import profiler, record
 from sparkforge.serve.record import Server
 
 RECORDED = Path(__file__).with_name("decode-step.pt.trace.json.gz")
+ON_GPU = Path(__file__).with_name("gpu-step.pt.trace.json.gz")
 
 
 def event(name, begin, length, category="cpu_op", thread=1):
@@ -110,6 +113,20 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
         "other": 0.005,
         "waiting": 0.01,
     }
+
+
+def test_a_recorded_step_of_a_gpu_is_classified_whole():
+    breakdown = trace.read(ON_GPU)
+    assert (breakdown.place, breakdown.events) == ("gpu", 42)
+    names = {
+        group.name: {row.name for row in breakdown.operators if row.group == group.name} for group in breakdown.groups
+    }
+    assert names["other"] == set()
+    assert names["experts"] == {row.name for row in breakdown.operators if "spark::" in row.name}
+    assert {name.partition("_")[0] for name in names["dense"] | names["attention"]} == {"nvjet", "cudnn"}
+    assert {name.partition(" ")[0] for name in names["copies"]} == {"Memcpy", "Memset", "void"}
+    assert any("ArgMaxOps" in name for name in names["sampling"])
+    assert any("layer_norm" in name for name in names["elementwise"])
 
 
 def packed(value):
