@@ -31,6 +31,7 @@ LARGEST_FILE = 256 << 20  # bytes as it lies there
 LARGEST = 512 << 20  # bytes unpacked; Python needs several times as many for the events in them
 GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
 CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
+LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still numbers
 OTHER, WAITING = "other", "waiting"
 Place = Literal["gpu", "cpu"]
 GZIP = b"\x1f\x8b"
@@ -191,7 +192,7 @@ def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]
             continue
         name, times = row.get("name"), [row.get("ts"), row.get("dur")]
         begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
-        if not isinstance(name, str) or not 0 <= begin < math.inf or not 0 <= length < math.inf:
+        if not isinstance(name, str) or not 0 <= begin <= LATEST or not 0 <= length <= LATEST:
             raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
         events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
         events.append(Event(name, begin, begin + length, category == SPAN))

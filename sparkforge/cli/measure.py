@@ -177,7 +177,7 @@ def export(_ctx: Context, results: str, form: str = "llama-benchy", output: str 
 
 
 @task(
-    example="./inv up --profiler && ./inv bench.profile",
+    example="./inv bench.profile   # after ./inv up --profiler",
     isl="tokens in; default 512 [ISL]",
     osl="tokens out; default 32 [OSL]",
     conc="requests at once; default 4 [CONC]",

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from sparkforge.bench import settings
+from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.errors import StorageError
 from sparkforge.core.paths import ROOT
@@ -37,7 +37,7 @@ def served(tmp_path_factory, free_port, random_model):
         (work / "key").chmod(0o600)
         (work / "state").mkdir(mode=0o755)
         allowed = embedded.check("", "", str(work / "key"), "spark.example")
-        command = embedded.describe(Path(sys.executable), random_model, TINY_ID, free_port(), allowed)
+        command = embedded.describe(Path(sys.executable), random_model, TINY_ID, free_port(), allowed, profiled=True)
         words = (*command.command, "--middleware", "list_routes.ListRoutes")
         server = launch.start(dataclasses.replace(command, command=words), lambda _text: None)
         try:
@@ -58,7 +58,8 @@ def test_every_route_but_health_needs_the_key(served):
     asked = list(requests(served))
     known = {path for _, path in asked}
     assert {"/health", "/metrics", "/invocations", "/tokenize", "/load", "/v1/chat/completions", "/version", "/ping",
-            "/generative_scoring", "/scale_elastic_ep", "/v1/models", "/v1/responses/x"} <= known  # fmt: skip
+            "/generative_scoring", "/scale_elastic_ep", "/v1/models", "/v1/responses/x",
+            "/start_profile", "/stop_profile"} <= known  # fmt: skip
     assert not {"/docs", "/redoc", "/openapi.json", "/sleep", "/pause", "/collective_rpc"} & known
     for method, path in asked:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -122,6 +123,23 @@ def test_our_commands_send_it(served, capsys):
     screen.show_chat(server, "Hello", 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == TINY_ID
+
+
+def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
+    port = str(served.server.port)
+    profile.main({"port": port, "isl": "16", "osl": "6", "conc": "2", "output": str(tmp_path)})
+    folder = Path(capsys.readouterr().out.strip())
+    saved = profile.Profile.model_validate_json((folder / "profile.json").read_text())
+    assert (folder / saved.trace).stat().st_size > 1000
+    assert saved.breakdown.place == "cpu"
+    parts = {group.name: group for group in saved.breakdown.groups}
+    assert all(parts[name].ms > 0 for name in ("experts", "attention", "dense", "sampling", "waiting"))
+    calls = {row.name: row.calls for row in saved.breakdown.operators}
+    assert (
+        calls["vllm::unified_attention_with_output"]
+        >= 6 * json.loads((Path(served.server.model) / "config.json").read_text())["num_hidden_layers"]
+    )
+    assert "Heaviest operators" in (folder / "report.html").read_text()
 
 
 def test_the_key_is_in_no_argument_record_or_log(served):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import gzip
 import hashlib
 import io
 import json
@@ -32,7 +33,7 @@ from sparkforge.audit import elf, sass
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
-from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings
+from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import manifest, redact
@@ -540,6 +541,22 @@ def _read_result(data: bytes, scratch: Path) -> None:
     schema.read(file)
 
 
+TRACE = """{"schemaVersion": 1, "traceEvents": [
+{"ph": "X", "cat": "cpu_op", "name": "aten::linear", "pid": 1, "tid": 1, "ts": 4463.5, "dur": 100.25},
+{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "pid": 1, "tid": 1, "ts": 4470, "dur": 60},
+{"ph": "X", "cat": "user_annotation", "name": "spark_mxfp4::moe", "pid": 1, "tid": 1, "ts": 4600, "dur": 50},
+{"ph": "X", "cat": "cpu_op", "name": "aten::mul", "pid": 1, "tid": 1, "ts": 4610, "dur": 10},
+{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "ts": 0, "args": {"name": "python"}}
+], "displayTimeUnit": "ms"}
+"""
+
+
+def _traces(_scratch: Path) -> list[bytes]:
+    """Return a trace of a CPU, one of a GPU, and one in gzip."""
+    data = TRACE.encode()
+    return [data, data.replace(b'"cpu_op"', b'"kernel"'), gzip.compress(data, mtime=0)]
+
+
 MANIFEST = {"stage": "s", "inputs": {"a": "b"}, "outputs": {"c": "0" * 64}, "tools": {}, "facts": {"n": 1},
             "seconds": 0.1, "schema": manifest.SCHEMA}  # fmt: skip
 
@@ -729,6 +746,7 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("url", _texts(URL, "https://user:pw@host.example.org:8443/v1/", "http://[::1]:80/"),
                  _read_url, _answering, cost=6.0)  # fmt: skip
     yield Parser("result", _results, _read_result, cost=3.0)
+    yield Parser("trace", _traces, _loaded(trace.read, "trace.json"), cost=2.0)
     yield Parser(
         "baselines", _files("sparkforge/bench/baselines.toml"), _loaded(baselines.load, "baselines.toml"), cost=8.0
     )

@@ -2,6 +2,8 @@
 
 decode-step.pt.trace.json.gz is one decoding step of two requests, cut from a trace of the embedded device (vLLM 0.32.0,
 torch 2.13.0, tiny model): every operator and phase of the step, without arguments and host name.
+gpu-step.pt.trace.json.gz is what operators of a layer and of sampling (torch 2.11.0) and the experts of spark_mxfp4 ran
+on an H200, cut likewise.
 """
 
 import gzip
@@ -20,6 +22,7 @@ from sparkforge.serve import profiler, record
 from sparkforge.serve.record import Server
 
 RECORDED = Path(__file__).with_name("decode-step.pt.trace.json.gz")
+ON_GPU = Path(__file__).with_name("gpu-step.pt.trace.json.gz")
 
 
 def event(name, begin, length, category="cpu_op", thread=1):
@@ -110,6 +113,20 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
         "other": 0.005,
         "waiting": 0.01,
     }
+
+
+def test_a_recorded_step_of_a_gpu_is_classified_whole():
+    breakdown = trace.read(ON_GPU)
+    assert (breakdown.place, breakdown.events) == ("gpu", 42)
+    names = {
+        group.name: {row.name for row in breakdown.operators if row.group == group.name} for group in breakdown.groups
+    }
+    assert names["other"] == set()
+    assert names["experts"] == {row.name for row in breakdown.operators if "spark::" in row.name}
+    assert {name.partition("_")[0] for name in names["dense"] | names["attention"]} == {"nvjet", "cudnn"}
+    assert {name.partition(" ")[0] for name in names["copies"]} == {"Memcpy", "Memset", "void"}
+    assert any("ArgMaxOps" in name for name in names["sampling"])
+    assert any("layer_norm" in name for name in names["elementwise"])
 
 
 def packed(value):
@@ -225,3 +242,14 @@ def test_a_server_that_writes_no_trace_is_named(own, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copy", lambda *_: None)
     with pytest.raises(ServerError, match="wrote no trace"):
         profile.main({**own, "output": str(tmp_path)})
+
+
+def test_the_traces_of_a_container_are_moved_out_of_it(docker_command):
+    docker_command.answers("cp ")
+    docker_command.answers("exec ")
+    server = Server(0, 0.0, "127.0.0.1", 8000, "", "m", "docker", "", container="c0ffee")
+    assert profile.collect(server) == profiler.folder()
+    assert docker_command.calls == [
+        f"cp c0ffee:/var/cache/sparkforge/profiler/. {profiler.folder()}",
+        "exec c0ffee rm -r /var/cache/sparkforge/profiler",
+    ]

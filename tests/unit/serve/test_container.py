@@ -312,6 +312,8 @@ def test_flags_become_the_variables_that_compose_reads(tmp_path):
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     assert docker_device.variables("", "", 8001) == {"PORT": "8001"}
     assert docker_device.variables("", "", 8001, stack="s") == {"PORT": "8001", "SPARKFORGE_STACK": "s"}
+    profiled = docker_device.variables("", "", 8001, profiled=True)
+    assert profiled == {"PORT": "8001", "SPARKFORGE_PROFILER": "/var/cache/sparkforge/profiler"}
     assert docker_device.variables(str(folder), "safe", 8000) == {
         "PORT": "8000",
         "SPARKFORGE_SERVE_PROFILE": "safe",

@@ -286,8 +286,16 @@ def test_secrets_reach_the_server_but_not_its_arguments(container, tmp_path):
 def test_the_guard_stands_before_every_server(container, tmp_path):
     told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_ALLOWED_HOSTS="vllm,"))
     assert told["argv"][-2:] == ["--middleware", "sparkforge.serve.access.Guard"]
+    assert "--profiler-config" not in told["argv"]
     assert told["env"]["SPARKFORGE_ALLOWED_HOSTS"] == "localhost,127.0.0.1,[::1],vllm"
     assert not told["env"].get("VLLM_API_KEY")
+
+
+def test_a_folder_for_traces_starts_the_server_with_its_profiler(container, tmp_path):
+    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_PROFILER=str(tmp_path / "traces")))
+    config = json.loads(told["argv"][told["argv"].index("--profiler-config") + 1])
+    assert (config["profiler"], config["torch_profiler_dir"]) == ("torch", str(tmp_path / "traces"))
+    assert told["env"]["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] == "1"
 
 
 def test_with_a_key_the_documentation_is_off_and_the_health_check_knows_the_key(container, tmp_path, monkeypatch):
@@ -341,6 +349,7 @@ def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where
         ("SPARKFORGE_SERVE_PROFILE", "quick"),
         ("SPARKFORGE_VALIDATE_SECONDS", "-1"),
         ("SPARKFORGE_VALIDATE_SECONDS", "soon"),
+        ("SPARKFORGE_PROFILER", "yes"),
     ],
 )
 def test_a_word_without_meaning_is_refused(container, name, value):

@@ -49,6 +49,13 @@ def test_traced_with_any_number_of_tokens_it_equals_the_kernel(arguments):
     assert len(graphs) == 1
 
 
+def test_a_profile_names_it_also_where_nothing_is_traced(arguments):
+    x, weights, ids, shares = arguments
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        operator.run(registry.load("torch"), x, weights, ids, shares)
+    assert "spark_mxfp4::moe" in {event.name for event in profile.events()}
+
+
 def test_dense_weights_go_through_it_too(arguments):
     x, _, ids, shares = arguments
     dense = ExpertWeights(*(Projection(torch.randn(EXPERTS, n, k)) for n, k in ((64, 64), (64, 32))))
