@@ -71,7 +71,7 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
     """
     queue, lock = locked(component, filename, patches)
     target = fetch.cached(lock.file, lock.sha256)
-    made = False
+    new = False
     if not _verified(target, lock):
         with fetch.locked_download(target):
             if not _verified(target, lock):  # another process has made it meanwhile
@@ -81,16 +81,16 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
                 with atomic_file(target) as file:  # an error inside it leaves nothing
                     _make_checked(component, filename, queue, lock, file)
                 write_json(_stamp(target), identity(target))
-                made = True
+                new = True
     return PatchedWheel(
-        target, str(component.package), local_version(component.version, lock.revision), filename, lock, made
+        target, str(component.package), local_version(component.version, lock.revision), filename, lock, new
     )
 
 
 def patched_components(stack: Stack) -> list[Component]:
     """Return the components of a stack that are installed from patched wheels."""
-    components = stack.components.values()
-    return [each for each in components if each.patches and any(name.endswith(".whl") for name in each.files)]
+    queued = (component for component in stack.components.values() if component.patches)
+    return [component for component in queued if any(name.endswith(".whl") for name in component.files)]
 
 
 def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
@@ -167,9 +167,9 @@ def locked(component: Component, filename: str, patches: Path = PATCHES) -> tupl
 
 def _make_checked(component: Component, filename: str, queue: Queue, lock: PatchedFile, output: IO[bytes]) -> None:
     """Write the patched file to `output`. Raises PatchError if it is not the locked one."""
-    made = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
-    if made != lock:
-        why = f"its sha256 is {made.sha256}, and {lock.sha256} is locked"
+    result = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
+    if result != lock:
+        why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
         raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
 
 
