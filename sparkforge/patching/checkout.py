@@ -44,6 +44,7 @@ DIFF = (
     "--inter-hunk-context=0", "--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "-O/dev/null",
 )  # fmt: skip
 BESIDE = "sparkforge-queue"  # name of the work tree in a checkout's .git
+PROGRAM = re.compile(rb"^(index [0-9a-f]+\.\.[0-9a-f]+) 100755$", re.MULTILINE)  # a patch says nothing of modes
 SESSIONS = ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -209,7 +210,7 @@ def diff(tree: Path, *revisions: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         output = Path(scratch).resolve() / "diff"
         git(tree, *DIFF, f"--output={output}", *revisions, "--")
-        return output.read_bytes()
+        return PROGRAM.sub(rb"\1", output.read_bytes())
 
 
 def changes(tree: Path) -> list[tuple[str, str]]:

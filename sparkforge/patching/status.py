@@ -163,7 +163,7 @@ def print_status(stack: str, against: str = "", tree: str = "") -> None:
         judgements += verdicts
     if conflicts := [judgement.patch.name for judgement in judgements if judgement.verdict is Verdict.CONFLICTS]:
         fix = f"./inv patch.rebase {against}" if against else "docs/guide/troubleshooting.md#patches"
-        raise PatchError(f"{len(conflicts)} patches do not apply", ", ".join(conflicts), fix, code="patch.conflict")
+        raise PatchError("not every patch applies", ", ".join(conflicts), fix, code="patch.conflict")
 
 
 def print_all(title: str, judgements: Iterable[Judgement]) -> None:

@@ -237,6 +237,15 @@ def test_one_commit_becomes_a_patch_with_its_message_as_the_description(kit, wor
     assert [change.path for change in patch.changes] == ["pkg/other.py"]
 
 
+def test_a_patch_of_a_program_says_nothing_of_its_mode(kit, world, clone):
+    (clone / "pkg/other.py").chmod(0o755)
+    commit_all(kit, clone, "release 1.0, with a program")
+    commit(world, clone)
+    (clone / "pkg/other.py").write_text("touched\n")
+    authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
+    assert [change.path for change in world.queue().patches[-1].changes] == ["pkg/other.py"]
+
+
 def test_a_commit_that_needs_another_one_is_refused(kit, world, clone):
     commit(world, clone)
     for text in ("touched\n", "touched twice\n"):
