@@ -150,13 +150,13 @@ class Queue:
 
 
 def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
-    def place(path: str) -> str:
+    def new_path(path: str) -> str:
         """Only the top folder moves, `src/x.py` to `lib/x.py`."""
         folder, slash, rest = path.partition("/")
         return moves.get(folder, folder) + slash + rest
 
-    changes = tuple(replace(change, path=place(change.path)) for change in patch.changes)
-    conditions = tuple(replace(condition, path=place(condition.path)) for condition in patch.drop_when)
+    changes = tuple(replace(change, path=new_path(change.path)) for change in patch.changes)
+    conditions = tuple(replace(condition, path=new_path(condition.path)) for condition in patch.drop_when)
     return replace(patch, changes=changes, drop_when=conditions)
 
 

@@ -235,7 +235,7 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
     metadata = before.pop(f"{info}/METADATA")
     after = queue.apply(before)
 
-    def place(path: str) -> str:
+    def new_path(path: str) -> str:
         """Return the path of a member in the patched wheel: two folders are named after the version (PEP 427)."""
         folder, slash, rest = path.partition("/")
         stem, dot, suffix = folder.rpartition(".")
@@ -243,11 +243,11 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
             return stem.removesuffix(component.version) + version + dot + suffix + slash + rest
         return path
 
-    contents = {**after, place(f"{info}/METADATA"): _metadata(source, metadata, component.version, version)}
+    contents = {**after, new_path(f"{info}/METADATA"): _metadata(source, metadata, component.version, version)}
     for name, data in _documents(source, component, queue, before, after).items():
-        contents[place(f"{info}/patches/{name}")] = data
+        contents[new_path(f"{info}/patches/{name}")] = data
     contents = dict(sorted(contents.items()))
-    rows = {place(path): row for path, row in rows.items() if path != record}
+    rows = {new_path(path): row for path, row in rows.items() if path != record}
     for path, content in contents.items():
         if content is None:
             rows.pop(path, None)
@@ -255,11 +255,11 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
             rows[path] = _row(content)
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows(
-        [*((path, *row) for path, row in rows.items()), (place(record), "", "")]
+        [*((path, *row) for path, row in rows.items()), (new_path(record), "", "")]
     )
-    contents[place(record)] = lines.getvalue().encode()
-    repack.rewrite_wheel(source, output, place, contents, place(record))
-    return record_digest(parse_record(lines.getvalue(), place(record)))
+    contents[new_path(record)] = lines.getvalue().encode()
+    repack.rewrite_wheel(source, output, new_path, contents, new_path(record))
+    return record_digest(parse_record(lines.getvalue(), new_path(record)))
 
 
 def _write_sdist(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> None:
