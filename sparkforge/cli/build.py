@@ -9,7 +9,7 @@ from pathlib import Path
 from invoke.context import Context
 
 from sparkforge.cli.command import DEFAULT_STACK, arguments, caller_path, caller_paths, listed, task
-from sparkforge.core.console import Steps
+from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import UsageError
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
@@ -246,7 +246,7 @@ def patch_new(  # noqa: PLR0913, PLR0917 - one parameter an option
     header = {"description": description, "bug": bug, "drop_when": drop_when}
     fields = {key: text for key, text in header.items() if text}
     authoring.new_patch(
-        name, stack=chosen_stack(stack), of=upstream, source=caller_path(from_), commit=commit, finish=finish, **fields
+        name, fields, stack=chosen_stack(stack), of=upstream, source=caller_path(from_), commit=commit, finish=finish
     )
 
 
@@ -270,9 +270,10 @@ def patch_rebase(_ctx: Context, to: str, stack: str = "", drop: str = "", contin
 @task(example="./inv dev.patch ~/vllm", directory="a clone of vLLM or FlashInfer, at the pinned version", stack=STACK)
 def dev_patch(_ctx: Context, directory: str, stack: str = "") -> None:
     """Put the patch queue into a git checkout, as commits."""
+    from sparkforge import pins
     from sparkforge.patching import checkout
 
-    checkout.commit_queue(caller_path(directory), chosen_stack(stack))
+    say(checkout.commit_to_checkout(pins.load(), chosen_stack(stack), Path(caller_path(directory))))
 
 
 @task(

@@ -48,7 +48,8 @@ def git(
     result = run(["git", *options, *arguments], cwd=folder, base=environment(folder), check=False, fix=INSTALL)
     if result.returncode not in ends:
         why = (result.stderr or result.stdout).strip() or f"it ended with code {result.returncode}"
-        raise ProcessError(f"git {arguments[0]} failed in {folder}", why, INSTALL, code="process.failed")
+        fix = "do what git says, then run the same command again"
+        raise ProcessError(f"git {arguments[0]} failed in {folder}", why, fix, code="process.failed")
     return result
 
 

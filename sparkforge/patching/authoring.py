@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -18,10 +17,13 @@ from sparkforge.core.files import fsync_directory, locked, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.manifest import remove
 from sparkforge.patching import checkout, status, upstream
+from sparkforge.patching.hunks import Content, read_files
 from sparkforge.patching.series import FIELDS, PATCH_NAME, Patch, Queue
 from sparkforge.patching.upstream import Release
 from sparkforge.pins import Pins
 from sparkforge.sources import archive, fetch
+
+PENDING = ".new"  # ends the hidden name under which a patch is written before `series` names it
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class PatchDraft:
         return f"{int(self.queue.patches[-1].name[:4]) + 1:04}-{self.name}.patch"
 
 
-def new_patch(
-    name: str, *, stack: str, of: str = "vllm", source: str = "", commit: str = "",
-    finish: bool = False, **fields: str,
+def new_patch(  # noqa: PLR0913 - one parameter an option
+    name: str, fields: dict[str, str], *, stack: str, of: str = "vllm", source: str = "", commit: str = "",
+    finish: bool = False, table: Pins | None = None, patches: Path = status.PATCHES,
 ) -> None:  # fmt: skip
     """Write the patch `name` for a stack's upstream `of` from the checkout `source`, or from one of its commits.
 
@@ -58,29 +60,34 @@ def new_patch(
     if (source and finish) or (commit and not source):
         why = "--commit is for --from DIR, --finish for the scratch copy"
         raise UsageError("these options do not go together", why, f"./inv patch.new {name} --from DIR [--commit ID]")
-    draft = prepare(pins.load(), name, stack, of)
-    if not (source or finish):
-        begin_patch(draft)
-        say(f"edit under {draft.scratch} (git diff shows your changes), then")
-        say(f"./inv patch.new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
-        return
-    file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
-    say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
+    with locked(paths.state() / "patch/.lock", "write a patch"):
+        draft = prepare(table or pins.load(), name, stack, of, patches)
+        if not (source or finish):
+            begin_patch(draft)
+            say(f"edit under {draft.scratch} (git diff shows your changes), then")
+            say(f"./inv patch.new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
+            return
+        file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
+        say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
 
 
 def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = status.PATCHES) -> PatchDraft:
-    """Find the queue and the release of the patch `name`. Raises UsageError for a bad name or one that is taken."""
+    """Find the queue and the release of the patch `name`, and take back what a killed run began to write.
+
+    Raises UsageError for a bad name or one that is taken.
+    """
     if not PATCH_NAME.fullmatch(f"0001-{name}.patch"):
         raise UsageError(f"{name!r} is no name for a patch", "it takes small letters, digits and single hyphens",
                          "name it by what it does, such as guard-option-on-old-torch")  # fmt: skip
-    for folder in patches.glob(f"{of}-*"):
-        if (paths.state() / "patch" / folder.name / name).is_dir():  # `finish_patch` removes the scratch copy last
-            _sweep(folder, name)
+    for pending in patches.glob(f"*/.????-*.patch{PENDING}"):
+        _take_back(pending)
     component, queue, _ = status.chosen(table, stack, f"{of}-0", patches)
     folder = patches / f"{queue.upstream}-{queue.version}"
+    draft = PatchDraft(name, folder, queue, upstream.release(table, component, queue.version))
     if present := [patch.name for patch in queue.patches if patch.name[5:] == f"{name}.patch"]:
-        raise UsageError(f"{present[0]} is in the queue already", f"see {folder}", "choose another name")
-    return PatchDraft(name, folder, queue, upstream.release(table, component, queue.version))
+        undo = f"; if it is that patch: rm -r {shlex.quote(str(draft.scratch))}" if draft.scratch.is_dir() else ""
+        raise UsageError(f"{present[0]} is in the queue already", f"see {folder}", f"choose another name{undo}")
+    return draft
 
 
 def begin_patch(draft: PatchDraft) -> Path:
@@ -88,18 +95,17 @@ def begin_patch(draft: PatchDraft) -> Path:
 
     Raises the errors of `fetch` and `archive`, PatchError, and ProcessError without git.
     """
-    with locked(draft.scratch.with_name(f".{draft.name}.lock"), f"make {draft.scratch}"):
-        for stale in draft.scratch.parent.glob(f".{draft.name}.*.tmp"):
-            remove(stale)
-        if not draft.scratch.exists():
-            file = fetch.fetch(draft.release.package, draft.release.filename, draft.release.sha256, draft.release.size)
-            archive.require_space_for(file, draft.scratch)
-            temporary = draft.scratch.with_name(f".{draft.name}.{os.getpid()}.tmp")
-            archive.unpack(file, temporary, top=draft.release.top)
-            checkout.make_repository(temporary, {}, str(draft.release))
-            checkout.apply_mailbox(temporary, draft.folder, draft.queue)
-            temporary.rename(draft.scratch)
-            fsync_directory(draft.scratch.parent)
+    for stale in draft.scratch.parent.glob(f".{draft.name}.*.tmp"):
+        remove(stale)
+    if not draft.scratch.exists():
+        file = fetch.fetch(draft.release.package, draft.release.filename, draft.release.sha256, draft.release.size)
+        archive.require_space_for(file, draft.scratch)
+        temporary = draft.scratch.with_name(f".{draft.name}.{os.getpid()}.tmp")
+        archive.unpack(file, temporary, top=draft.release.top)
+        checkout.make_repository(temporary, {}, str(draft.release))
+        checkout.apply_mailbox(temporary, draft.folder, draft.queue)
+        temporary.rename(draft.scratch)
+        fsync_directory(draft.scratch.parent)
     return draft.scratch
 
 
@@ -142,13 +148,18 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as folder:
         candidate = Path(folder) / draft.file_name
         candidate.write_bytes(head + diff)
-        _require_right(draft, Patch.load(candidate))
-    series = draft.folder / "series"
-    text = series.read_text(encoding="utf-8")
-    # Between these two the queue is refused by name ("not in `series`").
-    write_atomic(draft.folder / draft.file_name, head + diff)
-    write_atomic(series, text + ("" if text.endswith("\n") else "\n") + draft.file_name + "\n")
-    return draft.folder / draft.file_name
+        contents = _require_right(draft, Patch.load(candidate))
+    if not commit and (other := [path for path, data in read_files(tree, contents).items() if data != contents[path]]):
+        raise PatchError(f"{draft.file_name} was not written", f"git's diff does not make {', '.join(other)}",
+                         f"see `git -C {shlex.quote(str(tree))} diff`", code="patch.conflict")  # fmt: skip
+    file, series = draft.folder / draft.file_name, draft.folder / "series"
+    pending = file.with_name(f".{file.name}{PENDING}")
+    names = series.read_text(encoding="utf-8")
+    write_atomic(pending, head + diff)
+    write_atomic(series, names + ("" if names.endswith("\n") else "\n") + file.name + "\n")
+    pending.rename(file)  # a run that is killed before this is taken back by the next one, see `_take_back`
+    fsync_directory(draft.folder)
+    return file
 
 
 def header(fields: dict[str, str]) -> bytes:
@@ -164,31 +175,27 @@ def header(fields: dict[str, str]) -> bytes:
     return ("\n".join(lines) + "\n---\n").encode()
 
 
-def _require_right(draft: PatchDraft, patch: Patch) -> None:
-    """Raise unless `patch` applies exactly to the queue's result, and its Drop-when does not hold yet."""
+def _require_right(draft: PatchDraft, patch: Patch) -> dict[str, Content]:
+    """Return what `patch` makes of the queue's result; raise unless it fits exactly and its Drop-when is not true."""
     names = {*draft.queue.paths, *(c.path for c in patch.changes), *(c.path for c in patch.drop_when)}
     read = upstream.reader(draft.release, names)
     if held := [condition for condition in patch.drop_when if condition.holds_for(read(condition.path))]:
         raise UsageError("the Drop-when is of no use", f"it holds on {draft.release.filename} already: {held[0]}",
                          "name a text that upstream will have, or lack, once it needs the patch no more")  # fmt: skip
     contents = draft.queue.apply({path: read(path) for path in names})
-    for change in patch.changes:
-        try:
-            change.apply(contents[change.path])
-        except PatchError as error:
-            raise PatchError(
-                f"{draft.file_name} was not written", f"it does not apply after {draft.folder.name}: {error.why}",
-                "make it the first commit after the queue (git rebase -i), without other edits", code="patch.conflict",
-            ) from error  # fmt: skip
+    try:
+        return {change.path: change.apply(contents[change.path]) for change in patch.changes}
+    except PatchError as error:
+        raise PatchError(
+            f"{draft.file_name} was not written", f"it does not apply after {draft.folder.name}: {error.why}",
+            "make it the first commit after the queue (git rebase -i), without other edits", code="patch.conflict",
+        ) from error  # fmt: skip
 
 
-def _sweep(folder: Path, name: str) -> None:
-    """Remove what a killed `finish_patch` of this very patch left in the queue: a patch that `series` does not name."""
-    series = folder / "series"
-    named = series.read_text(encoding="utf-8").split() if series.is_file() else []
-    for file in folder.glob(f"*-{name}.patch"):
-        if re.fullmatch(rf"\d{{4}}-{re.escape(name)}\.patch", file.name) and file.name not in named:
-            file.unlink()
-    for pattern in (f".????-{name}.patch.*.tmp", ".series.*.tmp"):
-        for file in folder.glob(pattern):
-            file.unlink()
+def _take_back(pending: Path) -> None:
+    """Remove a patch that a killed run had not put in its place yet, and its name from `series` if it is there."""
+    series, name = pending.with_name("series"), pending.name.removeprefix(".").removesuffix(PENDING)
+    if not pending.with_name(name).exists():
+        lines = series.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_atomic(series, "".join(line for line in lines if line.strip() != name))
+    pending.unlink()

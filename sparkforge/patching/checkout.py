@@ -1,5 +1,8 @@
 """A patch queue as git commits: in a development checkout, and where patches are written and carried over.
 
+The commits for a checkout are made in a work tree beside it, with an index of its own, and reach it in one step: what
+`git am` leaves behind when it is killed or the disk fails is no concern of the user's.
+
 Each patch is a commit with a fixed author and date. Its message is the patch's DEP-3 header and one more field,
 `Sparkforge-Patch: QUEUE/FILE SHA256`, which tells the commit from others and is left out when it becomes a file again.
 """
@@ -9,17 +12,18 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, time
 from email.utils import format_datetime
 from pathlib import Path
 
-from sparkforge import pins
-from sparkforge.core.console import say
 from sparkforge.core.errors import PatchError, UsageError
+from sparkforge.core.files import locked
 from sparkforge.core.git import git
+from sparkforge.core.manifest import remove
 from sparkforge.patching import status, upstream
+from sparkforge.patching.hunks import read_files
 from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import Component, Pins
 
@@ -39,6 +43,8 @@ DIFF = (
     "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--abbrev=12", "--unified=3",
     "--inter-hunk-context=0", "--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "-O/dev/null",
 )  # fmt: skip
+BESIDE = "sparkforge-queue"  # name of the work tree in a checkout's .git
+PROGRAM = re.compile(rb"^(index [0-9a-f]+\.\.[0-9a-f]+) 100755$", re.MULTILINE)  # a patch says nothing of modes
 SESSIONS = ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -53,49 +59,71 @@ class Commit:
     header: str = ""
 
 
-def commit_queue(directory: str, stack: str) -> None:
-    """Put a stack's queue into the git checkout `directory` as commits, and say what was done.
-
-    The queue is the one whose files the checkout has. Raises what `commit_to_checkout` raises.
-    """
-    say(commit_to_checkout(pins.load(), stack, Path(directory)))
-
-
 def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = status.PATCHES) -> str:
     """Commit a queue to a checkout of the pinned release unless it is there; return what was done.
 
-    Raises UsageError for a folder that is no checkout of the release, or has uncommitted changes or an unfinished
-    merge, and PatchError for a checkout with another queue or of another version. The checkout is then as it was.
+    It is the stack's queue whose files the checkout has. Raises UsageError for a folder that is no checkout of the
+    release, or has uncommitted changes or an unfinished merge, and PatchError for a checkout with another queue or of
+    another version. The checkout is then as it was; where git fails or is killed in the last step, the next run
+    finishes it or says what is in the way.
     """
     _require_repository(tree)
-    session = _end_killed_session(tree)
+    with locked(_git_path(tree, "sparkforge.lock"), f"put a queue into {tree}"):
+        return _commit(table, stack, tree, patches)
+
+
+def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
+    """Do what `commit_to_checkout` does, while no other process does."""
     component, queue = _queue_of(table, stack, tree, patches)
     folder = patches / f"{queue.upstream}-{queue.version}"
     if holds_queue(tree, queue):
         return f"{folder.name} in {tree}: already there, {len(queue.patches)} commits"
-    _require_idle(tree, session)
-    head = git(tree, "rev-parse", "HEAD").stdout.strip()
     read = upstream.reader(upstream.release(table, component), queue.paths)
     released = {path: read(path) for path in queue.paths}
-    present = contents(tree, queue.paths)
-    if other := [path for path, content in released.items() if present[path] != content]:
+    patched, present = queue.apply(released), read_files(tree, queue.paths)
+    # A run that was killed in the last step has left some files as the queue makes them.
+    early = [path for path in queue.paths if present[path] != released[path] and present[path] == patched[path]]
+    _require_idle(tree, early)
+    head = git(tree, "rev-parse", "--short=12", "HEAD").stdout.strip()
+    if other := [path for path in queue.paths if present[path] not in (released[path], patched[path])]:
         tags = git(tree, "describe", "--tags", "--always", "HEAD").stdout.strip()
         raise PatchError(
             f"{tree} is not {queue.upstream} {queue.version}",
             f"it is at {tags}, and {', '.join(other)} differ from the release",
-            f"check out the release's tag (git -C {shlex.quote(str(tree))} checkout v{queue.version}), then again",
+            f"check out the release's tag (git -C {shlex.quote(str(tree))} checkout v{queue.version}) and move away "
+            "the files among these that git does not know, then again",
             code="patch.conflict",
         )
-    apply_mailbox(tree, folder, queue)
-    if contents(tree, queue.paths) != queue.apply(released):
-        git(tree, "reset", "--quiet", "--keep", head)
-        raise PatchError(
-            f"the queue {folder.name} was not committed", "git made other bytes of its patches than they say",
-            f"look for filters and line ends in {tree}/.gitattributes", code="patch.conflict"
-        )  # fmt: skip
-    undo = f"git -C {shlex.quote(str(tree))} reset --keep {head[:12]}"
+    beside = _git_path(tree, BESIDE)
+    try:
+        _remove_beside(tree)  # what a killed run left
+        git(tree, "worktree", "add", "--quiet", "--detach", "--no-checkout", beside, "HEAD", settings=SETTINGS)
+        git(beside, "read-tree", "HEAD")
+        git(beside, "checkout-index", "--quiet", "--", *(path for path in released if released[path] is not None))
+        apply_mailbox(beside, folder, queue)
+        if read_files(beside, queue.paths) != patched:
+            raise PatchError(
+                f"the queue {folder.name} was not committed", "git made other bytes of its patches than they say",
+                f"look for filters and line ends in {tree}/.gitattributes", code="patch.conflict"
+            )  # fmt: skip
+        last = git(beside, "rev-parse", "HEAD").stdout.strip()
+    finally:
+        _remove_beside(tree)
+    for path in early:
+        git(tree, "reset", "--quiet", "--", path)
+        (tree / path).unlink(missing_ok=True)
+        if released[path] is not None:
+            git(tree, "checkout-index", "--quiet", "--", path)
+    git(tree, "merge", "--quiet", "--ff-only", last, settings=SETTINGS)
+    undo = f"git -C {shlex.quote(str(tree))} reset --keep {head}"
     names = "".join(f"\n  {patch.name}" for patch in queue.patches)
-    return f"{folder.name} in {tree}: {len(queue.patches)} commits on {head[:12]}{names}\nto undo it: {undo}"
+    return f"{folder.name} in {tree}: {len(queue.patches)} commits on {head}{names}\nto undo it: {undo}"
+
+
+def _remove_beside(tree: Path) -> None:
+    """Remove our work tree and git's record of it."""
+    for name in (BESIDE, f"worktrees/{BESIDE}"):
+        remove(_git_path(tree, name))
 
 
 def holds_queue(tree: Path, queue: Queue) -> bool:
@@ -143,19 +171,15 @@ def mail(folder: Path, patch: Patch) -> bytes:
 
 
 def apply_mailbox(tree: Path, folder: Path, queue: Queue) -> None:
-    """Commit each patch of the queue in `folder` with `git am`. Raises PatchError; the tree is then as it was."""
+    """Commit each patch of the queue in `folder` with `git am` to `tree`, a private one. Raises PatchError."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         mailbox = Path(scratch).resolve() / "mailbox"
         mailbox.write_bytes(b"\n".join(mail(folder, patch) for patch in queue.patches))
-        done = git(tree, *AM, mailbox, settings=SETTINGS, ends=range(256))
-    if done.returncode:
-        git(tree, "am", "--abort", settings=SETTINGS, ends=range(256))
-        raise PatchError(
-            f"the queue {folder.name} does not apply to {tree}",
-            " ".join((done.stderr or done.stdout).split()),
-            "nothing was changed; check out the release's tag, then the same command again",
-            code="patch.conflict",
-        )
+        result = git(tree, *AM, mailbox, settings=SETTINGS, ends=range(256))
+    if result.returncode:
+        why = " ".join((result.stderr or result.stdout).split())
+        raise PatchError(f"the queue {folder.name} does not apply to {queue.upstream} {queue.version}", why,
+                         "nothing was changed; ./inv patch.status says which patch", code="patch.conflict")  # fmt: skip
 
 
 def make_repository(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
@@ -186,7 +210,7 @@ def diff(tree: Path, *revisions: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         output = Path(scratch).resolve() / "diff"
         git(tree, *DIFF, f"--output={output}", *revisions, "--")
-        return output.read_bytes()
+        return PROGRAM.sub(rb"\1", output.read_bytes())
 
 
 def changes(tree: Path) -> list[tuple[str, str]]:
@@ -199,10 +223,15 @@ def _require_repository(tree: Path) -> None:
     """Raise UsageError for a folder that is not the top of a git repository with a commit."""
     if not tree.is_dir():
         raise UsageError(f"{tree} is no git checkout", "there is no such folder", "name the folder that you cloned")
-    done = git(tree, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", ends=(0, 1, 128))
-    if done.returncode or not (tree / ".git").exists():
-        why = " ".join(done.stderr.split()) or "it has no .git, or no commit"
+    result = git(tree, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", ends=(0, 1, 128))
+    if result.returncode or not (tree / ".git").exists():
+        why = " ".join(result.stderr.split()) or "it has no .git, or no commit"
         raise UsageError(f"{tree} is no git checkout", why, "name the top folder of a clone")
+
+
+def _git_path(tree: Path, name: str) -> Path:
+    """Return where git keeps `name` of a checkout, which may share its repository with others."""
+    return tree / git(tree, "rev-parse", "--git-path", name).stdout.rstrip("\n")
 
 
 def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Component, Queue]:
@@ -218,26 +247,14 @@ def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Compo
     return present[0]
 
 
-def _end_killed_session(tree: Path) -> bool:
-    """Abort a `git am` of ours, which lasts only if we were killed; tell whether another session is under way."""
-    words = (word for name in SESSIONS for word in ("--git-path", name))
-    places = [tree / line for line in git(tree, "rev-parse", *words).stdout.splitlines()]
-    mail = places[0] / "0001"
-    if mail.is_file() and f"\n{FIELD}: ".encode() in mail.read_bytes():
-        git(tree, "am", "--abort", settings=SETTINGS)
-    return any(place.exists() for place in places)
-
-
-def _require_idle(tree: Path, session: bool) -> None:
-    """Raise UsageError if tracked files have uncommitted changes, or a merge or the like is unfinished."""
-    if session:
+def _require_idle(tree: Path, early: Collection[str]) -> None:
+    """Raise UsageError if git is at work in `tree`, or tracked files other than `early` have uncommitted changes."""
+    if (lock := _git_path(tree, "index.lock")).exists():
+        raise UsageError(f"{tree} is not ready", f"git runs in it, or was killed: it left {lock}",
+                         f"if no git runs: rm {shlex.quote(str(lock))}, then the same command again")  # fmt: skip
+    if any(_git_path(tree, name).exists() for name in SESSIONS):
         raise UsageError(f"{tree} is not ready", "a rebase, merge or `git am` in it is unfinished",
                          "finish or abort it (git status says how), then the same command again")  # fmt: skip
-    if dirty := [path for state, path in changes(tree) if state != "??"]:
+    if dirty := [path for state, path in changes(tree) if state != "??" and path not in early]:
         raise UsageError(f"{tree} has uncommitted changes", ", ".join(dirty[:5]),
                          "commit or stash them (git stash), then the same command again")  # fmt: skip
-
-
-def contents(tree: Path, names: Iterable[str]) -> dict[str, bytes | None]:
-    """Return the bytes of the files `names` under `tree`; None where there is no such file."""
-    return {name: (tree / name).read_bytes() if (tree / name).is_file() else None for name in names}

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from unidiff.errors import UnidiffParseError
@@ -88,6 +89,11 @@ class FileChange:
             "for another version the patch has to be carried over (docs/concepts/patch-queue.md)",
             code="patch.conflict",
         )
+
+
+def read_files(tree: Path, names: Iterable[str]) -> dict[str, Content]:
+    """Return the bytes of the files `names` under `tree`."""
+    return {name: (tree / name).read_bytes() if (tree / name).is_file() else None for name in names}
 
 
 def digest(content: Content) -> str | None:

@@ -34,9 +34,9 @@ from sparkforge.sources import archive, fetch
 
 @dataclass(frozen=True)
 class Link:
-    """One step of the chain: what it is, its hash, how that is known, and whether a hash that we hold proves it."""
+    """One step of the chain: its subject, its hash, how that is known, and whether a hash that we hold proves it."""
 
-    what: str
+    subject: str
     sha256: str | None
     known: str
     proven: bool
@@ -44,7 +44,7 @@ class Link:
 
     def __str__(self) -> str:
         verdict = "proven by" if self.proven else "claimed by"
-        return f"{self.what}\n    sha256 {self.sha256 or '(none)'}\n    {self.known}\n    {verdict} {self.proof}"
+        return f"{self.subject}\n    sha256 {self.sha256 or '(none)'}\n    {self.known}\n    {verdict} {self.proof}"
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def print_provenance(file: Path) -> None:
     if claimed := [link for link in chain if not link.proven]:
         raise IntegrityError(
             f"the provenance of {file} is claimed, not proven",
-            f"{claimed[-1].what} is claimed by {claimed[-1].proof}",
+            f"{claimed[-1].subject} is claimed by {claimed[-1].proof}",
             "docs/concepts/sources.md says what proves a link; "
             "in a source tree ./inv build.sources fetches the pinned archive",
             code="integrity.provenance",
         )
-    echo(f"proven by {chain[-1].what}, {chain[-1].known}")
+    echo(f"proven by {chain[-1].subject}, {chain[-1].known}")
 
 
 def tree_of(file: Path) -> Path:
@@ -171,10 +171,12 @@ def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> UpstreamFile:
     _require_same(root, path, listing.get(path), sha256)
     listing_name = archive.listing_path(root).name
     known = f"listed in {listing_name}, made by stage {tree_manifest.stage}"
-    what = f"{path} as upstream has it"
+    subject = f"{path} as upstream has it"
     if tree_manifest.stage == "git":
         by = f"{listing_name}: pins.toml has the commit, and no hash of the files"
-        return UpstreamFile([Link(what, sha256, known, False, by), _repository(tree_manifest, table, by)], proven=False)
+        return UpstreamFile(
+            [Link(subject, sha256, known, False, by), _repository(tree_manifest, table, by)], proven=False
+        )
     archives = [(name, value) for name, value in tree_manifest.inputs.items() if name.endswith((".tar.gz", ".whl"))]
     for name, value in archives:
         pinned = _pinned(name, value, table)
@@ -182,11 +184,11 @@ def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> UpstreamFile:
             _require_same(root, path, digest(content), sha256)
             by = f"the bytes of {name} in the cache, whose sha256 pins.toml has"
             return UpstreamFile(
-                [Link(what, sha256, known, True, by), Link(name, value, pinned, True, "pins.toml")], True, content
+                [Link(subject, sha256, known, True, by), Link(name, value, pinned, True, "pins.toml")], True, content
             )
     by = f"{listing_name}: the pinned archive is not in the cache, or has no such file"
     links = [Link(name, value, _pinned(name, value, table), False, by) for name, value in archives]
-    return UpstreamFile([Link(what, sha256, known, False, by), *links], proven=False)
+    return UpstreamFile([Link(subject, sha256, known, False, by), *links], proven=False)
 
 
 def _pinned(name: str, sha256: str, table: Pins) -> str:
@@ -258,8 +260,8 @@ def _installed(root: Path, path: str, sha256: str, table: Pins, patches: Path) -
         pinned = _pinned(wheel.filename, wheel.sha256, table)
         queue = f"{wheel.upstream}-{wheel.version}"
         if before is None:
-            what = f"{path} does not exist upstream"
-            link = Link(what, None, "the patches above make it", True, "the patches themselves")
+            subject = f"{path} does not exist upstream"
+            link = Link(subject, None, "the patches above make it", True, "the patches themselves")
             return UpstreamFile([link], True, None, queue, touching)
         content = _held(wheel.filename, wheel.sha256, path)
         if content is not None:

@@ -25,6 +25,7 @@ from sparkforge.core.files import fsync_directory, locked, write_atomic
 from sparkforge.core.git import git
 from sparkforge.core.manifest import remove
 from sparkforge.patching import checkout, status, upstream
+from sparkforge.patching.hunks import read_files
 from sparkforge.patching.series import Patch, Queue
 from sparkforge.patching.status import Verdict
 from sparkforge.patching.upstream import Reader
@@ -220,7 +221,7 @@ def _export(rebase: Rebase, tree: Path) -> list[Carried]:
 
     Nothing is written if every patch is dropped.
     """
-    wanted = checkout.contents(tree, _tracked(tree, "HEAD"))
+    wanted = read_files(tree, _tracked(tree, "HEAD"))
     temporary = rebase.folder.parent / f".rebase.{os.getpid()}.tmp"
     folder = temporary / rebase.target.name
     try:

@@ -56,19 +56,19 @@ class HashedOutput:
 def rewrite_wheel(
     source: Path,
     output: HashedOutput,
-    place: Callable[[str], str],
+    new_path: Callable[[str], str],
     contents: Mapping[str, bytes | None],
     last: str,
 ) -> None:
-    """Write the wheel `source` to `output`: each member at `place(name)`, in upstream's order.
+    """Write the wheel `source` to `output`: each member at `new_path(name)`, in upstream's order.
 
     `contents` has new bytes by new name (None: leave the member out); those of no member of `source` come before the
     member `last`. Raises BadZipFile, one of archive.MALFORMED, for a wheel that cannot be copied.
     """
     with zipfile.ZipFile(source) as opened, source.open("rb") as packed:
-        writer, names = _ZipWriter(output), {place(info.orig_filename) for info in opened.infolist()}
+        writer, names = _ZipWriter(output), {new_path(info.orig_filename) for info in opened.infolist()}
         for info in opened.infolist():
-            name = place(info.orig_filename)
+            name = new_path(info.orig_filename)
             if name == last:
                 for new in [new for new in contents if new not in names]:
                     writer.store(new, contents[new])

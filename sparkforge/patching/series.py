@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sparkforge.core.errors import PatchError
 from sparkforge.core.files import write_atomic
-from sparkforge.patching.hunks import Content, FileChange, parse, refuse
+from sparkforge.patching.hunks import Content, FileChange, parse, read_files, refuse
 from sparkforge.sources.archive import unharmful
 
 FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when")
@@ -36,8 +36,7 @@ class Condition:
 
     def holds(self, tree: Path) -> bool:
         """Evaluate the condition on an unpatched upstream tree; a missing file lacks every text."""
-        file = tree / self.path
-        return self.holds_for(file.read_bytes() if file.is_file() else None)
+        return self.holds_for(read_files(tree, [self.path])[self.path])
 
     def holds_for(self, content: bytes | None) -> bool:
         """Evaluate the condition on the bytes of the unpatched file at `path`; None: there is no such file."""
@@ -131,7 +130,7 @@ class Queue:
     def apply_to(self, tree: Path) -> None:
         """Apply every patch to the files in `tree`, a private copy. Raises PatchError before it writes anything."""
         queue = self.for_tree(tree)
-        before = {path: (tree / path).read_bytes() if (tree / path).is_file() else None for path in queue.paths}
+        before = read_files(tree, queue.paths)
         for path, content in queue.apply(before).items():
             if content is None:
                 (tree / path).unlink()
@@ -151,13 +150,13 @@ class Queue:
 
 
 def _moved(patch: Patch, moves: Mapping[str, str]) -> Patch:
-    def place(path: str) -> str:
+    def new_path(path: str) -> str:
         """Only the top folder moves, `src/x.py` to `lib/x.py`."""
         folder, slash, rest = path.partition("/")
         return moves.get(folder, folder) + slash + rest
 
-    changes = tuple(replace(change, path=place(change.path)) for change in patch.changes)
-    conditions = tuple(replace(condition, path=place(condition.path)) for condition in patch.drop_when)
+    changes = tuple(replace(change, path=new_path(change.path)) for change in patch.changes)
+    conditions = tuple(replace(condition, path=new_path(condition.path)) for condition in patch.drop_when)
     return replace(patch, changes=changes, drop_when=conditions)
 
 

@@ -13,7 +13,7 @@ from sparkforge.core.errors import InputError, PatchError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.patching import upstream
 from sparkforge.patching.fit import Fit, Misfit, fit, undone
-from sparkforge.patching.hunks import Content
+from sparkforge.patching.hunks import Content, read_files
 from sparkforge.patching.series import DIRECTORY, Patch, Queue
 from sparkforge.patching.upstream import Reader
 from sparkforge.pins import Component, Pins
@@ -101,12 +101,8 @@ def judge_tree(queue: Queue, tree: Path) -> list[Judgement]:
     """Judge `queue` on the files of `tree`, which are taken as they are. Raises UsageError if it is no folder."""
     if not tree.is_dir():
         raise UsageError(f"cannot judge {tree}", "it is no folder", "name an unpacked source archive or a checkout")
-
-    def read(path: str) -> Content:
-        """Return the bytes of a file."""
-        return (tree / path).read_bytes() if (tree / path).is_file() else None
-
-    return judge(queue.for_tree(tree), read)
+    queue = queue.for_tree(tree)
+    return judge(queue, read_files(tree, paths_of(queue)).__getitem__)
 
 
 def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Component, Queue]]:
@@ -167,7 +163,7 @@ def print_status(stack: str, against: str = "", tree: str = "") -> None:
         judgements += verdicts
     if conflicts := [judgement.patch.name for judgement in judgements if judgement.verdict is Verdict.CONFLICTS]:
         fix = f"./inv patch.rebase {against}" if against else "docs/guide/troubleshooting.md#patches"
-        raise PatchError(f"{len(conflicts)} patches do not apply", ", ".join(conflicts), fix, code="patch.conflict")
+        raise PatchError("not every patch applies", ", ".join(conflicts), fix, code="patch.conflict")
 
 
 def print_all(title: str, judgements: Iterable[Judgement]) -> None:

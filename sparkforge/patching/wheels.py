@@ -71,7 +71,7 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
     """
     queue, lock = locked(component, filename, patches)
     target = fetch.cached(lock.file, lock.sha256)
-    made = False
+    new = False
     if not _verified(target, lock):
         with fetch.locked_download(target):
             if not _verified(target, lock):  # another process has made it meanwhile
@@ -81,16 +81,16 @@ def patched(component: Component, filename: str, *, patches: Path = PATCHES) -> 
                 with atomic_file(target) as file:  # an error inside it leaves nothing
                     _make_checked(component, filename, queue, lock, file)
                 write_json(_stamp(target), identity(target))
-                made = True
+                new = True
     return PatchedWheel(
-        target, str(component.package), local_version(component.version, lock.revision), filename, lock, made
+        target, str(component.package), local_version(component.version, lock.revision), filename, lock, new
     )
 
 
 def patched_components(stack: Stack) -> list[Component]:
     """Return the components of a stack that are installed from patched wheels."""
-    components = stack.components.values()
-    return [each for each in components if each.patches and any(name.endswith(".whl") for name in each.files)]
+    queued = (component for component in stack.components.values() if component.patches)
+    return [component for component in queued if any(name.endswith(".whl") for name in component.files)]
 
 
 def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
@@ -167,9 +167,9 @@ def locked(component: Component, filename: str, patches: Path = PATCHES) -> tupl
 
 def _make_checked(component: Component, filename: str, queue: Queue, lock: PatchedFile, output: IO[bytes]) -> None:
     """Write the patched file to `output`. Raises PatchError if it is not the locked one."""
-    made = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
-    if made != lock:
-        why = f"its sha256 is {made.sha256}, and {lock.sha256} is locked"
+    result = make(fetch_upstream(component, filename), component, queue, lock.revision, output)
+    if result != lock:
+        why = f"its sha256 is {result.sha256}, and {lock.sha256} is locked"
         raise PatchError(f"{lock.file} does not fit locks/patched.toml", why, AGAIN, code="patch.lock")
 
 
@@ -235,7 +235,7 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
     metadata = before.pop(f"{info}/METADATA")
     after = queue.apply(before)
 
-    def place(path: str) -> str:
+    def new_path(path: str) -> str:
         """Return the path of a member in the patched wheel: two folders are named after the version (PEP 427)."""
         folder, slash, rest = path.partition("/")
         stem, dot, suffix = folder.rpartition(".")
@@ -243,11 +243,11 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
             return stem.removesuffix(component.version) + version + dot + suffix + slash + rest
         return path
 
-    contents = {**after, place(f"{info}/METADATA"): _metadata(source, metadata, component.version, version)}
+    contents = {**after, new_path(f"{info}/METADATA"): _metadata(source, metadata, component.version, version)}
     for name, data in _documents(source, component, queue, before, after).items():
-        contents[place(f"{info}/patches/{name}")] = data
+        contents[new_path(f"{info}/patches/{name}")] = data
     contents = dict(sorted(contents.items()))
-    rows = {place(path): row for path, row in rows.items() if path != record}
+    rows = {new_path(path): row for path, row in rows.items() if path != record}
     for path, content in contents.items():
         if content is None:
             rows.pop(path, None)
@@ -255,11 +255,11 @@ def _write_wheel(source: Path, component: Component, queue: Queue, version: str,
             rows[path] = _row(content)
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows(
-        [*((path, *row) for path, row in rows.items()), (place(record), "", "")]
+        [*((path, *row) for path, row in rows.items()), (new_path(record), "", "")]
     )
-    contents[place(record)] = lines.getvalue().encode()
-    repack.rewrite_wheel(source, output, place, contents, place(record))
-    return record_digest(parse_record(lines.getvalue(), place(record)))
+    contents[new_path(record)] = lines.getvalue().encode()
+    repack.rewrite_wheel(source, output, new_path, contents, new_path(record))
+    return record_digest(parse_record(lines.getvalue(), new_path(record)))
 
 
 def _write_sdist(source: Path, component: Component, queue: Queue, version: str, output: HashedOutput) -> None:

@@ -10,6 +10,7 @@ from sparkforge import pins
 from sparkforge.core.errors import PatchError
 from sparkforge.core.git import git
 from sparkforge.patching import checkout, rebase, status, upstream
+from sparkforge.patching.hunks import read_files
 from sparkforge.patching.series import Queue
 from sparkforge.patching.status import Verdict
 from sparkforge.patching.upstream import Release
@@ -126,8 +127,8 @@ def test_a_checkout_of_the_pinned_release_gets_the_queue_as_commits(name, tmp_pa
                 (tree / path).write_bytes(archive.extractfile(member).read())
     for words in (("init", "--quiet"), ("add", "--all", "--force"), ("commit", "--quiet", "-m", "release")):
         git(tree, *words, settings=["user.name=A", "user.email=a@b"])
-    before = checkout.contents(tree, queue.paths)
+    before = read_files(tree, queue.paths)
     assert f"{len(queue.patches)} commits on" in checkout.commit_to_checkout(TABLE, "spark", tree)
-    assert checkout.contents(tree, queue.paths) == queue.apply(before)
+    assert read_files(tree, queue.paths) == queue.apply(before)
     assert "already there" in checkout.commit_to_checkout(TABLE, "spark", tree)
     assert git(tree, "status", "--porcelain").stdout == ""

@@ -35,7 +35,7 @@ from robustness.scenario import Scenario, mine
 from robustness.scenarios import SCENARIOS
 from sparkforge.cli.command import command
 
-SHIM = "SPARKFORGE_ROBUSTNESS_SHIM"
+SHIM, SHARED = "SPARKFORGE_ROBUSTNESS_SHIM", "SPARKFORGE_ROBUSTNESS_SHARED"
 MODES = {"count": 0, "once": 1, "onwards": 2, "short": 3, "kill": 4, "torn": 5}
 KINDS = ("open-read", "open-write", "read", "write", "sync", "rename", "unlink", "rmdir", "mkdir", "link", "truncate",
          "chmod", "listdir")  # fmt: skip
@@ -51,7 +51,7 @@ class Shared(ctypes.Structure):
     """The shim's counters (struct shared in shim.c)."""
 
     _fields_ = [("calls", ctypes.c_long), ("tripped", ctypes.c_long), ("path", ctypes.c_char * 512),
-                ("kinds", ctypes.c_ubyte * (1 << 20))]  # fmt: skip
+                ("kinds", ctypes.c_ubyte * (1 << 20)), ("programs", ctypes.c_int)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def preload(folder: Path) -> Path:
 
 def preloaded(module: str, folder: Path) -> int:
     """Run `module` with this process's arguments and the shim preloaded; return its exit code."""
-    environment = {**os.environ, "LD_PRELOAD": str(preload(folder)), SHIM: "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "LD_PRELOAD": str(preload(folder)), SHIM: "1", SHARED: str(folder / "shared"),
+                   "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
     words = [sys.executable, "-m", module, *sys.argv[1:]]
     return subprocess.run(words, env=environment, check=False).returncode
 
@@ -140,7 +141,7 @@ class Runner:
         self.work, self.template, self.output = base / "work", base / "template", base / "output"
         self.shim = ctypes.CDLL(None)
         self.shim.shim_shared.restype = ctypes.POINTER(Shared)
-        self.shim.shim_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
+        self.shim.shim_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int, ctypes.c_int]
         self.shared = self.shim.shim_shared().contents
 
     def prepare(self) -> None:
@@ -164,7 +165,7 @@ class Runner:
 
     def run(self, function: Callable[[Path], None], case: Case | None = None) -> Ended:
         """Run `function(work)` in a child, broken as `case` says; return how it ended."""
-        self.shared.calls, self.shared.tripped, self.shared.path = 0, -1, b""
+        self.shared.calls, self.shared.tripped, self.shared.path, self.shared.programs = 0, -1, b"", 0
         child = os.fork()
         if child == 0:
             self._child(function, case)
@@ -189,7 +190,9 @@ class Runner:
                 os.dup2(output, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             if case and case.mode in MODES:
-                self.shim.shim_arm(os.fsencode(self.work), MODES[case.mode], case.number, getattr(errno, case.error))
+                error = getattr(errno, case.error)
+                programs = self.scenario.programs
+                self.shim.shim_arm(os.fsencode(self.work), MODES[case.mode], case.number, error, programs)
             try:
                 command(function)(self.work)
                 code = 0

@@ -56,6 +56,7 @@ class Scenario:
     volatile: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     races: tuple[int, ...] = (0,)
+    programs: bool = False  # whether the disk fails for the programs that the command starts, too
     cost: float = 1.0  # how long one run takes, compared with the others: expensive ones get fewer
 
     def snapshot(self, work: Path) -> dict[str, str]:

@@ -4,6 +4,9 @@
  * ctypes, in the forked child that is to fail. The counters lie in memory that is shared with the parent, which reads
  * them after the child is dead. Synchronisation calls are not passed on: no test here takes the power away, and they
  * would wait for everybody's disk.
+ *
+ * Where SPARKFORGE_ROBUSTNESS_SHARED names a file, that memory is the file, and `shim_arm` can extend to the programs
+ * that the child starts: their calls count like its own, and a kill ends all of them.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -14,6 +17,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
@@ -38,6 +42,11 @@ struct shared {
     long tripped;            /* the kind of the call that failed, -1: none did */
     char path[512];          /* of that call, as far as it is known */
     unsigned char kinds[1 << 20]; /* the kind of each counted call */
+    int programs;            /* 1: the programs that the child starts are armed as it is */
+    int mode;                /* for them */
+    long wanted;
+    int error_number;
+    char root[PATH_MAX];
 };
 
 #define FILES 65536
@@ -56,27 +65,42 @@ static void *real(const char *name) {
     return dlsym(RTLD_NEXT, name);
 }
 
+static void arm(void) {
+    strncpy(root, shared->root, sizeof root - 1);
+    root_length = strlen(root);
+    wanted = shared->wanted;
+    error_number = shared->error_number;
+    half_written = 0;
+    mode = shared->mode;
+}
+
 __attribute__((constructor)) static void begin(void) {
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    const char *path = getenv("SPARKFORGE_ROBUSTNESS_SHARED");
+    int file = path ? REAL(open64)(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600) : -1;
+    if (file >= 0 && REAL(ftruncate64)(file, sizeof *shared) != 0) abort();
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | (file < 0 ? MAP_ANONYMOUS : 0), file, 0);
+    if (shared == MAP_FAILED) abort();
+    if (shared->programs) arm();
 }
 
 struct shared *shim_shared(void) {
     return shared;
 }
 
-void shim_arm(const char *folder, int how, long number, int with) {
-    strncpy(root, folder, sizeof root - 1);
-    root_length = strlen(root);
-    wanted = number;
-    error_number = with;
-    half_written = 0;
+void shim_arm(const char *folder, int how, long number, int with, int programs) {
+    strncpy(shared->root, folder, sizeof shared->root - 1);
+    shared->wanted = number;
+    shared->error_number = with;
+    shared->mode = how;
+    shared->programs = programs;
     shared->calls = 0;
     shared->tripped = -1;
     shared->path[0] = 0;
-    mode = how;
+    arm();
 }
 
 void shim_disarm(void) {
+    shared->programs = 0;
     mode = -1;
 }
 
@@ -95,6 +119,10 @@ static int descriptor_is_below(int file) {
     return mode >= 0 && file >= 0 && file < FILES && below[file];
 }
 
+static void end(void) {
+    kill(shared->programs ? 0 : getpid(), SIGKILL); /* 0: the child's session, which its programs are in */
+}
+
 /* Count a call. Returns 0: go on, 1: fail with errno set, 2: go on by half. */
 static int trip(enum kind kind, const char *path) {
     long number = __atomic_add_fetch(&shared->calls, 1, __ATOMIC_SEQ_CST);
@@ -111,7 +139,7 @@ static int trip(enum kind kind, const char *path) {
     if (number == wanted) {
         shared->tripped = kind;
         if (path) strncpy(shared->path, path, sizeof shared->path - 1);
-        if (mode == KILL) kill(getpid(), SIGKILL);
+        if (mode == KILL) end();
         if (mode == TORN) return 2;
         if (mode == SHORT && kind == WRITE) {
             half_written = 1;
@@ -123,7 +151,7 @@ static int trip(enum kind kind, const char *path) {
 }
 
 static void torn(void) {
-    if (mode == TORN) kill(getpid(), SIGKILL);
+    if (mode == TORN) end();
 }
 
 #define GUARDED(condition, kind, path, call)              \

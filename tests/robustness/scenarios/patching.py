@@ -1,17 +1,24 @@
-"""Make a patched wheel from a locked queue, make it again where the cache holds a damaged one, and lock a queue."""
+"""Make a patched wheel from a locked queue, make it again where the cache holds a damaged one, and lock a queue.
+
+Put a queue into a developer's clone as commits, and write a patch from that clone: the disk fails for git, too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zipfile
 from base64 import urlsafe_b64encode
 from functools import cache
 from pathlib import Path
 
-from robustness.scenario import Scenario, pinned_file, write
+from robustness.scenario import BUSY, Scenario, pinned_file, write
 from robustness.scenarios import archives
-from sparkforge.patching import wheels
+from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
+from sparkforge.core.git import git
+from sparkforge.patching import authoring, checkout, wheels
+from sparkforge.patching.series import Queue
 from sparkforge.pins import Pins, patched
 from sparkforge.sources import fetch
 
@@ -136,9 +143,117 @@ def _is_patched(work: Path) -> None:
         assert "pkg/gone.py" not in opened.namelist()
 
 
+SECOND = """\
+--- a/pkg/same.py
++++ b/pkg/same.py
+@@ -1 +1 @@
+-same
++SAME
+"""
+PATCHES = ("0001-change.patch", "0002-change.patch")
+NEW = "0003-do-more.patch"
+PERSON = ("user.name=A Person", "user.email=person@example.org")
+
+
+def _git(work: Path, *words: str) -> str:
+    return git(work / "clone", "--no-optional-locks", *words, settings=PERSON).stdout
+
+
+def _prepare_clone(work: Path) -> None:
+    """Make a clone at the release, in which a developer works: a branch, a file that is not committed."""
+    _prepare(work)
+    write(work / "patches/up-1" / PATCHES[1], HEADER + SECOND)
+    write(work / "patches/up-1/series", "".join(f"{name}\n" for name in PATCHES))
+    for name, text in BEFORE.items():
+        write(work / "clone" / name, text)
+    write(work / "clone/mine-committed.txt", "mine\n")
+    _git(work, "init", "--quiet", "--initial-branch=main")
+    _git(work, "add", "--all")
+    _git(work, "commit", "--quiet", "--message=release")
+    _git(work, "tag", "v1")
+    _git(work, "checkout", "--quiet", "-b", "mine")
+    _git(work, "commit", "--quiet", "--allow-empty", "--message=my own work")
+    _git(work, "checkout", "--quiet", "main")
+    write(work / "clone/mine-untracked.txt", "mine\n")
+
+
+def _commit(work: Path) -> str:
+    """Run the command; where it says what to do with what git wrote by half, do that and run it again."""
+    tree = work / "clone"
+    for _ in range(3):
+        try:
+            return checkout.commit_to_checkout(table(), "s", tree, work / "patches")
+        except SparkforgeError as error:
+            if lock := re.search(r"it left (/\S+\.lock)|Unable to create '(/\S+\.lock)': File exists", error.why):
+                Path(lock[1] or lock[2]).unlink()
+            elif "git stash" in error.fix:
+                git(tree, "stash", "--quiet", settings=PERSON)
+            elif "move away" in error.fix and "pkg/new/n.py" in error.why:
+                (tree / "pkg/new/n.py").unlink()
+            else:
+                raise
+    return checkout.commit_to_checkout(table(), "s", tree, work / "patches")
+
+
+def _judge_clone(work: Path) -> None:
+    """The developer's branch and the release are there; commits of ours hold what their patches make."""
+    _git(work, "rev-list", "--objects", "main", "mine")
+    assert _git(work, "log", "--format=%s", "mine") == "my own work\nrelease\n"
+    subjects = _git(work, "log", "--reverse", "--format=%s", "main").splitlines()
+    assert subjects in (["release"], ["release", "Change something", "Change something"])
+    if len(subjects) == 3:
+        assert _git(work, "show", "main:pkg/same.py", "main:pkg/a.py") == "SAME\none\nTWO\nthree\n"
+
+
+def _is_committed(work: Path) -> None:
+    _judge_clone(work)
+    assert len(_git(work, "log", "--format=%s", "main").splitlines()) == 3
+    assert _git(work, "status", "--porcelain", "--branch") == "## main\n?? mine-untracked.txt\n"
+    assert _git(work, "worktree", "list").count("\n") == 1
+
+
+def _prepare_edited(work: Path) -> None:
+    _prepare_clone(work)
+    _commit(work)
+    write(work / "clone/pkg/same.py", "SAME\nmore\n")
+
+
+def _write_patch(work: Path) -> None:
+    try:
+        fields = {"description": "Do more", "bug": "https://example.org/2", "drop_when": "contains pkg/same.py more"}
+        authoring.new_patch(
+            "do-more", fields, stack="s", of="up", source=str(work / "clone"), table=table(), patches=work / "patches"
+        )
+    except UsageError as error:
+        if "is in the queue already" not in str(error):
+            raise
+
+
+def _judge_queue(work: Path) -> None:
+    """The queue is that of before, or has the whole patch, or is refused by name; the clone is as it was."""
+    try:
+        names = tuple(patch.name for patch in Queue.load(work / "patches/up-1").patches)
+    except PatchError as error:
+        assert f"`series` names files that are not there: {NEW}" in str(error)  # noqa: PT017 - it may also load
+    else:
+        assert names in {PATCHES, (*PATCHES, NEW)}
+    assert (work / "clone/pkg/same.py").read_text() == "SAME\nmore\n"
+
+
+def _is_written(work: Path) -> None:
+    queue = Queue.load(work / "patches/up-1")
+    assert [patch.name for patch in queue.patches] == [*PATCHES, NEW]
+    after = queue.apply({path: BEFORE[path].encode() if path in BEFORE else None for path in queue.paths})
+    assert after["pkg/same.py"] == b"SAME\nmore\n"
+
+
 STAMP = ("*/verified.json",)
 SCENARIOS = [
     Scenario("patch-wheel", _prepare_locked, _make, _judge, _is_patched, volatile=STAMP),
     Scenario("patch-damaged", _prepare_damaged, _make, _judge, _is_patched, volatile=STAMP),
     Scenario("patch-lock", _prepare, _lock, _judge, _is_patched, volatile=STAMP),
-]
+    Scenario("patch-clone", _prepare_clone, _commit, _judge_clone, _is_committed, kept=("clone/.git/*",),
+             races=(0, BUSY), programs=True, cost=8),
+    Scenario("patch-new", _prepare_edited, _write_patch, _judge_queue, _is_written, kept=("clone/.git/*",),
+             volatile=(f"patches/up-1/{NEW}", "cache/members/*/index.json"), races=(0, BUSY), programs=True, cost=4),
+]  # fmt: skip

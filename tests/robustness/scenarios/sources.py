@@ -43,7 +43,7 @@ def _bring(work: Path) -> None:
 def _prove(work: Path) -> None:
     trees.fetch_sources("s", table=table())
     chain = provenance.provenance(_tree() / "pkg/a.py", table=table())
-    assert chain[-1].what == "up-1.tar.gz"
+    assert chain[-1].subject == "up-1.tar.gz"
 
 
 def _judge(work: Path) -> None:

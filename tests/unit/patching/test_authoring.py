@@ -128,7 +128,7 @@ def test_killed_before_any_write_while_beginning(kit, world):
         place = authoring.begin_patch(draft(world))
         assert (place / "pkg/n.py").read_text() == "new\n"
         assert kit.git(place, "status", "--porcelain").stdout == b""
-        assert [path.name for path in (home / "up-1.0").iterdir() if path.name != ".do-more.lock"] == ["do-more"]
+        assert [path.name for path in (home / "up-1.0").iterdir()] == ["do-more"]
         shutil.rmtree(home)
         count += 1
     assert count > 10
@@ -155,12 +155,24 @@ def test_killed_before_any_write_while_finishing(kit, world, place, tmp_path):
         if not kit.killed_before(count, lambda: authoring.finish_patch(draft(world), FIELDS)):
             break
         if verdict := refusal(lambda: Queue.load(world.folder)):  # refused by name, never half applied
-            assert f"these patches are not in `series`: {NAME}" in verdict
+            assert f"`series` names files that are not there: {NAME}" in verdict
         if verdict := refusal(lambda: authoring.finish_patch(draft(world), FIELDS)):  # killed while it cleaned up
             assert "in the queue already" in verdict
+            assert f"rm -r {place}" in verdict
         assert {path: data for path, data in kit.snapshot(world.folder).items() if not path.endswith(".tmp")} == whole
         count += 1
     assert count > 8
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_killed_run_began_is_taken_back_by_the_next_one_whatever_it_writes(kit, world, named):
+    before = kit.snapshot(world.folder)
+    (world.folder / f".{NAME}.new").write_text("whole, but not in its place")
+    if named:
+        (world.folder / "series").write_bytes(before["series"] + f"{NAME}\n".encode())
+        assert f"names files that are not there: {NAME}" in refusal(lambda: Queue.load(world.folder))
+    draft(world, "something-else")
+    assert kit.snapshot(world.folder) == before
 
 
 def test_a_patch_written_by_hand_under_the_same_name_is_not_removed(world):

@@ -1,5 +1,6 @@
 """The queue as commits in a development checkout, with real git; and patches that are written from one."""
 
+import shutil
 from datetime import UTC, datetime
 
 import pytest
@@ -117,6 +118,10 @@ def unfinished(kit, world, tree):
     assert (tree / ".git/rebase-apply").is_dir()
 
 
+def locked(kit, world, tree):
+    (tree / ".git/index.lock").write_text("")
+
+
 def another_queue(kit, world, tree):
     commit(world, tree)
     (world.folder / NAMES[2]).unlink()
@@ -130,6 +135,10 @@ REFUSED = {
     wrong_version: (PatchError, r"is not up 1\.0 · it is at v1\.0-1-g\w+, and pkg/a\.py differ.* checkout v1\.0"),
     in_the_way: (PatchError, r"is not up 1\.0 .* pkg/n\.py differ"),
     unfinished: (UsageError, r"is not ready · a rebase, merge or `git am` in it is unfinished"),
+    locked: (
+        UsageError,
+        r"is not ready · git runs in it, or was killed: it left .*/\.git/index\.lock · if no git runs: rm ",
+    ),
     another_queue: (PatchError, r"holds another queue than up-1\.0"),
 }
 
@@ -159,27 +168,40 @@ def test_what_is_no_checkout_is_refused(kit, world, clone, tmp_path, kind):
         commit(world, tree)
 
 
-def test_where_git_fails_the_session_is_aborted(kit, world, clone):
-    broken = world.folder / NAMES[1]
-    broken.write_bytes(broken.read_bytes().replace(b"-LINE 5\n", b"-LINE 6\n"))
+def test_where_git_makes_other_bytes_nothing_reaches_the_clone(kit, world, clone):
+    (clone / ".git/info/attributes").write_text("*.py text eol=crlf\n")
     before = state(kit, clone)
     with pytest.raises(
-        PatchError, match=r"the queue up-1\.0 does not apply", check=lambda e: e.code == "patch.conflict"
+        PatchError, match=r"does not apply|was not committed", check=lambda e: e.code == "patch.conflict"
     ):
-        checkout.apply_mailbox(clone, world.folder, world.queue())
+        commit(world, clone)
     assert state(kit, clone) == before
+    assert kit.git(clone, "worktree", "list").stdout.count(b"\n") == 1
 
 
-def test_a_session_that_a_kill_left_is_ended_by_the_next_run(kit, world, clone, tmp_path):
-    patches = world.queue().patches
-    mails = [checkout.mail(world.folder, patch) for patch in patches]
-    (tmp_path / "mails").write_bytes(mails[0] + b"\n" + mails[1].replace(b"-LINE 5\n", b"-LINE 6\n"))
-    kit.git(clone, "-c", "user.name=A", "-c", "user.email=a@b", "am", "--keep", str(tmp_path / "mails"))
-    assert (clone / ".git/rebase-apply").is_dir()
-    assert log(kit, clone, "%s") == "Change something\n"
-    (world.folder / "series").touch()
+@pytest.mark.parametrize("add", [False, True])
+def test_what_a_killed_run_left_is_finished_by_the_next_one(kit, world, clone, add):
+    kit.git(clone, "worktree", "add", "--quiet", "--detach", "--no-checkout", ".git/sparkforge-queue")
+    (clone / "pkg/a.py").write_text(world.AFTER[2]["pkg/a.py"])  # as the last step makes them
+    (clone / "pkg/n.py").write_text("new\n")
+    if add:
+        kit.git(clone, "add", "pkg")
     assert "3 commits on" in commit(world, clone)
+    assert kit.git(clone, "status", "--porcelain").stdout == b""
+    assert kit.git(clone, "worktree", "list").stdout.count(b"\n") == 1
     assert log(kit, clone, "%s") == "Change something\n" * 3
+
+
+@pytest.mark.parametrize("whitespace", ["error", "error-all", "fix"])
+def test_trailing_whitespace_in_a_patch_stays_whatever_git_is_told(kit, world, clone, tmp_path, whitespace):
+    """A `git am` that obeyed apply.whitespace would refuse the patch, or change its bytes."""
+    released = {**world.V1, "pkg/b.py": "value = 1\n"}
+    patch = kit.diff(tmp_path / "spaces", released, {**released, "pkg/b.py": "value = 2  \n\tif x:\n        y \n\n\n"})
+    shutil.rmtree(world.folder)
+    kit.write_queue(world.folder, patch)
+    kit.git(clone, "config", "apply.whitespace", whitespace)
+    assert "1 commits on" in commit(world, clone)
+    assert (clone / "pkg/b.py").read_bytes() == b"value = 2  \n\tif x:\n        y \n\n\n"
 
 
 # ---- patches from a checkout
@@ -213,6 +235,15 @@ def test_one_commit_becomes_a_patch_with_its_message_as_the_description(kit, wor
     patch = world.queue().patches[-1]
     assert patch.header["Description"] == "Touch the other\n.\nIt was untouched.\n.\nFor long."
     assert [change.path for change in patch.changes] == ["pkg/other.py"]
+
+
+def test_a_patch_of_a_program_says_nothing_of_its_mode(kit, world, clone):
+    (clone / "pkg/other.py").chmod(0o755)
+    commit_all(kit, clone, "release 1.0, with a program")
+    commit(world, clone)
+    (clone / "pkg/other.py").write_text("touched\n")
+    authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
+    assert [change.path for change in world.queue().patches[-1].changes] == ["pkg/other.py"]
 
 
 def test_a_commit_that_needs_another_one_is_refused(kit, world, clone):

@@ -127,7 +127,7 @@ def test_a_file_of_a_repository_is_followed_to_its_commit(tmp_path, kit):
 
     manifest.once(place, "git", {"repository": pin["repository"], "commit": pin["commit"], "tree": "unknown"}, make)
     chain = provenance.provenance(place / "dep.h", table=pins)
-    assert chain[-1].what == f"https://e.invalid/dep.git at {'d' * 40}"
+    assert chain[-1].subject == f"https://e.invalid/dep.git at {'d' * 40}"
     assert not any(link.proven for link in chain)  # pins.toml has a commit, and no hash of the files
     with pytest.raises(IntegrityError, match="not pinned", check=lambda error: error.code == "integrity.provenance"):
         provenance.provenance(place / "dep.h", table=kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})}))
@@ -161,7 +161,7 @@ def test_an_installed_file_is_followed_through_its_wheel_and_its_patches(install
     assert "up_cpu-1+sparkforge.1.dist-info/RECORD" in ask("pkg/b.py")[1].known
     new = ask("pkg/new.py")
     assert [link.sha256 for link in new] == [sha("z = 1\n"), sha(PATCH), None]
-    assert "does not exist upstream" in new[-1].what
+    assert "does not exist upstream" in new[-1].subject
     assert all(link.proven for path in ("pkg/a.py", "pkg/b.py", "pkg/new.py") for link in ask(path))
 
 
