@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sparkforge.bench.page import PER_GPU
 from sparkforge.bench.schema import Metrics, Result
 
 COLOURS = 5  # classes s0 to s4 of page.css
@@ -110,7 +111,7 @@ def speed_chart(results: Iterable[tuple[str, Result]]) -> Chart | None:
     """Return a GPU's throughput over the speed that one user sees; results are named by their line."""
     points = _by_line(results, lambda metrics: (metrics.interactivity, metrics.tput_per_gpu))
     title = "Throughput of a GPU against the speed that one user sees"
-    return line_chart(title, "tok/s/user", "tok/s/GPU", points)
+    return line_chart(title, "output tok/s/user", PER_GPU, points)
 
 
 def latency_chart(results: Iterable[tuple[str, Result]]) -> Chart | None:
