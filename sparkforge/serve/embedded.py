@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.serve import access, command_line, launch, profiles
+from sparkforge.serve import access, command_line, launch, profiles, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.record import Server
@@ -54,10 +55,13 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
 
 
-def up(python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None) -> Server:
+def up(
+    python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None, *, arguments: tuple[str, ...] = ()
+) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
-    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned.
+    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
+    `arguments` come behind the profile's.
     Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
@@ -67,13 +71,21 @@ def up(python: Path, model: str, port: int, steps: Steps, allowed: Access | None
     with steps.step("validation", "profile embedded") as tell:
         tell(validate(python, directory, port))
     with steps.step("server", "vLLM starts") as tell:
-        server = launch.start(describe(python, directory, model_id, port, allowed), tell)
+        server = launch.start(describe(python, directory, model_id, port, allowed, arguments=arguments), tell)
         tell("first token received")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
     return server
 
 
-def describe(python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None) -> Launch:
+def describe(
+    python: Path,
+    model: Path,
+    model_id: str,
+    port: int,
+    allowed: Access | None = None,
+    *,
+    arguments: tuple[str, ...] = (),
+) -> Launch:
     """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`."""
     allowed = allowed or Access()
     environment = {
@@ -84,7 +96,7 @@ def describe(python: Path, model: Path, model_id: str, port: int, allowed: Acces
         access.HOSTS: ",".join((*access.loopback_hosts(port), *allowed.hosts)),
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
     }
-    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, extra_environment=environment)
+    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, arguments, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,
@@ -95,6 +107,14 @@ def describe(python: Path, model: Path, model_id: str, port: int, allowed: Acces
         key_file=allowed.key_file,
         key=allowed.key,
     )
+
+
+def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+    if env.get("TP", "") not in ("", "1"):
+        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1 ./inv up; or ./inv up --device docker")
+    return settings.arguments({**env, "TP": ""})
 
 
 def preloaded(python: Path) -> dict[str, str]:

@@ -89,7 +89,7 @@ def plan(options: Settings, arguments: Sequence[str]) -> ServerCommand:
         host="0.0.0.0",  # noqa: S104 - the container's own network; compose publishes it on 127.0.0.1
         port=8000,
         profile=profile,
-        extra_arguments=tuple(arguments),
+        extra_arguments=(*options.arguments, *arguments),
         extra_environment={**os.environ, **secrets, access.HOSTS: hosts},
     )
 
