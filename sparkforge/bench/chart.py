@@ -87,9 +87,11 @@ def line_chart(title: str, x_title: str, y_title: str, series: Sequence[Series])
     y_end, y_values = ticks(max(point.y for point in points))
 
     def x(value: float) -> float:
+        """Return pixels from the left."""
         return round(Chart.left + value / x_end * (Chart.right - Chart.left), 1)
 
     def y(value: float) -> float:
+        """Return pixels from the top."""
         return round(Chart.bottom - value / y_end * (Chart.bottom - Chart.top), 1)
 
     return Chart(

@@ -115,7 +115,7 @@ class Metrics(Record):
     total_output_tokens: int
     output_throughput: float
     total_token_throughput: float
-    tput_per_gpu: float = Field(description="total_token_throughput / tp")
+    tput_per_gpu: float = Field(description="total_token_throughput / tp: counts the prompts' tokens too")
     output_tput_per_gpu: float
     interactivity: float | None = Field(description="1000 / median tpot: tokens a second that one user sees")
     ttft_ms: Spread

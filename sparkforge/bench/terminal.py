@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sparkforge.bench.baselines import CitedFigure
-from sparkforge.bench.page import PER_GPU, format_figure, format_optional
+from sparkforge.bench.page import format_figure, format_optional
 from sparkforge.bench.samples import phase_speeds
 from sparkforge.bench.schema import Result, Spread
 from sparkforge.core.console import console
 
-COLUMNS = ("shape", "", "out tok/s", PER_GPU, "out tok/s/user", "TTFT", "TPOT", "ITL", "E2E")
+COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
 
 
 def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Sequence[str] = ()) -> None:

@@ -31,7 +31,10 @@ def with_options(
     """Make a command with the options `names` of the table, which its function gets as one mapping."""
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
+        """Give `function` the signature that Invoke reads."""
+
         def body(_ctx: Context, **values: Any) -> None:
+            """Call the command with its options, paths made absolute."""
             function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
 
         kind = Parameter.POSITIONAL_OR_KEYWORD
