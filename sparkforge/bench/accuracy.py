@@ -6,9 +6,9 @@ natural logprobs,
 
     bits_per_byte = -L / (bytes * ln 2)    byte_perplexity = e^(-L / bytes)    word_perplexity = e^(-L / tokens)
 
-where bytes are the whole text's and tokens are the scored ones (their "word" is a token: ln 222.7893 / ln 4.1577 = 3.79
-bytes). Two differences: theirs also counts the one token that the server generates after each chunk, a 512th of
-the sum; and theirs leaves out a chunk that fails, which lowers the figures. Here that is a failed gate.
+where bytes are the whole text's and tokens are the scored ones: their "word" is a token. Two differences: theirs also
+counts the one token that the server generates after each chunk, a 512th of the sum; and theirs leaves out a chunk that
+fails, which lowers the figures. Here that is a failed gate.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Standing(Record):
     """How one server did."""
 
     name: str
-    score: float | None = Field(description="geometric mean of tok/s/GPU over all configurations; None if it failed")
+    score: float | None = Field(description="geometric mean of tput_per_gpu over all configurations; None if it failed")
     results: list[Result]
     why: str = ""
 
@@ -90,12 +90,11 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
     standings = sorted(measured, key=lambda standing: -(standing.score or 0.0))  # failed ones last, as in the file
     write_json(output / "bakeoff.json", [standing.model_dump(mode="json") for standing in standings])
     write_atomic(output / "bakeoff.html", render(standings))
-    table = Table("rank", "server", "tok/s/GPU", "", title="bakeoff: geometric mean over all configurations")
+    table = Table("rank", "server", page.PER_GPU, "", title="bakeoff: geometric mean over all configurations")
     for rank, standing in enumerate(standings, 1):
         passed = standing.score is not None
-        table.add_row(
-            str(rank) if passed else "-", standing.name, page.format_figure(standing.score or 0.0), standing.why[:200]
-        )
+        score = page.format_optional(standing.score)
+        table.add_row(str(rank) if passed else "-", standing.name, score, standing.why[:200])
     console().print(table)
     say(f"report:  {output / 'bakeoff.html'}")
     if standings[0].score is None:
@@ -137,7 +136,7 @@ def _wait(contestant: Contestant, child: Child, log: Path) -> None:
 
 
 def mean_throughput(results: Sequence[Result]) -> float | None:
-    """Return the geometric mean of tok/s/GPU; None without a figure."""
+    """Return the geometric mean of tput_per_gpu; None without a figure."""
     figures = [result.metrics.tput_per_gpu for result in results if result.metrics]
     return math.exp(sum(map(math.log, figures)) / len(figures)) if figures and min(figures) > 0 else None
 
@@ -149,6 +148,6 @@ def render(standings: Sequence[Standing]) -> str:
         for rank, standing in enumerate(standings, 1)
         for passed in [standing.score is not None]
     ]
-    headings = ("rank", "server", "verdict", "tok/s/GPU", "why")
+    headings = ("rank", "server", "verdict", page.PER_GPU, "why")
     ranking = SortableTable("geometric mean over all configurations", headings, rows)
     return page.render("bakeoff.html.jinja", "Bakeoff", ranking=ranking)

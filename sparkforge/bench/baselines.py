@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from sparkforge.bench.schema import Metrics, Ratio
+from sparkforge.bench.endpoint import last_part
+from sparkforge.bench.schema import CompetitionBaseline, Metrics, Ratio, Result
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.tables import Record
@@ -49,6 +51,13 @@ class Text(Record):
         return data.decode()
 
 
+class DefaultText(Record):
+    """The text that a model is scored on where none is named."""
+
+    model: str
+    text: str
+
+
 class AccuracyThreshold(Record):
     """What a model must reach on a text, or in an lm-eval task."""
 
@@ -86,14 +95,39 @@ class CitedFigure(Record):
         return f"{isl}/{osl} c{conc}"
 
 
+class Board(Record):
+    """The leaderboard of one shape."""
+
+    isl: int
+    osl: int
+    url: str = Field(pattern=r"^https://")
+
+
+class Competition(Record):
+    """What the gpt-oss competition's boards take: results of one model, on one text. `baseline` names cited figures."""
+
+    model: str
+    text: str
+    baseline: str
+    source: str = Field(min_length=1)
+    date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
+    boards: list[Board]
+
+    def url(self, isl: int, osl: int) -> str:
+        """Return the board of a shape; empty if there is none."""
+        return next((board.url for board in self.boards if (board.isl, board.osl) == (isl, osl)), "")
+
+
 class Baselines(Record):
     """The whole file."""
 
     schema_version: Literal[1] = Field(alias="schema")
     sweeps: list[Sweep]
     texts: list[Text]
+    default_texts: list[DefaultText]
     gates: list[AccuracyThreshold]
     canaries: list[Canaries]
+    competition: Competition
     figures: list[CitedFigure]
 
     def concurrencies(self, isl: int, osl: int) -> list[int]:
@@ -104,13 +138,14 @@ class Baselines(Record):
         shapes = ", ".join(f"{s.isl}/{s.osl}" for s in self.sweeps)
         raise UsageError(f"no concurrencies are known for {isl}/{osl}", f"the table has {shapes}", "add --conc 4,8,16")
 
-    def text(self, name: str) -> Text:
-        """Return a text of the table. Raises UsageError."""
-        for text in self.texts:
-            if text.name == name:
-                return text
-        known = ", ".join(text.name for text in self.texts)
-        raise UsageError(f"there is no text {name}", f"the table has {known}", "./inv bench.acc --text FILE")
+    def default_text(self, model: str) -> str:
+        """Return the name of the text that a model is scored on where none is named."""
+        return next(row.text for row in self.default_texts if matches(row.model, model))
+
+    def competition_figure(self, isl: int, osl: int, conc: int) -> CitedFigure | None:
+        """Return the figure that the competition holds a configuration against; None where it has none."""
+        figures = (figure for figure in self.figures if figure.name == self.competition.baseline)
+        return next((figure for figure in figures if figure.shape == (isl, osl, conc)), None)
 
     def threshold(self, model: str, text: str) -> AccuracyThreshold | None:
         """Return the threshold of a model on a text; the first row that matches counts."""
@@ -127,9 +162,31 @@ class Baselines(Record):
         return next((list(row.ask) for row in self.canaries if matches(row.model, model)), [])
 
 
+def compare_with_competition(metrics: Metrics, figure: CitedFigure | None) -> dict[str, Any]:
+    """Return the keys of a `Result` that the competition's own result files have; none without its figure."""
+    if figure is None:
+        return {}
+    median_e2e, throughput = figure.values["median_e2el_ms"], figure.values["tput_per_gpu"]
+    return {
+        "b200_baseline_nv1126": CompetitionBaseline(b200_median_e2e_1126=median_e2e, b200_tput_pergpu_1126=throughput),
+        "tput_per_gpu_ratio_vs_b200_1126": metrics.tput_per_gpu / throughput,
+        "median_e2e_ratio_vs_b200_1126": metrics.e2el_ms.median / median_e2e,
+    }
+
+
+def missing_figures(results: Iterable[Result], baselines: Baselines) -> list[str]:
+    """Return a sentence for each configuration of the competition for which it has no B200 figure."""
+    return [
+        f"no B200 figure is known for {result.config.shape}"
+        for result in results
+        if baselines.competition.url(result.config.isl, result.config.osl)
+        and baselines.competition_figure(*result.config.key) is None
+    ]
+
+
 def matches(pattern: str, model: str) -> bool:
     """Tell whether a served model's name, without its folder or organisation, fits a row's pattern."""
-    return fnmatchcase(model.rstrip("/").rsplit("/", 1)[-1].lower(), pattern)
+    return fnmatchcase(last_part(model), pattern)
 
 
 def load(path: Path = FILE) -> Baselines:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from sparkforge.bench import schema
+from sparkforge.bench import page, schema
 from sparkforge.bench.measure import Bench
 from sparkforge.bench.schema import Config, Result
 from sparkforge.core import paths
@@ -111,7 +111,7 @@ def line(result: Result) -> str:
         return "; ".join(result.reasons)
     m = result.metrics
     return (
-        f"{m.output_throughput:.1f} output tok/s, {m.tput_per_gpu:.1f} tok/s/GPU, "
+        f"{m.output_throughput:.1f} output tok/s, {m.tput_per_gpu:.1f} {page.PER_GPU}, "
         f"median E2E {m.e2el_ms.median:.0f} ms, TTFT {m.ttft_ms.median:.0f} ms"
     )
 

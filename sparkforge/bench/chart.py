@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sparkforge.bench.page import PER_GPU
 from sparkforge.bench.schema import Metrics, Result
 
 COLOURS = 5  # classes s0 to s4 of page.css
@@ -86,9 +87,11 @@ def line_chart(title: str, x_title: str, y_title: str, series: Sequence[Series])
     y_end, y_values = ticks(max(point.y for point in points))
 
     def x(value: float) -> float:
+        """Return pixels from the left."""
         return round(Chart.left + value / x_end * (Chart.right - Chart.left), 1)
 
     def y(value: float) -> float:
+        """Return pixels from the top."""
         return round(Chart.bottom - value / y_end * (Chart.bottom - Chart.top), 1)
 
     return Chart(
@@ -110,7 +113,7 @@ def speed_chart(results: Iterable[tuple[str, Result]]) -> Chart | None:
     """Return a GPU's throughput over the speed that one user sees; results are named by their line."""
     points = _by_line(results, lambda metrics: (metrics.interactivity, metrics.tput_per_gpu))
     title = "Throughput of a GPU against the speed that one user sees"
-    return line_chart(title, "tok/s/user", "tok/s/GPU", points)
+    return line_chart(title, "output tok/s/user", PER_GPU, points)
 
 
 def latency_chart(results: Iterable[tuple[str, Result]]) -> Chart | None:

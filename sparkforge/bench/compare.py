@@ -163,8 +163,8 @@ def _value(results: Sequence[Result], statistic: Statistic) -> float:
 def _require_comparable(results: Sequence[Result]) -> None:
     shapes = {f"{r.config.isl}/{r.config.osl} c{r.config.conc} by {r.client.name}" for r in results}
     if len(shapes) > 1:
-        what, why = "results of different shapes or clients cannot be compared", ", ".join(sorted(shapes))
-        raise UsageError(what, why, "./inv bench.compare A.json B.json")
+        summary, why = "results of different shapes or clients cannot be compared", ", ".join(sorted(shapes))
+        raise UsageError(summary, why, "./inv bench.compare A.json B.json")
     if failed := [r for r in results if not r.passed or not r.requests]:
         why = "; ".join(failed[0].reasons) or "it holds no request"
         raise UsageError("a failed result cannot be compared", why, "compare results that passed")

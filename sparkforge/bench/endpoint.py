@@ -155,6 +155,11 @@ class Served:
     max_model_len: int
 
 
+def last_part(model: str) -> str:
+    """Return a model's name without its folder or organisation, in lower case."""
+    return model.rstrip("/").rpartition("/")[2].lower()
+
+
 def served(endpoint: Endpoint) -> Served:
     """Return the model to measure: the one asked for, or the only one. Raises ServerError, UsageError."""
     response = endpoint.get("/v1/models")
@@ -166,6 +171,9 @@ def served(endpoint: Endpoint) -> Served:
             f"{endpoint.url} is no OpenAI API", why, "check PORT, or give --url", code="server.reply"
         ) from error
     name = endpoint.model or next(iter(offered), "")
+    if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, where the server says gpt-oss-120b
+        same = [known for known in offered if last_part(known) == last_part(name)]
+        name = same[0] if len(same) == 1 else name
     if name not in offered:
         models = ", ".join(offered) or "none"
         raise UsageError(f"{endpoint.url} does not serve {name!r}", f"it serves {models}", "set MODEL, or give --model")

@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from sparkforge import pins
 from sparkforge.bench import accuracy, canary
+from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines
-from sparkforge.bench.endpoint import Endpoint
+from sparkforge.bench.endpoint import Endpoint, last_part
 from sparkforge.bench.schema import Gate, ResultCheck, finite
 from sparkforge.core.console import say
 from sparkforge.core.documents import read_text
 from sparkforge.core.errors import BenchmarkError, UsageError
 
-TEXT = "persuasion-24"  # the text that is a file of this package
-
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to score and the name under which thresholds know it."""
+    """A text to score, the name under which thresholds know it, and the sha256 of the file that holds it."""
 
     name: str
     text: str
+    sha256: str = ""
 
 
-def passage(baselines: Baselines, text_or_file: str) -> Passage:
-    """Return a text of the table, or a file's, whose name is the file's without its suffix. Raises UsageError."""
-    path = Path(text_or_file)
-    if not path.suffix:
-        name = text_or_file or TEXT
-        return Passage(name, baselines.text(name).read())
+def passage(baselines: Baselines, text_or_file: str, model: str = "") -> Passage:
+    """Return a known text by name, or a file's, whose name is the file's without its suffix.
+
+    Without either it is the model's own. Raises UsageError, and InputError for a known text that is not here.
+    """
+    name, packaged = text_or_file or baselines.default_text(model), {text.name: text for text in baselines.texts}
+    pinned = pins.load().texts
+    if name in packaged:
+        return Passage(name, packaged[name].read(), packaged[name].sha256)
+    if name in pinned:
+        return Passage(name, texts.read(name, pinned[name]), pinned[name].pinned_files[pinned[name].member].sha256)
+    if not Path(name).suffix:
+        known = ", ".join((*packaged, *pinned))
+        raise UsageError(f"there is no text {name}", f"there are {known}", "./inv bench.acc --text FILE.txt")
+    return _read_file(Path(name), {**packaged, **pinned}.keys())
+
+
+def _read_file(path: Path, known: Collection[str]) -> Passage:
+    """Return a file's text. Raises UsageError, also for a known text's name: its limits would apply to this one."""
+    fix = "./inv bench.acc --text FILE.txt"
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the text {path}", str(error), "./inv bench.acc --text FILE.txt") from error
+        raise UsageError(f"cannot read the text {path}", str(error), fix) from error
     if not text.strip():
-        raise UsageError(f"{path} is empty", "there is nothing to score", "./inv bench.acc --text FILE.txt")
-    return Passage(path.stem, text)
+        raise UsageError(f"{path} is empty", "there is nothing to score", fix)
+    if path.stem in known:
+        why = "that is the name of a known text, whose limits would be used for this file"
+        raise UsageError(
+            f"the text {path} cannot be called {path.stem}", why, f"--text {path.stem}; or rename the file"
+        )
+    return Passage(path.stem, text, hashlib.sha256(text.encode()).hexdigest())
 
 
 def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[ResultCheck, ...] = ()) -> Gate:
@@ -63,6 +86,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[Re
         passed=all(check.ok for check in checks),
         checks=checks,
         text=text.name,
+        text_sha256=text.sha256,
         chunked_by=score.chunked_by,
         **{name: finite(value) for name, value in score.metrics.items()},
         tokens=score.tokens,
@@ -85,10 +109,11 @@ def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultChec
     """Check a figure against a limit from above or below; NaN fails."""
     ok = value <= limit if upper else value >= limit
     sign, off = ("≤" if upper else "≥"), abs(value - limit)
-    detail = f"{name} {value:.4f} {sign} {limit:.4f}"
+    detail = f"{value:.4f} {sign} {limit:.4f}"
     if not ok:
         detail = f"{name} is {value:.4f} and must be {sign} {limit:.4f}: off by {off:.4f} ({off / abs(limit or 1):.1%})"
-    return ResultCheck(name=name, ok=ok, told=detail, value=finite(value), limit=limit)
+    bound: Literal["upper", "lower"] = "upper" if upper else "lower"
+    return ResultCheck(name=name, ok=ok, told=detail, value=finite(value), limit=limit, bound=bound)
 
 
 def require(gate: Gate) -> None:
@@ -107,20 +132,22 @@ def require(gate: Gate) -> None:
 def print_gate(gate: Gate) -> None:
     """Print every check and the figures."""
     for check in gate.checks:
-        say(f"{'✓' if check.ok else '✗'} {check.name}: {check.told}")
+        say(f"{'✓' if check.ok else '✗'} {check.label}: {check.told}")
     figures = (gate.bits_per_byte, gate.byte_perplexity, gate.word_perplexity)
     if None not in figures:
         bits, per_byte, per_word = figures
         say(f"  {gate.text}: {bits:.4f} bits/byte, byte perplexity {per_byte:.4f}, word perplexity {per_word:.4f}")
     if gate.sanity_only:
-        say("  no threshold of this very model is known: it only had to predict better than xz packs")
+        say(
+            "  a sanity check, no gate: it has no limits for this model, which only had to predict better than xz packs"
+        )
 
 
 def threshold_row(model: str, gate: Gate, date: str, slack: float = 1.03) -> str:
     """Return the TOML row that makes this gate's figures the threshold of its model, each times `slack`."""
     figures = {name: getattr(gate, name) for name in ("bits_per_byte", "byte_perplexity", "word_perplexity")}
     bounds = ", ".join(f"{name} = {value * slack:.4f}" for name, value in figures.items() if value is not None)
-    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    name = last_part(model)
     return (
         f'[[gates]]\nmodel = "{name}"\ntext = "{gate.text}"\nat_most = {{ {bounds} }}\n'
         f'source = "measured: ./inv bench.acc --text {gate.text} --record, times {slack}"\ndate = "{date}"\n'

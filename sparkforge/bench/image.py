@@ -178,9 +178,9 @@ def projection() -> dict[str, Any]:
     inputs = table.image(table.default)
     files = wheel_files(inputs.locks["aarch64"], "aarch64")
     chosen = trimming.cuts(inputs.device)
-    cut = dict.fromkeys((one.name for one in chosen), 0)
+    cut = dict.fromkeys((entry.name for entry in chosen), 0)
     for path, size in files.items():  # a file that two entries name is the first one's
-        if first := next((one.name for one in chosen if trimming.is_cut(path, [one])), ""):
+        if first := next((entry.name for entry in chosen if trimming.is_cut(path, [entry])), ""):
             cut[first] += size
     packages = len(debian.read(debian.LOCKS / f"{inputs.device}-runtime-arm64.txt"))
     return {

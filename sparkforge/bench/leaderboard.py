@@ -19,7 +19,8 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.redact import redact
 
 HEADINGS = (
-    *("rank", "team", "model", "device", "tok/s/GPU", "tok/s/user", "median E2E ms", "bits/byte", "gate", "load by"),
+    *("rank", "team", "model", "device", page.PER_GPU, "output tok/s/user", "median E2E ms", "bits/byte", "gate"),
+    "load by",
     "date",
 )
 
@@ -33,13 +34,13 @@ class TeamResult:
 
     @property
     def name(self) -> str:
-        """Its line in a chart."""
-        return " · ".join(filter(None, (self.team, self.result.config.model)))
+        """Its line in a chart: figures of two load clients are not joined."""
+        return " · ".join(filter(None, (self.team, self.result.config.model, self.result.client.name)))
 
 
 @dataclass(frozen=True)
 class ShapeSection:
-    """The part of the page for one shape: a chart, and a ranking for each concurrency."""
+    """The part of the page for one shape: a chart, and a ranking for each concurrency and load client."""
 
     isl: int
     osl: int
@@ -84,7 +85,7 @@ def _read(path: Path) -> TeamResult:
 
 
 def render(entries: Sequence[TeamResult], left_out: Sequence[str], title: str) -> str:
-    """Return the page: for each shape a chart, and for each of its concurrencies a table ranked by tok/s/GPU."""
+    """Return the page: for each shape a chart, and a ranking for each concurrency and load client."""
     shapes: dict[tuple[int, int], list[TeamResult]] = {}
     for entry in entries:
         shapes.setdefault((entry.result.config.isl, entry.result.config.osl), []).append(entry)
@@ -96,12 +97,17 @@ def render(entries: Sequence[TeamResult], left_out: Sequence[str], title: str) -
 
 
 def _rankings(entries: Sequence[TeamResult]) -> list[SortableTable]:
-    concurrencies: dict[int, list[TeamResult]] = {}
+    """Return a table for each concurrency and load client: two clients count and time differently."""
+    groups: dict[tuple[int, str], list[TeamResult]] = {}
     for entry in sorted(entries, key=lambda entry: -(entry.result.metrics.tput_per_gpu if entry.result.metrics else 0)):
-        concurrencies.setdefault(entry.result.config.conc, []).append(entry)
+        groups.setdefault((entry.result.config.conc, entry.result.client.name), []).append(entry)
     return [
-        SortableTable(f"concurrency {conc}", HEADINGS, [_cells(rank, entry) for rank, entry in enumerate(members, 1)])
-        for conc, members in sorted(concurrencies.items())
+        SortableTable(
+            f"concurrency {conc}, load by {client}",
+            HEADINGS,
+            [_cells(rank, entry) for rank, entry in enumerate(group, 1)],
+        )
+        for (conc, client), group in sorted(groups.items())
     ]
 
 
@@ -114,7 +120,7 @@ def _cells(rank: int, entry: TeamResult) -> list[Cell]:
         " ".join(filter(None, (result.server.device, str(result.machine.get("processor", ""))))),
         *((metrics.tput_per_gpu, metrics.interactivity, metrics.e2el_ms.median) if metrics else (None, None, None)),
         result.gate.bits_per_byte,
-        "sanity only" if result.gate.sanity_only else "threshold",
+        "sanity only" if result.gate.sanity_only else f"limits on {result.gate.text}",
         result.client.name,
         str(result.machine.get("measured_at", ""))[:10],
     ]

@@ -125,8 +125,8 @@ def send(
 def require_answers(load: FinishedLoad) -> FinishedLoad:
     """Return the load if every request was answered. Raises ServerError with the first error."""
     if errors := [sample.error for sample in load.samples if sample.error]:
-        what = f"{len(errors)} of {len(load.samples)} requests failed"
-        raise ServerError(what, errors[0], "look at the server's log", code="server.reply")
+        summary = f"{len(errors)} of {len(load.samples)} requests failed"
+        raise ServerError(summary, errors[0], "look at the server's log", code="server.reply")
     return load
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.bench import judge, samples
-from sparkforge.bench.baselines import Baselines, compute_ratios
+from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server
 from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.load import LoadClient, OwnClient
@@ -62,15 +62,16 @@ class Bench:
         except SparkforgeError as error:
             checks = [ResultCheck(name="the load ran to its end", ok=False, told=f"{error.what}: {error.why}")]
         figures = samples.compute_metrics(finished, config) if finished else None
-        shape = (config.isl, config.osl, config.conc)
-        good = all(check.ok for check in checks) and figures is not None
+        valid = figures if all(check.ok for check in checks) else None
+        competition = compare_with_competition(valid, self.baselines.competition_figure(*config.key)) if valid else {}
         return Result(
-            passed=good and self.gate.passed,
+            passed=valid is not None and self.gate.passed,
             config=config,
             gate=self.gate,
             checks=checks,
             metrics=figures,
-            ratios=compute_ratios(figures, shape, self.baselines.figures) if figures and good else [],
+            ratios=compute_ratios(valid, config.key, self.baselines.figures) if valid else [],
+            **competition,
             requests=[sample.row() for sample in finished.samples if not sample.error] if finished else [],
             client=self.client,
             server=describe_server(self.endpoint),

@@ -20,6 +20,7 @@ from sparkforge.core.urls import without_passwords
 
 TEMPLATES = Path(__file__).parent / "templates"
 Cell = str | float | bool | None
+PER_GPU = "in+out tok/s/GPU"  # tput_per_gpu: unlike output tok/s it counts the prompts' tokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ def render(template: str, title: str, **values: Any) -> str:
     """Return the page that a template of `templates/` makes of `values`."""
     style, script = (_own_file(name) for name in ("page.css", "page.js"))
     return _environment().get_template(template).render(title=title, style=style, script=script, **values)
+
+
+def format_optional(value: float | None) -> str:
+    """Return a figure as `format_figure` does, or `-` where there is none."""
+    return "-" if value is None else format_figure(value)
 
 
 def format_figure(value: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkforge.bench import page
-from sparkforge.bench.baselines import Baselines, CitedFigure
+from sparkforge.bench.baselines import Baselines, CitedFigure, missing_figures
 from sparkforge.bench.chart import latency_chart, speed_chart
 from sparkforge.bench.page import Cell, SortableTable
 from sparkforge.bench.samples import phase_speeds
@@ -15,7 +15,7 @@ from sparkforge.core.files import write_atomic
 
 GATE = ("check", "verdict", "value", "limit", "detail")
 MEASURED = (
-    *("isl/osl", "conc", "verdict", "output tok/s", "tok/s/GPU", "tok/s/user"),
+    *("isl/osl", "conc", "verdict", "output tok/s", page.PER_GPU, "output tok/s/user"),
     *("TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "E2E ms", "p99", "requests"),
 )
 PHASES = ("test", "t/s (total)", "t/s (req)", "±", "ttfr ms")
@@ -46,6 +46,7 @@ def render(results: Sequence[Result], baselines: Baselines) -> str:
         charts=[chart for chart in (speed_chart(shapes), latency_chart(shapes)) if chart],
         phases=_phases(results),
         ratios=_ratios(results),
+        missing=missing_figures(results, baselines),
         cited=_cited(baselines.figures),
         server_tables=_server_tables(first.server),
         provenance=_provenance(first),
@@ -53,7 +54,7 @@ def render(results: Sequence[Result], baselines: Baselines) -> str:
 
 
 def _gate_checks(gate: Gate) -> SortableTable:
-    rows = [[check.name, check.ok, check.value, check.limit, check.told] for check in gate.checks]
+    rows = [[check.label, check.ok, check.value, check.limit, check.told] for check in gate.checks]
     return SortableTable("run before anything was timed", GATE, rows)
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal
-from sparkforge.bench.baselines import AccuracyThreshold, Baselines
+from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
 from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
@@ -41,7 +41,7 @@ def prepare(flags: Mapping[str, str]) -> Prepared:
     table = baselines.load()
     silence = float(whole(flags.get("silence", "") or str(int(READ_SECONDS)), "--silence", 1))
     endpoint = settings.endpoint(options, flags.get("url", ""), silence)
-    passage = gate.passage(table, flags.get("text", ""))
+    passage = gate.passage(table, flags.get("text", ""), endpoint.model)
     return Prepared(flags, options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
 
 
@@ -105,7 +105,8 @@ def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
             result = batch.measure(bench, configs[0], path, Steps(1))
             outcome = RunOutcome([result], [path], path.with_suffix(".html"))
             report.write(outcome.page, outcome.results, prepared.baselines)
-    terminal.print_results(outcome.results, prepared.baselines.figures if flags.get("cited") else [])
+    figures = prepared.baselines.figures if flags.get("cited") else []
+    terminal.print_results(outcome.results, figures, missing_figures(outcome.results, prepared.baselines))
     echo(str(outcome.page.parent if prepared.settings.is_batch else outcome.files[0]))
     say(f"report: {outcome.page}")
     return outcome
@@ -125,7 +126,9 @@ def _bench(prepared: Prepared, python: Path) -> Bench:
 def _gate(prepared: Prepared) -> Gate:
     """Run the gate, write accuracy.json, print every check. Raises BenchmarkError."""
     tasks = [task for task in prepared.flags.get("lm_eval", "").split(",") if task]
-    with Steps(1).step("accuracy", f"{prepared.endpoint.model} on {prepared.passage.name}"):
+    threshold = prepared.baselines.threshold(prepared.endpoint.model, prepared.passage.name)
+    name = "sanity" if threshold and threshold.sanity else "accuracy"
+    with Steps(1).step(name, f"{prepared.endpoint.model} on {prepared.passage.name}"):
         extra = lm_eval.checks(prepared.endpoint, prepared.baselines, tasks)
         verdict = gate.run(prepared.endpoint, prepared.baselines, prepared.passage, extra)
         write_atomic(prepared.output / f"{GATE_NAME}.json", verdict.model_dump_json(indent=2) + "\n")

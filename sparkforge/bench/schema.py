@@ -41,6 +41,11 @@ class Config(Record):
         return f"result_isl{self.isl}_osl{self.osl}_conc{self.conc}"
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        """Lengths and concurrency, as cited figures have them."""
+        return self.isl, self.osl, self.conc
+
+    @property
     def shape(self) -> str:
         """Lengths and concurrency in a few characters."""
         return f"{self.isl}/{self.osl} c{self.conc}"
@@ -54,6 +59,14 @@ class ResultCheck(Record):
     told: str
     value: float | None = None
     limit: float | None = None
+    bound: Literal["upper", "lower"] | None = Field(
+        default=None, description="what `limit` is for `value`; null if neither"
+    )
+
+    @property
+    def label(self) -> str:
+        """Its name for people: a figure may have an upper and a lower limit."""
+        return f"{self.name}, {self.bound} limit" if self.bound else self.name
 
 
 class Gate(Record):
@@ -62,6 +75,7 @@ class Gate(Record):
     passed: bool
     checks: list[ResultCheck]
     text: str = Field(description="name of the text that was scored")
+    text_sha256: str = Field(default="", description="sha256 of the file that holds the text")
     chunked_by: Literal["tokens", "bytes"]
     bits_per_byte: float | None
     byte_perplexity: float | None
@@ -101,7 +115,7 @@ class Metrics(Record):
     total_output_tokens: int
     output_throughput: float
     total_token_throughput: float
-    tput_per_gpu: float = Field(description="total_token_throughput / tp")
+    tput_per_gpu: float = Field(description="total_token_throughput / tp: counts the prompts' tokens too")
     output_tput_per_gpu: float
     interactivity: float | None = Field(description="1000 / median tpot: tokens a second that one user sees")
     ttft_ms: Spread
@@ -121,6 +135,13 @@ class Ratio(Record):
     better: bool
     source: str
     date: str
+
+
+class CompetitionBaseline(Record):
+    """The gpt-oss competition's B200 figures of the same shape, by its own names: milliseconds, tokens a second."""
+
+    b200_median_e2e_1126: float
+    b200_tput_pergpu_1126: float
 
 
 class Client(Record):
@@ -152,6 +173,15 @@ class Result(Record):
     checks: list[ResultCheck]
     metrics: Metrics | None
     ratios: list[Ratio] = Field(default=[])
+    b200_baseline_nv1126: CompetitionBaseline | None = Field(
+        default=None, description="null where the competition has no B200 figure of this shape, or the load failed"
+    )
+    tput_per_gpu_ratio_vs_b200_1126: float | None = Field(
+        default=None, description="above 1 is more throughput than the B200"
+    )
+    median_e2e_ratio_vs_b200_1126: float | None = Field(
+        default=None, description="below 1 is less latency than the B200"
+    )
     requests: list[Request] = Field(default=[])
     client: Client
     server: ServedModel

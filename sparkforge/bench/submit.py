@@ -16,15 +16,16 @@ from typing import Any
 
 import httpx
 
+from sparkforge import pins
 from sparkforge.bench import baselines, runs, schema
-from sparkforge.bench.baselines import CitedFigure
+from sparkforge.bench.baselines import Baselines, CitedFigure
 from sparkforge.bench.context import read_table
 from sparkforge.bench.endpoint import require_url, uses_proxy
 from sparkforge.bench.schema import Result
 from sparkforge.core import http, sse
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
-from sparkforge.core.errors import InputError, NetworkError, UsageError
+from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.redact import redact
 
@@ -36,32 +37,54 @@ ANSWER_BYTES = 1 << 20
 NOT_TAKEN = {429, 503}  # the receiver did not take it: safe for every form
 EVENT = re.compile(r"[\w-]{1,100}")
 PERHAPS_TAKEN = {500, 502, 504}
-B200 = "B200"
+BOARD = "board"  # for --to: the competition's board for the result's shape
 ZERO_COLUMNS = 0.0  # the form wants a number where there is no baseline
 
 
 @dataclass(frozen=True)
 class Post:
-    """One result on its way to one place."""
+    """One result on its way to one place; `figure` is what the competition holds its shape against."""
 
     url: str
     team: str
     result: Result
-    figures: list[CitedFigure]
+    figure: CitedFigure | None
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where results go: `to` is a URL, `board` for the competition's board of each shape, or empty for nowhere."""
+
+    team: str
+    to: str
+    form: str
+
+    def is_competition(self, table: Baselines) -> bool:
+        """Tell whether this is the competition's board, or gets its form."""
+        own = {board.url for board in table.competition.boards}
+        return self.to == BOARD or self.form != "json" or self.to.rstrip("/") in own
 
 
 def main(flags: Mapping[str, Any], python: Path) -> None:
-    """Measure or read, then post. Raises what measuring raises, UsageError, NetworkError."""
-    team, url, form = checked_team(flags["team"]), flags.get("to", ""), flags.get("form") or "json"
-    if form not in FORMS:
+    """Measure or read, then post. Raises what measuring raises, UsageError, BenchmarkError, NetworkError."""
+    to, form = flags.get("to", ""), flags.get("form", "")
+    destination = Destination(checked_team(flags["team"]), to, form or ("gradio" if to == BOARD else "json"))
+    if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
-    if url:
-        require_url(url, "--to", "--to https://HOST/PATH")
+    if to and to != BOARD:
+        require_url(to, "--to", f"--to https://HOST/PATH, or --to {BOARD}")
+    table = baselines.load()
+    if not flags.get("result") and to and destination.is_competition(table):
+        prepared = runs.prepare(flags)  # an hour of load must not end with a result that is refused
+        threshold = table.threshold(prepared.endpoint.model, prepared.passage.name)
+        limits = threshold.at_most if threshold else {}
+        isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
+        _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl)))
     outcome = None if flags.get("result") else runs.measure(flags, python)
     for path in outcome.files if outcome else [Path(flags["result"])]:
         result = schema.read(path)
         if result.passed:
-            deliver(path, result, team, url, form)
+            deliver(path, result, destination, table)
         elif outcome is None:
             raise InputError(
                 f"{path.name} did not pass",
@@ -73,6 +96,48 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
         outcome.require()
 
 
+def find_differences(
+    table: Baselines, model: str, text_sha256: str, limits: Mapping[str, float | None], shape: tuple[int, int]
+) -> list[str]:
+    """Return how a measurement differs from what the competition's boards take; empty if it does not.
+
+    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure.
+    """
+    board, differences = table.competition, list[str]()
+    text, threshold = pins.load().texts[board.text], table.threshold(board.model, board.text)
+    if not baselines.matches(board.model, model):
+        differences.append(f"the model is {model}, not {board.model}")
+    if text_sha256 != text.pinned_files[text.member].sha256:
+        differences.append(f"the text is not {board.text}, by its sha256")
+    for name, limit in (threshold.at_most if threshold else {}).items():
+        if limits.get(name) != limit:
+            differences.append(f"{name} was held against {limits.get(name) or 'nothing'}, not {limit}")
+    if not board.url(*shape):
+        differences.append(f"there is no board for {shape[0]}/{shape[1]}")
+    return differences
+
+
+def _refuse(differences: list[str]) -> None:
+    """Raise BenchmarkError with what differs from the board; nothing was posted."""
+    if differences:
+        raise BenchmarkError(
+            "the competition's board does not take this",
+            "\n        ".join(differences),
+            "measure gpt-oss-120b on the board's text: ./inv bench.text, then ./inv bench.submit TEAM without --text",
+            code="benchmark.board",
+        )
+
+
+def require_board(table: Baselines, result: Result) -> None:
+    """Raise BenchmarkError for a result that was not measured as the competition's boards want it."""
+    gate, config = result.gate, result.config
+    limits = {check.name: check.limit for check in gate.checks if check.bound == "upper" and check.ok}
+    differences = find_differences(table, config.model, gate.text_sha256, limits, (config.isl, config.osl))
+    if gate.chunked_by != "tokens":
+        differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
+    _refuse(differences)
+
+
 def checked_team(name: str) -> str:
     """Return a team's name. Raises UsageError for one that a board could not show."""
     if not 0 < len(name.strip()) <= 80 or not name.isprintable():
@@ -80,18 +145,26 @@ def checked_team(name: str) -> str:
     return name.strip()
 
 
-def deliver(path: Path, result: Result, team: str, url: str, form: str) -> None:
-    """Post one result, unless it was, or no URL was given. Raises NetworkError."""
-    if not url:
-        say(f"nothing was posted: no --to URL. Later: ./inv bench.submit '{team}' --result {path} --to URL")
+def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
+    """Post one result, unless it was, or no URL was given. Raises NetworkError, BenchmarkError for a wrong result."""
+    config, team = result.config, destination.team
+    board = table.competition.url(config.isl, config.osl)
+    later = f"./inv bench.submit '{team}' --result {path}"
+    if not destination.to:
+        say(f"nothing was posted: no --to URL. Later: {later} --to URL")
+        if board:
+            say(f"the competition's board for {config.isl}/{config.osl} is {board}: {later} --to {BOARD}")
         return
+    if destination.is_competition(table):
+        require_board(table, result)
+    url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
     post = {"digest": result.digest, "url": url, "team": team, "form": form}
     if _posted(record, post):
         say(f"{path.name} was posted to this URL before; it is not posted again")
         return
-    again = f"./inv bench.submit '{team}' --result {path} --to {url} --form {form}"
-    FORMS[form](Post(url.rstrip("/"), team, result, baselines.load().figures), again)
+    figure = table.competition_figure(*config.key)
+    FORMS[form](Post(url.rstrip("/"), team, result, figure), f"{later} --to {url} --form {form}")
     write_json(record, {**post, "posted_at": datetime.now(UTC).isoformat(timespec="seconds")})
     say(f"posted {path.name} to {url}")
 
@@ -125,8 +198,7 @@ def columns(post: Post) -> dict[str, str | float]:
     result, m = post.result, post.result.metrics
     if m is None:
         raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
-    shape = (result.config.isl, result.config.osl, result.config.conc)
-    cited = next((f.values for f in post.figures if f.shape == shape and f.name.startswith(B200)), {})
+    cited = post.figure.values if post.figure else {}
     gsm8k = next((check.value for check in result.gate.checks if check.name == "gsm8k"), None)
     figures: dict[str, float | None] = {
         "conc": result.config.conc,

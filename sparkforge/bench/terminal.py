@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from sparkforge.bench.baselines import CitedFigure
-from sparkforge.bench.page import format_figure
+from sparkforge.bench.page import format_figure, format_optional
 from sparkforge.bench.samples import phase_speeds
 from sparkforge.bench.schema import Result, Spread
 from sparkforge.core.console import console
 
-COLUMNS = ("shape", "", "out tok/s", "/GPU", "/user", "TTFT", "TPOT", "ITL", "E2E")
+COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
 
 
-def print_results(results: Sequence[Result], figures: Sequence[CitedFigure]) -> None:
-    """Print measured figures, the pp/tg table, ratios, and in a table of their own what others published."""
+def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Sequence[str] = ()) -> None:
+    """Print measured figures, the pp/tg table, ratios, and in a table of their own what others published.
+
+    `missing` are sentences about figures that nobody has published.
+    """
     measured = Table(*COLUMNS, title="measured · ms: median, below it p99", box=SIMPLE)
     for result in results:
         measured.add_row(*_measured(result))
-    tables = [measured]
+    tables: list[RenderableType] = [measured]
     if speeds := [speed for result in results for speed in phase_speeds(result)]:
         phases = Table("test", "t/s (total)", "t/s (req)", "ttfr ms", title="llama-benchy style")
         for speed in speeds:
@@ -36,6 +41,7 @@ def print_results(results: Sequence[Result], figures: Sequence[CitedFigure]) -> 
                 better = "better" if r.better else "worse"
                 ratios.add_row(result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}")
         tables.append(ratios)
+    tables.extend(map(Text, missing))
     if figures:
         cited = Table("published by", "shape", "figures", "source", "date", title="cited, not measured here")
         for published in figures:
@@ -53,7 +59,7 @@ def _measured(result: Result) -> list[str]:
     latencies = (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms)
     return [
         *cells,
-        *(format_figure(speed) if speed else "-" for speed in speeds),
+        *(format_optional(speed) for speed in speeds),
         *(_latency(value) for value in latencies),
     ]
 

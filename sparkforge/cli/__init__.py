@@ -48,6 +48,7 @@ for _collection in (
     Collection(
         "bench",
         measure.acc,
+        measure.text,
         measure.perf,
         measure.submit,
         measure.compare,

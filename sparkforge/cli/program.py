@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from invoke.config import Config
 from invoke.exceptions import Exit, ParseError
@@ -103,11 +103,25 @@ def run(arguments: list[str]) -> int:
     else:
         require(arguments[0], contexts)
         try:
-            parsed = Parser(contexts=namespace.to_contexts()).parse_argv(arguments)
+            parsed = Parser(contexts=namespace.to_contexts()).parse_argv(_with_two_dashes(arguments, contexts))
         except ParseError as error:
             raise usage_error(error, contexts) from None
         Executor(namespace, Config(lazy=True)).execute(*parsed)
     return 0
+
+
+def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserContext]) -> list[str]:
+    """Return the arguments with `-isl` written as `--isl`, as the gpt-oss competition's programs take their options.
+
+    A word that begins with a short flag of its command, such as -f, stays as it is.
+    """
+    changed, short = list[str](), set[str]()
+    for argument in arguments:
+        if argument in contexts:
+            short = {f"-{name}" for option in contexts[argument].args.values() for name in option.nicknames}
+        long = re.match(r"-[a-z][a-z]", argument) and argument[:2] not in short
+        changed.append(f"-{argument}" if long else argument)
+    return changed
 
 
 def require(name: str, names: Iterable[str]) -> str:

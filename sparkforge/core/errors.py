@@ -116,6 +116,7 @@ CODES = {
     "input.baselines": "The benchmark's baselines are malformed: an unknown key, a figure without source or date.",
     "input.result": "A result file cannot be read, or is not one of ours.",
     "input.trace": "A profiler's trace cannot be read, or is damaged, too large or empty.",
+    "input.text": "The text that the accuracy gate scores is not here, or is not the one that its limits belong to.",
     "network.fetch": "A pinned file could not be fetched: no network, not on the index, or a broken transfer.",
     "network.submit": "A result was not posted; it is kept, and the same command tries again.",
     "integrity.hash": "A file is not the one that was pinned; nothing of it was kept.",
@@ -167,5 +168,6 @@ CODES = {
     "benchmark.load": "A load run did not finish, or its figures contradict each other; its result says failed.",
     "benchmark.batch": "At least one configuration of a batch failed; the others were measured.",
     "benchmark.regression": "A result is worse than the accepted one by more than noise.",
+    "benchmark.board": "A result is not what the board takes: another model, text, limits or shape; it was not posted.",
     "benchmark.bakeoff": "No server of a bakeoff passed the gate and the load, so there is nothing to rank.",
 }

@@ -1,6 +1,16 @@
 """Every outside input by version and hash: pins.toml, lock files, the package index, Debian packages."""
 
-from sparkforge.pins.table import Component, EnvironmentPin, GitSource, PinnedFile, Pins, Stack, StackImage, load
+from sparkforge.pins.table import (
+    Component,
+    EnvironmentPin,
+    GitSource,
+    PinnedFile,
+    Pins,
+    Stack,
+    StackImage,
+    TextPin,
+    load,
+)
 
 __all__ = [
     "Component",
@@ -10,5 +20,6 @@ __all__ = [
     "Pins",
     "Stack",
     "StackImage",
+    "TextPin",
     "load",
 ]

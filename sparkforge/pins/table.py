@@ -145,8 +145,29 @@ class EnvironmentPin(Record):
     size: int = Field(gt=0, strict=True)  # bytes to ask for: installed, and the downloads
 
 
+class TextPin(Record):
+    """A text that the accuracy gate scores: a member of a zip archive in a dataset of the Hugging Face hub."""
+
+    dataset: Text
+    revision: Text = Field(pattern=r"^[0-9a-f]{40}$")
+    archive: Text
+    member: Text
+    pinned_files: dict[Text, PinnedFile] = Field(alias="files")  # of the archive and of the member
+    licence: Text
+    why: Text
+    source: Text
+
+    @model_validator(mode="after")
+    def _archive_and_member_have_pins(self) -> TextPin:
+        if self.pinned_files.keys() != {self.archive, self.member}:
+            raise ValueError("'files' must have the archive and the member, and nothing else")
+        if any(file.size == "unknown" for file in self.pinned_files.values()):
+            raise ValueError("a text needs its sizes: they bound what is downloaded and unpacked")
+        return self
+
+
 class Pins(Record):
-    """The whole table: stacks and environments by name.
+    """The whole table: stacks, environments and texts by name.
 
     `default` is the stack that commands use where none is named, `devices` maps a device that has another one to it.
     """
@@ -156,6 +177,7 @@ class Pins(Record):
     devices: dict[Text, Text] = Field(default_factory=dict)
     stacks: dict[Text, Stack] = Field(min_length=1)
     environments: dict[Text, EnvironmentPin] = Field(default_factory=dict)
+    texts: dict[Text, TextPin] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_hash_a_file(self) -> Pins:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,9 +11,10 @@ from pathlib import Path
 import docker
 
 from sparkforge.core import paths
+from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
-from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError
+from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine
 from sparkforge.image.compose import SERVICE, Service
@@ -22,6 +24,8 @@ from sparkforge.serve import access, launch, logs, profiler, profiles, proof, re
 from sparkforge.serve import client as api
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.record import Server
+from validate.facts import gpu
+from validate.facts.target import Options, Target
 
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
 READY_SECONDS = 3600.0
@@ -63,7 +67,20 @@ def variables(
         served_name(folder)
         environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL_NAME": folder.name}
         environment["SPARKFORGE_MODEL"] = f"/models/{folder.name}"  # of the stacks whose default is no folder
+    settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start
+    _require_gpus(int(os.environ.get("TP") or 1))
     return environment
+
+
+def _require_gpus(wanted: int) -> None:
+    """Raise UsageError if this machine has fewer GPUs than are to share the model, and says so."""
+    try:
+        present = len(gpu.nvidia_smi(Target(Options(), "embedded"))) if wanted > 1 else wanted
+    except ProbeError:
+        return  # without a GPU at all the engine says what is missing
+    if present < wanted:
+        why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
+        raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
 
 def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.serve import access, command_line, launch, profiler, profiles, proof
+from sparkforge.serve import access, command_line, launch, profiler, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.record import Server
@@ -55,12 +56,20 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
 
 
 def up(
-    python: Path, model: str, port: int, steps: Steps, allowed: Access | None = None, profiled: bool = False
+    python: Path,
+    model: str,
+    port: int,
+    steps: Steps,
+    allowed: Access | None = None,
+    *,
+    profiled: bool = False,
+    arguments: tuple[str, ...] = (),
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
-    a `profiled` server can be asked for traces. Raises InputError, RefusalError, and what `launch.start` raises.
+    a `profiled` server can be asked for traces; `arguments` come behind the profile's.
+    Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
         directory = paths.typed(model).absolute() if model else write_tiny(python)
@@ -69,18 +78,28 @@ def up(
     with steps.step("validation", "profile embedded") as tell:
         tell(validate(python, directory, port))
     with steps.step("server", "vLLM starts") as tell:
-        server = launch.start(describe(python, directory, model_id, port, allowed, profiled), tell)
+        server = launch.start(
+            describe(python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments), tell
+        )
         tell(f"first token received, {proof.in_words(server.proof)}")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
     return server
 
 
 def describe(
-    python: Path, model: Path, model_id: str, port: int, allowed: Access | None = None, profiled: bool = False
+    python: Path,
+    model: Path,
+    model_id: str,
+    port: int,
+    allowed: Access | None = None,
+    *,
+    profiled: bool = False,
+    arguments: tuple[str, ...] = (),
 ) -> Launch:
     """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`.
 
-    A `profiled` one has vLLM's torch profiler, with the routes that start and stop it.
+    A `profiled` one has vLLM's torch profiler, with the routes that start and stop it; `arguments` come behind the
+    profile's.
     """
     allowed = allowed or Access()
     environment = {
@@ -92,7 +111,7 @@ def describe(
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
         **(profiler.ENVIRONMENT if profiled else {}),
     }
-    more = profiler.arguments(profiler.folder()) if profiled else ()
+    more = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
     server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, more, environment)
     return Launch(
         command=server.command(python),
@@ -104,6 +123,14 @@ def describe(
         key_file=allowed.key_file,
         key=allowed.key,
     )
+
+
+def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+    if env.get("TP", "") not in ("", "1"):
+        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1 ./inv up; or ./inv up --device docker")
+    return settings.arguments({**env, "TP": ""})
 
 
 def preloaded(python: Path) -> dict[str, str]:

@@ -90,7 +90,11 @@ def plan(options: Settings, arguments: Sequence[str]) -> ServerCommand:
         host="0.0.0.0",  # noqa: S104 - the container's own network; compose publishes it on 127.0.0.1
         port=8000,
         profile=profile,
-        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *arguments),
+        extra_arguments=(
+            *(profiler.arguments(options.traces) if options.traces else ()),
+            *options.arguments,
+            *arguments,
+        ),
         extra_environment={
             **os.environ,
             **(profiler.ENVIRONMENT if options.traces else {}),

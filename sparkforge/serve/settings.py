@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core import paths
+from sparkforge.core.errors import InputError, StorageError, UsageError
 from sparkforge.serve import access, profiler
 from sparkforge.serve.health import RUN
 from validate.profiles import PROFILES
@@ -25,6 +26,7 @@ class Settings:
     """The container's settings. `model` is a folder or `tiny`; `seconds` bounds the whole validation.
 
     `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
+    `arguments` are those of vLLM that variables ask for.
     """
 
     stack: str
@@ -36,6 +38,7 @@ class Settings:
     model: str
     model_id: str
     traces: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 def read(env: Mapping[str, str]) -> Settings:
@@ -56,7 +59,36 @@ def read(env: Mapping[str, str]) -> Settings:
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or (TINY_ID if model == TINY else Path(model).name),
         traces=traces,
+        arguments=arguments(env, "SPARKFORGE_"),
     )
+
+
+def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
+    """Return vLLM's arguments for the gpt-oss competition's variables TP and MAX_MODEL_LEN, their names after `prefix`.
+
+    A variable that is empty or not there leaves the serve profile's. Raises UsageError for one that is no number.
+    """
+    flags = {"TP": "--tensor-parallel-size", "MAX_MODEL_LEN": "--max-model-len"}
+    numbers = {name: env.get(f"{prefix}{name}", "") for name in flags}
+    for name, text in numbers.items():
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
+            why = "it must be a whole number above 0"
+            raise UsageError(f"{prefix}{name} is {text[:40]!r}", why, f"unset {prefix}{name}")
+    return tuple(f"{flags[name]}={int(text)}" for name, text in numbers.items() if text)
+
+
+def checkpoint(model: str, folder: str) -> str:
+    """Return the folder that the competition's variable MODEL names: `folder`, if it is one, or a fetched repository.
+
+    An empty `model` stays empty. Raises InputError for a repository that was not fetched.
+    """
+    if not model or Path(folder).is_dir():
+        return folder
+    fetched = paths.ROOT / "models" / Path(model).name  # where model.fetch writes
+    if not fetched.is_dir():
+        fix = f"./inv model.fetch {model}; or unset MODEL"
+        raise InputError(f"MODEL={model} is not here", f"there is no folder {fetched}", fix, code="input.model")
+    return str(fetched)
 
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from sparkforge import pins
 from sparkforge.bench import baselines, gate, judge
 from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.gate import Passage
@@ -281,6 +282,23 @@ def make_result(table):
             "seconds": 1.0,
         }
         return Result.model_validate({**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def board_result(make_result, table):
+    """Return a maker of results as the competition's boards take them; `gate` replaces fields of the gate."""
+    text = pins.load().texts[table.competition.text]
+    limits = table.threshold(table.competition.model, table.competition.text).at_most
+    figures = {"bits_per_byte": 2.06, "byte_perplexity": 4.17, "word_perplexity": 223.0}
+    checks = [gate.bounded(name, figures[name], limit, upper=True) for name, limit in limits.items()]
+    sha256 = text.pinned_files[text.member].sha256
+
+    def make(gate=None, **changes):
+        result = make_result(**changes)
+        own = {"checks": checks, "text_sha256": sha256, **(gate or {})}
+        return result.model_copy(update={"gate": result.gate.model_copy(update=own)})
 
     return make
 

@@ -1,5 +1,6 @@
 """The gate's figures by hand-made numbers, its thresholds, its canaries."""
 
+import hashlib
 import math
 
 import httpx
@@ -65,6 +66,25 @@ def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passa
     assert "bits_per_byte is 5.7564 and must be ≤ 3.4293: off by 2.3271 (67.9%)" in caught.value.why
 
 
+def test_upper_and_lower_limits_of_a_figure_are_told_apart(stub, endpoint, table, passage, capsys):
+    row = AccuracyThreshold(
+        model="*", text="persuasion-24", at_most={"bits_per_byte": 9}, at_least={"bits_per_byte": 0.1},
+        source="s", date="2026-11-21",
+    )  # fmt: skip
+    verdict = gate.run(endpoint, table.model_copy(update={"gates": [row]}), passage)
+    gate.print_gate(verdict)
+    printed = capsys.readouterr().err
+    assert "✓ bits_per_byte, upper limit: 0.7195 ≤ 9.0000" in printed
+    assert "✓ bits_per_byte, lower limit: 0.7195 ≥ 0.1000" in printed
+    assert [(check.bound, check.limit) for check in verdict.checks[:2]] == [("upper", 9.0), ("lower", 0.1)]
+    assert "sanity" not in printed
+
+
+def test_a_sanity_check_is_never_called_a_gate(endpoint, table, passage, capsys):
+    gate.print_gate(gate.run(endpoint, table, passage))
+    assert "a sanity check, no gate" in capsys.readouterr().err
+
+
 def test_thresholds_hold_from_below_too():
     assert not gate.bounded("gsm8k", 0.9, 0.91, upper=False).ok
     assert gate.bounded("gsm8k", 0.91, 0.91, upper=False).ok
@@ -86,8 +106,9 @@ def test_a_recorded_row_is_a_threshold_that_passes(endpoint, table, passage, tmp
 
 def test_texts_are_named_or_files(table, tmp_path):
     assert passage(table, "").name == "persuasion-24"
-    (tmp_path / "wikitext-2-raw-test.txt").write_text("words")
-    assert passage(table, str(tmp_path / "wikitext-2-raw-test.txt")) == Passage("wikitext-2-raw-test", "words")
+    (tmp_path / "mine.txt").write_text("words")
+    sha256 = hashlib.sha256(b"words").hexdigest()
+    assert passage(table, str(tmp_path / "mine.txt")) == Passage("mine", "words", sha256)
     (tmp_path / "empty.txt").write_text(" ")
     for wrong in ("no-such-name", str(tmp_path / "none.txt"), str(tmp_path / "empty.txt")):
         with pytest.raises(UsageError):

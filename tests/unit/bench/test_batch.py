@@ -25,11 +25,9 @@ NOWHERE = Path("/nonexistent/python")
 
 @pytest.fixture
 def flags(stub, tmp_path):
-    text = tmp_path / "persuasion-24.txt"
-    text.write_text("It is a truth universally acknowledged. " * 20)
     shape = {"isl": "24", "osl": "8", "conc": "1,2,4", "num_prompts": "4", "warmups": "0"}
     limits = {"silence": "2", "limit": "5", "client": "own"}
-    return {"url": stub.url, "text": str(text), "output": str(tmp_path / "out"), **shape, **limits}
+    return {"url": stub.url, "text": "persuasion-24", "output": str(tmp_path / "out"), **shape, **limits}
 
 
 def batches(flags):
@@ -61,7 +59,7 @@ def test_a_failed_gate_times_nothing(stub, flags):
 
 
 def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
-    echoes = 2
+    echoes = 18  # chunks of 512 of the text's 9,000 bytes, each of which the stub calls a token
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.batch") as caught:
         runs.run_benchmark(flags, NOWHERE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from sparkforge.bench import bakeoff, chart, leaderboard, lm_eval, page, report, schema, terminal
+from sparkforge.bench import bakeoff, batch, chart, leaderboard, lm_eval, page, report, schema, terminal
 from sparkforge.bench.baselines import FILE
 from sparkforge.bench.chart import Point, Series
 from sparkforge.core.errors import BenchmarkError, InputError, ProcessError, UsageError
@@ -176,6 +176,37 @@ def test_the_board_ranks_what_passed_and_names_the_rest(make_result, tmp_path, c
     assert "2 results, 3 files left out" in capsys.readouterr().err
 
 
+def test_results_of_two_load_clients_are_not_ranked_together(make_result):
+    other = {"client": {"name": "vllm bench serve", "version": "0.32.0"}}
+    entries = [leaderboard.TeamResult(team, make_result(seed=seed, **changes)) for team, seed, changes in
+               (("A", 0, {}), ("B", 1, other), ("C", 2, {}))]  # fmt: skip
+    text = leaderboard.render(entries, [], "")
+    captions = re.findall("<caption>(.*?)</caption>", text)
+    assert captions == ["concurrency 4, load by sparkforge", "concurrency 4, load by vllm bench serve"]
+    first, second = text.split("<caption>")[1:]
+    assert (">A<" in first, ">B<" in first, ">C<" in first, ">B<" in second) == (True, False, True, True)
+    assert text.count("<polyline") == 0  # one point a line: no line joins two clients
+    assert len(set(re.findall(r'text-anchor="end" x="462" y="\d+">(.*?)<', text))) == 3
+
+
+def test_throughput_that_counts_prompts_says_so(make_result, table, capsys):
+    result = make_result()
+    terminal.print_results([result], [])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "in+out" in printed
+    assert "in+out tok/s/GPU" in batch.line(result)
+    for text in (report.render([result], table), leaderboard.render([leaderboard.TeamResult("T", result)], [], "")):
+        assert "in+out tok/s/GPU" in text
+        assert not re.search(r">tok/s", text)
+
+
+def test_a_server_that_failed_has_no_figure(oven, stub, capsys):
+    stub.lie = "truncated"
+    with pytest.raises(BenchmarkError):
+        bakeoff.main(oven, Path("/nonexistent"))
+    assert "0.0000" not in capsys.readouterr().err
+
+
 def test_an_empty_board_is_refused(tmp_path):
     with pytest.raises(InputError, match="no result", check=lambda error: error.code == "input.result"):
         leaderboard.main(str(tmp_path), "", "")
@@ -199,8 +230,6 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture
 def oven(stub, tmp_path, unused_port):
-    text = tmp_path / "persuasion-24.txt"
-    text.write_text("It is a truth universally acknowledged. " * 20)
     file = tmp_path / "servers.toml"
     file.write_text(f"""
 [[servers]]
@@ -216,7 +245,7 @@ name = "honest"
 url = "{stub.url}"
 """)
     shape = {"isl": "24", "osl": "8", "conc": "1,2", "num_prompts": "4", "warmups": "0", "client": "own"}
-    return {"file": str(file), "text": str(text), "output": str(tmp_path / "out"), "silence": "60", **shape}
+    return {"file": str(file), "text": "persuasion-24", "output": str(tmp_path / "out"), "silence": "60", **shape}
 
 
 def test_only_servers_that_pass_are_ranked(oven, tmp_path):

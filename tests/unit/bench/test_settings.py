@@ -1,5 +1,6 @@
 """Flags, environment variables and the table of baselines."""
 
+import json
 import lzma
 import os
 import re
@@ -9,7 +10,7 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.bench import baselines, context, settings
+from sparkforge.bench import baselines, context, report, schema, settings, terminal
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.cli import measure, namespace
 from sparkforge.core.errors import InputError, ServerError, UsageError
@@ -106,7 +107,7 @@ def test_the_competitions_thresholds_are_its_baselines_times_1_03(table):
 
 
 def test_the_sanity_threshold_is_what_xz_packs_the_text_to(table):
-    text = table.text("persuasion-24").read().encode()
+    text = table.texts[0].read().encode()
     packed = lzma.compress(text, format=lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9}])
     assert table.threshold("anything", "persuasion-24").at_most["bits_per_byte"] == pytest.approx(
         8 * len(packed) / len(text), rel=2e-3
@@ -130,7 +131,7 @@ def test_a_malformed_table_is_refused(tmp_path, change):
 
 
 def test_a_text_that_changed_is_refused(table):
-    text = table.text("persuasion-24")
+    text = table.texts[0]
     assert text.read().startswith("Who can be in doubt")
     with pytest.raises(InputError, match="has changed", check=lambda error: error.code == "input.baselines"):
         text.model_copy(update={"sha256": "0" * 64}).read()
@@ -145,6 +146,37 @@ def test_a_ratio_is_made_for_the_very_same_shape_only(make_result, table):
     assert make_result(isl=1000, osl=1024, conc=4).ratios == []
     zero = [figure.model_copy(update={"values": {"tput_per_gpu": 0.0}}) for figure in table.figures]
     assert baselines.compute_ratios(result.metrics, (1024, 1024, 4), zero) == []
+
+
+def test_a_result_has_the_competitions_keys_beside_ours(bench, config, table, make_result):
+    figure = table.competition_figure(1024, 1024, 4)
+    m = make_result().metrics
+    assert baselines.compare_with_competition(m, figure) == {
+        "b200_baseline_nv1126": schema.CompetitionBaseline(b200_median_e2e_1126=2162.0, b200_tput_pergpu_1126=413.779),
+        "tput_per_gpu_ratio_vs_b200_1126": pytest.approx(m.tput_per_gpu / 413.779),
+        "median_e2e_ratio_vs_b200_1126": pytest.approx(m.e2el_ms.median / 2162.0),
+    }
+    assert baselines.compare_with_competition(m, table.competition_figure(1024, 1024, 16)) == {}
+    ours = figure.model_copy(update={"shape": config.key})
+    known = replace(bench, baselines=table.model_copy(update={"figures": [ours]}))
+    written = json.loads(known.measure(config, lambda _: None).model_dump_json())
+    assert written["b200_baseline_nv1126"] == {"b200_median_e2e_1126": 2162.0, "b200_tput_pergpu_1126": 413.779}
+    assert written["tput_per_gpu_ratio_vs_b200_1126"] == pytest.approx(written["metrics"]["tput_per_gpu"] / 413.779)
+    assert json.loads(bench.measure(config, lambda _: None).model_dump_json())["b200_baseline_nv1126"] is None
+
+
+def test_a_missing_b200_figure_is_said_for_the_competitions_shapes_only(make_result, table, capsys):
+    results = [make_result(conc=16), make_result(conc=8), make_result(isl=64, osl=32)]
+    missing = baselines.missing_figures(results, table)
+    assert missing == ["no B200 figure is known for 1024/1024 c16"]
+    terminal.print_results(results, [], missing)
+    assert missing[0] in capsys.readouterr().err
+    assert "No b200 figure is known for 1024/1024 c16" in report.render(results, table)
+
+
+@pytest.mark.parametrize("name", ["openai/Honest-Model", "/models/honest-model/", "honest-model"])
+def test_a_model_may_be_named_by_its_repository_or_folder(stub, name):
+    assert settings.endpoint(BenchSettings({}, {"MODEL": name}), stub.url, 60.0).model == "honest-model"
 
 
 def test_a_key_is_sent_and_not_shown(stub, endpoint):

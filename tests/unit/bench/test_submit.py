@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.bench import schema, submit
-from sparkforge.core.errors import InputError, NetworkError, UsageError
+from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,13 @@ def no_waiting(monkeypatch):
 def saved(make_result, tmp_path):
     path = tmp_path / "result.json"
     schema.write(path, make_result())
+    return path
+
+
+@pytest.fixture
+def board_saved(board_result, tmp_path):
+    path = tmp_path / "board_result.json"
+    schema.write(path, board_result())
     return path
 
 
@@ -99,8 +106,8 @@ def test_nobody_there_is_an_error_after_some_tries(saved, no_waiting):
     assert len(no_waiting) == len(submit.WAITS)
 
 
-def test_the_competitions_form_has_its_fourteen_columns(stub, saved, make_result):
-    send(saved, stub.url, "gradio")
+def test_the_competitions_form_has_its_fourteen_columns(stub, board_saved, make_result):
+    send(board_saved, stub.url, "gradio")
     (posted,) = stub.posted
     m, data = make_result().metrics, posted["data"]
     assert data[:6] == ["Team", 4, m.e2el_ms.median, m.tput_per_gpu, 2162.0, 413.779]
@@ -111,25 +118,25 @@ def test_the_competitions_form_has_its_fourteen_columns(stub, saved, make_result
     assert len(data) == 14
 
 
-def test_a_shape_without_a_baseline_has_zeros(stub, make_result, tmp_path):
-    schema.write(tmp_path / "r.json", make_result(conc=16))
+def test_a_shape_without_a_baseline_has_zeros(stub, board_result, tmp_path):
+    schema.write(tmp_path / "r.json", board_result(conc=16))
     send(tmp_path / "r.json", stub.url, "gradio-gsm8k")
     assert stub.posted[0]["data"][4:8] == [0.0, 0.0, 0.0, 0.0]
     assert len(stub.posted[0]["data"]) == 12
 
 
-def test_a_form_that_may_have_arrived_is_not_sent_again(stub, saved):
+def test_a_form_that_may_have_arrived_is_not_sent_again(stub, board_saved):
     stub.post_answers = ["drop"]
     with pytest.raises(NetworkError, match="not posted", check=lambda error: error.code == "network.submit") as caught:
-        send(saved, stub.url, "gradio")
+        send(board_saved, stub.url, "gradio")
     assert "may have arrived" in caught.value.why
     assert stub.asked["/gradio_api/call/submit_results"] == 1
 
 
-def test_a_board_that_refuses_the_form_is_believed(stub, saved):
+def test_a_board_that_refuses_the_form_is_believed(stub, board_saved):
     stub.lie = "gradio error"
     with pytest.raises(NetworkError, match="the board refused", check=lambda error: error.code == "network.submit"):
-        send(saved, stub.url, "gradio")
+        send(board_saved, stub.url, "gradio")
 
 
 def test_a_failed_result_is_never_posted(stub, make_result, tmp_path):
@@ -161,11 +168,11 @@ def test_a_wrong_argument_is_named(saved, wrong):
 @pytest.mark.parametrize(
     "answer", ["[" * 100_000, "[]", '{"event_id": 5}', '{"event_id": "../../x"}', '{"event_id": "a b"}']
 )
-def test_a_board_whose_answer_names_no_event_is_said_to_be_silent(stub, saved, answer, monkeypatch):
+def test_a_board_whose_answer_names_no_event_is_said_to_be_silent(stub, board_saved, answer, monkeypatch):
     reply = submit.httpx.Response(200, content=answer.encode())
     monkeypatch.setattr(submit, "send", lambda *_arguments, **_options: reply)
     with pytest.raises(NetworkError, match="did not say whether", check=lambda error: error.code == "network.submit"):
-        send(saved, stub.url, "gradio")
+        send(board_saved, stub.url, "gradio")
 
 
 def test_a_damaged_note_of_an_earlier_post_is_no_post(stub, saved):
@@ -175,7 +182,79 @@ def test_a_damaged_note_of_an_earlier_post_is_no_post(stub, saved):
 
 
 @pytest.mark.parametrize("form", ["json", "gradio"])
-def test_no_more_of_a_boards_answer_is_read_than_the_limit(stub, saved, form, monkeypatch):
+def test_no_more_of_a_boards_answer_is_read_than_the_limit(stub, board_saved, form, monkeypatch):
     monkeypatch.setattr(submit, "ANSWER_BYTES", 5)
     with pytest.raises(NetworkError, match="not posted", check=lambda error: "more than 5 bytes" in error.why):
-        send(saved, f"{stub.url}/board", form)
+        send(board_saved, f"{stub.url}/board", form)
+
+
+def test_the_next_command_names_the_board_of_the_shape(saved, stub, capsys):
+    send(saved)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "https://daniehua-gptoss-fp4-vllm-isl1024osl1024.hf.space" in told
+    assert "--to board" in told
+
+
+def test_the_table_has_the_competitions_boards(table):
+    boards = {(board.isl, board.osl): board.url for board in table.competition.boards}
+    assert boards == {
+        shape: f"https://daniehua-gptoss-fp4-vllm-isl{shape[0]}osl{shape[1]}.hf.space"
+        for shape in [(1024, 1024), (1024, 8192), (8192, 1024)]
+    }
+
+
+def test_to_board_posts_the_competitions_form_to_the_board_of_the_shape(stub, board_saved, table, monkeypatch):
+    urls = {(1024, 1024): stub.url}
+    boards = [
+        board.model_copy(update={"url": urls.get((board.isl, board.osl), "http://127.0.0.1:9")})
+        for board in table.competition.boards
+    ]
+    competition = table.competition.model_copy(update={"boards": boards})
+    monkeypatch.setattr(submit.baselines, "load", lambda: table.model_copy(update={"competition": competition}))
+    send(board_saved, "board")
+    assert stub.asked == {"/gradio_api/call/submit_results": 1}
+
+
+WRONG_GATES = {
+    "another text": ({"text_sha256": "0" * 64}, "the text is not wikitext-2-raw-test"),
+    "no text known": ({"text_sha256": ""}, "the text is not wikitext-2-raw-test"),
+    "no limits": ({"checks": []}, "bits_per_byte was held against nothing, not 2.1175"),
+    "chunks by bytes": ({"chunked_by": "bytes"}, "not into chunks of 512 tokens"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GATES)
+def test_the_board_refuses_another_text_or_other_limits(stub, board_result, tmp_path, wrong):
+    changes, why = WRONG_GATES[wrong]
+    schema.write(tmp_path / "r.json", board_result(gate=changes))
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
+        send(tmp_path / "r.json", stub.url, "gradio")
+    assert why in caught.value.why
+    assert stub.posted == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"team_model": "tiny-gpt-oss"}, "the model is tiny-gpt-oss"), ({"isl": 64}, "there is no board for 64/1024")],
+)
+def test_the_board_refuses_another_model_or_shape(stub, board_result, tmp_path, changes, why):
+    schema.write(tmp_path / "r.json", board_result(**changes))
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
+        send(tmp_path / "r.json", "board")
+    assert why in caught.value.why
+
+
+def test_a_limit_that_was_looser_is_refused(stub, board_result, tmp_path):
+    result = board_result()
+    looser = [check.model_copy(update={"limit": check.limit * 2}) for check in result.gate.checks]
+    schema.write(tmp_path / "r.json", board_result(gate={"checks": looser}))
+    with pytest.raises(BenchmarkError, match="does not take this") as caught:
+        send(tmp_path / "r.json", stub.url, "gradio-gsm8k")
+    assert "bits_per_byte was held against 4.235, not 2.1175" in caught.value.why
+
+
+def test_what_the_board_would_refuse_is_not_measured(stub, tmp_path):
+    flags = {"team": "T", "to": "board", "url": stub.url, "isl": "24", "osl": "8", "conc": "1", "output": str(tmp_path)}
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board"):
+        submit.main(flags, Path("/nonexistent"))
+    assert not stub.asked

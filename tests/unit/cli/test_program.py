@@ -117,7 +117,7 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
     [
         (("lgos",), "there is no command 'lgos'", "./inv logs"),
         (("pins.chek",), "there is no command 'pins.chek'", "./inv pins.check"),
-        (("frobnicate",), "there is no command 'frobnicate'", "./inv --list"),
+        (("zzyzx",), "there is no command 'zzyzx'", "./inv --list"),
         (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
         (("up", "--port"), "--port cannot be read", "./inv up --help"),

@@ -123,7 +123,7 @@ def test_the_server_on_a_spark():
     assert server["ports"] == ["127.0.0.1:8000:8000"]
     assert resolve("spark", PORT="8001")["services"]["vllm"]["ports"] == ["127.0.0.1:8001:8000"]
     (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
-    assert (gpu["driver"], gpu["count"]) == ("nvidia", 1)
+    assert (gpu["driver"], gpu["count"]) == ("nvidia", "1")  # Compose reads a digit as a number
     assert server["environment"]["SPARKFORGE_VALIDATE"] == "strict"
     assert server["restart"].startswith("on-failure:")  # a failed validation is not tried for ever
     assert int(server["stop_grace_period"].removesuffix("s")) > 45  # --shutdown-timeout of every profile
@@ -151,6 +151,30 @@ def test_each_stack_has_a_service_with_its_own_image_and_a_load_that_fits_it(sta
     assert load["command"]
     with_gpu = "devices" in server["deploy"]["resources"].get("reservations", {})
     assert with_gpu == (TABLE.image(stack).device != "cpu")
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_competitions_variables_reach_the_benchmark_and_the_server(stack):
+    given = {"MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": "mine", "TP": "2", "ISL": "8192", "OSL": "512",
+             "CONC": "16", "MAX_MODEL_LEN": "16384", "RANDOM_RANGE_RATIO": "0.5", "NUM_PROMPTS": "7",
+             "RESULT_FILENAME": "result"}  # fmt: skip
+    services = resolve(stack, **given)["services"]
+    load = services["bench"]["environment"]
+    assert {name: load.get(name) for name in given} == given
+    assert "PORT" not in load  # the port on the host
+    server = services["vllm"]["environment"]
+    assert (server["SPARKFORGE_TP"], server["SPARKFORGE_MAX_MODEL_LEN"]) == ("2", "16384")
+    for gpu in services["vllm"]["deploy"]["resources"].get("reservations", {}).get("devices", []):
+        assert gpu["count"] == "2"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_benchmark_in_compose_runs_the_gate(stack):
+    load = resolve(stack)["services"]["bench"]
+    assert load["command"] == ["perf"]  # of sparkforge.bench: the gate, then the load
+    assert load["entrypoint"][-1] == "/opt/sparkforge/deploy/bench"
+    script = (ROOT / "deploy/bench").read_text(encoding="utf-8").splitlines()[-1]
+    assert script == 'exec /opt/venv/bin/python -m sparkforge.bench "$@"'
 
 
 def test_the_default_stack_serves_where_none_is_named():

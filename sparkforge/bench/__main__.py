@@ -1,0 +1,86 @@
+"""The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM | text.
+
+The options are those of `./inv bench.*`. BENCH_URL, BENCH_MODEL and BENCH_TOKENIZER stand in for --url, --model and
+--tokenizer; the competition's variables count as with `./inv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sparkforge.bench import runs, submit, text
+from sparkforge.bench.options import LOAD, OPTIONS, SERVER
+from sparkforge.core.console import show_error
+from sparkforge.core.declare import declare
+from sparkforge.core.errors import SparkforgeError, UsageError
+
+COMMANDS = {
+    "acc": (*SERVER, "record"),
+    "perf": LOAD,
+    "submit": (*LOAD, "to", "form", "result"),
+}
+VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL", "tokenizer": "BENCH_TOKENIZER"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing and exiting."""
+        raise UsageError("the arguments cannot be read", message, "python -m sparkforge.bench --help")
+
+
+def parser() -> Parser:
+    """Return the parser of all commands; long options take one dash too, as the competition writes them."""
+    top = Parser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, names in COMMANDS.items():
+        options = commands.add_parser(command, allow_abbrev=False)
+        if command == "submit":
+            options.add_argument("team")
+        for name in names:
+            default, help_text = OPTIONS[name]
+            flag = name.replace("_", "-")
+            if isinstance(default, bool):
+                options.add_argument(f"--{flag}", f"-{flag}", dest=name, action="store_true", help=help_text)
+            else:
+                default = os.environ.get(VARIABLES.get(name, ""), default)
+                options.add_argument(f"--{flag}", f"-{flag}", dest=name, default=default, help=help_text)
+    options = commands.add_parser("text", allow_abbrev=False)
+    options.add_argument("--from", dest="source", default="", help="a file, a folder or a URL; default: the hub")
+    return top
+
+
+def main(command_line: Sequence[str]) -> int:
+    """Run one command and return its exit code; without a command it is `perf`."""
+    if not command_line or (command_line[0].startswith("-") and command_line[0] not in ("-h", "--help")):
+        command_line = ["perf", *command_line]
+    try:
+        flags = vars(parser().parse_args(command_line))
+        match flags.pop("command"):
+            case "acc":
+                runs.run_gate(flags)
+            case "perf":
+                runs.run_benchmark(flags, Path(sys.executable))
+            case "submit":
+                submit.main(flags, Path(sys.executable))
+            case _:
+                text.fetch(flags["source"])
+    except SparkforgeError as error:
+        show_error(error)
+        return error.exit_code
+    except OSError as error:
+        if (declared := declare(error)) is None:
+            raise
+        show_error(declared)
+        return declared.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

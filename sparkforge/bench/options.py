@@ -1,0 +1,37 @@
+"""The options of the commands that gate, load and submit, for `./inv` and for `python -m sparkforge.bench`."""
+
+from __future__ import annotations
+
+# Option → its default and help. The upper-case name in brackets is the environment variable that stands in for it.
+OPTIONS: dict[str, tuple[str | bool, str]] = {
+    "model": ("", "as the server names it; default: the only one it serves [MODEL]"),
+    "port": ("", "port on this machine; default: where ./inv up serves, or 8000 [PORT]"),
+    "url": ("", "the server, if it is not on this machine"),
+    "tp": ("", "GPUs that share the model; default 1 [TP]"),
+    "isl": ("", "tokens in; with --osl: every concurrency of this shape [ISL]"),
+    "osl": ("", "tokens out [OSL]"),
+    "conc": ("", "requests at once; with --isl --osl also a list, 4,8,16 [CONC]"),
+    "max_model_len": ("", "longest sequence; default: what the server says [MAX_MODEL_LEN]"),
+    "random_range_ratio": ("", "spread of lengths, 0.0 is fixed [RANDOM_RANGE_RATIO]"),
+    "num_prompts": ("", "default: ten times the concurrency [NUM_PROMPTS]"),
+    "result_filename": ("", "of a single configuration [RESULT_FILENAME]"),
+    "warmups": ("", "requests before the clock starts; default: twice the concurrency"),
+    "seed": ("", "of the prompts; default 0"),
+    "client": ("", "auto, vllm (vllm bench serve) or own"),
+    "tokenizer": ("", "folder of the tokenizer, for --client vllm"),
+    "text": ("", "text that the gate scores: a name or a file; default: the model's own (./inv bench.text)"),
+    "lm_eval": ("", "lm-eval tasks as more checks, with commas: gsm8k"),
+    "silence": ("", "seconds without a token until a request counts as failed; default 600"),
+    "limit": ("", "seconds until a load counts as failed; default 7200"),
+    "output": ("", "folder for results; default .sparkforge/bench"),
+    "cited": (False, "print published figures too; the report always has them"),
+    "fresh": (False, "begin a new batch even where one was killed"),
+    "record": (False, "measure, and print the row that makes it this model's threshold"),
+    "to": ("", "where to post: a URL, or board for the competition's; without it nothing leaves this machine"),
+    "form": ("", "json, or the competition's gradio or gradio-gsm8k; default json, for --to board gradio"),
+    "result": ("", "post this result, run nothing"),
+    "title": ("", "of the page"),
+}
+SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
+SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
+LOAD = (*SERVER, *SHAPE, "warmups", "seed", "client", "tokenizer", "limit", "fresh", "cited")

@@ -1,0 +1,139 @@
+"""The competition's command lines, by `./inv` and by the container's program, against a stub server."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.bench import __main__ as program
+from sparkforge.bench import runs
+from sparkforge.cli import program as inv
+from sparkforge.core.paths import ROOT
+
+SMALL = ["--warmups", "0", "--client", "own", "--silence", "60"]
+
+
+@pytest.fixture
+def out(tmp_path, stub, monkeypatch):
+    """The folder for results; the competition's variables name the stub and a small configuration."""
+    variables = {"MODEL": "org/honest-model", "PORT": stub.url.rpartition(":")[2], "TP": "2", "ISL": "24", "OSL": "8",
+                 "CONC": "2", "MAX_MODEL_LEN": "64", "RANDOM_RANGE_RATIO": "1.0", "NUM_PROMPTS": "3",
+                 "RESULT_FILENAME": "mine"}  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "out"
+
+
+def results(folder):
+    return {path.name: json.loads(path.read_text()) for path in folder.rglob("*.json") if path.name.startswith("r")}
+
+
+def test_perf_takes_one_configuration_from_the_variables(out):
+    assert inv.main(["bench.perf", *SMALL, "--output", str(out)]) == 0
+    config = json.loads((out / "mine.json").read_text())["config"]
+    taken = {name: config[name] for name in ("model", "tp", "isl", "osl", "conc", "max_model_len", "num_prompts")}
+    assert taken == {"model": "honest-model", "tp": 2, "isl": 24, "osl": 8, "conc": 2, "max_model_len": 64,
+                     "num_prompts": 3}  # fmt: skip
+    assert config["random_range_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("command", [["bench.perf"], ["bench.submit", "TEAM"]])
+def test_long_options_take_one_dash(out, command):
+    line = [*command, "-isl", "16", "-osl=4", "-conc", "1,2", *SMALL, "--output", str(out)]
+    assert inv.main(line) == 0
+    assert set(results(out)) == {"result_isl16_osl4_conc1.json", "result_isl16_osl4_conc2.json"}
+
+
+@pytest.mark.parametrize("word", ["-ols", "-x", "-isl-"])
+def test_a_misspelt_option_is_named_as_it_was_written(word, capsys):
+    assert inv.main(["bench.perf", word, "3"]) == 2
+    assert f"has no option {'-' if len(word) > 2 else ''}{word}" in capsys.readouterr().err
+
+
+def test_a_value_that_looks_like_an_option_stays_a_value(out, capsys):
+    assert inv.main(["bench.perf", "--seed", "-3", "--output", str(out)]) == 2
+    assert "--seed=-3" in capsys.readouterr().err
+
+
+def test_acc_runs_the_gate_alone(out, stub):
+    assert inv.main(["bench.acc", "--output", str(out)]) == 0
+    assert stub.streams == 0
+    assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
+
+
+def test_a_sanity_check_is_called_one_in_the_terminal(out, capsys):
+    assert inv.main(["bench.acc", "--output", str(out)]) == 0
+    printed = capsys.readouterr().err
+    assert "sanity · honest-model on persuasion-24" in printed
+    assert "accuracy ·" not in printed
+
+
+def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, monkeypatch, capsys):
+    monkeypatch.setattr(runs.settings, "endpoint", lambda options, url, silence: _named("gpt-oss-120b"))
+    assert inv.main(["bench.acc", "--output", str(out)]) == 10
+    printed = capsys.readouterr().err
+    assert "the text wikitext-2-raw-test is not here [input.text]" in printed
+    assert "next: ./inv bench.text" in printed
+
+
+def _named(model):
+    return runs.Endpoint("http://127.0.0.1:9", model)
+
+
+def test_text_takes_a_relative_path_from_the_callers_folder(tmp_path, monkeypatch, capsys):
+    pin = pins.load().texts["wikitext-2-raw-test"]
+    (tmp_path / "wiki.test.raw").write_text("another text")
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
+    assert inv.main(["bench.text", "--from", "wiki.test.raw"]) == 12
+    assert pin.pinned_files[pin.member].sha256 in capsys.readouterr().err
+
+
+# The container's program
+
+
+def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
+    monkeypatch.setenv("BENCH_URL", stub.url)
+    monkeypatch.setenv("BENCH_MODEL", "honest-model")
+    monkeypatch.setenv("PORT", "9")  # the port on the host: BENCH_URL counts
+    assert program.main([*SMALL, "--output", str(out)]) == 0
+    assert json.loads((out / "mine.json").read_text())["gate"]["passed"]
+    stub.logprob = -9.0
+    streams = stub.streams
+    assert program.main(["perf", *SMALL, "--output", str(out)]) == 70
+    assert stub.streams == streams  # a failed gate: no load
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (["acc"], 0),
+        (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0),
+        (["perf", "--max-concurrency=8"], 2),
+        (["fly"], 2),
+        (["text", "--from", "/nonexistent"], 10),
+        (["acc", "--url", "http://127.0.0.1:9"], 24),
+    ],
+)
+def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch, line, code):
+    monkeypatch.setenv("BENCH_URL", stub.url)
+    output = [] if line[0] in ("text", "fly") else ["--output", str(out)]
+    assert program.main([*line, *output]) == code
+
+
+def test_the_containers_program_has_the_options_of_inv():
+    commands = inv.namespace.collections["bench"]
+    for name in program.COMMANDS:
+        options = {argument.name for argument in commands[name].get_arguments()} - {"team"}
+        assert options == {*program.COMMANDS[name]}
+
+
+def test_the_image_holds_what_the_program_imports():
+    """The image has no Invoke, and pins of the package index are not read there."""
+    code = (
+        "import sys\n"
+        "for name in ('invoke', 'tenacity', 'pypi_simple'): sys.modules[name] = None\n"
+        "import sparkforge.bench.__main__"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

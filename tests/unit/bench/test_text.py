@@ -1,0 +1,181 @@
+"""The gate's text: from a file, a folder, an archive, a mirror or a hub, and only with the hash of its pin."""
+
+import hashlib
+import io
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.bench import gate, text
+from sparkforge.core.errors import InputError, IntegrityError, NetworkError, UsageError
+from sparkforge.core.paths import ROOT
+
+NAME = "wikitext-2-raw-test"
+RAW = " \n = Title = \n \n A paragraph , of words . \n Another ö with more . \n \n"
+MEMBER, ARCHIVE = "wikitext-2-raw/wiki.test.raw", "wikitext-2-raw-v1.zip"
+
+
+def zipped(content):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(MEMBER, content)
+    return buffer.getvalue()
+
+
+DATA = {MEMBER: RAW.encode(), ARCHIVE: zipped(RAW)}
+
+
+@pytest.fixture(autouse=True)
+def pin(monkeypatch):
+    """A pin of a small text in place of the real one, which nobody may keep here."""
+    files = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in DATA.items()}
+    table = pins.load()
+    real = table.texts[NAME].model_dump(by_alias=True)
+    pinned = pins.TextPin.model_validate({**real, "files": files})
+    monkeypatch.setattr(pins, "load", lambda: table.model_copy(update={"texts": {NAME: pinned}}))
+    return pinned
+
+
+@pytest.fixture
+def hub():
+    """A hub on loopback: yields its URL, what it answers by path, and the paths that were asked."""
+    answers, asked = {}, []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            asked.append(self.path)
+            data = answers.get(self.path)
+            self.send_response(200 if data is not None else 404)
+            self.send_header("Content-Length", str(len(data or b"")))
+            self.end_headers()
+            self.wfile.write(data or b"")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", answers, asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def fetched():
+    return text.path(NAME).read_bytes()
+
+
+def test_the_real_pin_is_the_known_text():
+    real = pins.table.load(ROOT / "pins.toml").texts[NAME]
+    assert real.pinned_files[real.member].sha256 == "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
+    assert real.pinned_files[real.member].size == 1_290_590
+
+
+def test_the_text_is_what_the_competitions_script_joins():
+    rows = [line if line.strip() else "" for line in RAW.splitlines(keepends=True)]  # as the data set has them
+    assert text.join_rows(RAW) == "\n".join(row for row in rows if row.strip())
+
+
+def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeypatch, capsys):
+    url, answers, asked = hub
+    place = f"/datasets/{pin.dataset}/resolve/{pin.revision}/{ARCHIVE}"
+    answers[place] = DATA[ARCHIVE]
+    monkeypatch.setenv("HF_ENDPOINT", url + "/")
+    text.fetch("")
+    text.fetch("")  # nothing is fetched twice
+    assert asked == [place]
+    assert fetched() == RAW.encode()
+    assert capsys.readouterr().out == f"{text.path(NAME)}\n" * 2
+
+
+@pytest.mark.parametrize("name", [MEMBER, ARCHIVE])
+@pytest.mark.parametrize("way", ["file", "folder", "url"])
+def test_a_text_comes_from_a_file_a_folder_or_a_mirror(hub, tmp_path, name, way):
+    url, answers, _ = hub
+    answers["/x"] = DATA[name]
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(DATA[name])
+    text.fetch({"file": str(file), "folder": str(tmp_path), "url": f"{url}/x"}[way])
+    assert fetched() == RAW.encode()
+
+
+def test_an_archive_of_another_member_is_refused(pin, tmp_path):
+    other = zipped("another text")
+    files = {**pin.pinned_files, ARCHIVE: pins.PinnedFile(sha256=hashlib.sha256(other).hexdigest(), size=len(other))}
+    with pytest.raises(IntegrityError, match="is not the pinned text", check=lambda e: e.code == "integrity.hash"):
+        text._member(other, "x.zip", pin.model_copy(update={"pinned_files": files}))
+
+
+@pytest.mark.parametrize("data", [b"", b"another text", DATA[ARCHIVE][:-9], RAW.replace("\n", "\r\n").encode()])
+def test_another_file_is_refused_and_the_old_one_stays(tmp_path, data):
+    text.path(NAME).parent.mkdir()
+    text.path(NAME).write_bytes(RAW.encode())
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(IntegrityError, match="is not the pinned text") as caught:
+        text.fetch(str(tmp_path / "x"))
+    assert hashlib.sha256(data).hexdigest() in caught.value.why
+    assert fetched() == RAW.encode()
+
+
+def test_a_source_that_has_nothing_is_named(hub, tmp_path, monkeypatch):
+    url, answers, _ = hub
+    for source in (tmp_path, tmp_path / "none"):
+        with pytest.raises(InputError, match=str(tmp_path), check=lambda error: error.code == "input.text"):
+            text.fetch(str(source))
+    answers["/large"] = b"x" * (max(map(len, DATA.values())) + 1)
+    for source, why in (
+        (f"{url}/none", "HTTP 404"),
+        (f"{url}/large", "more than"),
+        ("http://127.0.0.1:9/x", "Connect"),
+    ):
+        with pytest.raises(
+            NetworkError, match="cannot fetch", check=lambda error: error.code == "network.fetch"
+        ) as caught:
+            text.fetch(source)
+        assert why in caught.value.why
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
+    with pytest.raises(NetworkError) as caught:
+        text.fetch("")
+    assert "secret" not in str(caught.value)
+    assert not text.path(NAME).exists()
+
+
+# Which text the gate takes
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "openai/gpt-oss-120b", "/models/gpt-oss-20b"])
+def test_gpt_oss_is_scored_on_the_competitions_text_or_not_at_all(table, model):
+    with pytest.raises(InputError, match="is not here", check=lambda error: error.code == "input.text") as caught:
+        gate.passage(table, "", model)
+    assert caught.value.fix.startswith("./inv bench.text")
+    text.path(NAME).parent.mkdir()
+    text.path(NAME).write_bytes(RAW.encode())
+    passage = gate.passage(table, "", model)
+    assert (passage.name, passage.sha256) == (NAME, hashlib.sha256(RAW.encode()).hexdigest())
+    assert passage.text == text.join_rows(RAW)
+    limits = table.threshold(model, NAME).at_most
+    assert limits == {"bits_per_byte": 2.1175, "byte_perplexity": 4.2824, "word_perplexity": 229.4730}
+
+
+def test_a_text_that_was_changed_is_not_scored(table):
+    text.path(NAME).parent.mkdir()
+    text.path(NAME).write_bytes(RAW.replace("more", "less").encode())
+    with pytest.raises(InputError, match="is not wikitext", check=lambda error: error.code == "input.text"):
+        gate.passage(table, NAME)
+
+
+def test_other_models_are_scored_on_the_sanity_text(table):
+    assert gate.passage(table, "", "tiny-gpt-oss").name == "persuasion-24"
+    assert gate.passage(table, "", "somebody/else").name == "persuasion-24"
+
+
+@pytest.mark.parametrize("name", [NAME, "persuasion-24"])
+def test_a_file_does_not_get_the_limits_of_a_known_text_by_its_name(table, tmp_path, name):
+    (tmp_path / f"{name}.txt").write_text("words that a model has learned")
+    with pytest.raises(UsageError, match="cannot be called"):
+        gate.passage(table, str(tmp_path / f"{name}.txt"))

@@ -1,0 +1,108 @@
+"""`./inv up` by the gpt-oss competition's variables: MODEL, PORT, TP, MAX_MODEL_LEN."""
+
+from pathlib import Path
+
+import pytest
+
+from sparkforge.cli import program
+from sparkforge.core import paths
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.errors import InputError, UsageError
+from sparkforge.image import devices
+from sparkforge.serve import container, embedded, entrypoint, environment, launch, screen, settings
+
+IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120b", "SPARKFORGE_STACK": "spark"}
+
+
+def test_the_containers_variables_become_arguments_behind_the_profiles():
+    read = settings.read({**IMAGE, "SPARKFORGE_TP": "2", "SPARKFORGE_MAX_MODEL_LEN": "16384"})
+    server = entrypoint.plan(read, ["--max-num-seqs=3"])
+    assert server.extra_arguments == ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs=3")
+    assert flag_value(server.arguments, "--max-model-len") == "16384"
+    assert settings.read({**IMAGE, "SPARKFORGE_TP": ""}).arguments == ()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "9" * 5000, "\u0663"])
+@pytest.mark.parametrize("name", ["TP", "MAX_MODEL_LEN"])
+def test_a_number_that_is_none_is_refused(name, text):
+    with pytest.raises(UsageError, match=f"SPARKFORGE_{name} is") as caught:
+        settings.read({**IMAGE, f"SPARKFORGE_{name}": text})
+    assert len(caught.value.what) < 100
+
+
+def test_a_repository_is_the_folder_that_was_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert settings.checkpoint("", "") == ""
+    assert settings.checkpoint("mine", str(tmp_path / "mine")) == str(tmp_path / "mine")
+    with pytest.raises(InputError, check=lambda error: error.code == "input.model") as caught:
+        settings.checkpoint("openai/gpt-oss-120b", "/nowhere/openai/gpt-oss-120b")
+    assert caught.value.fix.startswith("./inv model.fetch openai/gpt-oss-120b")
+    (tmp_path / "models/gpt-oss-120b").mkdir(parents=True)
+    fetched = settings.checkpoint("openai/gpt-oss-120b", "/nowhere/openai/gpt-oss-120b")
+    assert fetched == str(tmp_path / "models/gpt-oss-120b")
+
+
+def test_the_embedded_device_takes_a_length_and_no_gpus():
+    assert embedded.vllm_arguments({"MAX_MODEL_LEN": "512", "TP": "1"}) == ("--max-model-len=512",)
+    assert embedded.vllm_arguments({}) == ()
+    with pytest.raises(UsageError, match="TP=8 has no meaning here"):
+        embedded.vllm_arguments({"TP": "8"})
+    model = Path("/m")
+    command = embedded.describe(Path("/python"), model, "m", 1, arguments=("--max-model-len=512",)).command
+    assert flag_value(command, "--max-model-len") == "512"
+
+
+@pytest.mark.parametrize(("tp", "refused"), [("", False), ("1", False), ("2", False), ("8", True)])
+def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
+    monkeypatch.setenv("TP", tp)
+    monkeypatch.setattr(container.gpu, "nvidia_smi", lambda _target: ({}, {}))
+    if refused:
+        with pytest.raises(UsageError, match="TP=8 is too many"):
+            container.variables("", "", 8000)
+    else:
+        assert container.variables("", "", 8000) == {"PORT": "8000"}
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What `./inv up` would start; nothing is started."""
+    calls = []
+    monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
+    monkeypatch.setattr(
+        embedded, "up", lambda _python, model, port, *_more, **options: calls.append((model, port, options))
+    )
+    monkeypatch.setattr(launch, "check_free", lambda _port: None)
+    monkeypatch.setattr(screen, "show_ready", lambda _server: None)
+    for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+UP = ["up", "--device", devices.EMBEDDED]
+
+
+def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
+        monkeypatch.setenv(name, value)
+    assert program.main(UP) == 0
+    assert started == [(str(tmp_path), 8888, {"arguments": ("--max-model-len=999",)})]
+
+
+def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
+    monkeypatch.setenv("PORT", "8888")
+    assert program.main([*UP, "--port", "8001"]) == 0
+    assert started == [("", 8001, {"arguments": ()})]
+
+
+def test_up_without_variables_is_as_ever(started):
+    assert program.main(UP) == 0
+    assert started == [("", 8000, {"arguments": ()})]
+
+
+def test_a_wrong_variable_is_named(started, monkeypatch, capsys):
+    monkeypatch.setenv("PORT", "abc")
+    assert program.main(UP) == 2
+    assert "PORT 'abc' is no number" in capsys.readouterr().err
+    assert started == []
