@@ -15,6 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from sparkforge import pins
+from sparkforge.core.paths import ROOT
+
 INSTALL = {
     "git": "sudo apt install git",
     "c++": "sudo apt install g++",
@@ -202,3 +205,18 @@ def pytest_runtest_setup(item):
                 if os.environ.get("CI"):
                     pytest.fail(told)
                 pytest.skip(told)
+
+
+@pytest.fixture(scope="session")
+def gb10_sheet():
+    """Return what tells a stack's sheet of a GB10, as text: the recorded one with the versions of that stack."""
+    table = pins.load()
+    recorded = (ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json").read_text(encoding="utf-8")
+
+    def sheet(stack):
+        text = recorded
+        for name, component in table.stack(stack).components.items():
+            text = text.replace(f'"{table.component(table.default, name).version}', f'"{component.version}')
+        return text
+
+    return sheet

@@ -2,16 +2,22 @@
 extensions compiled and audited inside the build.
 
 The whole image is not made here. What is made is every stage up to the audit, with the smallest set of kernels.
+ENGINE_CUDA says of which stacks: 1 is the default one, otherwise their names with commas.
 """
 
+import os
 import re
 
 import pytest
 
+from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.patching.series import Queue
+from sparkforge.image.rootfs import queues
 
 BASE = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+TABLE = pins.load()
+NAMES = os.environ.get("ENGINE_CUDA", "1")
+STACKS = [TABLE.default] if NAMES == "1" else NAMES.split(",")
 IMPORTS = (
     "vllm.entrypoints.openai.api_server", "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.v1.engine.async_llm", "vllm.model_executor.models.gpt_oss",
@@ -40,32 +46,38 @@ RUN python -c "import {", ".join(IMPORTS)}; print('serving is imported')"
 RUN python -c "import torch; print('cuDNN', torch.backends.cudnn.version())"
 RUN python -c "{AOT}"
 RUN --mount=type=bind,from=sheets,target=/mnt/sheets \\
-    python -m validate --profile spark --no-deep --facts /mnt/sheets/gb10-from-public-documents.json
+    python -m validate --profile spark --no-deep --facts /mnt/sheets/gb10.json
 RUN du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=/proc --exclude=/sys / && cat /opt/image.json
 """
 
 
-def command(engine, dockerfile, target, **arguments):
-    """Return the words of a build of `target` for the CUDA device."""
+def command(engine, stack, dockerfile, target, **arguments):
+    """Return the words of a build of the stack's stage `target`."""
     words = ["buildx", "build", "--progress=plain", "--file", dockerfile, "--target", target, "--output=type=cacheonly"]
     words += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
-    words += ["--build-context", f"sheets={ROOT / 'tests/unit/validate/sheets'}"]
+    words += ["--build-context", f"sheets={dockerfile.parent}", "--build-arg", f"STACK={stack}"]
     words += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial"]
     return [*words, *(f"--build-arg={name}={value}" for name, value in arguments.items()), ROOT]
 
 
+@pytest.fixture(scope="module", params=STACKS)
+def stack(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def dockerfile(engine, tmp_path_factory):
-    written = tmp_path_factory.mktemp("cuda") / "Dockerfile"
+def dockerfile(engine, stack, gb10_sheet, tmp_path_factory):
+    written = tmp_path_factory.mktemp(stack) / "Dockerfile"
     written.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
+    written.with_name("gb10.json").write_text(gb10_sheet(stack))
     yield written
     engine.docker("buildx", "prune", "--all", "--force", check=False)  # 18 GB
 
 
 @pytest.fixture(scope="module")
-def built(engine, dockerfile):
+def built(engine, stack, dockerfile):
     source = {"VLLM_FROM": "source", "VLLM_TARGETS": "cumem_allocator,spinloop,fs_io_C"}
-    return engine.docker(*command(engine, dockerfile, "look", **source), both=True)
+    return engine.docker(*command(engine, stack, dockerfile, "look", **source), both=True)
 
 
 def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built):
@@ -74,9 +86,9 @@ def test_one_module_was_compiled_audited_and_put_where_flashinfer_takes_it(built
     assert re.search(r"FlashInfer takes \['xqa_\S+\.so'\]", built)
 
 
-def test_both_queues_are_in_the_tree_and_every_file_was_hashed(built):
-    for name in ("vllm-0.32.0", "flashinfer-0.7.0.post1"):
-        assert f'"{name}": "{Queue.load(ROOT / "patches" / name).sha256}"' in built
+def test_both_queues_are_in_the_tree_and_every_file_was_hashed(stack, built):
+    for queue in queues(stack, TABLE):
+        assert f'"{queue.upstream}-{queue.version}": "{queue.sha256}"' in built
     files, wheels = re.search(r"(\d+) files are as their wheels say, (\d+) wheels are ours", built).groups()
     assert int(files) > 20_000
     assert wheels == "2"
@@ -100,10 +112,10 @@ def test_the_validator_of_the_image_judges_a_sparks_facts(built):
     assert "serve: the server may start" in built
 
 
-def test_all_of_vllm_from_source_names_the_repository_that_is_missing(engine, dockerfile, tmp_path):
+def test_all_of_vllm_from_source_names_the_repository_that_is_missing(engine, stack, dockerfile, tmp_path):
     """Where no git host is: the stage gets as far as its sources, and says what CUTLASS is for and how to bring it."""
     (tmp_path / "README").write_text("no checkout of CUTLASS\n")
-    words = command(engine, dockerfile, "vllm-source", VLLM_FROM="source")
+    words = command(engine, stack, dockerfile, "vllm-source", VLLM_FROM="source")
     told = engine.docker(*words[:-1], "--build-context", f"bundle={tmp_path}", words[-1], both=True, check=False)
     assert re.search(r"1 of vLLM's repositories are missing", told)
     assert "there is no git checkout /mnt/bundle/cutlass" in told

@@ -10,8 +10,6 @@ import os
 
 import pytest
 
-from sparkforge import pins
-from sparkforge.core.paths import ROOT
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
@@ -21,7 +19,6 @@ from validate.facts.target import Target
 
 pytestmark = pytest.mark.integration
 
-SHEET = ROOT / "tests/unit/validate/sheets/gb10-from-public-documents.json"
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
@@ -107,15 +104,6 @@ def test_moe_backend_on_a_claimed_gb10(request, model, release, claim, tree, arg
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
-def sheet_of(stack):
-    """The recorded sheet of a GB10, with the versions of another stack in place of the default one's."""
-    text, table = SHEET.read_text(encoding="utf-8"), pins.load()
-    for name, component in table.stack(stack).components.items():
-        text = text.replace(f'"{table.component("spark", name).version}', f'"{component.version}')
-    facts = json.loads(text)["facts"]
-    return {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in facts.items()}
-
-
 @pytest.mark.parametrize(
     ("tree", "verdict", "evidence"),
     [
@@ -123,11 +111,15 @@ def sheet_of(stack):
         ("patched", ValidationVerdict.SERVE, f"vLLM selects {FP4}"),
     ],
 )
-def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(model, next_trees, claim, tree, verdict, evidence):
+def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
+    model, next_trees, claim, gb10_sheet, tree, verdict, evidence
+):
     """The sheet of spark-next, with what this vLLM answers in place of what is recorded."""
     answers = told(model, vars(next_trees)[tree], claim)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
-    report = rehearse("spark", {**sheet_of("spark-next"), **chosen}, "test")
+    recorded = json.loads(gb10_sheet("spark-next"))["facts"]
+    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    report = rehearse("spark", {**sheet, **chosen}, "test")
     assert report.verdict is verdict
     (finding,) = (finding for finding in report.findings if finding.check == "moe-backend")
     assert finding.evidence == evidence

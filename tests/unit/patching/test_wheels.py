@@ -24,7 +24,7 @@ from sparkforge.core.installed import parse_record, record_digest
 from sparkforge.patching import wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins, patched, verify
-from sparkforge.sources import fetch
+from sparkforge.sources import bundle, fetch, offline
 
 BEFORE = {
     "lib/data/kernel.cu": "slow\n",
@@ -166,6 +166,21 @@ def test_pip_and_uv_install_it_and_requirements_stay_satisfied(world, tmp_path, 
     subprocess.run([*command, str(tmp_path / "pip"), str(file)], check=True)
     assert (tmp_path / "pip/lib/a.py").read_text() == PATCHED["lib/a.py"]
     assert Requirement("up==1.0").specifier.contains("1.0+sparkforge.1")
+
+
+def test_without_a_network_it_is_made_of_upstreams_wheel_in_a_bundle(world, tmp_path, monkeypatch):
+    for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "")  # restores them: `offline.use` sets them for good
+    world.lock()
+    path = f"files/{sha256_file(world.wheel)}/{NAME}"
+    bundle.write(tmp_path / "b.tar", [bundle.BundleMember.of(path, world.wheel)], [], {})
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "unpacked")
+    monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "another machine's"))
+    offline.use(tmp_path / "unpacked")
+    wheel = world.patched()
+    assert wheel.made
+    assert wheel.path.is_relative_to(tmp_path / "another machine's")
+    assert sha256_file(wheel.path) == wheel.lock.sha256
 
 
 MAKE = """
