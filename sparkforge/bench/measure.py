@@ -16,6 +16,7 @@ from sparkforge.bench.machine import facts
 from sparkforge.bench.samples import FinishedLoad
 from sparkforge.bench.schema import Client, Config, Gate, Result, ResultCheck
 from sparkforge.bench.vllm_client import VllmClient
+from sparkforge.core import sse
 from sparkforge.core.errors import SparkforgeError, UsageError
 
 CHOICES = ("auto", "vllm", "own")
@@ -31,6 +32,9 @@ def choose_client(choice: str, python: Path | None, tokenizer: str, seconds: flo
     if choice == "vllm":
         why = "it needs an environment with vLLM and a tokenizer's folder"
         raise UsageError("vllm bench serve cannot run here", why, "./inv up, or give --tokenizer DIR, or --client own")
+    if not sse.available():
+        why = "it needs httpx-sse, which the images do not hold"
+        raise UsageError("our own load client cannot run here", why, "--client vllm --tokenizer DIR")
     return OwnClient(seconds)
 
 

@@ -71,6 +71,9 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
     destination = Destination(checked_team(flags["team"]), to, form or ("gradio" if to == BOARD else "json"))
     if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
+    if to and destination.form != "json" and not sse.available():
+        why = "the board's answer is a stream, and httpx-sse is not installed, as in the images"
+        raise UsageError(f"the form {destination.form} cannot be posted from here", why, "post it from the host")
     if to and to != BOARD:
         require_url(to, "--to", f"--to https://HOST/PATH, or --to {BOARD}")
     table = baselines.load()

@@ -6,15 +6,19 @@ cuts at U+2028, U+0085 and others, which JSON may hold unescaped.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import httpx
-from httpx_sse import EventSource, ServerSentEvent
 
 from sparkforge.core.http import LimitError
+
+# The images do not hold httpx-sse: there the benchmark leaves streams to vLLM's own client.
+if TYPE_CHECKING:
+    from httpx_sse import ServerSentEvent
 
 EVENT_BYTES = 8 << 20  # of one event, or without one; a piece of an answer has some kilobytes
 
@@ -55,8 +59,15 @@ class _Limited(httpx.SyncByteStream, httpx.AsyncByteStream):
         await cast("httpx.AsyncByteStream", self._stream).aclose()
 
 
+def available() -> bool:
+    """Tell whether streams can be read here: whether httpx-sse is installed."""
+    return importlib.util.find_spec("httpx_sse") is not None
+
+
 def events(response: httpx.Response, seconds: float = math.inf) -> Iterator[ServerSentEvent]:
     """Yield the events of a streamed response that has not been read. Raises LimitError and httpx's other errors."""
+    from httpx_sse import EventSource  # noqa: PLC0415
+
     limited = _Limited(response, seconds)
     for event in EventSource(response).iter_sse():
         limited.count = 0
@@ -65,6 +76,8 @@ def events(response: httpx.Response, seconds: float = math.inf) -> Iterator[Serv
 
 async def aevents(response: httpx.Response, seconds: float = math.inf) -> AsyncIterator[ServerSentEvent]:
     """Do what `events` does for an asynchronous client's response."""
+    from httpx_sse import EventSource  # noqa: PLC0415
+
     limited = _Limited(response, seconds)
     async for event in EventSource(response).aiter_sse():
         limited.count = 0
