@@ -40,6 +40,7 @@ KINDS = {
         "integration/test_upstream_check.py",
         "integration/test_validate_deep.py",
     ),
+    "asks the scripted model": ("integration/test_conversations.py", "integration/test_harmony_forms.py"),
 }
 
 # What `./inv test --fast` does not install: a test that imports one of them is skipped there.

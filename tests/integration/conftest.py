@@ -8,20 +8,24 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scripted
 
 from sparkforge import pins
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
+from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
+from sparkforge.serve import client, embedded
 from sparkforge.sources import trees
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -123,6 +127,27 @@ def link_or_copy(source, target):
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+@pytest.fixture(scope="session")
+def scripted_server(request, tmp_path_factory, free_port):
+    """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM; return its URL and model's name."""
+    modules = {item.module for item in request.session.items}
+    scripts = {cue: text for module in modules for cue, text in getattr(module, "SCRIPTS", {}).items()}
+    work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
+    weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
+    launch = embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port)
+    environment = {
+        **os.environ, **launch.environment, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(work / "cache"),
+    }  # fmt: skip
+    pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
+    started, url = started_at(pid), f"http://127.0.0.1:{port}"
+    try:
+        up = client.wait_until_serving(url, model, time.monotonic() + 600, lambda: started_at(pid) == started)
+        assert up, (work / "log").read_text(errors="replace")[-3000:]
+        yield SimpleNamespace(url=url, model=model)
+    finally:
+        terminate_session(pid)
 
 
 @pytest.fixture(scope="session")

@@ -4,26 +4,12 @@ WRONG holds each answer that is vLLM's fault, as it is today, beside the right o
 changes one, the test fails and says so, so that the row goes.
 """
 
-import importlib.util
-import os
-import sys
-import time
-from pathlib import Path
 from typing import NamedTuple
 
 import openai
 import pytest
 
-from sparkforge.core.paths import ROOT
-from sparkforge.core.process import spawn, started_at, terminate_session
-from sparkforge.models import tiny
-from sparkforge.serve import client, embedded
-
 pytestmark = pytest.mark.integration
-_spec = importlib.util.spec_from_file_location("scripted", ROOT / "tests" / "scripted.py")
-scripted = sys.modules["scripted"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
-Script = scripted.Script
 MODEL = "scripted"
 JSON = '{"city": "Oslo"}'
 # Name → what the model writes behind `<|start|>assistant`.
@@ -60,6 +46,7 @@ CUES = [
     "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf",
 ]  # fmt: skip
 CUE_OF = dict(zip(FORMS, CUES, strict=False))
+SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
 TOKENS = 100
 SCHEMA = {
     "type": "object",
@@ -164,24 +151,9 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port):
+def served(scripted_server):
     """A client of vLLM that serves every form."""
-    work, port = tmp_path_factory.mktemp("forms"), free_port()
-    checkpoint = tiny.write_tiny(
-        work / "model", scripted.weights([Script(CUE_OF[form], text) for form, text in FORMS.items()])
-    )
-    launch = embedded.describe(Path(sys.executable), checkpoint, MODEL, port)
-    environment = {
-        **os.environ, **launch.environment, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(work / "cache"),
-    }  # fmt: skip
-    pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
-    started, url = started_at(pid), f"http://127.0.0.1:{port}"
-    try:
-        up = client.wait_until_serving(url, MODEL, time.monotonic() + 600, lambda: started_at(pid) == started)
-        assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    finally:
-        terminate_session(pid)
+    return openai.OpenAI(base_url=f"{scripted_server.url}/v1", api_key="none", max_retries=0)
 
 
 def whole(served, form, request):

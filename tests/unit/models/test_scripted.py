@@ -1,19 +1,13 @@
 """The scripted checkpoint: transformers' own gpt-oss follows each script, whatever stands in the prompt before."""
 
-import importlib.util
-import sys
-
 import pytest
 
 from sparkforge.core.errors import InputError
-from sparkforge.core.paths import ROOT
 from sparkforge.models import harmony, tiny
 
 pytest.importorskip("openai_harmony")  # ./inv test --fast installs none
 
-_spec = importlib.util.spec_from_file_location("scripted", ROOT / "tests" / "scripted.py")
-scripted = sys.modules["scripted"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(scripted)
+scripted = pytest.importorskip("scripted")
 Script = scripted.Script
 
 SCRIPTS = [

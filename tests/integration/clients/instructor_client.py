@@ -1,0 +1,32 @@
+"""Instructor over the openai package: pydantic models by tools, by JSON schema and by JSON mode."""
+
+import instructor
+import openai
+from conversations import JSON, NAMED_CALL, TOKENS, Weather, equal, feature, main
+
+
+def extract(url, model, mode, cue):
+    api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": cue}]
+    answer = instructor.from_openai(api, mode=mode).chat.completions.create(
+        model=model, messages=messages, response_model=Weather, max_retries=0, max_tokens=TOKENS, temperature=0
+    )
+    equal(answer.model_dump(), {"city": "Oslo", "degrees": 7})
+
+
+@feature("tools")
+def _(url, model):
+    extract(url, model, instructor.Mode.TOOLS, NAMED_CALL)
+
+
+@feature("JSON schema")
+def _(url, model):
+    extract(url, model, instructor.Mode.JSON_SCHEMA, JSON)
+
+
+@feature("JSON mode")
+def _(url, model):
+    extract(url, model, instructor.Mode.JSON, JSON)
+
+
+main()
