@@ -1,7 +1,6 @@
 """What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
 
-WRONG holds each answer that is vLLM's fault, as it is today, beside the right one. When a patch or a release
-changes one, the test fails and says so, so that the row goes.
+Patches 0004 to 0010 of the queue make these answers right (docs/reference/answers.md).
 """
 
 from typing import NamedTuple
@@ -39,6 +38,8 @@ FORMS = {
     "ends in a channel": "<|channel|>fin",
     "ends before a channel": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant",
     "ends in a recipient": "<|channel|>commentary to=functions.wea",
+    "special token in a message": "<|channel|>analysis<|message|>Let me think.<|channel|>final<|message|>"
+    "All done.<|return|>",
 }
 # Words that are one token, at the begin of a text and behind a space.
 CUES = [
@@ -92,6 +93,7 @@ RIGHT = {
     ("message first", "plain"): Answer("Words without a channel."),
     ("start first", "plain"): Answer(DONE),
     ("unknown channel", "plain"): Answer(DONE),
+    ("special token in a message", "plain"): Answer(DONE, THOUGHT),
     ("ends in a channel", "plain"): Answer(),
     ("ends before a channel", "plain"): Answer("", THOUGHT),
     ("ends in a recipient", "auto"): Answer(),
@@ -116,37 +118,6 @@ RIGHT = {
     ("final", "none"): Answer("I have a toy and a book."),
     ("recipient in the channel", "none"): Answer(JSON),
     ("recipient in the role", "none"): Answer(JSON),
-}
-# vLLM's faults, by its issue or pull request where one is known.
-FINAL_JSON = "the content type of `final json` is read as a recipient (vLLM #41902 is the symptom)"
-STOP = "stop strings cut the text, and the answer is parsed from tokens (vLLM #52599, pull request 52612)"
-HEADER = "what the parser cannot read is given as content, special tokens included (vLLM #37030, #45736)"
-NO_START = "a message without <|start|> is lost (vLLM #37030)"
-BOTH = "a recipient that is written twice is lost"
-NONE = "a call that the client forbade is lost, and streamed as a call (after vLLM pull request 30867)"
-JSON_CALLED = (("json", JSON),)
-# Form, request → reason, today's answer, and today's answer streamed.
-WRONG = {
-    ("final json", "plain"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
-    ("final json", "schema"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
-    ("final json", "object"): (FINAL_JSON, Answer(), Answer(calls=JSON_CALLED, finish="tool_calls")),
-    ("final json", "auto"): (FINAL_JSON, *[Answer(calls=JSON_CALLED, finish="tool_calls")] * 2),
-    ("analysis, then JSON", "schema"): (
-        FINAL_JSON,
-        Answer("", THOUGHT),
-        Answer("", THOUGHT, JSON_CALLED, "tool_calls"),
-    ),
-    ("final", "stop"): (STOP, *[Answer("I have a toy")] * 2),
-    ("two messages", "stop"): (STOP, *[Answer("", "Let me think")] * 2),
-    ("no start", "plain"): (NO_START, *[Answer("", THOUGHT)] * 2),
-    ("text first", "plain"): (HEADER, *[Answer("Plain words without a header.<|return|>")] * 2),
-    ("message first", "plain"): (NO_START, *[Answer()] * 2),
-    ("ends in a channel", "plain"): (HEADER, *[Answer("<|channel|>fin<|return|>")] * 2),
-    ("ends in a recipient", "auto"): (HEADER, *[Answer("<|channel|>commentary to=functions.wea<|return|>")] * 2),
-    ("ends before a channel", "plain"): (HEADER, *[Answer("<|start|>assistant<|return|>", THOUGHT)] * 2),
-    ("recipient in both", "auto"): (BOTH, *[Answer()] * 2),
-    ("recipient in the channel", "none"): (NONE, Answer(), CALLED),
-    ("recipient in the role", "none"): (NONE, Answer(), CALLED),
 }
 
 
@@ -184,18 +155,8 @@ def streamed(served, form, request):
 
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("form", "request_name"), RIGHT, ids=[", ".join(key) for key in RIGHT])
-def test_a_client_gets_the_answer_or_a_known_fault(served, form, request_name, ask):
-    answer = ask(served, form, request_name)
-    if (form, request_name) in WRONG:
-        reason, *today = WRONG[form, request_name]
-        assert answer == today[ask is streamed], f"no longer what it was with: {reason}"
-    else:
-        assert answer == RIGHT[form, request_name]
-
-
-def test_no_fault_is_listed_that_is_none():
-    assert set(WRONG) < set(RIGHT)
-    assert not [key for key, (_, *today) in WRONG.items() if today == [RIGHT[key]] * 2]
+def test_a_client_gets_the_right_answer(served, form, request_name, ask):
+    assert ask(served, form, request_name) == RIGHT[form, request_name]
 
 
 def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
@@ -211,35 +172,41 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
     assert length("none") == length("plain") < length("auto")
 
 
-def test_a_schema_that_is_none_is_refused_without_a_reason(served):
-    """vLLM's fault: the message names a key of its own grammar, not the client's schema."""
+def test_a_refusal_names_what_is_wrong_with_the_schema(served):
     wrong = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "nonsense"}}}
-    with pytest.raises(openai.BadRequestError, match="Invalid grammar specification: 'triggers'"):
+    with pytest.raises(openai.BadRequestError, match=r"Unsupported type .*nonsense"):
         served.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "cat"}], max_tokens=TOKENS, response_format=wrong
         )
 
 
-def test_an_image_is_ignored_without_a_word(served):
-    """vLLM's fault: gpt-oss takes no images."""
-    parts = [
-        {"type": "text", "text": CUE_OF["final"]},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
-    ]
-    response = served.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=TOKENS
-    )
-    assert response.choices[0].message.content == RIGHT["final", "plain"].content
+def test_an_image_is_refused(served):
+    """gpt-oss takes text only."""
+    text, image = {"type": "text", "text": CUE_OF["final"]}, "data:image/png;base64,iVBORw0KGgo="
+    for part in ({"type": "image_url", "image_url": {"url": image}}, {"type": "file", "file": {"file_data": image}}):
+        with pytest.raises(openai.BadRequestError, match="takes text only"):
+            served.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": [text, part]}], max_tokens=TOKENS
+            )
+    parts = [{"type": "input_text", "text": "cat"}, {"type": "input_image", "image_url": image, "detail": "auto"}]
+    with pytest.raises(openai.BadRequestError, match="takes text only"):
+        served.responses.create(model=MODEL, input=[{"role": "user", "content": parts}], max_output_tokens=TOKENS)
 
 
 RESPONSES = {
     "final": ["message"],
     "two messages": ["reasoning", "message"],
     "final constrain": ["message"],
-    "final json": ["mcp_call"],  # FINAL_JSON: a message
+    "final json": ["message"],
+    "start first": ["message"],
+    "message first": ["message"],
+    "text first": ["message"],
+    "no start": ["reasoning", "message"],
+    "unknown channel": ["message"],
     "recipient in the role": ["function_call"],
     "commentary, then a call": ["message", "function_call"],
-    "recipient in both": [],  # BOTH: a function_call
+    "recipient in both": ["function_call"],
+    "ends in a channel": [],
 }
 
 
@@ -250,11 +217,17 @@ def test_the_responses_api_gives_these_items(served, form):
     assert [item.type for item in response.output] == RESPONSES[form]
 
 
-@pytest.mark.parametrize("form", ["message first", "unknown channel"])
-def test_the_responses_api_refuses_a_request_for_what_the_model_wrote(served, form):
-    """vLLM's fault: the client did nothing wrong."""
-    with pytest.raises(openai.BadRequestError, match="Unknown channel"):
-        served.responses.create(model=MODEL, input=CUE_OF[form], max_output_tokens=TOKENS)
+def test_the_responses_api_keeps_to_stop_strings(served):
+    def ask(**more):
+        return served.responses.create(
+            model=MODEL, input=CUE_OF["final"], max_output_tokens=TOKENS, extra_body={"stop": ["toy"]}, **more
+        )
+
+    text = RIGHT["final", "stop"].content
+    assert ask().output_text == text
+    events = list(ask(stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].response.output_text == text
 
 
 def test_no_response_can_be_continued(served):

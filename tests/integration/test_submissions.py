@@ -59,12 +59,20 @@ class Package:
     place: Callable[[str], str] = str
 
     def trees(self, name, scratch):
-        """Copies with the release's own files, and with those after one patch of the queue, no other."""
-        (patch,) = (patch for patch in self.queue.patches if patch.name == f"{name}.patch")
+        """Copies of the release without one patch of the queue, and with it.
+
+        Both have the patches before it, as a pull request that builds on others.
+        """
         read = upstream.reader(upstream.release(TABLE, self.component), self.queue.paths)
-        released = {path: read(path) for path in self.queue.paths}
-        changed = {change.path: change.apply(released[change.path]) for change in patch.changes}
-        for kind, files in (("without", released), ("with", released | changed)):
+        files = {path: read(path) for path in self.queue.paths}
+        states = {}
+        for patch in self.queue.patches:
+            states["without"] = files
+            files = files | {change.path: change.apply(files[change.path]) for change in patch.changes}
+            if patch.name == f"{name}.patch":
+                states["with"] = files
+                break
+        for kind, files in states.items():
             shutil.copytree(self.folder, scratch / kind, copy_function=os.link)
             replaced(scratch / kind, {self.place(path): content for path, content in files.items()})
             yield kind, scratch / kind
