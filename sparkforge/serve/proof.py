@@ -199,7 +199,7 @@ CALLS: Mapping[str, Call] = {
         _tool_call,
     ),
 }
-# A limit whose call is answered rightly is to be deleted: tests/integration/test_road.py says so.
+# Patch 0004 of the queues for 0.32.0 and 0.33.0 cures it; the stack ngc-25.12 has an older vLLM without that patch.
 LIMITS: Mapping[str, Limit] = {
     "a JSON answer": Limit("content is null (finish_reason 'stop')", "content is lost, vLLM #41902"),
 }

@@ -54,10 +54,8 @@ def test_the_validator_gave_a_green_report(validation):
     assert {finding["status"] for finding in validation["findings"]} == {"pass"}
 
 
-def test_what_clients_call_is_proved_and_no_limit_is_listed_that_is_none(up):
-    """A limit whose call is answered rightly by now is to be deleted (sparkforge/serve/proof.py)."""
-    limits = {name: limit.reason for name, limit in proof.LIMITS.items()}
-    assert server(up)["proof"] == {**dict.fromkeys(proof.CALLS, ""), **limits}
+def test_what_clients_call_is_proved_without_a_limit(up):
+    assert server(up)["proof"] == dict.fromkeys(proof.CALLS, "")
     assert "first token received, proved: " in up.told
 
 
