@@ -1,9 +1,10 @@
 """What a server proves before it counts as ready: one request for each thing that clients call, checked on the wire.
 
 A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
-probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A model that writes
-nonsense proves a server as well as a good one does: what its answer depends on is forced, by a grammar that leaves no
-free text and by a bias for the one token that would let it think first.
+probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A small model that
+speaks little sense proves a server too: JSON and the call are forced, by a grammar that leaves no free text and by a
+bias for the token with which the model would else think first. Random weights may fail: the grammar lets them spell
+Harmony's special tokens as text.
 """
 
 from __future__ import annotations

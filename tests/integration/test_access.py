@@ -17,6 +17,7 @@ from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.errors import StorageError
 from sparkforge.core.paths import ROOT
+from sparkforge.models import tiny
 from sparkforge.serve import client, embedded, launch, record, screen
 from sparkforge.serve.settings import TINY_ID
 
@@ -27,7 +28,7 @@ CLOSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port, random_model):
+def served(tmp_path_factory, free_port):
     work = tmp_path_factory.mktemp("access")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKFORGE_STATE", str(work / "state"))
@@ -37,7 +38,8 @@ def served(tmp_path_factory, free_port, random_model):
         (work / "key").chmod(0o600)
         (work / "state").mkdir(mode=0o755)
         allowed = embedded.check("", "", str(work / "key"), "spark.example")
-        command = embedded.describe(Path(sys.executable), random_model, TINY_ID, free_port(), allowed, profiled=True)
+        model = tiny.write_tiny(work / "model")
+        command = embedded.describe(Path(sys.executable), model, TINY_ID, free_port(), allowed, profiled=True)
         words = (*command.command, "--middleware", "list_routes.ListRoutes")
         server = launch.start(dataclasses.replace(command, command=words), lambda _text: None)
         try:
