@@ -87,7 +87,10 @@ def down(_ctx: Context) -> None:
 
 @task(example="./inv status")
 def status(_ctx: Context) -> None:
-    """Print what is served, whether it is healthy, and what its start proved."""
+    """Print what is served, and whether it is healthy.
+
+    The requests that its start proved are shown too.
+    """
     from sparkforge.serve import record, screen
 
     screen.show_status(record.running())

@@ -194,7 +194,7 @@ def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, 
     copy.write_bytes(patched_wheel.path.read_bytes() + b"\0")
     details, _ = patched_rules(copy)
     assert [detail.partition(", and ")[2] for detail in details] == [f"{entry.sha256} is locked"]
-    unknown = tmp_path / entry.file.replace("sparkforge.1", "sparkforge.2")
+    unknown = tmp_path / entry.file.replace("+sparkforge.", "+sparkforge.9")
     shutil.copyfile(patched_wheel.path, unknown)
     assert patched_rules(unknown)[0] == ["locks/patched.toml has no such wheel"]
 

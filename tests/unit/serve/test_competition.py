@@ -87,18 +87,18 @@ def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
-    assert started == [(str(tmp_path), 8888, {"arguments": ("--max-model-len=999",)})]
+    assert started == [(str(tmp_path), 8888, {"profiled": False, "arguments": ("--max-model-len=999",)})]
 
 
 def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
     monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [("", 8001, {"arguments": ()})]
+    assert started == [("", 8001, {"profiled": False, "arguments": ()})]
 
 
 def test_up_without_variables_is_as_ever(started):
     assert program.main(UP) == 0
-    assert started == [("", 8000, {"arguments": ()})]
+    assert started == [("", 8000, {"profiled": False, "arguments": ()})]
 
 
 def test_a_wrong_variable_is_named(started, monkeypatch, capsys):
