@@ -167,12 +167,19 @@ def _json(response: Any) -> str:
     return "" if valid else f"the content does not follow the schema: {content[:80]!r}"
 
 
+def _stop(response: Any) -> str:
+    content = response["choices"][0]["message"]["content"]
+    cut = isinstance(content, str) and content.strip() == "{"
+    return "" if cut else "the content does not end before the stop string"
+
+
 def _tool_call(response: Any) -> str:
     return tool_call_fault(response["choices"][0]["message"])
 
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _SCHEMA}}
+_JSON_REQUEST = {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT}
 CALLS: Mapping[str, Call] = {
     "a completion": Call(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
     "a chat": Call(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
@@ -183,11 +190,8 @@ CALLS: Mapping[str, Call] = {
     "log probabilities of the prompt": Call(
         _COMPLETIONS, {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1}, _prompt_logprobs
     ),
-    "a JSON answer": Call(
-        _CHAT,
-        {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT},
-        _json,
-    ),
+    "a JSON answer": Call(_CHAT, _JSON_REQUEST, _json),
+    "a stop string": Call(_CHAT, {**_JSON_REQUEST, "stop": ['"city']}, _stop),
     "a tool call": Call(
         _CHAT,
         {
@@ -200,7 +204,8 @@ CALLS: Mapping[str, Call] = {
         _tool_call,
     ),
 }
-# Patch 0004 of the queues for 0.32.0 and 0.33.0 cures it; the stack ngc-25.12 has an older vLLM without that patch.
+# Patches 0004 and 0006 of the queues for 0.32.0 and 0.33.0 cure them; the stack ngc-25.12 has an older vLLM without them.
 LIMITS: Mapping[str, Limit] = {
     "a JSON answer": Limit("content is null (finish_reason 'stop')", "content is lost, vLLM #41902"),
+    "a stop string": Limit("the content does not end before the stop string", "it stays in the answer, vLLM #52599"),
 }

@@ -55,6 +55,8 @@ def api():
             self.send_header("Content-Type", "text/event-stream" if body.get("stream") else "application/json")
             self.end_headers()
             good = STREAM if body.get("stream") else json.dumps(GOOD)
+            if "stop" in body:
+                good = good.replace(json.dumps('{"city": "Paris"}'), '"{"', 1)
             self.wfile.write((good if allowed else json.dumps({"error": {"message": "Unauthorized"}})).encode())
 
         def log_message(self, *args):

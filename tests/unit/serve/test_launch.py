@@ -74,6 +74,8 @@ SERVER = textwrap.dedent("""
                 return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
             usage = {"completion_tokens": 0} if behaviour == "lies" else good["usage"]
             choice = {**good["choices"][0], **(changes if key in body else {})}
+            if "stop" in body and behaviour != "keeps stop strings":
+                choice = {**choice, "message": {"role": "assistant", "content": "{"}}
             self.reply(200, {"choices": [choice], "usage": usage})
 
         def stream(self, behaviour):
@@ -214,6 +216,10 @@ def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, mo
     assert server.proof == {**dict.fromkeys(proof.CALLS, ""), "a JSON answer": "lost, #1"}
     screen.show_status(server)
     assert "of the prompt; known limit: a JSON answer (lost, #1) · at its start, 2" in capsys.readouterr().out
+
+
+def test_a_stop_string_that_stays_is_a_known_limit(begin):
+    assert [name for name, limit in begin("keeps stop strings").proof.items() if limit] == ["a stop string"]
 
 
 def test_a_start_that_has_not_ended_proved_nothing(begin, capsys):
