@@ -204,7 +204,7 @@ CALLS: Mapping[str, Call] = {
         _tool_call,
     ),
 }
-# Patches 0004 and 0006 of the queues for 0.32.0 and 0.33.0 cure them; the stack ngc-25.12 has an older vLLM without them.
+# Patches 0004 and 0006 of the queues for 0.32.0 and 0.33.0 cure them; the vLLM of the stack ngc-25.12 is older.
 LIMITS: Mapping[str, Limit] = {
     "a JSON answer": Limit("content is null (finish_reason 'stop')", "content is lost, vLLM #41902"),
     "a stop string": Limit("the content does not end before the stop string", "it stays in the answer, vLLM #52599"),
