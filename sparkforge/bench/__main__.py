@@ -27,7 +27,7 @@ COMMANDS = {
 VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL", "tokenizer": "BENCH_TOKENIZER"}
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser whose complaints are UsageErrors."""
 
     def error(self, message: str) -> NoReturn:
@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError("the arguments cannot be read", message, "python -m sparkforge.bench --help")
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Return the parser of all commands; long options take one dash too, as the competition writes them."""
-    top = Parser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
+    top = CommandParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, names in COMMANDS.items():
         options = commands.add_parser(command, allow_abbrev=False)

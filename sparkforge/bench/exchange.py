@@ -54,7 +54,7 @@ class Metric(Record):
     values: list[float]
 
 
-class Run(Record):
+class BenchyRow(Record):
     """llama-benchy's BenchmarkRun: one shape at one concurrency. Tokens a second, and milliseconds."""
 
     concurrency: int
@@ -85,7 +85,7 @@ class Report(Record):
     model: str
     prefix_caching_enabled: bool = False
     max_concurrency: int
-    benchmarks: list[Run]
+    benchmarks: list[BenchyRow]
 
 
 def main(names: Sequence[str], form: str, output: str, profile: str) -> None:
@@ -153,20 +153,20 @@ def _time(text: str) -> datetime:
         return datetime.now(UTC)
 
 
-def _run(isl: int, osl: int, conc: int, results: Sequence[Result]) -> Run:
+def _run(isl: int, osl: int, conc: int, results: Sequence[Result]) -> BenchyRow:
     """Return one of llama-benchy's runs; all formulas are its own (its README, "Table Columns")."""
     requests = [request for result in results for request in result.requests]
     first = _metric([request.ttft_ms for request in requests])
     prompt = _metric([1000 * request.prompt_tokens / request.ttft_ms for request in requests if request.ttft_ms > 0])
     answer = _metric([1000 / request.tpot_ms for request in requests if request.tpot_ms])
     rounds = [result.requests for result in results if len(result.requests) <= conc]
-    return Run(
+    return BenchyRow(
         concurrency=conc,
         prompt_size=isl,
         response_size=osl,
-        pp_throughput=prompt if conc == 1 else _metric([_prompt_speed(each) for each in rounds]),
+        pp_throughput=prompt if conc == 1 else _metric([_prompt_speed(round_) for round_ in rounds]),
         pp_req_throughput=prompt,
-        tg_throughput=answer if conc == 1 else _metric([_answer_speed(each) for each in rounds]),
+        tg_throughput=answer if conc == 1 else _metric([_answer_speed(round_) for round_ in rounds]),
         tg_req_throughput=answer,
         ttfr=first,
         est_ppt=first,

@@ -38,7 +38,7 @@ LONGEST_NAME = 160  # characters of a kernel's name that are shown; templates of
 PLACES = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the thread that runs the model"}
 
 
-class Profile(Record):
+class TraceProfile(Record):
     """What `profile.json` holds: a profiled load, or a trace from elsewhere (then without configuration and server)."""
 
     format: Literal["sparkforge-profile/1"] = "sparkforge-profile/1"
@@ -58,7 +58,7 @@ def main(flags: Mapping[str, str]) -> None:
     stamp, output = f"{datetime.now(UTC):%Y%m%d_%H%M%S}", batch.output_folder(flags.get("output", ""))
     if flags.get("trace"):
         path, folder = Path(flags["trace"]), output / f"profile_{stamp}"
-        profile = Profile(trace=path.name, breakdown=trace.read(path), traces={path.name: sha256_file(path)})
+        profile = TraceProfile(trace=path.name, breakdown=trace.read(path), traces={path.name: sha256_file(path)})
     else:
         with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
             profile, folder = measure(flags, output, stamp)
@@ -69,7 +69,7 @@ def main(flags: Mapping[str, str]) -> None:
     say(f"report: {folder / 'report.html'}")
 
 
-def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[Profile, Path]:
+def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TraceProfile, Path]:
     """Profile a load on this checkout's server; return the profile and the folder that its traces were moved to.
 
     Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
@@ -95,7 +95,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[Profile
             load.require_answers(load.send(endpoint, prompts, config.conc, seconds))
     with steps.step("trace") as tell:
         files = move_traces(collect(own), name, output / name)
-        profile = Profile(
+        profile = TraceProfile(
             trace=files[0].name,
             traces={file.name: sha256_file(file) for file in files},
             breakdown=trace.read(files[0]),
@@ -142,9 +142,9 @@ def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
 
     Raises ServerError if there is none.
     """
-    found = sorted(source.glob(f"{prefix}*"))
+    written = sorted(source.glob(f"{prefix}*"))
     target.mkdir(parents=True, exist_ok=True)
-    files = [Path(shutil.move(file, target / file.name)) for file in found]
+    files = [Path(shutil.move(file, target / file.name)) for file in written]
     traces = [file for file in files if ".pt.trace.json" in file.name]
     if not traces:
         why = f"nothing in {source} begins with {prefix}"
@@ -152,10 +152,10 @@ def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
     return traces
 
 
-def render(profile: Profile) -> str:
+def render(profile: TraceProfile) -> str:
     """Return the page of a profile."""
     config, server = profile.config, profile.server
-    what = f"{config.model}, {config.shape}" if config else profile.trace
+    subject = f"{config.model}, {config.shape}" if config else profile.trace
     parts = {
         "configuration": config.model_dump() if config else {},
         "server": {"version": server.version, **server.records} if server else {},
@@ -165,7 +165,7 @@ def render(profile: Profile) -> str:
     provenance = [[part, name, str(value)] for part, values in parts.items() for name, value in values.items()]
     return page.render(
         "profile.html.jinja",
-        f"{what}: profile",
+        f"{subject}: profile",
         profile=profile,
         place=PLACES[profile.breakdown.place],
         tables={
@@ -192,7 +192,7 @@ def _short(name: str, longest: int = LONGEST_NAME) -> str:
     return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
-def print_profile(profile: Profile) -> None:
+def print_profile(profile: TraceProfile) -> None:
     """Print the parts of the model and the heaviest operators as tables."""
     tables = []
     for name, content in (("parts", _groups(profile.breakdown)), ("heaviest operators", _operators(profile.breakdown))):

@@ -45,7 +45,7 @@ _STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": _SCHEMA, 
 
 
 @dataclass(frozen=True)
-class Call:
+class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
     It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream. It may raise one of
@@ -180,19 +180,21 @@ def _tool_call(response: Any) -> str:
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _SCHEMA}}
 _JSON_REQUEST = {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT}
-CALLS: Mapping[str, Call] = {
-    "a completion": Call(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
-    "a chat": Call(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
-    "a streamed chat": Call(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS, "stream": True}, _streamed_chat),
-    "log probabilities": Call(
+CALLS: Mapping[str, ProofRequest] = {
+    "a completion": ProofRequest(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
+    "a chat": ProofRequest(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
+    "a streamed chat": ProofRequest(
+        _CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS, "stream": True}, _streamed_chat
+    ),
+    "log probabilities": ProofRequest(
         _CHAT, {"messages": ASK, "max_tokens": 1, "logprobs": True, "top_logprobs": 1}, _logprobs
     ),
-    "log probabilities of the prompt": Call(
+    "log probabilities of the prompt": ProofRequest(
         _COMPLETIONS, {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1}, _prompt_logprobs
     ),
-    "a JSON answer": Call(_CHAT, _JSON_REQUEST, _json),
-    "a stop string": Call(_CHAT, {**_JSON_REQUEST, "stop": ['"city']}, _stop),
-    "a tool call": Call(
+    "a JSON answer": ProofRequest(_CHAT, _JSON_REQUEST, _json),
+    "a stop string": ProofRequest(_CHAT, {**_JSON_REQUEST, "stop": ['"city']}, _stop),
+    "a tool call": ProofRequest(
         _CHAT,
         {
             "messages": ASK,

@@ -131,7 +131,7 @@ def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
     port = str(served.server.port)
     profile.main({"port": port, "isl": "16", "osl": "6", "conc": "2", "output": str(tmp_path)})
     folder = Path(capsys.readouterr().out.strip())
-    saved = profile.Profile.model_validate_json((folder / "profile.json").read_text())
+    saved = profile.TraceProfile.model_validate_json((folder / "profile.json").read_text())
     assert (folder / saved.trace).stat().st_size > 1000
     assert saved.breakdown.place == "cpu"
     parts = {group.name: group for group in saved.breakdown.groups}

@@ -208,7 +208,7 @@ def test_a_server_is_profiled_under_load_and_its_trace_kept(stub, own, tmp_path,
     folder = Path(capsys.readouterr().out.strip())
     order = [path for path, _, _ in stub.bodies if path != "/tokenize"]
     assert order == [*["/v1/completions"] * 2, profile.START, *["/v1/completions"] * 2, profile.STOP]
-    saved = profile.Profile.model_validate_json((folder / "profile.json").read_text())
+    saved = profile.TraceProfile.model_validate_json((folder / "profile.json").read_text())
     assert [path.name for path in folder.glob("*.gz")] == [saved.trace] == list(saved.traces)
     assert (saved.config.isl, saved.config.osl, saved.config.conc, saved.config.num_prompts) == (16, 4, 2, 2)
     assert saved.server.version == "0.0-stub"
