@@ -132,8 +132,8 @@ def link_or_copy(source, target):
 @pytest.fixture(scope="session")
 def scripted_server(request, tmp_path_factory, free_port):
     """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM; return its URL and model's name."""
-    modules = {item.module for item in request.session.items}
-    scripts = {cue: text for module in modules for cue, text in getattr(module, "SCRIPTS", {}).items()}
+    modules = {item.module for item in request.session.items if "scripted_server" in item.fixturenames}
+    scripts = {cue: text for module in modules for cue, text in module.SCRIPTS.items()}
     work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
     launch = embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port)
