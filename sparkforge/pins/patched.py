@@ -36,9 +36,10 @@ class PatchedLock(RootModel[dict[str, PatchedFile]]):
     """Every patched file by upstream's file name."""
 
 
-def load_patched() -> Mapping[str, PatchedFile]:
-    """Read the lock; an empty one where there is none yet. Raises InputError."""
-    return load(PATH, PatchedLock).root if PATH.exists() else {}
+def load_patched(path: Path | None = None) -> Mapping[str, PatchedFile]:
+    """Read the lock, by default PATH; an empty one where there is none yet. Raises InputError."""
+    path = path or PATH
+    return load(path, PatchedLock).root if path.exists() else {}
 
 
 def write_patched(files: Mapping[str, PatchedFile], path: Path | None = None) -> None:
