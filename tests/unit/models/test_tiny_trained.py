@@ -94,9 +94,12 @@ def test_every_special_token_that_harmony_writes_has_a_row():
     assert {special_tokens()[name] for name in names} <= rows
 
 
-def test_it_speaks_coolly_unless_asked_otherwise():
-    assert tiny._generation_config(tiny.TRAINED)["temperature"] == 0.3
-    assert "temperature" not in tiny._generation_config(tiny.RANDOM)
+def test_it_speaks_coolly_unless_asked_otherwise(tmp_path):
+    def sampling(name, weights):
+        return json.loads((tiny.write_tiny(tmp_path / name, weights) / "generation_config.json").read_text())
+
+    assert sampling("trained", tiny.TRAINED)["temperature"] == 0.3
+    assert "temperature" not in sampling("random", tiny.RANDOM)
 
 
 def test_a_damaged_file_is_told(tmp_path, monkeypatch):
@@ -169,7 +172,8 @@ def test_row_0_is_scored_as_one_of_its_tokens(trained, scored):
 
 
 def test_the_held_out_text_is_the_gates():
-    assert corpus.HELD_OUT.read_text() == baselines.load().text("persuasion-24").read()
+    (text,) = (text for text in baselines.load().texts if text.name == "persuasion-24")
+    assert corpus.HELD_OUT.read_text() == text.read()
     assert texts.HELD_OUT[0] == "persuasion"
 
 
