@@ -43,11 +43,14 @@ RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
     --mount=type=bind,source=deploy/install-debs,target=/mnt/install-debs \
     --mount=type=cache,target=/var/cache/debs,sharing=locked \
     sh /mnt/install-debs "/mnt/locks/${SPARKFORGE_DEVICE}-runtime-${TARGETARCH}.txt"
-# Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as.
+# Written by hand: adduser would note today's date in /etc/shadow. Libraries ask who they run as. A mounted cache of Hugging
+# Face in /root is found by every user, and `docker run --user` may be another one than 1000.
 RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'spark:x:1000:' >> /etc/group \
-    && mkdir -p /models /run/sparkforge /var/cache/sparkforge \
-    && chown 1000:1000 /run/sparkforge /var/cache/sparkforge
+    && mkdir -p /models /root/.cache/huggingface /run/sparkforge /var/cache/sparkforge \
+    && chown 1000:1000 /run/sparkforge /var/cache/sparkforge \
+    && chmod 1777 /run/sparkforge /var/cache/sparkforge \
+    && chmod 711 /root
 ARG STACK
 ENV SPARKFORGE_STACK=${STACK}
 
@@ -121,7 +124,8 @@ FROM vllm-${VLLM_FROM} AS vllm
 # ── audit: the runtime is copied out of this stage, so what fails here never becomes an image ───────────────────────
 FROM vllm AS audit
 ARG JOBS=auto
-COPY deploy/trim.toml /opt/sparkforge/deploy/
+COPY deploy/trim.toml deploy/licences.toml /opt/sparkforge/deploy/
+COPY deploy/licences/ /opt/sparkforge/deploy/licences/
 RUN .venv/bin/python -m sparkforge.image.rootfs finish --stack "$SPARKFORGE_STACK" --jobs "$JOBS" \
     && .venv/bin/python -m sparkforge.image.rootfs verify --stack "$SPARKFORGE_STACK"
 
@@ -138,6 +142,10 @@ COPY sparkforge/ packages/sparkforge/
 COPY spark_mxfp4/ packages/spark_mxfp4/
 COPY validate/ packages/validate/
 COPY --from=audit /opt/image.json /opt/audit.json ./
+# The commit, by argument or as git has it in the context, and a digest of the context: docs/concepts/images.md.
+ARG REVISION=unknown
+RUN --mount=type=bind,target=/mnt/context \
+    sh /mnt/context/deploy/describe-source /mnt/context "$REVISION" > source.json
 RUN chmod -R u=rwX,go=rX . \
     && sed -n 's/^  "key": "\(.*\)",$/\1/p' image.json > key \
     && test -s key \
@@ -171,5 +179,6 @@ LABEL org.opencontainers.image.title="Sparkforge" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}" \
       org.sparkforge.stack="${SPARKFORGE_STACK}" \
+      org.sparkforge.source="/opt/sparkforge/source.json" \
       org.sparkforge.manifest="/opt/sparkforge/image.json" \
       org.sparkforge.audit="/opt/sparkforge/audit.json"

@@ -126,10 +126,16 @@ def _project() -> str:
 
 def is_complete(env: Environment, inputs: Mapping[str, str]) -> bool:
     """Tell whether all of the environment is there and was made from exactly these inputs."""
+    return stamp(env) == inputs
+
+
+def stamp(env: Environment) -> dict[str, str]:
+    """Return what the environment that is there was made from; empty if none is there, or only a part of one."""
     try:
-        return bool(read_json(env.path / STAMP) == inputs)
-    except (OSError, ValueError):
-        return False
+        inputs: dict[str, str] = dict(read_json(env.path / STAMP))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return inputs
 
 
 @dataclass(frozen=True)

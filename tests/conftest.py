@@ -25,6 +25,7 @@ INSTALL = {
     "ninja": "sudo apt install ninja-build",
     "cmake": "sudo apt install cmake",
     "chromium": "sudo apt install chromium",
+    "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
 }
 
 # Where pytest has several workers (sparkforge/cli/suite.py) a file stays with one of them, and so do the files of one

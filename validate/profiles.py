@@ -53,7 +53,7 @@ SPARK = Profile(
         "model-files",
         "model-format",
     ),
-    advised=("shared-memory", "sm121-modules", "offline-hub", "measured-speed"),
+    advised=("shared-memory", "remove-ipc", "sm121-modules", "offline-hub", "measured-speed"),
 )
 EMBEDDED = Profile(
     "embedded",
@@ -76,7 +76,7 @@ EMBEDDED = Profile(
         "model-files",
         "model-format",
     ),
-    advised=("shared-memory", "unknown-environment", "offline-hub"),
+    advised=("shared-memory", "remove-ipc", "unknown-environment", "offline-hub"),
 )
 PROFILES = {profile.name: profile for profile in (SPARK, EMBEDDED)}
 

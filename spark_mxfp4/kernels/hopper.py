@@ -55,7 +55,7 @@ class HopperKernel(MoeKernel):
     @staticmethod
     def available(device: torch.device) -> bool:
         """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
-        return torch.cuda.get_device_capability(device) == CAPABILITY and _compiler() is not None
+        return torch.cuda.get_device_capability(device) == CAPABILITY and compiler() is not None
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
@@ -176,7 +176,7 @@ def library() -> ctypes.CDLL:
     """
     from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
 
-    if _compiler() is None:
+    if compiler() is None:
         raise NotImplementedError(
             "kernel 'hopper' cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, "
             "or set SPARK_MXFP4_KERNEL=triton"
@@ -191,7 +191,7 @@ def library() -> ctypes.CDLL:
     return bind(str(path))
 
 
-def _compiler() -> Path | None:
+def compiler() -> Path | None:
     """Return nvcc, by CUDA_HOME or from PATH, as torch's extension loader will find it."""
     from torch.utils import cpp_extension  # noqa: PLC0415
 

@@ -124,13 +124,13 @@ def _pack_values(matrix: torch.Tensor) -> torch.Tensor:
     source = matrix.view(-1, 4, 2, 8, matrix.shape[1] // 32, 2, 4, 2, 2)
     source = source.permute(0, 4, 1, 3, 5, 7, 6, 8, 2)  # tile, chunk, warp, l/4, l%4 (block, bit 2), step, bit 1, half
     packed = torch.zeros(source.shape[:7], dtype=torch.int32, device=matrix.device)
-    for pair, table in enumerate(_pair_words(matrix.device)):
+    for pair, table in enumerate(pair_words(matrix.device)):
         packed |= table[source[..., pair // 2, pair % 2].int()]
     return packed.view(torch.uint8).reshape(*packed.shape[:2], VALUE_BYTES)
 
 
 @cache
-def _pair_words(device: torch.device) -> torch.Tensor:
+def pair_words(device: torch.device) -> torch.Tensor:
     """Return int32 [4, 256]: the bits of a word that each of its four pairs sets, for each byte that a pair can be."""
     byte = torch.arange(256, dtype=torch.int32)
     tables = torch.zeros(len(BITS), 256, dtype=torch.int32)

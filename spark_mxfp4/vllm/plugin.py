@@ -5,6 +5,8 @@ The checkpoint keeps `quant_method: mxfp4`; this configuration claims it when as
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import platform
 from typing import Any
@@ -29,6 +31,9 @@ def register() -> None:
     """Register `spark-mxfp4` with vLLM; may be called any number of times, in every process."""
     if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(SparkMxfp4Config)
+        # vLLM freezes what it imported (gc.freeze). What stays frozen is not collected at the end, and Triton's
+        # nanobind then reports hundreds of leaked functions as the last lines of every log.
+        atexit.register(gc.unfreeze)
 
 
 def chosen_mode() -> str:

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from sparkforge.core import http
 from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.serve import metrics
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GET_SECONDS = 30.0  # nothing is computed for these
@@ -23,7 +23,6 @@ ANSWER_SECONDS = 3600.0  # for a whole answer
 NO_ANSWER = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # JSON of another shape
 # vLLM's own count of what it generated, over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
 COUNTER = "vllm:generation_tokens_total"
-METRIC_CHARACTERS = 4096  # of a line of /metrics that is parsed; vLLM's have 100
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,8 @@ class Endpoint:
         """Return how many tokens the server says it has generated since it began; None if it keeps no such count."""
         try:
             response = self.get("/metrics")
-            lines = response.text.splitlines() if response.is_success else []
-            counters = [line for line in lines if line.startswith(COUNTER) and len(line) < METRIC_CHARACTERS]
-            families = text_string_to_metric_families("\n".join(counters))
-            counts = [sample.value for family in families for sample in family.samples if sample.name == COUNTER]
-        except (ServerError, LookupError, *NO_ANSWER):
+            counts = metrics.values(response.text, (COUNTER,)).get(COUNTER) if response.is_success else None
+        except (ServerError, *metrics.MALFORMED, *NO_ANSWER):
             return None
         return sum(counts) if counts and math.isfinite(sum(counts)) else None
 

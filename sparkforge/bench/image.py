@@ -31,7 +31,7 @@ from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.process import run
 from sparkforge.image import build as image
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import devices, trimming
+from sparkforge.image import devices, trimming, versions
 from sparkforge.image.devices import DOCKER_CPU
 from sparkforge.image.reproducible import report_path
 from sparkforge.pins import debian, index, locks
@@ -70,7 +70,9 @@ def main(output: str) -> None:
 def build(*options: str) -> dict[str, Any]:
     """Build the embedded image and return the seconds; `--no-cache` reuses only what was downloaded."""
     begun = time.monotonic()
-    image.build([*docker_compose.compose("build"), *options], stack=devices.stack_of(DOCKER_CPU))
+    stack = devices.stack_of(DOCKER_CPU)
+    with versions.named(stack):
+        image.build([*docker_compose.compose("build"), *options], stack=stack)
     return {"seconds": round(time.monotonic() - begun, 1)}
 
 

@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, diagnose, maintain, measure, models, serve
+from sparkforge.cli import build, diagnose, maintain, measure, models, serve, service
 
 namespace = Collection(
     serve.up,
@@ -11,6 +11,7 @@ namespace = Collection(
     serve.logs,
     serve.chat,
     serve.shell,
+    serve.rollback,
     build.audit,
     models.plan,
     diagnose.doctor,
@@ -42,8 +43,18 @@ _bundle.add_task(maintain.bundle_make, name="make", default=True)
 for _collection in (
     _build,
     _patch,
-    Collection("dev", patch=build.dev_patch),
-    Collection("image", inspect=build.image_inspect, verify=build.image_verify, reproduce=build.image_reproduce),
+    Collection("service", service.install, service.remove, service.status),
+    Collection("dev", build=build.dev_build, patch=build.dev_patch),
+    Collection(
+        "image",
+        inspect=build.image_inspect,
+        verify=build.image_verify,
+        reproduce=build.image_reproduce,
+        list=build.image_list,
+        clean=build.image_clean,
+        publish=build.image_publish,
+        pull=build.image_pull,
+    ),
     Collection("model", fetch=models.model_fetch),
     Collection(
         "bench",
@@ -58,9 +69,12 @@ for _collection in (
         measure.export,
         measure.profile,
         measure.kernels,
+        measure.linear,
+        measure.load_format,
         measure.startup,
         measure.build,
         measure.image,
+        measure.memory_guard,
     ),
     Collection("cache", list=maintain.cache_list),
     _bundle,

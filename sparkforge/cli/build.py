@@ -30,10 +30,13 @@ def chosen_stack(name: str) -> str:
 
 def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto") -> None:
     """Build a stack's image through Compose."""
+    from sparkforge.image import versions
     from sparkforge.image.build import build
     from sparkforge.image.inspect import ready_to_build
 
-    build(ready_to_build(stack), stack=stack, steps=steps, way=way, jobs=jobs)
+    command = ready_to_build(stack)
+    with versions.named(stack):
+        build(command, stack=stack, steps=steps, way=way, jobs=jobs)
 
 
 @task(
@@ -277,6 +280,36 @@ def dev_patch(_ctx: Context, directory: str, stack: str = "") -> None:
 
 
 @task(
+    example="./inv dev.build vllm --targets _C_stable_libtorch",
+    name="vllm or flashinfer",
+    targets="vllm: CMake targets with commas; default: all that SM121 uses",
+    set="flashinfer: a set of the stack's kernel table; default: the image's",
+    sources="vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network",
+    jobs=JOBS,
+    accept="compile nothing: note that what you compiled yourself is made from the sources as they are",
+    stack=STACK,
+)
+def dev_build(
+    _ctx: Context,
+    name: str,
+    targets: str = "",
+    set: str = "",  # noqa: A002 - the option's name
+    sources: str = "",
+    jobs: str = "auto",
+    accept: bool = False,
+    stack: str = "",
+) -> None:
+    """Compile a mounted checkout in the development container.
+
+    Within the job planner's memory bound, for the stack's architecture. Says what was compiled and where it lies.
+    """
+    from sparkforge.image import dev
+
+    options = dev.BuildOptions(targets, set, caller_path(sources), jobs, accept)
+    dev.build(name, chosen_stack(stack), options)
+
+
+@task(
     example="./inv audit .sparkforge/kernels --machine aarch64",
     paths="files or folders: .cubin, .o, .so, .whl; several with commas",
     module="modules that must be there, with commas",
@@ -330,3 +363,66 @@ def image_reproduce(_ctx: Context, stack: str = "", more: str = "") -> None:
     from sparkforge.image.reproducible import verify_reproducible
 
     verify_reproducible(chosen_stack(stack), "runtime", arguments("--more", more))
+
+
+@task(
+    example="./inv image.publish registry.example.com/sparkforge/vllm",
+    repository="the registry's host and the repository, without a tag",
+    stack=STACK,
+    image=IMAGE,
+    output="the record's file; default: below .sparkforge/published",
+)
+def image_publish(_ctx: Context, repository: str, stack: str = "", image: str = "", output: str = "") -> None:
+    """Push an image to a registry.
+
+    Prints its digest, by which `image.pull` gets it. `docker login` gives the credentials.
+    """
+    from sparkforge.image import registry
+    from sparkforge.image.build import expected
+
+    chosen = chosen_stack(stack)
+    file = Path(caller_path(output)) if output else None
+    registry.publish(chosen, image, repository, partial(expected, stack=chosen), file)
+
+
+@task(
+    example="./inv image.pull registry.example.com/sparkforge/vllm@sha256:…",
+    source="REPOSITORY@sha256:DIGEST, or the record that image.publish wrote",
+    stack=STACK,
+)
+def image_pull(_ctx: Context, source: str, stack: str = "") -> None:
+    """Pull an image by digest in place of building it.
+
+    It is checked against this checkout before Compose serves it; a wrong one is removed again.
+    """
+    from sparkforge.image import registry
+    from sparkforge.image.build import expected
+
+    chosen = chosen_stack(stack)
+    registry.pull(chosen, source, partial(expected, stack=chosen), Path(caller_path(".")))
+
+
+@task(example="./inv image.list", stack=STACK)
+def image_list(_ctx: Context, stack: str = "") -> None:
+    """List a stack's images on this machine with their sizes."""
+    from sparkforge.image import versions
+    from sparkforge.serve import known_good
+
+    versions.list_images(chosen_stack(stack), known_good.images())
+
+
+@task(
+    example="./inv image.clean --keep 1 --dry-run",
+    stack=STACK,
+    keep="how many old images stay; default 3 [SPARKFORGE_KEEP_IMAGES]",
+    dry_run=DRY_RUN,
+)
+def image_clean(_ctx: Context, stack: str = "", keep: str = "", dry_run: bool = False) -> None:
+    """Remove a stack's old images.
+
+    Never one that a container uses, that Compose would serve, or that a known good start has.
+    """
+    from sparkforge.image import versions
+    from sparkforge.serve import known_good
+
+    versions.clean(chosen_stack(stack), versions.kept_number(keep), known_good.images(), dry_run=dry_run)

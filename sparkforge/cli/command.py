@@ -40,17 +40,28 @@ SIGNALLED = 128  # plus the signal's number, as shells have it: 130 Ctrl-C, 143 
 class CommandTask(Task):  # type: ignore[type-arg]
     """An Invoke task with an example for its help, and without generated short flags."""
 
-    def __init__(self, body: Callable[..., None], example: str = "", options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        body: Callable[..., None],
+        example: str = "",
+        options: dict[str, str] | None = None,
+        *,
+        optional: str = "",
+        rest: str = "",
+    ) -> None:
         self.example = example
+        self.may_be_left_out, self.rest = optional, rest
         # `json_` is the option --json: a parameter must not hide a module or a builtin.
-        self.texts = {name.strip("_").replace("_", "-"): text for name, text in (options or {}).items()}
+        texts = {name.strip("_").replace("_", "-"): text for name, text in (options or {}).items()}
+        self.rest_text = texts.pop(rest.replace("_", "-"), "")
+        self.texts = texts
         super().__init__(body, auto_shortflags=False, help=dict(self.texts))
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
         """Return the arguments for the parser, with their help each time: Invoke takes the texts away."""
         self.help = dict(self.texts)
         arguments: list[Argument] = super().get_arguments(ignore_unknown_help)
-        return arguments
+        return [argument for argument in arguments if not self.rest or argument.name != self.rest]
 
     def arg_opts(self, name: str, default: Any, taken_names: set[str]) -> dict[str, Any]:
         """Return Invoke's options for a parameter, with its short flag."""
@@ -60,9 +71,15 @@ class CommandTask(Task):  # type: ignore[type-arg]
         return options
 
 
-def task(example: str = "", **options: str) -> Callable[[Callable[..., None]], CommandTask]:
-    """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters."""
-    return lambda function: CommandTask(command(function), example, options)
+def task(
+    example: str = "", *, optional: str = "", rest: str = "", **options: str
+) -> Callable[[Callable[..., None]], CommandTask]:
+    """Make a command of a function; its docstring is the help, `options` are the help texts of its parameters.
+
+    `optional` names a positional parameter that may be left out, and is empty then. `rest` names one that takes the
+    words behind `--`, a list.
+    """
+    return lambda function: CommandTask(command(function), example, options, optional=optional, rest=rest)
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:

@@ -12,18 +12,20 @@ from sparkforge.cli.command import caller_path, caller_paths, listed, task, whol
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import UsageError
 
+CONTAINER = "the container's cache, which is in the volume of this checkout's Compose project"
 ROOT = "the cache's folder, if it is not FlashInfer's own"
 
 
 @task(
     example="./inv clean-cache --stale --dry-run",
-    module="modules to remove, with commas",
+    module="modules to remove, with commas, such as 'fused_moe_*'",
     changed="changed source files, with commas: remove the modules built from them",
     stale="remove what other versions left",
     all="remove every module; asks first",
     dry_run=DRY_RUN,
     yes="do not ask",
     root=ROOT,
+    container=CONTAINER,
 )
 def clean_cache(
     _ctx: Context,
@@ -34,8 +36,22 @@ def clean_cache(
     dry_run: bool = False,
     yes: bool = False,
     root: str = "",
+    container: bool = False,
 ) -> None:
     """Remove compiled FlashInfer modules that no process uses."""
+    if container:
+        from sparkforge.image import volume
+
+        if changed or root:
+            raise UsageError(
+                "--container goes without --changed and --root",
+                "the container has other paths",
+                "./inv clean-cache --container --module 'fused_moe_*'",
+            )
+        flags = {"--stale": stale, "--all": all, "--dry-run": dry_run, "--yes": yes}
+        words = [*(["--module", module] if module else []), *(name for name, chosen in flags.items() if chosen)]
+        _end_with(volume.run_cache("clean", *words))
+        return
     from sparkforge import pins
     from sparkforge.compile import cache
 
@@ -51,16 +67,27 @@ def clean_cache(
     )
 
 
-@task(example="./inv cache.list", root=ROOT)
-def cache_list(_ctx: Context, root: str = "") -> None:
+@task(example="./inv cache.list", root=ROOT, container=CONTAINER)
+def cache_list(_ctx: Context, root: str = "", container: bool = False) -> None:
     """List the compiled FlashInfer modules.
 
     Prints their sizes, and what a rebuild of each costs.
     """
+    if container:
+        from sparkforge.image import volume
+
+        _end_with(volume.run_cache("list"))
+        return
     from sparkforge import pins
     from sparkforge.compile import cache
 
     cache.print_cache(pins.load(), root=Path(caller_path(root)) if root else None)
+
+
+def _end_with(code: int) -> None:
+    """End with the exit code of a program in a container, which has said why. Raises Exit."""
+    if code:
+        raise Exit(code=code)
 
 
 @task(

@@ -10,7 +10,7 @@ from typing import Any
 from invoke.context import Context
 
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER
-from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
+from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task, whole_number
 
 Options = Mapping[str, Any]
 
@@ -196,7 +196,20 @@ def kernels(_ctx: Context, output: str = "", python: str = "", peer: str = "", t
     """Time one layer's experts on this GPU, for three models."""
     from sparkforge.bench.kernels.layer import main
 
-    main(caller_path(output) or "bench/results/kernels.json", caller_path(python), caller_path(peer), tokens)
+    main(caller_path(output) or "bench/results/kernels.json", caller_path(python), tokens, peer=caller_path(peer))
+
+
+@task(
+    example="./inv bench.linear --tokens 1,16",
+    output="JSON file for the figures; default bench/results/linear.json in the checkout",
+    python="interpreter with torch and triton; default: ours",
+    tokens="with commas; default 1 to 64",
+)
+def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
+    """Time dense products with 4 and 8 bit weights, beside torch's."""
+    from sparkforge.bench.kernels.layer import main
+
+    main(caller_path(output) or "bench/results/linear.json", caller_path(python), tokens, module="measure_linear")
 
 
 @task(
@@ -233,3 +246,36 @@ def image(_ctx: Context, output: str = "") -> None:
     from sparkforge.bench.image import main
 
     main(caller_path(output) or "bench/results/image.json")
+
+
+@task(
+    example="./inv bench.load-format",
+    output="JSON file for the figures; default bench/results/load-format.json in the checkout",
+    python="interpreter with torch, safetensors and fastsafetensors; default: one of ours, without a GPU",
+    size="MB of the checkpoint that is made and read; default 400",
+)
+def load_format(_ctx: Context, output: str = "", python: str = "", size: str = "") -> None:
+    """Time the ways to load a checkpoint, each cold and warm.
+
+    vLLM's stock reader and fastsafetensors read the same random tensors in turn; on a GPU InstantTensor too, where it
+    is installed.
+    """
+    from sparkforge.bench.load_format import MEGABYTES, main
+
+    megabytes = whole_number("--size", size) if size else MEGABYTES
+    main(caller_path(output) or "bench/results/load-format.json", caller_path(python), megabytes)
+
+
+@task(
+    example="./inv bench.memory-guard",
+    trials="trials of each kind; default 10",
+    output="JSON file for the figures; default bench/results/memory-guard.json in the checkout",
+)
+def memory_guard(_ctx: Context, trials: str = "10", output: str = "") -> None:
+    """Use up the memory of a cgroup, and see servers end by name.
+
+    It takes 900 MB, and makes a memory cgroup, which root may.
+    """
+    from sparkforge.bench.pressure import main
+
+    main(caller_path(output) or "bench/results/memory-guard.json", whole_number("--trials", trials))

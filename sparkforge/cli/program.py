@@ -14,6 +14,7 @@ from invoke.config import Config
 from invoke.exceptions import Exit, ParseError
 from invoke.executor import Executor
 from invoke.parser import Parser
+from invoke.parser.argument import Argument
 from invoke.parser.context import ParserContext
 
 import sparkforge
@@ -25,13 +26,13 @@ from sparkforge.core.errors import SparkforgeError, UsageError
 
 # What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
 GROUPS = {
-    "serve": ("up", "down", "status", "logs", "chat", "shell"),
+    "serve": ("up", "down", "status", "logs", "chat", "shell", "rollback", "service.*"),
     "build": ("build", "build.*", "patch", "patch.*", "dev.*", "audit", "image.*"),
     "models": ("model.fetch", "plan"),
-    "measure": ("bench.acc", "bench.perf", "bench.compare", "bench.*"),
+    "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "provenance"),
     "maintain": (
-        *("clean-cache", "cache.list", "bundle", "bundle.unpack", "pins.*", "upstream.check"),
+        *("clean-cache", "cache.list", "bundle", "bundle.*", "pins.*", "upstream.check"),
         *("test", "check", "docs.*"),
     ),
 }
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Print help or the list, or run commands. Raises UsageError, and Exit with a command's exit code."""
+    arguments, rest = _split(arguments)
     if arguments and arguments[0] in OLD_NAMES:
         name = OLD_NAMES[arguments[0]]
         say(f"`./inv {arguments[0]}` is now `./inv {name}`; the old name will go with the next release")
@@ -103,11 +105,47 @@ def run(arguments: list[str]) -> int:
     else:
         require(arguments[0], contexts)
         try:
-            parsed = Parser(contexts=namespace.to_contexts()).parse_argv(_with_two_dashes(arguments, contexts))
+            parsed = _parse(_with_two_dashes(arguments, contexts))
         except ParseError as error:
             raise usage_error(error, contexts) from None
+        if rest is not None:
+            _give_rest(parsed[-1], rest)
         Executor(namespace, Config(lazy=True)).execute(*parsed)
     return 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the arguments before `--` and those behind it; None if there is no `--`."""
+    if "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _parse(arguments: list[str]) -> list[ParserContext]:
+    """Return what Invoke's parser makes of the arguments; a positional argument that may be left out is empty then."""
+    try:
+        return list(Parser(contexts=namespace.to_contexts()).parse_argv(arguments))
+    except ParseError as error:
+        context = error.context
+        command = namespace[context.name] if context and context.name else None
+        missing = [argument.name for argument in context.missing_positional_args] if context else []
+        if not isinstance(command, CommandTask) or missing != [command.may_be_left_out]:
+            raise
+        if "positional arguments" not in str(error):
+            raise
+        return list(Parser(contexts=namespace.to_contexts()).parse_argv([*arguments, ""]))
+
+
+def _give_rest(context: ParserContext, words: list[str]) -> None:
+    """Hand the words behind `--` to the last command. Raises UsageError if it takes none."""
+    command = namespace[context.name]
+    if not isinstance(command, CommandTask) or not command.rest:
+        why, fix = "there is no program that they could be for", f"./inv {context.name} --help"
+        raise UsageError(f"./inv {context.name} takes no words behind --", why, fix)
+    argument = Argument(name=command.rest)
+    argument.set_value(words, cast=False)
+    context.add_arg(argument)
 
 
 def _with_two_dashes(arguments: Iterable[str], contexts: Mapping[str, ParserContext]) -> list[str]:
@@ -220,7 +258,11 @@ def command_help(context: ParserContext, name: str) -> str:
     """Return the usage, description, options and example of a command that was called `name`."""
     command = namespace[context.name]
     positional = [argument for argument in context.args.values() if argument.positional]
-    places = "".join(f" {argument.names[0].upper()}" for argument in positional)
+    optional, rest = (command.may_be_left_out, command.rest_text) if isinstance(command, CommandTask) else ("", "")
+    places = "".join(
+        f" [{argument.names[0].upper()}]" if argument.name == optional else f" {argument.names[0].upper()}"
+        for argument in positional
+    )
     rows = [(argument.names[0].upper(), argument.help or "") for argument in positional]
     for argument in dict.fromkeys(context.args.values()):
         if argument in positional:
@@ -233,8 +275,10 @@ def command_help(context: ParserContext, name: str) -> str:
             text = text.replace(DEFAULT_STACK, pins.load().default)
         rows.append((", ".join(flags) + value, text + default))
     rows.append(("--help, -h", "print this"))
+    if rest:
+        rows.append(("-- WORDS", rest))
     parts = [
-        f"Usage: ./inv {name}{places} [OPTIONS]",
+        f"Usage: ./inv {name}{places} [OPTIONS]{' [-- WORDS]' if rest else ''}",
         "\n\n".join(textwrap.fill(" ".join(text.split()), _width()) for text in (command.__doc__ or "").split("\n\n")),
         _table(rows),
     ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
 from sparkforge.cli.command import caller_path, task, whole_number
-from sparkforge.core.console import Steps, say
+from sparkforge.core import notify
+from sparkforge.core.console import Steps, echo_json, say
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.serve.hold import held
 
 PORT = "8000"
 
@@ -16,84 +20,132 @@ PORT = "8000"
 @task(
     example="./inv up --device docker --profile fast",
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
-    model="folder of a gpt-oss checkpoint; default: a tiny one on devices without a GPU [MODEL]",
+    model="folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
     profile="docker: a table of sparkforge/serve/profiles.toml, such as safe, fast or long-context",
-    port="port on 127.0.0.1; default 8000 [PORT]",
+    port="port to listen on; default 8000 [PORT]",
+    host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
+    context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
     api_key_file="file with the API key that clients must send: one line, readable for you alone",
     allow_hosts="more names for the Host header, with commas: spark.local,localhost:9000",
     profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
     foreground="stay, show the log, stop the server on Ctrl-C",
+    hold="after a refused validation wait and validate again, as the systemd unit does",
     stack="a stack of pins.toml; default: the device's",
     offline=OFFLINE,
+    rest="vllm_flags",
+    vllm_flags="vLLM's own flags, as in: ./inv up -- --max-num-seqs 4",
 )
+@held
 def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
     device: str = "auto",
     model: str = "",
     profile: str = "",
     port: str = "",
+    host: str = "",
+    context: str = "",
     api_key_file: str | None = None,
     allow_hosts: str = "",
     profiler: bool = False,
     foreground: bool = False,
+    hold: bool = False,  # noqa: ARG001 - `held` reads it
     stack: str = "",
     offline: str = "",
+    vllm_flags: Sequence[str] = (),
 ) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
-    from the environment where no option says otherwise.
+    from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
     from sparkforge.environments import Environment
     from sparkforge.image.devices import DOCKER, stack_of
-    from sparkforge.serve import container, embedded, environment, failure, launch, screen, settings
+    from sparkforge.serve import container, embedded, environment, failure, launch, passed, screen, settings
     from sparkforge.serve.device import choose
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
         use_bundle(caller_path(offline))
         number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
-        named = os.environ.get("MODEL", "")
-        model = caller_path(model) or settings.checkpoint(named, caller_path(named))
+        named = model or os.environ.get("MODEL", "")
+        model = settings.checkpoint(named, caller_path(named))
         key_file = caller_path(api_key_file) if api_key_file else api_key_file
+        address = passed.address(host, key_file)
+        variables = passed.with_context(os.environ, context, vllm_flags)
         choice = choose(device)
+        flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
         say(f"device: {choice.device}, because {choice.why}")
         with launch.starting():
-            launch.check_free(number)
+            launch.check_free(number, address)
             served = stack_of(choice.device, stack)
             if choice.container:
                 # Without --stack, `.env` may name one: that is for Compose to read.
                 chosen = served if stack or choice.device != DOCKER else ""
-                variables = container.variables(model, profile, number, key_file, allow_hosts, chosen, profiler)
-                server = container.up(choice.device, variables, Steps(4), build_image)
+                wanted = container.variables(model, profile, number, key_file, allow_hosts, chosen, profiler)
+                wanted |= container.passed_on(variables, host and address, number, allow_hosts, flags)
+                server = container.up(choice.device, wanted, Steps(4), build_image)
             else:
                 access = embedded.check(model, profile, key_file, allow_hosts)
-                arguments = embedded.vllm_arguments(os.environ)
+                passed.say_replaced(flags, embedded.PROFILE)
+                arguments = (*embedded.vllm_arguments(variables), *flags)
                 steps = Steps(4)
                 python = environment.prepare(steps, Environment(served)).python
-                server = embedded.up(python, model, number, steps, access, profiled=profiler, arguments=arguments)
+                server = embedded.up(
+                    python, model, number, steps, access, profiled=profiler, arguments=arguments, host=address
+                )
     screen.show_ready(server)
+    notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
     if foreground:
-        screen.stay(server)
+        with failure.remembered():
+            screen.stay(server)
 
 
 @task(example="./inv down")
 def down(_ctx: Context) -> None:
-    """Stop the server and every process it started."""
+    """Stop the server and every process it started.
+
+    Where nothing runs it says so, and ends with 0 all the same.
+    """
     from sparkforge.serve import launch, screen
 
-    screen.show_stopped(launch.stop())
+    try:
+        stopped = launch.stop()
+    except ServerError as error:
+        if error.code != "server.not-running":
+            raise
+        say(f"nothing to stop: {error.why}")
+        return
+    screen.show_stopped(stopped)
 
 
-@task(example="./inv status")
-def status(_ctx: Context) -> None:
-    """Print what is served, and whether it is healthy.
+@task(
+    example="./inv status --watch",
+    watch="print it again every 2 seconds, in place on a terminal; Ctrl-C ends it",
+    count="with --watch: end after so many times",
+    json_="print it as JSON, with --watch one object a line",
+)
+def status(_ctx: Context, watch: bool = False, count: str = "", json_: bool = False) -> None:
+    """Print what is served, its load, and the memory it takes.
 
-    The requests that its start proved are shown too.
+    Tokens per second come from two readings of the server's counters. The requests that its start proved and its last
+    error are shown too.
     """
     from sparkforge.serve import record, screen
+    from sparkforge.serve.status import report_of_none
 
-    screen.show_status(record.running())
+    times = whole_number("--count", count) if count else None
+    if times is not None and (not watch or times < 1):
+        raise UsageError(f"--count {times} has no meaning here", "it bounds --watch", "./inv status --watch --count 3")
+    if watch:
+        screen.watch(times, as_json=json_)
+        return
+    try:
+        server = record.running()
+    except ServerError:
+        if json_:
+            echo_json(report_of_none().document())
+        raise
+    screen.show_status(server, as_json=json_)
 
 
 @task(example="./inv logs -f", follow="continue as the log grows")
@@ -104,13 +156,30 @@ def logs(_ctx: Context, follow: bool = False) -> None:
     screen.show_log(follow=follow)
 
 
-@task(example='./inv chat "What is a kernel?"', message="your message", max_tokens="longest answer")
-def chat(_ctx: Context, message: str, max_tokens: str = "64") -> None:
-    """Send a message to the model and print its answer."""
-    from sparkforge.serve import record, screen
+@task(
+    example='./inv chat --system "Answer in one sentence."',
+    optional="message",
+    message="answer this one message and end",
+    once="the same as MESSAGE",
+    system="system prompt: instructions that stand before the conversation",
+    max_tokens="longest answer in tokens; default 64 for one message, 1024 in a conversation",
+)
+def chat(_ctx: Context, message: str, once: str = "", system: str = "", max_tokens: str = "") -> None:
+    """Talk with the model, or get one answer.
 
-    limit = whole_number("--max-tokens", max_tokens)
-    screen.show_chat(record.running(), message, limit)
+    Without MESSAGE it is a conversation, in which the model sees what was said before; /help shows its commands. Where
+    stdin is a pipe or a file, its text is the message.
+    """
+    from sparkforge.serve import conversation, record
+
+    if message and once:
+        raise UsageError("there are two messages", f"{message[:40]!r} and --once", './inv chat "TEXT"')
+    limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
+    server = record.running()
+    if text := message or once or conversation.message_on_stdin():
+        conversation.answer_once(server, text, conversation.ONCE_TOKENS if limit is None else limit, system)
+    else:
+        conversation.converse(server, system, conversation.TOKENS if limit is None else limit)
 
 
 @task(example="./inv shell")
@@ -119,3 +188,34 @@ def shell(_ctx: Context) -> None:
     from sparkforge.serve import record, screen
 
     screen.shell(record.running())
+
+
+@task(
+    example="./inv rollback --list",
+    list="print the known good starts and change nothing",
+    to="the number of a start in that list; default: the one before what runs",
+    dry_run="print what would be changed, change nothing",
+)
+def rollback(
+    _ctx: Context,
+    list: bool = False,  # noqa: A002 - the option's name
+    to: str = "",
+    dry_run: bool = False,
+) -> None:
+    """Go back to the last start that proved itself.
+
+    Image, compiled code, profile and settings go back together.
+    """
+    from sparkforge.serve import failure, screen
+    from sparkforge.serve import rollback as rolling_back
+
+    if list:
+        rolling_back.show_list()
+        return
+    plan = rolling_back.plan(whole_number("--to", to) if to else 0)
+    rolling_back.show(plan)
+    if dry_run:
+        return
+    with failure.remembered():
+        server = rolling_back.perform(plan, Steps(1 if plan.start.image else 4))
+    screen.show_ready(server)

@@ -4,31 +4,38 @@
     BASE/.cache/flashinfer/VERSION/ARCH/cached_ops/tmp/MODULE.lock      held while FlashInfer builds the module
     BASE/.cache/flashinfer/VERSION/ARCH/generated/
 
-BASE is FLASHINFER_WORKSPACE_BASE or the home folder (flashinfer/jit/env.py and core.py of 0.7.0.post1). Which sources a
-module is made of is asked of ninja's own files in its folder.
+BASE is FLASHINFER_WORKSPACE_BASE or the home folder (flashinfer/jit/env.py and core.py of 0.7.0.post1). In our images
+it is a folder of the volume, one for each image that the volume has served (deploy/start). Which sources a module is
+made of is asked of ninja's own files in its folder.
+
+Inside an image, which has no `./inv`: `python -m sparkforge.compile.cache list` and `… clean --module 'fused_moe_*'`.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import fnmatch
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from sparkforge import pins as pin_table
 from sparkforge.compile import jobs, ninjafile
 from sparkforge.compile.peaks import Peaks
-from sparkforge.core import memory
-from sparkforge.core.console import say
+from sparkforge.core import memory, paths
+from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked
 from sparkforge.pins import Pins
 
 OPS = "cached_ops"
+KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
 REMOVING = ".removing"  # a module is renamed to this before it is taken apart, so that it is never half there
 
 
@@ -95,6 +102,21 @@ def tree_size(folder: Path) -> int:
 def default_root() -> Path:
     """Return the cache that FlashInfer uses in this environment."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+
+
+def default_roots() -> list[Path]:
+    """Return the caches of this environment: FlashInfer's own, or in an image those of the volume."""
+    if os.environ.get("FLASHINFER_WORKSPACE_BASE") or not (paths.ROOT / KEY).is_file():
+        return [default_root()]
+    volume = Path(os.environ.get("SPARKFORGE_CACHE_DIR") or "/var/cache/sparkforge")
+    return sorted(volume.glob("*/.cache/flashinfer"))
+
+
+def advised(command: str, *options: str) -> str:
+    """Return a command of `./inv` with options, as it runs where we are: for an image that is on its host."""
+    in_image = (paths.ROOT / KEY).is_file()
+    words = ["./inv", command, *(["--container"] if in_image else []), *options]
+    return ("on the host: " if in_image else "") + " ".join(words)
 
 
 def modules(root: Path) -> list[CachedModule]:
@@ -228,17 +250,22 @@ def clean(  # noqa: PLR0913 - one argument a flag
 ) -> list[CachedModule]:
     """Remove modules by name, by changed source, because they are stale, or all; return those removed.
 
+    `names` may have wildcards, `fused_moe_*`; `root` is the cache, where it is not one of `default_roots`.
+
     Reports what is removed, how much that frees and what a rebuild costs, and finishes what an interrupted run left.
     `everything` asks first. What cannot be removed is named in the StorageError at the end; the rest is gone by then.
     Raises UsageError if nothing is chosen, or for a name that no module has.
     """
-    root = root or default_root()
+    roots = [root] if root else default_roots()
     if not (names or changed or stale or everything):
-        raise UsageError("nothing chosen to remove", "no flag says what", "./inv clean-cache --stale --dry-run")
-    cached = modules(root)
-    if unknown := sorted(set(names) - {module.name for module in cached}):
-        known = ", ".join(sorted({module.name for module in cached})) or "nothing"
-        raise UsageError(f"no module {', '.join(unknown)} in the cache", f"it holds {known}", "./inv cache.list")
+        fix = advised("clean-cache", "--stale", "--dry-run")
+        raise UsageError("nothing chosen to remove", "no flag says what", fix)
+    cached = [module for place in roots for module in modules(place)]
+    known = sorted({module.name for module in cached})
+    by_name = {module for name in names for module in fnmatch.filter(known, name)}
+    if unknown := sorted(name for name in set(names) if not fnmatch.filter(known, name)):
+        why = f"it holds {', '.join(known) or 'nothing'}"
+        raise UsageError(f"no module {', '.join(unknown)} in the cache", why, advised("cache.list"))
     for path in changed:
         if not made_from(cached, [path]):
             say(f"{path}: no module in the cache is made from it")
@@ -246,14 +273,12 @@ def clean(  # noqa: PLR0913 - one argument a flag
     chosen = [
         module
         for module in cached
-        if everything or module.name in names or module in by_source or (stale and why_stale(module, pins))
+        if everything or module.name in by_name or module in by_source or (stale and why_stale(module, pins))
     ]
     if not dry_run:
-        with changing(root):
-            if freed := sweep(root):
-                say(f"finished removals that were interrupted, freed {freed / 1e6:.1f} MB")
+        _finish_removals(roots)
     if not chosen:
-        say(f"nothing to remove in {root}")
+        say(f"nothing to remove in {', '.join(map(str, roots)) or 'the volume: it has no cache'}")
         return []
     for module in chosen:
         say(f"{'would remove' if dry_run else 'remove'} {module}")
@@ -262,8 +287,17 @@ def clean(  # noqa: PLR0913 - one argument a flag
     say(cost)
     if dry_run or (everything and not yes and not (ask or _ask)(f"Remove all {cost}?")):
         return []
-    with changing(root):
+    with ExitStack() as stack:
+        for place in roots:
+            stack.enter_context(changing(place))
         return _remove_all(chosen)
+
+
+def _finish_removals(roots: Sequence[Path]) -> None:
+    for root in roots:
+        with changing(root):
+            if freed := sweep(root):
+                say(f"finished removals that were interrupted, freed {freed / 1e6:.1f} MB")
 
 
 def _remove_all(chosen: Sequence[CachedModule]) -> list[CachedModule]:
@@ -290,13 +324,18 @@ def _remove_all(chosen: Sequence[CachedModule]) -> list[CachedModule]:
 
 def _ask(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("--all asks first", "there is no terminal to ask on", "./inv clean-cache --all --yes")
+        fix = advised("clean-cache", "--all", "--yes")
+        raise UsageError("--all asks first", "there is no terminal to ask on", fix)
     return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def print_cache(pins: Pins, root: Path | None = None) -> None:
     """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
-    root = root or default_root()
+    for place in [root] if root else default_roots():
+        _print_one(pins, place)
+
+
+def _print_one(pins: Pins, root: Path) -> None:
     cached = modules(root)
     for module in cached:
         _, cpu, _ = rebuild_cost([module])
@@ -306,3 +345,31 @@ def print_cache(pins: Pins, root: Path | None = None) -> None:
         notes += [f"stale: {why}"] if (why := why_stale(module, pins)) else []
         say(f"{module}: {'; '.join(notes)}")
     say(f"{root}: {len(cached)} modules, {tree_size(root) / 1e6:.1f} MB with generated sources")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List or clean, as `./inv cache.list` and `./inv clean-cache` do; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sparkforge.compile.cache", description=__doc__)
+    parser.add_argument("step", choices=("list", "clean"))
+    parser.add_argument("--module", default="", help="modules to remove, with commas, such as 'fused_moe_*'")
+    parser.add_argument("--changed", type=Path, action="append", default=[], help="remove what is made from it")
+    for name in ("--stale", "--all", "--dry-run", "--yes"):
+        parser.add_argument(name, action="store_true")
+    options = parser.parse_args(arguments)
+    names = [name for name in options.module.split(",") if name]
+    try:
+        if options.step == "list":
+            print_cache(pin_table.load())
+        else:
+            clean(
+                pins=pin_table.load(), names=names, changed=options.changed, stale=options.stale,
+                everything=options.all, dry_run=options.dry_run, yes=options.yes,
+            )  # fmt: skip
+    except SparkforgeError as error:
+        show_error(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -41,7 +41,7 @@ LAST_WORDS = re.compile(
 )
 
 Stage = Literal["started", "done", "cached", "killed", "failed"]
-Watch = Callable[[Stage, "Unit", "UnitResult | None"], None]
+UnitObserver = Callable[[Stage, "Unit", "UnitResult | None"], None]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def run(
     *,
     env: Mapping[str, str],
     logs: Path,
-    watch: Watch = lambda *_: None,
+    watch: UnitObserver = lambda *_: None,
     machine: Callable[[], Machine] = memory.measure,
 ) -> JobsReport:
     """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in `logs`.
@@ -183,7 +183,7 @@ class _Run:
     peaks: Peaks
     env: Mapping[str, str]
     logs: Path
-    watch: Watch
+    watch: UnitObserver
     machine: Callable[[], Machine]
 
     def __post_init__(self) -> None:

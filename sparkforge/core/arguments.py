@@ -1,8 +1,8 @@
-"""Reads the value of a flag in a list of vLLM's arguments, as its own parser would."""
+"""Reads or removes a flag in a list of vLLM's arguments, as its own parser would."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -17,3 +17,26 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
         if name.replace("_", "-") == flag:
             value = inline if equals else next(iter(arguments[index + 1 : index + 2]), None)
     return value
+
+
+def meant(argument: str, flags: Iterable[str]) -> str:
+    """Return which of `flags` vLLM reads an argument as; empty for none.
+
+    Its parser takes underscores for hyphens, and the beginning of a flag for the flag, as far as no other begins so.
+    """
+    name = argument.partition("=")[0].replace("_", "-")
+    return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
+
+
+def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return a list of arguments without `flag` and its values."""
+    kept, skip = list[str](), False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if skip:
+            skip = False
+        elif name.replace("_", "-") == flag:
+            skip = not equals
+        else:
+            kept.append(argument)
+    return kept

@@ -38,6 +38,38 @@ def _means(pattern: str, error: type[SparkforgeError], code: str, failure: str, 
 # Messages of moby, docker/cli, buildx, compose and the NVIDIA container toolkit. The first that matches counts.
 COMPLAINTS = (
     _means(
+        r"failed to resolve source metadata for",
+        errors.EngineError,
+        "engine.base",
+        "the base image cannot be pulled",
+        "check the network, or docker login to the registry of that image; then run the same command again",
+    ),
+    _means(
+        r"no basic auth credentials|authentication required|requested access to the resource is denied",
+        errors.EngineError,
+        "engine.registry",
+        "the registry wants a login",
+        "docker login HOST, then run the same command again",
+    ),
+    _means(
+        r"server gave HTTP response to HTTPS client",
+        errors.EngineError,
+        "engine.registry",
+        "the registry speaks plain HTTP, which docker accepts on the loopback address only",
+        "give it TLS; or, in a network of your own, name it in insecure-registries of /etc/docker/daemon.json",
+    ),
+    # A build's base has the same words, on another line, and a fix of its own above.
+    Complaint(
+        re.compile(
+            r'^(?=.*(?:get|head|post|put|patch) "?https?://[^"\s]+/v2/).*$',
+            re.IGNORECASE | re.MULTILINE,
+        ),
+        errors.EngineError,
+        "engine.registry",
+        "the registry cannot be reached",
+        "check its name and the network, then run the same command again",
+    ),
+    _means(
         r"permission denied while trying to connect|connect: permission denied",
         errors.EngineError,
         "engine.permission",
@@ -90,13 +122,6 @@ COMPLAINTS = (
         "integrity.image",
         "the image is for another platform",
         "./inv build --engine docker   # builds it for this machine",
-    ),
-    _means(
-        r"failed to resolve source metadata for",
-        errors.EngineError,
-        "engine.base",
-        "the base image cannot be pulled",
-        "check the network, or docker login to the registry of that image; then run the same command again",
     ),
     _means(
         r"no such image|pull access denied|manifest unknown|repository does not exist|image not found"

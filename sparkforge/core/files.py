@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -143,6 +144,42 @@ def require_writable(path: Path) -> Path:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot write {path}", reason, "name a file in a folder of yours: --output FILE") from error
     return path
+
+
+def unreadable(folder: Path) -> tuple[str, str] | None:
+    """Return why this process cannot read the files of a folder, and what helps; None if it can, or it is not there.
+
+    Links are followed, as in a snapshot of Hugging Face's cache, whose files are links into another folder.
+    """
+    if denied := _denied(folder.absolute()):
+        return denied
+    visible = [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.is_dir() else []
+    for file in sorted(visible):
+        target = Path(os.path.realpath(file))
+        if denied := _denied(target):
+            return denied
+        if not target.exists():
+            why = f"{file.name} is a link to {file.readlink()}, which is not there"
+            return why, "name or mount the whole cache: a snapshot's files are links into the folder blobs beside it"
+    return None
+
+
+def _denied(path: Path) -> tuple[str, str] | None:
+    """Return which part of a path denies reading it, and to whom, and the command that changes that."""
+    for place in (*reversed(path.parents), path):
+        mode = (os.R_OK if place == path else 0) | (os.X_OK if place.is_dir() else 0)
+        if not place.exists() or os.access(place, mode):
+            continue
+        status = place.stat()
+        groups = ", ".join(map(str, sorted({os.getegid(), *os.getgroups()})))
+        why = (
+            f"{os.strerror(errno.EACCES)}: {place} belongs to uid {status.st_uid}, group {status.st_gid}, with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, and this is uid {os.geteuid()}, groups {groups}"
+        )
+        by_group = status.st_mode & stat.S_IRGRP and status.st_mode & stat.S_IXGRP
+        user = f"--group-add {status.st_gid}" if by_group else f"--user {status.st_uid}:{status.st_gid}"
+        return why, f"chmod -R a+rX {place}   # of a container: the folder that is mounted there; or docker run {user}"
+    return None
 
 
 @contextmanager

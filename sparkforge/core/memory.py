@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,28 @@ def _left(group: Path, flavour: _Flavour) -> int | None:
     if not limits or used is None:
         return None
     return min(limits) - max(0, used - _keyed(group / "memory.stat", flavour.droppable))
+
+
+def largest_process(least: int = GIB) -> str:
+    """Name the process that we can see and that holds the most memory: "python3 (pid 12), 8.1 GiB".
+
+    Empty if none holds `least` bytes; what is smaller is not worth stopping.
+    """
+    page, most, told = os.sysconf("SC_PAGE_SIZE"), least, ""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or folder.name == str(os.getpid()):
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            size = int((folder / "statm").read_text(encoding="ascii").split()[1]) * page
+            if size > most:
+                name = (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
+                most, told = size, f"{name} (pid {folder.name}), {in_gib(size)}"
+    return told
+
+
+def in_gib(count: float) -> str:
+    """Format bytes as GiB, or as MiB where that says more."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
 def cpus(root: Path = Path("/")) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparkforge.core import paths
 from sparkforge.core.docker import docker, docker_logged
@@ -16,6 +18,7 @@ PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
 STACK = "SPARKFORGE_STACK"
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
+CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
 MORE = "SPARKFORGE_COMPOSE_FILES"
 
@@ -48,10 +51,15 @@ def files() -> list[Path]:
     return chosen
 
 
-def compose(*arguments: str | Path) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose command."""
-    file_options: list[str | Path] = [option for file in files() for option in ("--file", file)]
+def compose(*arguments: str | Path, file: Path | None = None) -> list[str | Path]:
+    """Return the arguments of `docker` for a Compose command on our files, or on `file` alone."""
+    file_options: list[str | Path] = [option for path in ([file] if file else files()) for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
+
+
+def typed(*words: str) -> str:
+    """Return the Compose command that a person can run, with the project and the files that `./inv` uses."""
+    return shlex.join(["docker", *map(str, compose(*words))])
 
 
 def variables(stack: str) -> dict[str, str]:
@@ -61,13 +69,27 @@ def variables(stack: str) -> dict[str, str]:
 
 def resolve(env: Mapping[str, str]) -> Service:
     """Return the service as Compose resolves it. Raises EngineError without Compose or for a broken file."""
+    return service_of(resolved(env))
+
+
+def resolved(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the whole project as Compose resolves it: every variable replaced, every path absolute."""
     text = docker(compose("config", "--format", "json"), env=env)
     try:
-        document = json.loads(text)
+        document: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise EngineError("Compose resolves no project", str(error), typed("config"), code="engine.failed") from error
+    return document
+
+
+def service_of(document: Mapping[str, Any]) -> Service:
+    """Return the service in a resolved project. Raises EngineError for one that lacks something."""
+    try:
         service = document["services"][SERVICE]
         published = service["ports"][0]
         key_file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
-        environment = {name: str(value) for name, value in (service.get("environment") or {}).items()}
+        variables = (service.get("environment") or {}).items()
+        environment = {name: str(value) for name, value in variables if value is not None}  # null: set nowhere
         resources = (service.get("deploy") or {}).get("resources") or {}
         return Service(
             image=str(service["image"]),
@@ -81,13 +103,22 @@ def resolve(env: Mapping[str, str]) -> Service:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise EngineError(
-            f"Compose resolves no usable service {SERVICE}", why, "docker compose config", code="engine.failed"
+            f"Compose resolves no usable service {SERVICE}", why, typed("config"), code="engine.failed"
         ) from error
 
 
-def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None]) -> None:
-    """Create and start the service's container; the image must be there. Output goes to `log`."""
-    docker_logged(compose("up", "--detach", "--no-build", SERVICE), log, tell, env)
+def cache_volume(env: Mapping[str, str]) -> str:
+    """Return the name that the engine has for the volume with compiled code. Raises EngineError without Compose."""
+    document = json.loads(docker(compose("config", "--format", "json"), env=env))
+    return str(document["volumes"][CACHE]["name"])
+
+
+def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], file: Path | None = None) -> None:
+    """Create and start the service's container; the image must be there. Output goes to `log`.
+
+    `file` is a resolved project to start in place of our files.
+    """
+    docker_logged(compose("up", "--detach", "--no-build", SERVICE, file=file), log, tell, env)
 
 
 def stop(env: Mapping[str, str]) -> None:
@@ -96,5 +127,5 @@ def stop(env: Mapping[str, str]) -> None:
 
 
 def down(env: Mapping[str, str]) -> None:
-    """Stop and remove the project's containers and networks, not its volumes."""
-    docker(compose("down"), env=env)
+    """Stop and remove the project's containers and networks, those of every profile too, not its volumes."""
+    docker(compose("--profile", "*", "down"), env=env)

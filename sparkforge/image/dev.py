@@ -1,82 +1,225 @@
-"""What of the mounted checkouts must be compiled again: `python -m sparkforge.image.dev`.
+"""Mounted checkouts in the development image: what serves, what is stale, and the command that compiles it.
 
-It runs at every start of the development image.
+`python -m sparkforge.image.dev` runs at every start of the development image. `./inv dev.build NAME` compiles.
 
-A checkout at /src/NAME serves instead of the installed package (a .pth file). Its native modules are the installed
-ones, linked into it, as long as the sources that they are made of are those of the release; where they differ, this
-says which, and what compiles them. FlashInfer's cached modules that a change made stale are named, not removed.
+A checkout at /src/NAME serves instead of the installed package (a .pth file). What its own build would have put into it
+(native modules, vendored Python, generated files; its .gitignore names them) are links to the installed files, as long
+as the sources that the native modules are made of are those of the release; where they differ, this says which, and
+what compiles them. FlashInfer's cached modules that a change made stale are named, not removed.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparkforge import pins
-from sparkforge.compile import cache
-from sparkforge.core import paths
-from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import SparkforgeError, StorageError
-from sparkforge.core.files import sha256_file, write_atomic
+from sparkforge.compile import cache, toolchain
+from sparkforge.compile.flashinfer import build as flashinfer_build
+from sparkforge.compile.jobs import make_schedule
+from sparkforge.compile.peaks import Peaks
+from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.compile.vllm.wheel import HUNGRY
+from sparkforge.core import manifest, memory, paths
+from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.files import atomic_file, sha256_file, write_atomic
+from sparkforge.core.git import git
+from sparkforge.core.process import run
 from sparkforge.image import compose, rootfs
+from sparkforge.image.devices import CUDA
 from sparkforge.patching import status
+from sparkforge.pins import Pins
 
 SOURCES = Path("/src")
 TREE = Path("/opt/venv")
 NATIVE = "*.so"
+GENERATED = ("__pycache__", ".git")  # never linked
+# Read by programs that compile and know no units: vLLM's setup.py, torch and FlashInfer; CMake.
+JOBS = ("MAX_JOBS", "CMAKE_BUILD_PARALLEL_LEVEL")
+COMPOSE = "docker compose -f docker-compose.dev.yml"
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A repository that may be mounted: its package, what its native modules are made of, and what compiles them."""
+    """A repository that may be mounted: its package, where it may lie, what it is compiled from and by which command.
+
+    `roots` are folders of the repository that may hold the package. `sources` are what the native modules are made of.
+    `links` are folders that the installed package has copies of, as path below the root → path in the repository.
+    `products` are patterns of files that a build makes, besides those that the repository's .gitignore names.
+    """
 
     name: str
     package: str
     sources: tuple[str, ...]
     rebuild: str
+    roots: tuple[str, ...] = (".",)
+    links: Mapping[str, str] = field(default_factory=dict)
+    products: tuple[str, ...] = (NATIVE,)
+
+    @property
+    def variable(self) -> str:
+        """The variable that docker-compose.dev.yml takes its folder from."""
+        return f"{self.name.upper()}_SRC"
 
 
 CHECKOUTS = (
-    Checkout("vllm", "vllm", ("csrc", "cmake", "CMakeLists.txt"), "./inv build.vllm --python /opt/venv/bin/python"),
-    Checkout("flashinfer", "flashinfer", ("csrc", "include"), "./inv clean-cache --changed PATH; the server compiles"),
+    Checkout("vllm", "vllm", ("csrc", "cmake", "CMakeLists.txt"), "./inv dev.build vllm"),
+    Checkout(
+        "flashinfer",
+        "flashinfer",
+        ("csrc", "include"),
+        "./inv dev.build flashinfer",
+        links={
+            "flashinfer/data/csrc": "csrc",
+            "flashinfer/data/include": "include",
+            "flashinfer/data/cutlass": "3rdparty/cutlass",
+            "flashinfer/data/spdlog": "3rdparty/spdlog",
+            "flashinfer/data/cccl": "3rdparty/cccl",
+        },
+    ),
+    Checkout(
+        "triton",
+        "triton",
+        ("include", "lib", "python/src", "third_party", "CMakeLists.txt"),
+        "pip install --no-build-isolation --no-deps -e /src/triton",
+        roots=("python", "."),
+        links={f"triton/backends/{name}": f"third_party/{name}/backend" for name in ("nvidia", "amd")},
+        products=(NATIVE, "triton/backends/*/bin/*", "triton/backends/*/lib/*", "triton/backends/*/include/*"),
+    ),
+    Checkout("triton_kernels", "triton_kernels", (), "", roots=("python/triton_kernels", ".")),
 )
+COMPILED = ("vllm", "flashinfer")  # by `./inv dev.build`
 
 
-def mounted(checkout: Checkout, sources: Path = SOURCES) -> bool:
-    """Tell whether the checkout is there: an empty folder is none. Raises StorageError if it may not be read."""
+def named(name: str) -> Checkout:
+    """Return a checkout by its name. Raises UsageError."""
+    for checkout in CHECKOUTS:
+        if checkout.name == name:
+            return checkout
+    raise UsageError(f"there is no checkout {name!r}", f"there are {', '.join(COMPILED)}", "./inv dev.build vllm")
+
+
+def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
+    """Return the folder that holds the checkout's package; None without one: an empty folder is no checkout.
+
+    Raises StorageError if it may not be read.
+    """
     folder = sources / checkout.name
     try:
-        return (folder / checkout.package / "__init__.py").is_file()
+        for root in checkout.roots:
+            if (folder / root / checkout.package / "__init__.py").is_file():
+                return Path(os.path.normpath(folder / root))
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
         raise StorageError(
             f"cannot read the checkout in {folder}", why, "chmod -R a+rX it on the host", code="storage.access"
         ) from error
+    return None
 
 
-def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES) -> None:
-    """Let exactly these checkouts be imported instead of the installed packages."""
-    folders = [f"{sources / checkout.name}" for checkout in checkouts]
+def mounted(checkout: Checkout, sources: Path = SOURCES) -> bool:
+    """Tell whether the checkout is there. Raises StorageError if it may not be read."""
+    return root_of(checkout, sources) is not None
+
+
+def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, jobs: int = 0) -> None:
+    """Let exactly these checkouts be imported instead of the installed packages; bound the jobs of what compiles.
+
+    A person's own `pip install -e` compiles with as many jobs as there are cores unless a variable says less.
+    """
+    folders = [f"{root}" for checkout in checkouts if (root := root_of(checkout, sources))]
     # A .pth line is appended to sys.path, too late; an import line can put it in front (site.py).
     code = f"import sys; sys.path[:0] = {folders!r}\n" if folders else ""
+    if jobs:
+        code += f"import os; [os.environ.setdefault(name, '{jobs}') for name in {JOBS!r}]\n"
     write_atomic(packages / "aaa-sparkforge-dev.pth", code)
 
 
 def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) -> list[str]:
-    """Link installed native modules into the checkout where it has none of its own; return the names."""
-    installed, own = packages / checkout.package, sources / checkout.name / checkout.package
+    """Link what a build would have put into the checkout, where it has none of its own; return the links' paths.
+
+    Raises StorageError if the checkout cannot be written.
+    """
+    own, installed = root_of(checkout, sources), packages / checkout.package
+    if own is None or not installed.is_dir():
+        return []
+    repository = sources / checkout.name
     linked = []
-    for library in sorted(installed.rglob(NATIVE)):
-        link = own / library.relative_to(installed)
-        if link.is_symlink() and not link.exists():
-            link.unlink()  # of an image that is gone
-        if not link.exists() and link.parent.is_dir():
-            link.symlink_to(library)
-            linked.append(str(library.relative_to(installed)))
-    return linked
+    try:
+        for path, target in checkout.links.items():
+            if (repository / target).is_dir() and any((repository / target).iterdir()):
+                linked += _link(own / path, repository / target)
+        missing = list(_missing(installed, packages, own))
+        products = _ignored(missing, own, repository)
+        products |= {path for path in missing for pattern in checkout.products if fnmatch.fnmatch(path, f"*{pattern}")}
+        for path in missing:
+            if path in products and not any(parent.is_symlink() for parent in _parents(own, path)):
+                linked += _link(own / path, packages / path)
+    except PermissionError as error:
+        why = f"{error.strerror} (running as uid {os.getuid()})"
+        fix = f"on the host: sudo chown -R {os.getuid()} the folder that {checkout.variable} names"
+        raise StorageError(f"cannot write {error.filename}", why, fix, code="storage.access") from error
+    return [os.path.relpath(link, own / checkout.package) for link in linked]
+
+
+def _link(link: Path, target: Path) -> list[Path]:
+    """Make one link unless something is there; one that leads nowhere is of an image that is gone."""
+    if link.is_symlink() and not link.exists():
+        link.unlink()
+    if os.path.lexists(link):
+        return []
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+    return [link]
+
+
+def _parents(own: Path, path: str) -> Iterator[Path]:
+    folder = own
+    for part in Path(path).parts[:-1]:
+        folder /= part
+        yield folder
+
+
+def _missing(folder: Path, packages: Path, own: Path) -> Iterator[str]:
+    """Yield the paths below site-packages that the checkout lacks, folders before what is in them."""
+    for path in sorted(folder.iterdir()):
+        relative = path.relative_to(packages)
+        if path.name in GENERATED or path.suffix == ".pyc":
+            continue
+        if not (own / relative).exists():
+            yield str(relative)
+        if path.is_dir() and not path.is_symlink() and not (own / relative).is_symlink():
+            yield from _missing(path, packages, own)
+
+
+def _ignored(candidates: Iterable[str], own: Path, repository: Path) -> set[str]:
+    """Return which paths the repository's .gitignore names: a build makes them. A repository without one names none.
+
+    Asked with an empty repository of our own beside the work tree: the real one may be a work tree of git's, whose
+    objects are outside the mount, or another user's.
+    """
+    prefix = own.relative_to(repository)
+    names = {os.path.normpath(prefix / path): path for path in candidates}
+    with tempfile.TemporaryDirectory(prefix="sparkforge-dev-") as scratch:
+        try:
+            git(Path(scratch), "init", "--quiet", "--bare", "ask.git")
+            result = run(
+                ["git", f"--git-dir={scratch}/ask.git", f"--work-tree={repository}", "check-ignore", "-z", "--no-index",
+                 "--stdin"],
+                cwd=repository, stdin="\0".join(names), check=False,
+            )  # fmt: skip
+        except ProcessError as error:
+            say(f"  git cannot read {repository}/.gitignore: {error.why}; only native modules are linked")
+            return set()
+    return {names[name] for name in result.stdout.split("\0") if name in names}
 
 
 def fingerprints(checkout: Checkout, sources: Path = SOURCES) -> dict[str, str]:
@@ -91,7 +234,7 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
     for top, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(top, name) for name in names)
+        yield from (file for name in names if (file := Path(top, name)).is_file())
 
 
 def changed(checkout: Checkout, sources: Path = SOURCES) -> list[str]:
@@ -105,8 +248,11 @@ def changed(checkout: Checkout, sources: Path = SOURCES) -> list[str]:
 
 def accept(checkout: Checkout, sources: Path = SOURCES) -> None:
     """Note the sources as they are: the native modules were made from them."""
-    lines = [f"{sha256}  {name}\n" for name, sha256 in fingerprints(checkout, sources).items()]
-    write_atomic(_record(checkout), "".join(lines))
+    _write_record(checkout, fingerprints(checkout, sources))
+
+
+def _write_record(checkout: Checkout, now: Mapping[str, str]) -> None:
+    write_atomic(_record(checkout), "".join(f"{sha256}  {name}\n" for name, sha256 in now.items()))
 
 
 def _record(checkout: Checkout) -> Path:
@@ -139,34 +285,137 @@ def missing_patches(checkout: Checkout, stack: str, sources: Path = SOURCES) -> 
 def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
     """Say, for each checkout, what is used, which patches it lacks, and what must be compiled again."""
     present = [checkout for checkout in CHECKOUTS if mounted(checkout, sources)]
-    use(present, packages, sources)
+    use(present, packages, sources, jobs := max_jobs())
+    say(f"own builds (pip install -e, cmake): {' and '.join(JOBS)} are {jobs}, which fits the memory that is free now")
     for checkout in CHECKOUTS:
         name, folder = checkout.name, sources / checkout.name
         if checkout not in present:
             say(f"{name}: no checkout in {folder}; the installed one serves")
             continue
         linked, differing = link_natives(checkout, packages, sources), changed(checkout, sources)
-        say(f"{name}: {folder} serves" + (f", {len(linked)} native modules linked" if linked else ""))
+        say(f"{name}: {folder} serves" + (f", {len(linked)} files that a build makes are linked" if linked else ""))
         if lacking := missing_patches(checkout, stack, sources):
             say(f"  without {', '.join(lacking)}: on the host, ./inv dev.patch CHECKOUT --stack {stack}")
-        if differing:
-            say(f"  {len(differing)} native sources changed, such as {differing[0]}: {checkout.rebuild}")
-            say(f"  then: python -m sparkforge.image.dev accept {name}")
+        if differing and not checkout.rebuild:
+            accept(checkout, sources)
+        elif differing:
+            say(f"  {len(differing)} native sources changed, such as {differing[0]}: {_advice(checkout, stack)}")
+            say(f"  compiled already, by hand: ./inv dev.build {name} --accept")
         if name == "flashinfer" and (stale := stale_modules(differing, sources)):
             say(f"  stale in the cache: {', '.join(stale)}: ./inv clean-cache --module {','.join(stale)}")
 
 
+def _advice(checkout: Checkout, stack: str) -> str:
+    """Return the command that compiles a checkout; on a stack without CUDA there is none."""
+    if checkout.name in COMPILED and pins.load().image(stack).device != CUDA:
+        return f"the stack {stack} compiles nothing; the installed native modules stay in use"
+    return checkout.rebuild
+
+
+def max_jobs() -> int:
+    """Return how many of the hungriest unknown compilations fit into the memory that is free now, at least one."""
+    return make_schedule([HUNGRY], Peaks.of_any(), memory.measure()).max_jobs
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What `./inv dev.build` is asked for; empty texts mean the stack's own. Targets are vLLM's, a set FlashInfer's."""
+
+    targets: str = ""
+    set_name: str = ""
+    git_sources: str = ""
+    jobs: str = "auto"
+    accept: bool = False
+
+
+def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, sources: Path = SOURCES) -> None:
+    """Compile a mounted checkout for the stack's architecture, say what was done, and accept its sources.
+
+    Raises UsageError where there is nothing to compile, and the errors of both builds.
+    """
+    checkout, table = named(name), pins.load()
+    root = root_of(checkout, sources)
+    if root is None:
+        why = f"{sources / name} holds none; the stack {stack} serves the installed package"
+        raise UsageError(
+            f"there is no checkout of {name}", why, f"on the host: {checkout.variable}=FOLDER {COMPOSE} up -d dev"
+        )
+    if options.accept:
+        accept(checkout, sources)
+        say(f"{name}: noted, the native modules in {sources / name} are made from its sources as they are")
+        return
+    if name not in COMPILED:
+        fix = checkout.rebuild or "restart the server"
+        raise UsageError(f"./inv dev.build does not compile {name}", "it has a build of its own, or none", fix)
+    _require_cuda(table, stack)
+    packages = rootfs.Tree(tree, stack).packages
+    if (home := packages / toolchain.HOME).is_dir():
+        os.environ["CUDA_HOME"] = str(home)
+    before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
+    if name == "vllm":
+        whole = _build_vllm(root, stack, options, tree)
+    else:
+        _build_flashinfer(root, stack, options, tree)
+        whole = True
+    if whole:
+        _write_record(checkout, before)
+    say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
+
+
+def _require_cuda(table: Pins, stack: str) -> None:
+    if table.image(stack).device != CUDA:
+        fix = f"on the host: SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev"
+        raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
+
+
+def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:
+    """Compile vLLM's extensions from the checkout into it; return whether all that the stack uses were."""
+    request = ExtensionRequest(
+        stack,
+        targets=options.targets,
+        sources=options.git_sources,
+        jobs=options.jobs,
+        python=str(tree / "bin/python"),
+        output=str(paths.state() / "dev" / "vllm-overlay"),
+        checkout=str(root),
+    )
+    overlay = vllm_build.build_extensions(request)
+    for library in place(overlay, root):
+        say(f"  {root / library}: compiled here")
+    return not options.targets
+
+
+def place(overlay: Path, root: Path) -> list[str]:
+    """Put the libraries of an overlay into a checkout, in place of the links; return their paths."""
+    record = manifest.load(overlay)
+    libraries = sorted(record.outputs) if record else []
+    for library in libraries:
+        (root / library).unlink(missing_ok=True)  # a link: what it leads to must not be written
+        with (overlay / library).open("rb") as source, atomic_file(root / library, mode=0o755) as target:
+            shutil.copyfileobj(source, target)
+    return libraries
+
+
+def _build_flashinfer(root: Path, stack: str, options: BuildOptions, tree: Path) -> None:
+    """Compile FlashInfer's modules from the checkout into the cache that the servers of this volume read."""
+    flashinfer_build.build_kernels(
+        stack,
+        set_name=options.set_name,
+        jobs=options.jobs,
+        output=str(cache.default_root().parents[1]),
+        python=str(tree / "bin/python"),
+        checkout=str(root),
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Check what is mounted, or accept a checkout's sources as those of its native modules; return the exit code."""
+    """Check what is mounted, or print the number of jobs; return the exit code."""
     stack = os.environ[compose.STACK]
-    packages = rootfs.Tree(TREE, stack).packages
     try:
-        if arguments[:1] == ["accept"]:
-            for checkout in CHECKOUTS:
-                if checkout.name in arguments[1:]:
-                    accept(checkout)
+        if arguments[:1] == ["jobs"]:
+            echo(str(max_jobs()))
         else:
-            check_mounted(packages, stack)
+            check_mounted(rootfs.Tree(TREE, stack).packages, stack)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class State:
-    """A container's state: `status` as Docker names it, `health` empty without a health check."""
+    """A container's state: `status` as Docker names it, `health` empty without a health check.
+
+    `started` is when its program was started last, by RFC 3339; empty if the engine does not say.
+    """
 
     status: str
     health: str
@@ -79,6 +83,7 @@ class State:
     restarts: int
     out_of_memory: bool
     health_output: str
+    started: str = ""
 
     @property
     def runs(self) -> bool:
@@ -174,7 +179,9 @@ def state(client: docker.DockerClient, container: str) -> State | None:
     except docker.errors.NotFound:
         return None
     current, health = details["State"], details["State"].get("Health") or {}
-    log = health.get("Log") or [{}]
+    started = str(current.get("StartedAt", ""))
+    # A container that was stopped and started again keeps what its health check said before.
+    log = [entry for entry in health.get("Log") or [] if _since(started, str(entry.get("Start", "")))] or [{}]
     return State(
         status=str(current.get("Status", "")),
         health=str(health.get("Status", "")),
@@ -182,7 +189,16 @@ def state(client: docker.DockerClient, container: str) -> State | None:
         restarts=int(details.get("RestartCount", 0)),
         out_of_memory=bool(current.get("OOMKilled")),
         health_output=str(log[-1].get("Output", "")).strip(),
+        started=started,
     )
+
+
+def _since(started: str, moment: str) -> bool:
+    """Tell whether a moment is not before a start, both as the engine writes them; yes if one of them is unknown."""
+    try:
+        return datetime.fromisoformat(moment) >= datetime.fromisoformat(started)
+    except (ValueError, TypeError):
+        return True
 
 
 def runs(container: str) -> bool:

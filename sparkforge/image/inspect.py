@@ -24,6 +24,9 @@ from sparkforge.image.devices import CPU, build_command
 # Where in the image its manifest and its audit lie; the Dockerfile sets both labels.
 MANIFEST_LABEL = "org.sparkforge.manifest"
 AUDIT_LABEL = "org.sparkforge.audit"
+SOURCE_LABEL = (
+    "org.sparkforge.source"  # the file with revision and digest of the build's context; older images have none
+)
 # Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/concepts/images.md).
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
@@ -57,8 +60,17 @@ def inspect(stack: str, name: str) -> None:
         for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
             echo(line)
         manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack))
+        if SOURCE_LABEL in (image.labels or {}):
+            echo(f"  source     {in_words(_parsed(_read(client, image, SOURCE_LABEL, stack)))}")
     for key, value in sorted(manifest.items()):
         echo(f"  {key:<10} {_brief(value)}")
+
+
+def in_words(source: Mapping[str, Any]) -> str:
+    """Say what an image was made from, by its source.json (deploy/describe-source)."""
+    revision = source.get("revision")
+    commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
+    return f"{commit}; context sha256 {source.get('tree')}"
 
 
 def verify(stack: str, name: str, expected: Expected) -> None:
@@ -72,16 +84,8 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     """
     with engine.connected() as client:
         image = _get_image(client, stack, name)
-        platform = engine.read(client).platform
-        manifest, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
-        wanted = expected(str(image.attrs.get("Architecture", "")))
-        problems = [*differences(_parsed(manifest), wanted), *unaudited(_parsed(manifest), report)]
-    if (built_for := engine.platform_of(image.attrs)) != platform:
-        problems.append(f"it is for {built_for}, the engine is {platform}")
-    if problems:
-        failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
-        raise IntegrityError(failure, "; ".join(problems), build_command(stack), code="integrity.image")
-    kernels, audit = _parsed(manifest).get("kernels") or {}, _parsed(report)
+        document, audit = require_ours(client, image, stack, expected)
+    wanted, kernels = expected(str(image.attrs.get("Architecture", ""))), document.get("kernels") or {}
     say(
         f"{image.short_id} claims, by its own manifest: {', '.join(sorted(wanted['patches']))} "
         "and every lock as in this checkout, "
@@ -89,6 +93,29 @@ def verify(stack: str, name: str, expected: Expected) -> None:
         f"{len(_code(audit))} read for machine code. Nothing contradicts it; proven is only what is built here: "
         "./inv image.reproduce"
     )
+
+
+def require_ours(
+    client: docker.DockerClient, image: Any, stack: str, expected: Expected
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an image's manifest and audit, which fit this checkout. Raises IntegrityError with every difference."""
+    platform = engine.read(client).platform
+    text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
+    document = _parsed(text)
+    wanted = expected(str(image.attrs.get("Architecture", "")))
+    problems = [*differences(document, wanted), *unaudited(document, report)]
+    if (built_for := engine.platform_of(image.attrs)) != platform:
+        problems.append(f"it is for {built_for}, the engine is {platform}")
+    if problems:
+        failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
+        raise IntegrityError(failure, "; ".join(problems), build_command(stack), code="integrity.image")
+    return document, _parsed(report)
+
+
+def manifest(client: docker.DockerClient, image: Any) -> dict[str, Any]:
+    """Return the manifest that lies in an image. Raises IntegrityError if it is none of ours, EngineError."""
+    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
+    return _parsed(_read(client, image, MANIFEST_LABEL, str(labels.get("org.sparkforge.stack") or "")))
 
 
 def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
-from sparkforge.core.docker import docker_logged
+from sparkforge.core.docker import docker_logged, require_plugin
 from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.core.files import require_space, write_json
 from sparkforge.core.git import checkout_git
@@ -65,13 +65,17 @@ def report_path(stack: str) -> Path:
 
 
 def verify_reproducible(stack: str, target: str, more: Sequence[str]) -> None:
-    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`. Raises IntegrityError."""
+    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`.
+
+    Raises IntegrityError, EngineError without buildx, UsageError for a stack that the Dockerfile does not make.
+    """
     table = pins.load()
     needed = NEEDED_BYTES.get(table.image(stack).device)
     if needed is None:
         base = table.component(stack, "base").image
         why = f"the Dockerfile makes images from Debian, and this one is made from {base}"
         raise UsageError(f"cannot build {stack} twice", why, f"./inv image.reproduce --stack {table.default}")
+    require_plugin("buildx")
     state = paths.state()
     state.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="reproducible-", dir=state) as name:

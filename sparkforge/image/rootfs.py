@@ -40,7 +40,7 @@ from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
-from sparkforge.image import trimming
+from sparkforge.image import licences, trimming
 from sparkforge.image.devices import CUDA, NGC
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins, StackImage, locks
@@ -50,6 +50,7 @@ from sparkforge.pins.verify import ImageChanges, patched_packages
 # FlashInfer loads a module from here without a lock, ninja or a compiler (flashinfer/jit/env.py: FLASHINFER_AOT_DIR).
 AHEAD_OF_TIME = "flashinfer/data/aot"
 REPORT = "audit.json"  # beside the manifest
+LOCK = ".lock"  # uv's, which it makes writable for everybody
 # Written at install, with times and paths of the build.
 VOLATILE = ("uv_cache.json", "direct_url.json", "REQUESTED")
 
@@ -122,6 +123,7 @@ def install(tree: Tree, more: str = "") -> None:
     if more:
         locks.install(tree.python, more, bytecode=False)
     name_plugins(tree.packages)
+    (tree.root / LOCK).unlink(missing_ok=True)
 
 
 def queues(stack: str, table: Pins) -> Iterator[Queue]:
@@ -193,9 +195,13 @@ def take_kernels(tree: Tree, built: Path) -> None:
 
 
 def finish(tree: Tree, jobs: int) -> None:
-    """Trim the tree and make it the same in every build: no volatile files, no times, bytecode in one order."""
+    """Trim the tree, add licence texts, and make it the same in every build.
+
+    No volatile files, no times, bytecode in one order. Raises IntegrityError for a cut or a text that does not fit.
+    """
     for name, size in trimming.trim(tree.packages, trimming.cuts(tree.device)).items():
         say(f"left out: {name} ({size / 1e6:.0f} MB)")
+    say(f"licence texts added: {', '.join(licences.add(tree.packages)) or 'none'}")
     for name in VOLATILE:
         for path in tree.packages.glob(f"*.dist-info/{name}"):
             path.unlink()
@@ -203,6 +209,7 @@ def finish(tree: Tree, jobs: int) -> None:
         forget_volatile(record)
     for path in sorted(tree.packages.rglob("__pycache__")):
         shutil.rmtree(path)
+    (tree.root / LOCK).unlink(missing_ok=True)
     compile_bytecode(tree, jobs)
 
 
@@ -311,6 +318,7 @@ def describe(tree: Tree) -> dict[str, Any]:
         "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
         "packages": {canonicalize_name(name): version for name, _, version in parts},
         "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in queues(tree.stack, table)},
+        "without licence text": list(licences.without(tree.packages)),
         **image_changes(tree).model_dump(mode="json"),
         "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},
     }

@@ -90,11 +90,17 @@ def tokenizer_files() -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     return {
-        "tokenizer.json": _json(_tokenizer(), indent=None),
+        "tokenizer.json": _tokenizer_file(),
         "tokenizer_config.json": _json(config),
         "special_tokens_map.json": _json(names),
         "chat_template.jinja": CHAT_TEMPLATE.read_bytes(),
     }
+
+
+@cache
+def _tokenizer_file() -> bytes:
+    """Return tokenizer.json, which takes seconds to make."""
+    return _json(_tokenizer(), indent=None)
 
 
 @cache

@@ -64,7 +64,7 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedRow]) ->
     ]
 
 
-def _compare(model: Architecture, device: Device, figure: CitedRow, formats: speed.Format) -> list[Against]:
+def _compare(model: Architecture, device: Device, figure: CitedRow, formats: speed.CitedFormat) -> list[Against]:
     prompt, answer, concurrency = figure.shape
     prompt, concurrency = prompt or ANY_PROMPT, concurrency or 1
     decoding = speed.ceiling(model, device, concurrency, prompt + answer // 2, formats.kv, formats.dense)

@@ -26,6 +26,15 @@ CPU_HOST = 4.0  # GiB beside weights and KV cache: vLLM's CPU build took 3.7 GB 
 CPU_PROFILES = ("embedded",)
 
 
+class Loading(Record):
+    """A way to load weights on a device: how vLLM is told to, and the published rate in GB/s (10⁹), if there is one."""
+
+    name: str
+    how: str
+    rate: Figure | None = None
+    note: str = ""
+
+
 class Device(Record):
     """What serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
 
@@ -49,6 +58,7 @@ class Device(Record):
     most: Figure
     bandwidth: Figure | None = None
     rates: dict[str, Figure] = Field(default={})
+    loading: tuple[Loading, ...] = ()
 
     @property
     def memory_bytes(self) -> int:

@@ -98,6 +98,17 @@ class PrefillRow(Record):
     rate: float | None
 
 
+class LoadingRow(Record):
+    """One way to load the weights; `seconds` is their size over a rate that others published. None: not published."""
+
+    name: str
+    how: str
+    rate: float | None
+    seconds: float | None
+    note: str
+    source: str
+
+
 class Plan(Record):
     """All of it."""
 
@@ -114,6 +125,7 @@ class Plan(Record):
     fit: Capacity
     decode: list[DecodeRow]
     prefill: list[PrefillRow]
+    loading: list[LoadingRow]
     profiles: list[ProfileFit]
     recommended: str
     advice: str

@@ -25,6 +25,7 @@ from sparkforge.plan.document import (
     DecodeRow,
     DeviceRow,
     KvRow,
+    LoadingRow,
     ModelRow,
     Plan,
     PrefillRow,
@@ -186,6 +187,7 @@ def make_plan(
         ),
         decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
+        loading=_loading(device, subject.on_disk or model.weight_bytes()),
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
         advice=_advice(model, device, load, recommended, nearest),
@@ -235,6 +237,20 @@ def _kv(model: Architecture, load: Workload) -> list[KvRow]:
             sequence_bytes=count * tokens * token,
         )
         for name, count, tokens in rows
+    ]
+
+
+def _loading(device: Device, size: int) -> list[LoadingRow]:
+    return [
+        LoadingRow(
+            name=row.name,
+            how=row.how,
+            rate=row.rate.value if row.rate else None,
+            seconds=size / (row.rate.value * 1e9) if row.rate else None,
+            note=row.note,
+            source=f"{row.rate.source} ({row.rate.date})" if row.rate else "",
+        )
+        for row in device.loading
     ]
 
 

@@ -60,6 +60,8 @@ def print_tables(plan: Plan) -> None:
     console().print(_decode(plan))
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     console().print(_prefill(plan))
+    if plan.loading:
+        console().print(_loading(plan))
     if plan.profiles:
         console().print(_profiles(plan))
     if plan.cited:
@@ -119,6 +121,15 @@ def _prefill(plan: Plan) -> Table:
     for row in plan.prefill:
         speed = _speed(row.rate)
         table.add_row(str(row.prompt), _ms(row.seconds), speed, f"{row.intensity:.0f}", row.bound)
+    return table
+
+
+def _loading(plan: Plan) -> Table:
+    title = "loading the weights · by published rates (cited), none measured by us"
+    table = Table("format", _right("GB/s"), _right("s"), "", title=title, box=SIMPLE)
+    for row in plan.loading:
+        rate = UNKNOWN if row.rate is None else f"{row.rate:g}"
+        table.add_row(row.name, rate, UNKNOWN if row.seconds is None else f"{row.seconds:.0f}", row.note)
     return table
 
 

@@ -36,7 +36,7 @@ class SpeedThreshold(Record):
     causes: str = Field(min_length=1)
 
 
-class Format(Record):
+class CitedFormat(Record):
     """How a cited server keeps what gpt-oss has in bf16 (`dense`: attention, head), its KV cache and prefill step."""
 
     name: str
@@ -46,7 +46,7 @@ class Format(Record):
     source: str = Field(min_length=1)
 
 
-class Thresholds(Record):
+class SpeedThresholds(Record):
     """Both bounds."""
 
     decode: SpeedThreshold
@@ -56,8 +56,8 @@ class Thresholds(Record):
 class Judging(Record):
     """The whole file."""
 
-    thresholds: Thresholds
-    formats: tuple[Format, ...]
+    thresholds: SpeedThresholds
+    formats: tuple[CitedFormat, ...]
 
 
 class _Part(Record, extra="ignore"):

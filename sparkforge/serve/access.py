@@ -16,24 +16,27 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sparkforge.core.arguments import meant
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.paths import typed
 
-KEY, KEY_FILE, HOSTS, METRICS = (
+KEY, KEY_FILE, HOSTS, METRICS, BIND = (
     "VLLM_API_KEY",
     "SPARKFORGE_API_KEY_FILE",
     "SPARKFORGE_ALLOWED_HOSTS",
     "SPARKFORGE_METRICS",
+    "SPARKFORGE_BIND",
 )
 OPEN = "open"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -149,6 +152,18 @@ def loopback_hosts(port: int) -> list[str]:
     return [*(f"{name}:{port}" for name in LOOPBACK), *(LOOPBACK if port == 80 else ())]
 
 
+def served_hosts(host: str, port: int, named: Sequence[str]) -> list[str]:
+    """Return what clients say in their Host header for a server that listens on the address `host`.
+
+    On all addresses of this machine and with no host named, any name will do: such a server has a key, which a foreign
+    web page does not know.
+    """
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not bound
+        return loopback_hosts(port) if named else ["*"]
+    literal = f"[{host}]" if ":" in host else host
+    return [*loopback_hosts(port), *([] if literal in LOOPBACK else [f"{literal}:{port}"])]
+
+
 def container_hosts(text: str) -> str:
     """Return the hosts that a container allows: those named, and its own health check; all of them if none is named.
 
@@ -169,10 +184,32 @@ def variables(key: str, key_file: str) -> dict[str, str]:
 
 def refuse_key_argument(arguments: Iterable[str]) -> None:
     """Raise UsageError for a key among vLLM's arguments: everybody can read those with `ps`."""
-    # vLLM takes underscores and abbreviations too.
-    if any(word.replace("_", "-").startswith("--api-k") for word in arguments):
+    if any(meant(word, ("--api-key",)) or word.replace("_", "-").startswith("--api-key") for word in arguments):
         why = "arguments can be read by every user of the machine"
         raise UsageError("--api-key may not be an argument", why, f"put the key into a file and name it: {KEY_FILE}")
+
+
+def require_key(address: str, key: str) -> None:
+    """Raise UsageError for a server that other machines could ask without a key, or for an address that is none.
+
+    `address` is the one on which the server is published; `key` is its API key or the key's file, empty for none.
+    """
+    try:
+        is_loopback = address == "localhost" or ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError as error:
+        raise UsageError(f"{address[:60]!r} is no address", str(error)[:100], f"{BIND}=127.0.0.1") from error
+    if not is_loopback and not key:
+        why = "every machine that reaches this one could use the server"
+        fix = f"(umask 077; openssl rand -hex 32 > key), then SPARKFORGE_API_KEY=./key, or {KEY_FILE} in docker run"
+        raise UsageError(f"{address} would open the server without an API key", why, f"{fix}; or {BIND}=127.0.0.1")
+
+
+def has_host_network(interfaces: Path = Path("/sys/class/net")) -> bool:
+    """Tell whether this process sees the machine's own network cards: outside a container, or with --network host.
+
+    Interfaces of a bridge network are virtual, and only those of hardware have a device (Linux, ABI sysfs-class-net).
+    """
+    return any(interfaces.glob("*/device"))
 
 
 def refuse_inherited_key(environment: Mapping[str, str]) -> None:

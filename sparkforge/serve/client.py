@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -23,6 +23,14 @@ REFUSAL_SECONDS = 10.0
 HEALTH_SECONDS = 2.0
 
 
+class StreamDelta(NamedTuple):
+    """What one event of a streamed answer brings: text, or why the answer ends; `stop` and `length` are two reasons."""
+
+    text: str
+    reasoning: bool = False
+    finish_reason: str = ""
+
+
 def healthy(url: str) -> bool:
     """Tell whether GET /health answers 200."""
     try:
@@ -36,7 +44,7 @@ def healthy(url: str) -> bool:
 def accepts(url: str, key: str) -> bool:
     """Tell whether the server takes the API key; one that does not answer refuses none."""
     try:
-        reply = httpx.get(f"{url}/v1/models", timeout=2.0, headers=_headers(key), trust_env=False)
+        reply = httpx.get(f"{url}/v1/models", timeout=2.0, headers=headers(key), trust_env=False)
     except httpx.HTTPError:
         return True
     return reply.status_code != httpx.codes.UNAUTHORIZED
@@ -62,7 +70,7 @@ def first_token(url: str, model: str, timeout: float, key: str = "") -> str:
 def request(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> Any:
     """Send one request and return the response's JSON. Raises ServerError, which calls the request `name`."""
     try:
-        with httpx.Client(timeout=timeout, headers=_headers(key), trust_env=False) as client:
+        with httpx.Client(timeout=timeout, headers=headers(key), trust_env=False) as client:
             response = http.request(client, "POST", f"{url}{path}", seconds=timeout, limit=REFUSAL_BYTES, json=body)
         response.raise_for_status()
         return response.json()
@@ -71,6 +79,18 @@ def request(name: str, url: str, path: str, body: Mapping[str, Any], timeout: fl
         raise unanswered(name, f"{refusal.what}: {refusal.why}") from error
     except (httpx.HTTPError, *NO_ANSWER) as error:
         raise unanswered(name, repr(error)) from error
+
+
+def refusal(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> str:
+    """Send a request that the server is to refuse, and return the message of its error 400. Raises ServerError."""
+    try:
+        request(name, url, path, body, timeout, key)
+    except ServerError as error:
+        cause = error.__cause__
+        if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.BAD_REQUEST:
+            return error.why
+        raise
+    raise unanswered(name, "it was answered, where the server must refuse it")
 
 
 def unanswered(name: str, why: str) -> ServerError:
@@ -102,12 +122,16 @@ def wait_until_serving(url: str, model: str, deadline: float, still_alive: Calla
 
 def chat(url: str, model: str, message: str, max_tokens: int, key: str = "") -> Iterator[str]:
     """Stream the answer to `message` as pieces of text, reasoning included. Raises ServerError."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": message}],
-        "max_tokens": max_tokens,
-        "stream": True,
-    }
+    for piece in answer(url, model, [{"role": "user", "content": message}], max_tokens, key):
+        if piece.text:
+            yield piece.text
+
+
+def answer(
+    url: str, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int, key: str = ""
+) -> Generator[StreamDelta, None, None]:
+    """Stream the answer to the last of `messages`, each with its role and content. Raises ServerError."""
+    body = {"model": model, "messages": list(messages), "max_tokens": max_tokens, "stream": True}
     try:
         for event in events(url, "/v1/chat/completions", body, CHAT_SECONDS, key):
             yield from _pieces(event)
@@ -121,7 +145,7 @@ def events(url: str, path: str, body: Mapping[str, Any], seconds: float, key: st
     Raises ServerError for a refusal and for a stream that ends without [DONE], and else one of NO_TRANSPORT.
     """
     with (
-        httpx.Client(timeout=CHAT_TIMEOUT, headers=_headers(key), trust_env=False) as client,
+        httpx.Client(timeout=CHAT_TIMEOUT, headers=headers(key), trust_env=False) as client,
         client.stream("POST", f"{url}{path}", json=body) as response,
     ):
         if response.is_error:
@@ -133,18 +157,23 @@ def events(url: str, path: str, body: Mapping[str, Any], seconds: float, key: st
     raise ServerError("the answer broke off", "the stream ended without [DONE]", "./inv logs", code="server.reply")
 
 
-def _headers(key: str) -> dict[str, str]:
+def headers(key: str) -> dict[str, str]:
+    """Return the headers with which a request has the API key, if there is one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _pieces(event: dict[str, Any]) -> Iterator[str]:
+def _pieces(event: dict[str, Any]) -> Iterator[StreamDelta]:
     if "error" in event:
         raise ServerError(
             "the server stopped the answer", str(event["error"])[:2000], "./inv logs", code="server.reply"
         )
     for choice in event.get("choices", []):
         delta = choice.get("delta", {})
-        yield from (str(text) for key in ("reasoning", "reasoning_content", "content") if (text := delta.get(key)))
+        for key in ("reasoning", "reasoning_content", "content"):
+            if text := delta.get(key):
+                yield StreamDelta(str(text), reasoning=key != "content")
+        if reason := choice.get("finish_reason"):
+            yield StreamDelta("", finish_reason=str(reason))
 
 
 def _refused(response: httpx.Response) -> ServerError:

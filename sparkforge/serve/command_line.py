@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkforge.core.arguments import flag_value
+from sparkforge.core.arguments import flag_value, meant
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.models import local
 from sparkforge.models.harmony import offline_environment
 from sparkforge.serve import access
 from sparkforge.serve.profiles import ServeProfile
@@ -60,7 +61,14 @@ class ServerCommand:
         return (str(python), "-m", MODULE, *self.arguments)
 
     def address(self) -> tuple[str, int]:
-        """Return the host and the port on which it listens. Raises UsageError for a port that is none."""
+        """Return the host and the port on which it listens. Raises UsageError for a port that is none.
+
+        An abbreviated flag, which vLLM would take and `flag_value` does not see, is refused too.
+        """
+        for word in self.arguments:
+            flag, name = meant(word, ("--host", "--port")), word.partition("=")[0]
+            if flag and name != flag:
+                raise UsageError(f"vLLM reads {name} as {flag}", "the address must be plain to see", f"write {flag}")
         host, port = (flag_value(self.arguments, flag) or "" for flag in ("--host", "--port"))
         if port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536:
             return host, int(port)
@@ -69,8 +77,12 @@ class ServerCommand:
 
 
 def served_name(directory: Path) -> str:
-    """Return the name under which the API offers a checkpoint. Raises InputError if it is not one of gpt-oss."""
+    """Return the name under which the API offers a checkpoint.
+
+    Raises InputError if it is not one of gpt-oss, StorageError if it cannot be read.
+    """
     config = directory / "config.json"
+    local.require_readable(directory)
     try:
         kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except OSError as error:
@@ -83,4 +95,4 @@ def served_name(directory: Path) -> str:
     if kind != "gpt_oss":
         why, fix = f"its model_type is {kind!r}", "./inv up --model FOLDER with a gpt-oss checkpoint in MXFP4"
         raise InputError(f"{directory.name} is no gpt-oss model", why, fix, code="input.model")
-    return directory.name
+    return local.name_of(directory)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import docker
 
@@ -15,21 +19,40 @@ from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
+from sparkforge.core.files import write_json
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine
+from sparkforge.image import engine, inspect, versions
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import build_command
 from sparkforge.image.engine import Engine, State
-from sparkforge.serve import access, launch, logs, profiler, profiles, proof, record, settings
+from sparkforge.models import local
+from sparkforge.serve import (
+    access,
+    known_good,
+    launch,
+    logs,
+    memory_plan,
+    passed,
+    profiler,
+    profiles,
+    proof,
+    record,
+    settings,
+)
 from sparkforge.serve import client as api
+from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
+from sparkforge.serve.known_good import KnownGood
 from sparkforge.serve.record import Server
+from sparkforge.serve.restarts import TOO_OFTEN
 from validate.facts import gpu
 from validate.facts.target import Options, Target
 
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
 READY_SECONDS = 3600.0
+CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of compiled code an image (deploy/start)
 TAIL = 400  # lines of the container's log that are read
+BIND, FLAGS = access.BIND, settings.VLLM_ARGS  # Compose's variables: the address to publish on, flags for vLLM
 REFUSED = RefusalError.exit_code
 REFUSAL = "the validator refuses to serve"  # printed by sparkforge/serve/entrypoint.py
 LEAK = (
@@ -65,11 +88,40 @@ def variables(
     if model:
         folder = paths.typed(model).absolute()
         served_name(folder)
-        environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL_NAME": folder.name}
-        environment["SPARKFORGE_MODEL"] = f"/models/{folder.name}"  # of the stacks whose default is no folder
+        if cache := local.hub_cache_of(folder):  # a snapshot's files are links to elsewhere in the cache
+            environment |= {"HF_HOME": str(cache), "SPARKFORGE_MODEL": f"{local.MOUNTED / folder.relative_to(cache)}"}
+        else:
+            environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
     settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start
+    settings.require_guard(os.environ)
     _require_gpus(int(os.environ.get("TP") or 1))
     return environment
+
+
+def passed_on(
+    environment: Mapping[str, str], host: str, port: int, allow_hosts: str, flags: Sequence[str]
+) -> dict[str, str]:
+    """Return what the Compose files read for --host, --context and the flags behind `--`; nothing for what is empty.
+
+    `environment` has --context as MAX_MODEL_LEN. Raises UsageError for a value of it that is no number.
+    """
+    settings.arguments(environment)
+    length = environment.get(passed.CONTEXT_VARIABLE, "")
+    wanted = {passed.CONTEXT_VARIABLE: length, BIND: host, FLAGS: shlex.join(flags)}
+    if host:
+        names = access.named_hosts(allow_hosts)
+        wanted[access.HOSTS] = ",".join((*access.served_hosts(host, port, names), *names))
+    return {name: value for name, value in wanted.items() if value}
+
+
+def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
+    """Raise UsageError if the Compose files, which may be a user's own, leave out what was asked for."""
+    fix = f"compare your files ({docker_compose.MORE}) with docker-compose.yml of this checkout"
+    if (host := env.get(BIND)) and host != service.host:
+        raise UsageError(f"--host {host} has no effect", f"the Compose files publish on {service.host}", fix)
+    passed_values = [value.replace("$$", "$") for value in service.environment.values()]  # as `config` escapes them
+    if (flags := env.get(FLAGS)) and flags not in passed_values:
+        raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
 
 
 def _require_gpus(wanted: int) -> None:
@@ -90,17 +142,22 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder) -
     container's validator found, or ServerError; whenever it raises, the container is stopped, not removed.
     """
     with steps.step("engine", "docker") as tell:
-        docker_engine, service = _check_engine(), docker_compose.resolve(env)
+        docker_engine, project = _check_engine(), docker_compose.resolved(env)
+        service = docker_compose.service_of(project)
         if service.gpus:
             _require_gpu(docker_engine)
         gpu = f", {docker_engine.gpu}" if service.gpus else ""
         tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpu}")
+    _require_passed_on(service, env)
+    access.require_key(service.host, service.key_file)
     if service.key_file:
         access.read_key(Path(service.key_file), private=False)  # before minutes go into an image
     if docker_engine.leaks_loopback_ports and service.host == launch.LOOPBACK:
         key = "" if service.key_file else "; or start with --api-key-file FILE"
         say(LEAK.format(version=docker_engine.version, key=key))
     launch.check_free(service.port, service.host)
+    if service.gpus:
+        memory_plan.require_room(service, project)
     with steps.step("image", service.image) as tell:
         try:
             image_id = _image_id(service, docker_engine)
@@ -111,7 +168,55 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder) -
             image_id = _image_id(service, docker_engine)
         tell(image_id)
     with steps.step("container") as tell:
-        return _start(device, env, service, tell)
+        server = _start(device, env, service, tell)
+    if service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) == settings.STRICT:
+        _remember(server, service, project)
+    else:
+        say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
+    return server
+
+
+def start_again(start: KnownGood, steps: Steps) -> Server:
+    """Start a container from a known good start as it was recorded, its image by id. Raises as `up` does."""
+    current = docker_compose.resolved(docker_compose.variables(start.stack))
+    project = known_good.with_secrets(start.project, current)
+    service = docker_compose.service_of(project)
+    project["services"][SERVICE]["image"] = start.image
+    paths.secure_state()
+    file = known_good.project_path()
+    write_json(file, project, mode=0o600)
+    try:
+        with steps.step("container", start.name) as tell:
+            return _start(start.device, {}, service, tell, file)
+    finally:
+        file.unlink(missing_ok=True)  # after a kill `launch.starting` does it
+
+
+def _remember(server: Server, service: Service, project: Mapping[str, Any]) -> None:
+    """Record a start that proved itself, with its image, which gets its own name, and its folder of compiled code."""
+    parts = {key: project[key] for key in ("name", "networks", "volumes", "secrets") if project.get(key)}
+    own = {key: value for key, value in project["services"][SERVICE].items() if key not in {"build", "depends_on"}}
+    try:
+        with engine.connected() as client:
+            container = client.containers.get(server.container)
+            image = client.images.get(container.attrs["Image"])
+            manifest = inspect.manifest(client, image)
+            name = versions.give_own_name(client, image, versions.split(service.image)[0], manifest)
+        volumes = {mount["Destination"]: mount.get("Name", "") for mount in container.attrs.get("Mounts") or []}
+        profile = settings.read(service.environment).serve_profile
+        entry = replace(
+            known_good.started(server, service.stack, profile),
+            image=image.id,
+            name=name,
+            digests=list(image.attrs.get("RepoDigests") or []),
+            cache=str(manifest.get("key", "")),
+            volume=volumes.get(CACHE, ""),
+            project=known_good.without_secrets({**parts, "services": {SERVICE: own}}),
+        )
+    except (SparkforgeError, KeyError) as error:
+        say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
+        return
+    known_good.remember(entry)
 
 
 def health(server: Server) -> str:
@@ -147,15 +252,18 @@ def _image_id(service: Service, docker_engine: Engine) -> str:
         return str(engine.require_image(client, service.image, docker_engine.platform, command).short_id)
 
 
-def _start(device: str, env: Mapping[str, str], service: Service, tell: Callable[[str], None]) -> Server:
+def _start(
+    device: str, env: Mapping[str, str], service: Service, tell: Callable[[str], None], file: Path | None = None
+) -> Server:
+    """Start the service of our Compose files, or of `file`, and return the server that proved itself."""
     try:
-        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell)
+        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file)
         with engine.connected() as client:
             container = _find_container(client)
             container_settings = settings.read(service.environment)
             server = Server(
                 pid=0,
-                started=0.0,
+                started=_log_begin(client, container),
                 host=service.host,
                 port=service.port,
                 model=container_settings.model,
@@ -164,27 +272,42 @@ def _start(device: str, env: Mapping[str, str], service: Service, tell: Callable
                 log="",
                 container=container,
                 key_file=service.key_file,
+                profile=container_settings.serve_profile,
             )
             record.write(server)
-            server = _wait(client, server, tell)
+            server = _wait(client, server, service.stack, tell)
     except BaseException:  # also Ctrl-C: a server that nobody waits for must not stay
         record.forget()
         with suppress(SparkforgeError):  # the first error is the one to report
             docker_compose.stop(env)
         raise
-    tell(f"first token received, {proof.in_words(server.proof)}")
+    tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     return server
+
+
+def _log_begin(client: docker.DockerClient, container: str) -> float:
+    """Return since when, in seconds since the epoch, a container's log is of this start; 0 if that is not known.
+
+    A container that was stopped and is started again has the lines of its earlier runs.
+    """
+    state = engine.state(client, container)
+    if state is None or state.restarts:  # Docker started it again already: why is in the lines before
+        return 0.0
+    with suppress(ValueError):
+        # The engine writes the time down when the program runs, which may have printed by then.
+        return max(0.0, datetime.fromisoformat(state.started).timestamp() - 1)
+    return 0.0
 
 
 def _find_container(client: docker.DockerClient) -> str:
     container = engine.service_container(client, docker_compose.project(), SERVICE)
     if container is None:
-        fix = "docker compose ps --all"
+        fix = docker_compose.typed("ps", "--all")
         raise ServerError("there is no container", "Compose started none", fix, code="server.start")
     return container
 
 
-def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], None]) -> Server:
+def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callable[[str], None]) -> Server:
     """Wait until the container is healthy and has proved what clients call; return the record with that."""
 
     def is_healthy() -> bool:
@@ -193,7 +316,7 @@ def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], Non
         _require_alive(client, server, state)
         if state and state.health == "healthy":
             return True
-        text = log_text(client, server.container)
+        text = log_text(client, server)
         tell(logs.milestone(text) or ("validating" if "validate ·" in text else "starting"))
         return False
 
@@ -201,7 +324,7 @@ def _wait(client: docker.DockerClient, server: Server, tell: Callable[[str], Non
     if not api.wait_until_healthy(is_healthy, deadline):
         raise _failure(client, server, "the container did not get healthy in time")
     try:
-        return launch.proved(server, READY_SECONDS, server.key)
+        return launch.proved(server, READY_SECONDS, server.key, stack)
     except ServerError as error:
         problem = f"the container is healthy but cannot generate ({error.why})"
         raise _failure(client, server, problem) from error
@@ -214,13 +337,18 @@ def _require_alive(client: docker.DockerClient, server: Server, state: State | N
         raise ServerError("the container is gone", "somebody removed it", fix, code="server.start")
     if state.status in {"exited", "dead", "restarting"} or state.restarts:
         raise _end_of(client, server, state)
+    if state.health_output.startswith(TOO_OFTEN):
+        what, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
+        raise ServerError(what, state.health_output, fix, code="server.restarts")
+    if state.health_output.startswith(container_health.REFUSED):  # SPARKFORGE_REFUSED=hold: it waits, we do not
+        raise _refusal(log_text(client, server), server)
     if state.health == "unhealthy":
         raise _failure(client, server, f"the container is unhealthy: {state.health_output}")
 
 
 def _end_of(client: docker.DockerClient, server: Server, state: State) -> SparkforgeError:
     """Return the error for a container whose program ended, perhaps to be started again by Docker."""
-    text = log_text(client, server.container)
+    text = log_text(client, server)
     if state.exit_code == REFUSED or REFUSAL in text:
         return _refusal(text, server)
     if state.out_of_memory:
@@ -241,11 +369,12 @@ def _refusal(text: str, server: Server) -> RefusalError:
 
 
 def _failure(client: docker.DockerClient, server: Server, failure: str) -> SparkforgeError:
-    lines = logs.explain(log_text(client, server.container)) or ["its log is empty"]
+    lines = logs.explain(log_text(client, server)) or ["its log is empty"]
     fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
     return ServerError(failure, "\n        ".join(lines), fix, code="server.start")
 
 
-def log_text(client: docker.DockerClient, container: str) -> str:
-    """Return the last lines of a container's log, stdout and stderr together."""
-    return str(client.containers.get(container).logs(tail=TAIL).decode(errors="replace"))
+def log_text(client: docker.DockerClient, server: Server) -> str:
+    """Return the last lines that a container logged since its start, stdout and stderr together."""
+    container = client.containers.get(server.container)
+    return str(container.logs(tail=TAIL, since=server.started or None).decode(errors="replace"))

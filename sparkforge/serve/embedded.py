@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from sparkforge import environments
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.serve import access, command_line, launch, profiler, profiles, proof, settings
+from sparkforge.environments import Environment
+from sparkforge.serve import access, command_line, known_good, launch, profiler, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.record import Server
@@ -50,6 +52,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     if model:
         served_name(paths.typed(model).absolute())
     access.refuse_inherited_key(os.environ)
+    settings.require_guard(os.environ)
     hosts = tuple(access.named_hosts(allow_hosts or os.environ.get(access.HOSTS, "")))
     path = access.key_path(key_file)
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
@@ -64,11 +67,12 @@ def up(
     *,
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
+    host: str = LOOPBACK,
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
-    a `profiled` server can be asked for traces; `arguments` come behind the profile's.
+    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind.
     Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
@@ -76,14 +80,38 @@ def up(
         model_id = served_name(directory) if model else TINY_ID
         tell(f"{model_id} in {directory}")
     with steps.step("validation", "profile embedded") as tell:
-        tell(validate(python, directory, port))
+        tell(validate(python, directory, port, host, arguments))
     with steps.step("server", "vLLM starts") as tell:
-        server = launch.start(
-            describe(python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments), tell
+        described = describe(
+            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host
         )
-        tell(f"first token received, {proof.in_words(server.proof)}")
+        server = launch.start(described, tell)
+        tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
+    _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
     return server
+
+
+def _remember(
+    server: Server, python: Path, model: str, allowed: Access, *, profiled: bool, arguments: tuple[str, ...]
+) -> None:
+    """Record a start that proved itself, with the hash of its environment; an interpreter of elsewhere has none."""
+    environment = Environment(python.parent.parent.name)
+    if environment.python != python or not (inputs := environments.stamp(environment)):
+        return
+    entry = replace(
+        known_good.started(server, environment.name, "embedded"),
+        environment=known_good.hashed(inputs),
+        settings={
+            "model": str(paths.typed(model).absolute()) if model else "",
+            "key_file": allowed.key_file,
+            "hosts": list(allowed.hosts),
+            "host": server.host,
+            "profiled": profiled,
+            "arguments": list(arguments),
+        },
+    )
+    known_good.remember(entry)
 
 
 def describe(
@@ -95,8 +123,9 @@ def describe(
     *,
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
+    host: str = LOOPBACK,
 ) -> Launch:
-    """Return what starts vLLM's API server for `model` on the loopback address, behind `access.Guard`.
+    """Return what starts vLLM's API server for `model` on the address `host`, behind `access.Guard`.
 
     A `profiled` one has vLLM's torch profiler, with the routes that start and stop it; `arguments` come behind the
     profile's.
@@ -107,12 +136,12 @@ def describe(
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
         **access.variables(allowed.key, allowed.key_file),
-        access.HOSTS: ",".join((*access.loopback_hosts(port), *allowed.hosts)),
+        access.HOSTS: ",".join((*access.served_hosts(host, port, allowed.hosts), *allowed.hosts)),
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
         **(profiler.ENVIRONMENT if profiled else {}),
     }
     more = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
-    server = ServerCommand(str(model), model_id, LOOPBACK, port, PROFILE, more, environment)
+    server = ServerCommand(str(model), model_id, host, port, PROFILE, more, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,
@@ -120,6 +149,8 @@ def describe(
         model_id=model_id,
         device="embedded",
         port=port,
+        host=host,
+        profile="embedded",
         key_file=allowed.key_file,
         key=allowed.key,
     )
@@ -163,15 +194,17 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def validate(python: Path, model: Path, port: int) -> str:
+def validate(python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = ()) -> str:
     """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
-    command += ["--model", model, "--host", LOOPBACK, "--port", str(port), "--serve-args", *PROFILE.arguments()]
+    command += ["--model", model, "--host", host, "--port", str(port)]
+    command += ["--serve-args", *PROFILE.arguments(), *arguments]
     process = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # the environment that the server gets
     if process.returncode:
         say(process.stdout + process.stderr)
-        why = f"it ended with code {process.returncode}; its report is above"
+        failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
+        why = "\n        ".join(failed) or f"it ended with code {process.returncode}; its report is above"
         fix = "follow the line after `next:` under each FAIL, then ./inv up"
         raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
     return process.stdout.strip().splitlines()[-1]

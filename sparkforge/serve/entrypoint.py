@@ -1,34 +1,47 @@
-"""`python3 -m sparkforge.serve.entrypoint [vLLM's arguments]`: the container's program. It validates, then serves.
+"""`python3 -m sparkforge.serve.entrypoint [WORDS]`: the container's program. It validates, then serves.
+
+The words are those behind the image's name in `docker run`, as people type them for vLLM:
+
+    vllm serve MODEL [FLAGS]   or: serve MODEL [FLAGS], MODEL [FLAGS], --model MODEL [FLAGS], [FLAGS]
+    validate [MODEL] [FLAGS]   validate such a server and end
+
+MODEL is a folder, or a repository such as openai/gpt-oss-120b that a mounted cache of Hugging Face holds; without one
+it is SPARKFORGE_MODEL. FLAGS are vLLM's; they come behind the profile's and win. Other programs (bash, python,
+nvidia-smi) are run by deploy/start, without validation.
 
 The validator's report goes to the log, to SPARKFORGE_RUN/validation.json and to a Prometheus textfile beside it. Only
 after a verdict that lets the server start is there a readiness file, and this process replaces itself by
-sparkforge/serve/supervise.py, which runs vLLM's API server and judges its end. Every failed validation ends with exit
-code 30 (docs/concepts/validation.md).
+sparkforge/serve/supervise.py, which runs vLLM's API server and judges its end. A failed validation ends with exit code
+30 (docs/concepts/validation.md), or with SPARKFORGE_REFUSED=hold waits and validates again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from sparkforge.core import paths
+from sparkforge.core.arguments import flag_value, without_flag
 from sparkforge.core.bounded import ProbeError, ending, watch
-from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError
+from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic, write_json
-from sparkforge.serve import access, profiler, profiles, settings
+from sparkforge.models import local
+from sparkforge.serve import access, command_line, hold, profiler, profiles, record, restarts, settings
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.serve.health import READY
+from sparkforge.serve.health import HELD, READY
 from sparkforge.serve.settings import Settings
 from sparkforge.serve.supervise import supervised
 from validate import textfile
@@ -40,6 +53,11 @@ REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
 # Docker restarts after 0.1, 0.2, 0.4 s …: within this time a new start is the restart policy's, later a person's.
 RESTARTED_SECONDS = 15.0
+MODEL, QUANTIZATION, API_SERVER = "--model", "--quantization", ["-m", command_line.MODULE]
+# vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py: flags of several values, and of none.
+SEVERAL = ("--served-model-name", "--lora-modules", "--cudagraph-capture-sizes")
+NO_VALUE = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
+PATHS = ("--tokenizer", "--chat-template", "--download-dir", "--hf-config-path", "--generation-config", "--config")
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -48,14 +66,30 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
+        if list(arguments[:1]) in (["--help"], ["-h"]):
+            echo(str(__doc__))
+            return 0
+        request = read_words(arguments)
         options = settings.read(os.environ)
-        _clear(options.run)
-        server = plan(options, arguments)
+        # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
+        _clear(options.run, REPORT, *(() if request.only_validate else (READY, HELD, textfile.NAME)))
+        server = plan(options, request)
         host, port = server.address()
-        admit(options, server)
+        if options.bind:
+            access.require_key(options.bind, server.environment.get(access.KEY, ""))
+        if access.has_host_network():
+            access.require_key(host, server.environment.get(access.KEY, ""))
+        if request.only_validate:
+            return int(validate(options, server)["exit_code"])
+        restarts.admit(_identity(server), options.run)
+        if options.refused == settings.HOLD:
+            hold.until_admitted(lambda: admit(options, server), [Path(server.model)], lambda line: _held(options, line))
+        else:
+            admit(options, server)
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
         ready = {"host": reachable, "port": port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
+        (options.run / HELD).unlink(missing_ok=True)
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
         show_error(error)
@@ -66,40 +100,105 @@ def main(arguments: Sequence[str]) -> int:
 
 def become(server: ServerCommand) -> NoReturn:
     """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
-    command = supervised(server.command(sys.executable))
+    restarts.begin(_identity(server))
+    command = supervised(server.command(sys.executable), record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 
 
-def plan(options: Settings, arguments: Sequence[str]) -> ServerCommand:
-    """Return the server that the settings and the arguments describe; the arguments come last and win.
+@dataclass(frozen=True)
+class ContainerArguments:
+    """What the words behind the image's name ask for: a model (empty: none named), and vLLM's arguments."""
 
-    Writes the tiny model if that is asked for. Raises what `profiles.named`, `settings.secrets` and `write_tiny` raise,
-    and UsageError for an API key among the arguments.
+    model: str = ""
+    arguments: tuple[str, ...] = ()
+    only_validate: bool = False
+
+
+def read_words(words: Sequence[str]) -> ContainerArguments:
+    """Read the container's words, in the forms of this module's docstring.
+
+    Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.
     """
-    access.refuse_key_argument(arguments)
+    rest = list(words)
+    only_validate = rest[:1] == ["validate"]
+    for start in (["vllm", "serve"], ["serve"], ["validate"], ["python", *API_SERVER], ["python3", *API_SERVER]):
+        if rest[: len(start)] == start:
+            rest = rest[len(start) :]
+            break
+    named = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
+    if model := flag_value(rest, MODEL):
+        named.append(model)
+        rest = without_flag(rest, MODEL)
+    if len(named) > 1:
+        raise UsageError(f"two models are named: {' and '.join(named)}", "a server has one", f"leave {MODEL} out")
+    if not named and (word := _perhaps_model(rest)):
+        why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
+        raise UsageError(f"what {word[:200]!r} is cannot be told", why, "put the model first: MODEL --flag=value")
+    return ContainerArguments("".join(named), tuple(rest), only_validate)
+
+
+def _perhaps_model(arguments: Sequence[str]) -> str:
+    """Return the first word that vLLM may read as the model, or that its user may have meant so; empty for none."""
+    flag, values = "", 0  # what `flag` can still take
+    for word in arguments:
+        if word.startswith("-") and word != "-":
+            name, equals, _ = word.partition("=")
+            flag = name.replace("_", "-")
+            values = 0 if equals or flag == "--" or flag.startswith(NO_VALUE) else 1
+        elif flag in SEVERAL:
+            continue
+        elif not values or (flag not in PATHS and (word == settings.TINY or _like_model(word))):
+            return word
+        else:
+            values = 0
+    return ""
+
+
+def _like_model(word: str) -> bool:
+    return bool(local.REPOSITORY.fullmatch(word)) or word.startswith(("/", "./", "../", "~"))
+
+
+def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
+    """Return the server that the settings and the request describe; the request's arguments come last and win.
+
+    Writes the tiny model if that is asked for. Raises what `profiles.named`, `settings.secrets`, `local.find` and
+    `write_tiny` raise, and UsageError for an API key among the arguments.
+    """
+    more = (*options.arguments, *request.arguments)
+    access.refuse_key_argument(more)
     profile, secrets = profiles.named(options.serve_profile, stack=options.stack), settings.secrets(os.environ)
-    hosts = access.container_hosts(os.environ.get(access.HOSTS, ""))
-    model = options.model
+    environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
+    model, model_id = request.model or options.model, options.model_id
+    if request.model and not os.environ.get("SPARKFORGE_MODEL_ID"):
+        model_id = settings.served_id(model)
     if model == settings.TINY:
         from sparkforge.models.tiny import write_tiny  # noqa: PLC0415 - numpy and the vocabulary, for this model only
 
         model = str(write_tiny(paths.state() / "models" / settings.TINY_ID))
+    else:
+        folder = local.find(model, os.environ, flag_value(more, "--revision") or "")
+        if cache := local.hub_cache_of(folder):  # a drafter or another tokenizer that is named lies there too
+            environment.setdefault("HF_HUB_CACHE", str(cache))
+        model = str(folder)
+    if flag_value(more, QUANTIZATION) == "mxfp4":
+        # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
+        # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.
+        say(f"{QUANTIZATION} mxfp4 is what the checkpoint is already: the profile says what computes it")
+        more = tuple(without_flag(more, QUANTIZATION))
+    # On the machine's own network nothing stands before the server; in a container's, the host publishes the port.
+    everywhere = "0.0.0.0"  # noqa: S104
     return ServerCommand(
         model=model,
-        model_id=options.model_id,
-        host="0.0.0.0",  # noqa: S104 - the container's own network; compose publishes it on 127.0.0.1
+        model_id=model_id,
+        host=(options.bind or "127.0.0.1") if access.has_host_network() else everywhere,
         port=8000,
         profile=profile,
-        extra_arguments=(
-            *(profiler.arguments(options.traces) if options.traces else ()),
-            *options.arguments,
-            *arguments,
-        ),
+        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *more),
         extra_environment={
-            **os.environ,
+            **environment,
             **(profiler.ENVIRONMENT if options.traces else {}),
             **secrets,
-            access.HOSTS: hosts,
+            access.HOSTS: access.container_hosts(os.environ.get(access.HOSTS, "")),
         },
     )
 
@@ -116,16 +215,24 @@ def admit(options: Settings, server: ServerCommand) -> None:
     if options.mode == settings.WARN:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
-    with suppress(OSError):  # where there is no lasting folder, a restart that comes by itself asks again
+    with suppress(OSError, StorageError):  # where there is no lasting folder, a restart that comes by itself asks again
         kept = {"for": _identity(server), "ended": time.time(), "document": document}
         write_json(paths.state() / REFUSED, kept)
     fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
     raise RefusalError(
         "the validator refuses to serve",
         _summary(document),
-        f"{fix}; then: docker compose up -d",
+        f"{fix}; then: {start_again(os.environ)}",
         code="validation.failed",
     )
+
+
+def _held(options: Settings, line: str) -> None:
+    """Say that this container waits after a refusal, in its log and to the health check. Raises StorageError."""
+    say(line)
+    _write(options.run / HELD, line.encode())
+    with suppress(OSError):  # the next look validates
+        (paths.state() / REFUSED).unlink(missing_ok=True)
 
 
 def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
@@ -147,6 +254,19 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{why} and left no report ({type(error).__name__})"
     return _no_answer(options, report, f"the validator {why}")
+
+
+def start_again(environment: Mapping[str, str]) -> str:
+    """Return the command that starts this container again as it is, by its id: it has the files that Compose was given.
+
+    Compose tells which those are only by COMPOSE_FILE; a `-f` is known to nobody in here.
+    """
+    files = [name for name in environment.get("SPARKFORGE_COMPOSE_FILE", "").split(os.pathsep) if name]
+    compose = " ".join(("docker compose", *(f"-f {shlex.quote(name)}" for name in files), "up -d"))
+    identifier = restarts.container_id()
+    if files or not identifier:
+        return compose
+    return f"docker start {identifier}   # {compose} with the same -f files, if a setting of Compose's changed"
 
 
 def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:
@@ -212,11 +332,11 @@ def _identity(server: ServerCommand) -> list[str]:
     return [socket.gethostname(), *server.command(sys.executable)]  # a container's host name is its id by default
 
 
-def _clear(run: Path) -> None:
+def _clear(run: Path, *names: str) -> None:
     """Remove what an earlier start left: nobody may take its verdict for this one's. Raises StorageError."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        for name in (READY, REPORT, textfile.NAME):
+        for name in names:
             (run / name).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(run, error) from error

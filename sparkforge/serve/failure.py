@@ -16,7 +16,8 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.urls import without_passwords
 
 NAME = "failure.json"
-NOT_FAILURES = {"usage", "server.running", "storage.busy"}  # the command was wrong, not the server
+# The command was wrong, not the server: an argument, a model or a stack that is not there, a second start.
+NOT_FAILURES = {"usage", "input.model", "input.pins", "server.running", "storage.busy"}
 
 
 @dataclass(frozen=True)

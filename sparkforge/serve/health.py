@@ -17,6 +17,9 @@ from sparkforge.core.errors import SparkforgeError
 from sparkforge.serve import access
 
 READY = "ready"  # in SPARKFORGE_RUN; JSON with `host` and `port`
+HELD = "held"  # there too: why a container that stays up starts no server (restarts.py), or waits to validate again
+REFUSED = "refused"  # how that text begins after a refusal
+LONGEST_WORDS = 500
 RUN = "/run/sparkforge"
 SECONDS = 3.0
 
@@ -27,10 +30,17 @@ def look(run: Path) -> str:
         ready = json.loads((run / READY).read_text(encoding="utf-8"))
         host, port = str(ready["host"]), int(ready["port"])
     except FileNotFoundError:
-        return f"no {run / READY}: the validation has not passed"
+        return _held(run) or f"no {run / READY}: the validation has not passed"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"cannot read {run / READY}: {error}"
     return _key_changed(str(ready.get("key", ""))) or _ask(host, port)
+
+
+def _held(run: Path) -> str:
+    try:
+        return (run / HELD).read_text(encoding="utf-8", errors="replace")[:LONGEST_WORDS]
+    except OSError:
+        return ""
 
 
 def _key_changed(started_with: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -10,13 +11,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from sparkforge import pins
 from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked
 from sparkforge.core.process import spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import client, logs, proof, record
+from sparkforge.image.devices import stack_of
+from sparkforge.patching import status
+from sparkforge.serve import client, known_good, logs, proof, record
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
@@ -41,6 +45,7 @@ class Launch:
     timeout: float = field(default=READY_SECONDS)
     key_file: str = ""
     key: str = field(default="", repr=False)
+    profile: str = ""
 
 
 @contextmanager
@@ -49,12 +54,25 @@ def starting() -> Iterator[None]:
 
     Raises StorageError, which names the other command's process, or ServerError.
     """
-    with locked(paths.state() / "serve.lock", "start a server"):
-        refuse_second()
-        if left := record.leftovers():
-            say(f"{record.describe_left(left)}; they are ended first")
-            terminate(left)
+    with alone():
+        make_ready()
         yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only command of this checkout that starts a server. Raises StorageError, which names the other one."""
+    with locked(paths.state() / "serve.lock", "start a server"):
+        yield
+
+
+def make_ready() -> None:
+    """End what a killed server left. To be called inside `alone`. Raises ServerError if our server runs."""
+    known_good.project_path().unlink(missing_ok=True)  # a killed rollback left it; it may hold secrets
+    refuse_second()
+    if left := record.leftovers():
+        say(f"{record.describe_left(left)}; they are ended first")
+        terminate(left)
 
 
 def refuse_second() -> None:
@@ -68,9 +86,14 @@ def refuse_second() -> None:
 def check_free(port: int, host: str = LOOPBACK) -> None:
     """Raise ServerError if our server runs or another program has the port."""
     refuse_second()
+    check_port(port, host)
+
+
+def check_port(port: int, host: str = LOOPBACK) -> None:
+    """Raise ServerError if a program has the port, UsageError for a number that is none."""
     if not 0 < port < 65536:
         raise UsageError(f"{port} is no port", "ports are 1 to 65535", "./inv up --port 8000")
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As uvicorn binds: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -79,6 +102,9 @@ def check_free(port: int, host: str = LOOPBACK) -> None:
             fix = "./inv up --port 8000"
             raise ServerError(f"cannot use port {port}", str(error), fix, code="server.port") from error
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                failure, why = f"cannot listen on {host}", "this machine does not have that address"
+                raise ServerError(failure, why, "hostname -I", code="server.port") from error
             why, fix = f"another program listens on {host}:{port}", f"./inv up --port {port + 1}"
             raise ServerError(f"port {port} is taken", why, fix, code="server.port") from error
 
@@ -96,10 +122,15 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
         return _wait(server, launch, progress)
 
 
-def proved(server: Server, seconds: float, key: str) -> Server:
-    """Prove within `seconds` what clients call, record and return the server with it. Raises ServerError."""
-    outcome = proof.prove(server.url, server.model_id, seconds, key)
-    server = replace(server, proved=time.time(), proof=outcome)
+def proved(server: Server, seconds: float, key: str, stack: str) -> Server:
+    """Prove within `seconds` what clients call, and the stack's patches; record and return the server with it.
+
+    Raises ServerError.
+    """
+    patches = [patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches]
+    began = time.monotonic()
+    outcome = proof.prove(server.url, server.model_id, seconds, key, patches)
+    server = replace(server, proved=time.time(), proof=outcome, proof_seconds=time.monotonic() - began)
     record.write(server)
     return server
 
@@ -136,7 +167,9 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
-    pid = spawn(supervised(launch.command, record.end_path()), log=log, env=environment, cwd=paths.state())
+    pid = spawn(
+        supervised(launch.command, record.end_path(), str(launch.model)), log=log, env=environment, cwd=paths.state()
+    )
     server = Server(
         pid=pid,
         started=started_at(pid) or 0.0,
@@ -147,6 +180,7 @@ def _spawn(launch: Launch) -> Server:
         device=launch.device,
         log=str(log),
         key_file=launch.key_file,
+        profile=launch.profile,
     )
     try:
         record.write(server)
@@ -165,7 +199,7 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
     try:
         deadline = time.monotonic() + launch.timeout
         if client.wait_until_serving(server.url, server.model_id, deadline, alive, launch.key):
-            return proved(server, max(1.0, deadline - time.monotonic()), launch.key)
+            return proved(server, max(1.0, deadline - time.monotonic()), launch.key, stack_of(server.device))
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"

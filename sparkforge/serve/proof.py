@@ -2,16 +2,18 @@
 
 A healthy server can still be unable to answer: kernels compile, and fail, at the first request that needs them; log
 probabilities, JSON and tool calls each need others; and an answer can come with its content lost. A small model that
-speaks little sense proves a server too: JSON and the call are forced, by a grammar that leaves no free text and by a
-bias for the token with which the model would else think first. Random weights may fail: the grammar lets them spell
-Harmony's special tokens as text.
+speaks little sense proves a server too: what it writes is forced, by a grammar that leaves no free text and by a bias
+for the tokens that the grammar leaves it a choice of. Random weights may fail: the grammar lets them spell Harmony's
+special tokens as text.
+
+A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent where the stack has it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +23,11 @@ from sparkforge.serve import client
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 16
-# Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name, and ` to`, which begins a call.
-FINAL, TO = "17196", "316"
+SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
+# Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name; ` to`, which begins a call;
+# ` json`, a content type; `{`, and 16 spaces; and the special `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`.
+FINAL, TO, JSON, BRACE, SPACES = "17196", "316", "5701", "90", "408"
+SPECIAL = ("200006", "200005", "200008", "200007")
 ALWAYS = 100  # the API's largest bias
 CITIES = ["Paris", "Rome"]
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
@@ -48,13 +53,16 @@ _STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": _SCHEMA, 
 class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
-    It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream. It may raise one of
-    `client.NO_ANSWER` for an answer of another shape.
+    It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream, or, where the server
+    is to refuse the request (`refused`), the message of its error 400. It may raise one of `client.NO_ANSWER` for an
+    answer of another shape. `patch` names the patch without which there is a fault.
     """
 
     path: str
     body: Mapping[str, Any]
     fault: Callable[[Any], str]
+    patch: str = ""
+    refused: bool = False
 
 
 class Limit(NamedTuple):
@@ -64,15 +72,15 @@ class Limit(NamedTuple):
     reason: str
 
 
-def prove(url: str, model: str, timeout: float, key: str = "") -> dict[str, str]:
-    """Send each of CALLS; return call → nothing, or the known limit that its answer shows.
+def prove(url: str, model: str, timeout: float, key: str = "", patches: Collection[str] = ()) -> dict[str, str]:
+    """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
     `key` is the server's API key, if it has one. Raises ServerError, which names the call, at the first one that is
     answered wrongly, or if they are not all answered within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     outcome = {}
-    for name in CALLS:
+    for name in [name for name, call in CALLS.items() if not call.patch or call.patch in patches]:
         fault = fault_of(name, url, model, max(1.0, deadline - time.monotonic()), key)
         limit = LIMITS.get(name)
         if fault and (limit is None or fault != limit.fault):
@@ -93,6 +101,8 @@ def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> 
     call = CALLS[name]
     body = {"model": model, "temperature": 0, **call.body}
     try:
+        if call.refused:
+            return call.fault(client.refusal(name, url, call.path, body, timeout, key))
         if not body.get("stream"):
             return call.fault(client.request(name, url, call.path, body, timeout, key))
         try:
@@ -157,8 +167,10 @@ def _out_of_range(logprobs: Iterable[float]) -> str:
 def _json(response: Any) -> str:
     choice = response["choices"][0]
     content = choice["message"]["content"]
-    if content is None:
-        return f"content is null (finish_reason {choice['finish_reason']!r})"
+    return f"content is null (finish_reason {choice['finish_reason']!r})" if content is None else _json_fault(content)
+
+
+def _json_fault(content: str) -> str:
     try:
         value = parse_json(content, "the content")
     except ValueError:
@@ -177,9 +189,46 @@ def _tool_call(response: Any) -> str:
     return tool_call_fault(response["choices"][0]["message"])
 
 
-_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+def _header(response: Any) -> str:
+    content = response["choices"][0]["message"]["content"]
+    return "" if content == CITIES[0] else f"the content is {content!r} and not {CITIES[0]!r}"
+
+
+def _forbidden(response: Any) -> str:
+    called = response["choices"][0]["message"].get("tool_calls")
+    return "a tool was called" if called else _header(response)
+
+
+def _response(response: Any) -> str:
+    types = [item["type"] for item in response["output"]]
+    if types != ["message"]:
+        return f"its items are {types} instead of one message"
+    return _json_fault(response["output"][0]["content"][0]["text"])
+
+
+def _white_space(response: Any) -> str:
+    choice = response["choices"][0]
+    return "" if choice["finish_reason"] == "stop" else f"it does not end within {SPACE_TOKENS} tokens"
+
+
+def _schema(message: str) -> str:
+    return "" if "nonsense" in message else f"the refusal does not name the fault: {message[:80]!r}"
+
+
+def _image(message: str) -> str:
+    return "" if "text only" in message else f"the refusal does not name the fault: {message[:80]!r}"
+
+
+def _written(text: str) -> dict[str, Any]:
+    """What forces the model to begin a final message and to write `text` there, special tokens too."""
+    format_ = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
+    return {"logit_bias": dict.fromkeys((FINAL, *SPECIAL), ALWAYS), "response_format": format_}
+
+
+_COMPLETIONS, _CHAT, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _SCHEMA}}
 _JSON_REQUEST = {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT}
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
     "a completion": ProofRequest(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
     "a chat": ProofRequest(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
@@ -204,6 +253,61 @@ CALLS: Mapping[str, ProofRequest] = {
             "tool_choice": "required",
         },
         _tool_call,
+    ),
+    "a JSON response": ProofRequest(
+        _RESPONSES,
+        {
+            "input": ASK[0]["content"],
+            "max_output_tokens": TOKENS,
+            "logit_bias": {FINAL: ALWAYS, JSON: ALWAYS},
+            "text": {"format": {"type": "json_schema", "name": "place", "strict": True, "schema": _SCHEMA}},
+        },
+        _response,
+        patch="0004-read-final-json-as-content-type.patch",
+    ),
+    "a malformed header": ProofRequest(
+        _CHAT,
+        {"messages": ASK, "max_tokens": TOKENS, **_written(f"<|end|><|channel|>final<|message|>{CITIES[0]}")},
+        _header,
+        patch="0005-recover-malformed-harmony-headers.patch",
+    ),
+    "a forbidden call": ProofRequest(
+        _CHAT,
+        {
+            "messages": ASK,
+            "max_tokens": TOKENS,
+            "tools": [TOOL],
+            "tool_choice": "none",
+            **_written(
+                f"<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary<|message|>{CITIES[0]}"
+            ),
+        },
+        _forbidden,
+        patch="0007-give-forbidden-harmony-calls-as-content.patch",
+    ),
+    "a refused schema": ProofRequest(
+        _CHAT,
+        {
+            "messages": ASK,
+            "max_tokens": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+        },
+        _schema,
+        patch="0008-name-the-fault-of-a-structural-tag.patch",
+        refused=True,
+    ),
+    "a refused image": ProofRequest(
+        _CHAT,
+        {"messages": [{"role": "user", "content": [_IMAGE]}], "max_tokens": 1},
+        _image,
+        patch="0009-refuse-harmony-content-that-is-not-text.patch",
+        refused=True,
+    ),
+    "limited white space": ProofRequest(
+        _CHAT,
+        {**_JSON_REQUEST, "max_tokens": SPACE_TOKENS, "logit_bias": dict.fromkeys((FINAL, BRACE, SPACES), ALWAYS)},
+        _white_space,
+        patch="0010-limit-white-space-in-harmony-json.patch",
     ),
 }
 # Patches 0004 and 0006 of the queues for 0.32.0 and 0.33.0 cure them; the vLLM of the stack ngc-25.12 is older.

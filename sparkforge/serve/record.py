@@ -32,20 +32,22 @@ LATEST = 1e11  # Unix time that every calendar has
 
 @dataclass(frozen=True)
 class End:
-    """How a server ended: its exit code, whether a signal asked for it, and when, in Unix time."""
+    """How a server ended: its exit code, whether a signal asked for it, when, in Unix time, and why if for memory."""
 
     code: int
     asked: bool
     time: float
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Server:
     """A started server: a process of ours, or a container (then `pid` is 0 and `log` is empty).
 
-    `started` is the process's start time, since process ids are used again. `key_file` holds its API key, if any.
+    `started` is the process's start time, since process ids are used again, or since when the
+    container's log is of this start. `key_file` holds its API key, if any. `profile` is the serve profile.
     `proved` is when its start was proved, in Unix time, 0 before that, and `proof` what `sparkforge.serve.proof.prove`
-    returned then.
+    returned then, after `proof_seconds`.
     """
 
     pid: int
@@ -58,13 +60,16 @@ class Server:
     log: str
     container: str = ""
     key_file: str = ""
+    profile: str = ""
     proved: float = 0.0
     proof: dict[str, str] = field(default_factory=dict)
+    proof_seconds: float = 0.0
 
     @property
     def url(self) -> str:
         """Base URL of its OpenAI API."""
-        return f"http://{self.host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - not bound
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -144,7 +149,7 @@ def read(path: Path | None = None) -> Server | None:
             raise _untrusted(path, "it is a link", f"rm {path}") from None
         return None
     try:
-        _require_ours(path, os.fstat(descriptor))
+        require_ours(path, os.fstat(descriptor))
         data = os.read(descriptor, LONGEST)
     finally:
         os.close(descriptor)
@@ -152,8 +157,10 @@ def read(path: Path | None = None) -> Server | None:
         server = Server(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
         return None
-    numbers = isinstance(server.pid, int) and isinstance(server.port, int) and isinstance(server.started, int | float)
-    texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file)
+    times = all(isinstance(number, int | float) for number in (server.started, server.proof_seconds))
+    numbers = isinstance(server.pid, int) and isinstance(server.port, int) and times
+    texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file,
+             server.profile)  # fmt: skip
     proof = isinstance(server.proof, dict) and all(isinstance(text, str) for text in server.proof.values())
     proved = isinstance(server.proved, int | float) and 0 <= server.proved < LATEST
     return server if numbers and proof and proved and all(isinstance(text, str) for text in texts) else None
@@ -201,7 +208,7 @@ def ended(server: Server, state: Path | None = None) -> End | None:
     """Return how the server ended, as supervise.py wrote it down; None if it runs or was killed with its supervisor."""
     try:
         value = read_json(end_path(state))
-        end = End(int(value["code"]), bool(value["asked"]), float(value["time"]))
+        end = End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
         return end if value["pid"] == server.pid and end.time >= server.started else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -213,6 +220,8 @@ def how_it_ended(server: Server, state: Path | None = None) -> str:
     if end is None:
         return "has ended"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.time))
+    if end.why:
+        return f"was ended for memory at {when} with exit code {end.code}: {end.why}"
     return f"{'was asked to end' if end.asked else 'ended by itself'} at {when} with exit code {end.code}"
 
 
@@ -222,8 +231,8 @@ def forget() -> None:
         record_path().unlink()
 
 
-def _require_ours(path: Path, status: os.stat_result) -> None:
-    """Raise StorageError unless the record and its folder belong to us and nobody else can write them."""
+def require_ours(path: Path, status: os.stat_result) -> None:
+    """Raise StorageError unless a record and its folder belong to us and nobody else can write them."""
     folder = path.parent.stat()
     for owned, owner in ((path, status.st_uid), (path.parent, folder.st_uid)):
         if owner != os.geteuid():

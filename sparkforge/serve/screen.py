@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shlex
 import time
 from contextlib import closing
 from pathlib import Path
 
-from sparkforge.core import paths
-from sparkforge.core.console import echo, say, stream
+from sparkforge.core import interrupt, paths
+from sparkforge.core.console import echo, echo_json, redrawn, say, stream
 from sparkforge.core.docker import program
 from sparkforge.core.errors import ServerError
 from sparkforge.core.process import call, output
-from sparkforge.serve import client, launch, logs, proof, record
+from sparkforge.serve import launch, logs, record, status
 from sparkforge.serve.record import Server
 
+ASKED = {0, 143}  # a server's exit codes after SIGTERM (supervise.py)
 READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
 
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -37,41 +40,78 @@ def show_stopped(server: Server | None) -> None:
 def stay(server: Server) -> None:
     """Show the log until the server ends; at Ctrl-C stop the server.
 
-    Raises ServerError if a server that is no container ended by itself.
+    Returns if somebody asked it to end, as `./inv down` elsewhere does. Raises ServerError if it ended by itself.
     """
     log = Path(server.log)
     try:
         if server.container:
-            _container_log(server, follow=True)
+            _stay_with_container(server)
         else:
             stream(logs.follow(log, lambda: server.alive, from_end=True))
     except KeyboardInterrupt:
         say(f"stopping {server.url}")
         launch.stop()
         return
-    if not server.container and record.read() == server:  # `./inv down` elsewhere forgets the record
+    end = record.ended(server)
+    asked = record.read() != server or (end is not None and end.asked)  # `./inv down` elsewhere forgets the record
+    if not server.container and not asked:
         record.forget()
         why, fix = "\n        ".join(logs.explain(logs.read(log))), f"./inv doctor   # the whole log: less {log}"
         raise ServerError("the server ended by itself", why, fix, code="server.start")
 
 
-def show_status(server: Server) -> None:
-    """Say what is served. Exit code 0 means that a process or container runs; its health is in the line."""
-    health = "healthy" if client.healthy(server.url) else "not healthy"
-    if server.container:
-        from sparkforge.serve import container as docker_device  # noqa: PLC0415 - the Docker SDK takes half a second to load
+def _stay_with_container(server: Server) -> None:
+    """Show a container's log until it has ended for good: Docker may start it again.
 
-        health += f", the container says {docker_device.health(server)}"
-    if server.key_file:
-        health += " · API key required"
-        if not client.accepts(server.url, server.key):
-            health += f", and it is no longer the one in {server.key_file}: ./inv down, then ./inv up"
-    echo(f"{server.model_id} at {server.url}/v1 · {health} · {server.device} · {server.where}")
-    if server.proved:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.proved))
-        echo(f"{proof.in_words(server.proof)} · at its start, {when}")
+    Raises ServerError if its program failed.
+    """
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    while True:
+        _container_log(server, follow=True)
+        with engine.connected() as docker_client:
+            state = engine.state(docker_client, server.container)
+        ended = state is None or state.status in {"exited", "dead"}
+        if state is None or (ended and state.exit_code in ASKED):
+            return
+        if ended:
+            why = "the kernel killed it: its memory limit" if state.out_of_memory else "its log is above"
+            fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
+            raise ServerError(f"the container ended with code {state.exit_code}", why, fix, code="server.start")
+        time.sleep(1)
+
+
+def show_status(server: Server, *, as_json: bool = False) -> None:
+    """Print what is served. Exit code 0 means that a process or container runs; its health is in the first line."""
+    report, _ = status.report(server)
+    if as_json:
+        echo_json(report.document())
     else:
-        echo("proved nothing: its start has not ended")
+        echo("\n".join(status.lines(report)))
+
+
+def watch(count: int | None, *, as_json: bool) -> None:
+    """Print the status every two seconds, in place on a terminal, else a line each; `count` times at most.
+
+    Ctrl-C ends it. Raises ServerError once no server runs.
+    """
+    reading = None
+    try:
+        with redrawn(enabled=not as_json) as redraw:
+            for number in itertools.count(1):
+                report, reading = status.report(record.running(), reading)
+                if as_json:
+                    echo(json.dumps(report.document()))
+                elif redraw:
+                    redraw("\n".join(status.lines(report)))
+                else:
+                    echo(status.line(report))
+                if number == count:
+                    return
+                time.sleep(status.BETWEEN)
+    except KeyboardInterrupt:
+        if interrupt.ending():
+            raise
 
 
 def show_log(*, follow: bool) -> None:
@@ -84,12 +124,6 @@ def show_log(*, follow: bool) -> None:
         why = "this checkout started no server yet"
         raise ServerError("there is no log", why, "./inv up", code="server.not-running")
     stream(logs.follow(log, lambda: follow and server is not None and server.alive))
-
-
-def show_chat(server: Server, message: str, max_tokens: int) -> None:
-    """Print the answer as it comes."""
-    stream(client.chat(server.url, server.model_id, message, max_tokens, server.key))
-    echo()
 
 
 def shell(server: Server) -> int:

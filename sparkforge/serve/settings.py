@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.core import paths
-from sparkforge.core.errors import InputError, StorageError, UsageError
+from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.models import local
+from sparkforge.plan import thresholds
 from sparkforge.serve import access, profiler
 from sparkforge.serve.health import RUN
 from validate.profiles import PROFILES
 
 STRICT, WARN, OFF = "strict", "warn", "off"
+EXIT, HOLD = "exit", "hold"  # what a container does that its validator refuses
 TINY, TINY_ID = "tiny", "tiny-gpt-oss"
 HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  # a file; what names another one
 SECONDS = 600.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics 180 s, and some air
 # The validator's profile → serve profile and model by default.
+VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
 DEFAULTS = {"spark": ("safe", "/models/gpt-oss-120b"), "embedded": ("embedded", TINY)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The container's settings. `model` is a folder or `tiny`; `seconds` bounds the whole validation.
+    """The container's settings. `model` is a folder, OWNER/NAME or `tiny`; `seconds` bounds the whole validation.
 
     `stack` is the image's; empty outside one. `traces` is where vLLM's profiler writes; empty for no profiler.
-    `arguments` are those of vLLM that variables ask for.
+    `arguments` are those of vLLM that variables ask for. `bind` is the address on which the host publishes the server,
+    empty if nobody said.
     """
 
     stack: str
@@ -39,6 +44,8 @@ class Settings:
     model_id: str
     traces: str = ""
     arguments: tuple[str, ...] = ()
+    refused: str = EXIT
+    bind: str = ""
 
 
 def read(env: Mapping[str, str]) -> Settings:
@@ -49,6 +56,7 @@ def read(env: Mapping[str, str]) -> Settings:
     if traces and not traces.startswith("/"):
         why, fix = "it must be a folder's whole path", f"{profiler.VARIABLE}={profiler.IN_CONTAINER}"
         raise UsageError(f"{profiler.VARIABLE} is {traces!r}", why, fix)
+    require_guard(env)
     return Settings(
         profile=profile,
         stack=env.get("SPARKFORGE_STACK") or "",
@@ -57,10 +65,39 @@ def read(env: Mapping[str, str]) -> Settings:
         seconds=_seconds(env.get("SPARKFORGE_VALIDATE_SECONDS") or str(SECONDS)),
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
-        model_id=env.get("SPARKFORGE_MODEL_ID") or (TINY_ID if model == TINY else Path(model).name),
+        model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
         traces=traces,
-        arguments=arguments(env, "SPARKFORGE_"),
+        arguments=(*arguments(env, "SPARKFORGE_"), *words(env)),
+        refused=_one_of("SPARKFORGE_REFUSED", env.get("SPARKFORGE_REFUSED") or EXIT, (EXIT, HOLD)),
+        bind=env.get(access.BIND) or "",
     )
+
+
+def require_guard(env: Mapping[str, str]) -> None:
+    """Raise UsageError for a bound of the memory guard that is no number: the server would run without a guard."""
+    try:
+        thresholds.configured(env)
+    except ValueError as error:
+        text = f"{thresholds.VARIABLE} has no meaning"
+        raise UsageError(text, str(error), f"{thresholds.VARIABLE}=3, or 0 for no guard") from error
+
+
+def served_id(model: str) -> str:
+    """Return a model's name in the API, if nobody chose one: a repository's, as with `vllm serve`, or a folder's."""
+    if model == TINY:
+        return TINY_ID
+    return model if local.REPOSITORY.fullmatch(model) else local.name_of(Path(model))
+
+
+def words(env: Mapping[str, str]) -> list[str]:
+    """Return vLLM's arguments in VLLM_ARGS, split as a shell would. Raises UsageError for what cannot be split."""
+    try:
+        split = shlex.split(env.get(VLLM_ARGS) or "")
+    except ValueError as error:
+        raise UsageError(f"{VLLM_ARGS} cannot be read", str(error), f"{VLLM_ARGS}='--max-num-seqs 8'") from error
+    if any(word.partition("=")[0] == "--model" for word in split):
+        raise UsageError(f"{VLLM_ARGS} names a model", "the model is a setting of its own", "SPARKFORGE_MODEL=…")
+    return split
 
 
 def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
@@ -78,17 +115,14 @@ def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
 
 
 def checkpoint(model: str, folder: str) -> str:
-    """Return the folder that the competition's variable MODEL names: `folder`, if it is one, or a fetched repository.
+    """Return the folder of the checkpoint that a person named: `folder` if it is one, or that of a repository.
 
-    An empty `model` stays empty. Raises InputError for a repository that was not fetched.
+    An empty `model` stays empty, and a path stays a path. Raises InputError for a repository that is not here,
+    StorageError for one that cannot be read.
     """
-    if not model or Path(folder).is_dir():
+    if not model or Path(folder).is_dir() or not local.REPOSITORY.fullmatch(model):
         return folder
-    fetched = paths.ROOT / "models" / Path(model).name  # where model.fetch writes
-    if not fetched.is_dir():
-        fix = f"./inv model.fetch {model}; or unset MODEL"
-        raise InputError(f"MODEL={model} is not here", f"there is no folder {fetched}", fix, code="input.model")
-    return str(fetched)
+    return str(local.find(model, os.environ))
 
 
 def secrets(env: Mapping[str, str]) -> dict[str, str]:

@@ -3,8 +3,10 @@
 vLLM's API server ends with code 0 when its engine process has died, and a killed API server leaves the engine and
 its workers behind. This process is the server's parent and the reaper of all that descends from it: it passes signals
 on, ends what the server leaves, and writes down how the server ended. If it is killed itself, the server gets SIGTERM.
+Meanwhile it watches the memory (`guard.py`): before there is none left, it ends the server and says why.
 
-It runs as a file, below the server's own interpreter or another one: it imports the standard library and psutil only.
+It runs as a file, below the server's own interpreter or another one: it imports the standard library, psutil, and
+modules of ours that need no more.
 """
 
 from __future__ import annotations
@@ -18,66 +20,148 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # for this process: the server has a path of its own
+
+from sparkforge.core import memory
+from sparkforge.plan import thresholds
+from sparkforge.serve import guard, pagecache
+from sparkforge.serve.guard import MemoryWatch, Trouble
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+WAITED_FOR = {*STOPS, signal.SIGCHLD, guard.TELL}
+FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
 # An end with code 0 that nobody asked for: sparkforge.core.errors.ServerError's code, which is "the server ended".
 ENDED = 24
 NOT_STARTED = 127  # as shells have it
 SIGNALLED = 128  # plus the signal's number
 GRACE_SECONDS = 5.0  # for processes that the server left
+LONG_SECONDS = 3600.0  # between two looks where there is no guard
+TURN_SECONDS = 0.1  # between two looks while the server ends
+# Read by doctor: sparkforge/doctor/signatures.toml, memory-guard.
+MESSAGE = """✗ the memory guard ended the server [server.memory]
+  why:  {why}{other}
+  next: less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization (./inv plan), or stop what else holds memory"""
 
 
-def supervised(command: Sequence[str], end: Path | None = None) -> tuple[str, ...]:
-    """Return the command that runs `command` under this program; `end` is the file that will say how it ended."""
-    return (sys.executable, "-P", __file__, *(("--end", str(end)) if end else ()), "--", *command)
+@dataclass(frozen=True)
+class Outcome:
+    """How a server ended: this process's exit code, whether a signal asked for it, and why if it was for memory."""
+
+    code: int
+    asked: bool
+    why: str = ""
 
 
-def run(command: Sequence[str]) -> tuple[int, bool]:
-    """Run `command` to its end; return the exit code of this process, and whether a signal asked for that end.
+def supervised(command: Sequence[str], end: Path | None = None, weights: str = "") -> tuple[str, ...]:
+    """Return the command that runs `command` under this program.
+
+    `end` is the file that will say how it ended, `weights` the folder whose files leave the page cache once read.
+    """
+    options = (*(("--end", str(end)) if end else ()), *(("--weights", weights) if weights else ()))
+    return (sys.executable, "-P", __file__, *options, "--", *command)
+
+
+def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str = "") -> Outcome:
+    """Run `command` to its end and say how it ended.
 
     An end that was asked for is 0 if the server says so, else 128 plus the signal. Any other end is never 0.
     """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGCHLD})
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     parent = os.getpid()
     server = os.fork()
     if not server:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         _become(command, parent, former)
+    if weights and not os.fork():
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        pagecache.tend(weights, former)
+    if watch:
+        guard.lock_memory()
+    keeper = _Keeper(server, watch)
     asked: int | None = None
     code: int | None = None
     while code is None:
-        number = signal.sigwait({*STOPS, signal.SIGCHLD})
+        info = signal.sigtimedwait(WAITED_FOR, keeper.period)
+        number = info.si_signo if info else 0
         if number == signal.SIGCHLD:
             code = _reap(server)
-        else:
+        elif number in STOPS:
             asked = asked or number
-            with suppress(ProcessLookupError):
-                os.kill(server, number)
+            _send(server, number)
+        if code is None:
+            keeper.look(time.monotonic(), signalled=number == guard.TELL)
     _end_the_rest()
+    if keeper.trouble:
+        return Outcome(ENDED, asked=False, why=keeper.trouble.why)
     if asked:
-        return (SIGNALLED + asked if code else 0), True
-    return (code if code > 0 else SIGNALLED - code) if code else ENDED, False
+        return Outcome(SIGNALLED + asked if code else 0, asked=True)
+    why = watch.killed() if watch and code else ""
+    return Outcome((code if code > 0 else SIGNALLED - code) if code else ENDED, asked=False, why=why)
+
+
+class _Keeper:
+    """Ends the server for memory: SIGTERM, then SIGKILL of its process group after a moment, or at once.
+
+    `trouble` is the first reason, `period` how many seconds to wait for the next look.
+    """
+
+    def __init__(self, server: int, watch: MemoryWatch | None) -> None:
+        self._server, self._watch = server, watch
+        self.trouble: Trouble | None = None
+        self._since = 0.0
+        self.period = watch.limits.period_seconds if watch else LONG_SECONDS
+        self._grace = watch.limits.grace_seconds if watch else GRACE_SECONDS
+
+    def look(self, now: float, *, signalled: bool) -> None:
+        """Look, and do what must be done; `signalled`: another guard says that there is too little memory."""
+        trouble = self._watch.look(now) if self._watch else None
+        if trouble is None and signalled:
+            trouble = Trouble("the guard of the whole machine told so", now=False)
+        if trouble and not self.trouble:
+            self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
+            print(f"memory guard: {trouble.why}; the server is ended", flush=True)
+            _send(self._server, signal.SIGTERM)
+        if self.trouble and ((trouble and trouble.now) or now - self._since > self._grace):
+            _kill_group(self._server)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the arguments name; returns the exit code."""
     parser = argparse.ArgumentParser(prog="supervise", description=__doc__)
     parser.add_argument("--end", type=Path, help="JSON file to write when the server has ended")
+    parser.add_argument("--weights", default="", help="folder whose files leave the page cache once they were read")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    code, asked = run(options.command)
-    if not asked:
-        print(f"the server ended by itself; exit code {code}", flush=True)
+    outcome = run(options.command, open_watch(), options.weights)
+    if outcome.why:
+        other = memory.largest_process()
+        print(MESSAGE.format(why=outcome.why, other=f"; now the largest is {other}" if other else ""), flush=True)
+    elif not outcome.asked:
+        print(f"the server ended by itself; exit code {outcome.code}", flush=True)
     if options.end:
+        end = {"pid": os.getpid(), "code": outcome.code, "asked": outcome.asked, "time": time.time()}
         with suppress(OSError):
-            _write(options.end, {"pid": os.getpid(), "code": code, "asked": asked, "time": time.time()})
-    return code
+            _write(options.end, {**end, "why": outcome.why})
+    return outcome.code
+
+
+def open_watch() -> MemoryWatch | None:
+    """Return the watch that the environment asks for; None, and a line that says so, where there is none."""
+    try:
+        limits = thresholds.configured(os.environ)
+        return MemoryWatch(limits, around=True) if limits else None
+    except (OSError, ValueError) as error:
+        print(f"WARNING: no memory guard: {error}", flush=True)
+        return None
 
 
 def _become(command: Sequence[str], parent: int, mask: set[int | signal.Signals]) -> None:
@@ -85,6 +169,9 @@ def _become(command: Sequence[str], parent: int, mask: set[int | signal.Signals]
     try:
         if os.getppid() != parent:  # it died before prctl, so that no signal comes
             os._exit(SIGNALLED + signal.SIGTERM)
+        os.setpgid(0, 0)  # so that one call kills all of it
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM, encoding="ascii")
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvp(command[0], list(command))  # noqa: S606 - the child becomes the server
     except OSError as error:
@@ -104,6 +191,17 @@ def _reap(server: int) -> int | None:
             if pid == server:
                 code = os.waitstatus_to_exitcode(status)
     return code
+
+
+def _send(server: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(server, number)
+
+
+def _kill_group(server: int) -> None:
+    """Kill the server's process group in one call; what left it is ended afterwards."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(server, signal.SIGKILL)
 
 
 def _end_the_rest() -> None:

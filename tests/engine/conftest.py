@@ -9,12 +9,14 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from sparkforge.core.paths import ROOT
 
 HERE = ROOT / "tests/engine"
+PROJECT = os.environ.get("ENGINE_PROJECT", "sparkforge-test")  # another one where two use the same engine
 
 
 def pytest_collection_modifyitems(items):
@@ -65,10 +67,11 @@ class Project:
     engine: Engine
     files: tuple
     env: dict
+    name: str = PROJECT
 
     def compose(self, *words, check=True):
         files = [word for name in self.files for word in ("-f", ROOT / name)]
-        return self.engine.docker("compose", "-p", "sparkforge-test", *files, *words, env=self.env, check=check)
+        return self.engine.docker("compose", "-p", self.name, *files, *words, env=self.env, check=check)
 
     def container(self, service="vllm"):
         return self.compose("ps", "--all", "--quiet", service).strip()
@@ -91,9 +94,16 @@ class Project:
 
 
 @pytest.fixture(scope="session")
+def compose_project(engine):
+    """Return what makes a project of Compose files with variables."""
+    return partial(Project, engine)
+
+
+@pytest.fixture(scope="session")
 def project(engine, tmp_path_factory):
     key = tmp_path_factory.mktemp("secrets") / "key"
     models = tmp_path_factory.mktemp("models")
+    models.chmod(0o755)  # pytest makes it for its owner alone, and the container is another user
     env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models), "KEY": str(key)}
     env["SPARKFORGE_STACK"] = "embedded"
     made = Project(engine, ("docker-compose.yml", "tests/engine/ci.yml"), env)

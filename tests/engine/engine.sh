@@ -17,7 +17,8 @@ place=${SPARKFORGE_ENGINE:-/var/tmp/sparkforge-engine}
 root=$cache/root
 mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' | sed -n 's,/debian/$,,p' | head -n 1)}/debian
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter qemu-user)
+packages=(docker.io docker-cli docker-buildx docker-compose containerd prometheus prometheus-node-exporter qemu-user
+    docker-registry)
 # Which bases a run needs: SUITE-ARCHITECTURE.
 machine=$(dpkg --print-architecture)
 bases=("bookworm-$machine")

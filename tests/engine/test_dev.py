@@ -1,62 +1,170 @@
-"""The development image: starts, sees a mounted checkout, says what must be compiled again."""
+"""The development image, by its own Compose file alone: starts, uses mounted checkouts, and what it advises runs."""
 
+import os
+import subprocess
+import sys
 import time
+import urllib.request
 
+import advice
 import pytest
 
-DEV = ("docker-compose.yml", "docker-compose.dev.yml", "docker-compose.dev.cpu.yml", "tests/engine/ci-dev.yml")
+from sparkforge.core.paths import ROOT
+
+DEV = ("docker-compose.dev.yml", "docker-compose.dev.cpu.yml", "tests/engine/ci-dev.yml")
+VOLUME = "/var/cache/sparkforge"
+MODULE = f"{VOLUME}/{{key}}/.cache/flashinfer/0.7.0.post1/121a/cached_ops/{{name}}"
 
 
 @pytest.fixture(scope="module")
-def dev(engine, project, tmp_path_factory):
+def dev(engine, compose_project, tmp_path_factory):
     checkout = tmp_path_factory.mktemp("vllm")
     (checkout / "vllm").mkdir()
     (checkout / "csrc").mkdir()
     (checkout / "vllm/__init__.py").write_text("here = 'the checkout'\n")
     (checkout / "csrc/a.cu").write_text("one")
+    kernels = tmp_path_factory.mktemp("triton")
+    (kernels / "python/triton_kernels/triton_kernels").mkdir(parents=True)
+    (kernels / "python/triton_kernels/triton_kernels/__init__.py").write_text("here = 'the kernels'\n")
+    kernels.chmod(0o755)
     for folder in (checkout, checkout / "vllm"):
         folder.chmod(0o777)
-    empty = tmp_path_factory.mktemp("flashinfer")
-    empty.chmod(0o755)
-    env = {**project.env, "VLLM_SRC": str(checkout), "FLASHINFER_SRC": str(empty)}
-    made = type(project)(engine, DEV, env)
-    made.compose("build", "dev")
+    env = {"VLLM_SRC": str(checkout), "TRITON_KERNELS_SRC": str(kernels), "DEV_PORT": "18100"}
+    made = compose_project(DEV, env)
+    if not os.environ.get("ENGINE_BUILT"):
+        made.compose("build", "dev")
     made.compose("up", "--detach", "--no-build", "dev")
     made.checkout = checkout
     yield made
-    made.compose("down", "--volumes", "--timeout", "5", check=False)
+    made.compose("--profile", "serve", "down", "--volumes", "--timeout", "5", check=False)
 
 
-def told(dev, text, seconds=120):
-    """Wait until the log holds `text`; return the log."""
+LAST = "triton_kernels: "  # the report's last line begins so
+
+
+def told(dev, text=LAST, times=1, seconds=300):
+    """Wait until the log holds `text` that often; return the log."""
     end = time.monotonic() + seconds
-    while text not in (log := dev.logs("dev")) and time.monotonic() < end:
+    while (log := dev.logs("dev")).count(text) < times and time.monotonic() < end:
         time.sleep(0.5)
     return log
 
 
-def test_the_mounted_checkout_is_what_python_imports(dev):
-    told(dev, "serves")
-    found = dev.compose("exec", "-T", "dev", "/opt/venv/bin/python", "-c", "import vllm; print(vllm.here)")
-    assert found.strip() == "the checkout"
+def restarted(dev):
+    """Start the container again; return what it reports then."""
+    before = told(dev)
+    dev.compose("restart", "--timeout", "1", "dev")
+    return told(dev, times=before.count(LAST) + 1).removeprefix(before)
+
+
+def inside(dev, *words, check=True):
+    told(dev)
+    return dev.compose("exec", "-T", "dev", *words, check=check)
+
+
+def test_the_mounted_checkouts_are_what_python_imports(dev):
+    found = inside(dev, "python", "-c", "import vllm, triton_kernels as k; print(vllm.here, '+', k.here)")
+    assert found.strip() == "the checkout + the kernels"
 
 
 def test_its_log_begins_with_what_serves(dev):
-    log = told(dev, "flashinfer: no checkout")
+    log = told(dev)
     assert "vllm: /src/vllm serves" in log
     assert "flashinfer: no checkout" in log
+    assert "triton: no checkout" in log
+    assert "triton_kernels: /src/triton_kernels serves" in log
 
 
 def test_a_changed_native_source_is_noticed_at_the_next_start(dev):
     (dev.checkout / "csrc/a.cu").write_text("two")
-    dev.compose("restart", "--timeout", "1", "dev")
     change = "1 native sources changed, such as csrc/a.cu"
-    assert change in told(dev, change)
+    assert change in restarted(dev)
+    inside(dev, "./inv", "dev.build", "vllm", "--accept")
+    assert change not in restarted(dev)
 
 
 def test_debuggers_and_compilers_are_there(dev):
-    found = dev.compose(
-        "exec", "-T", "dev", "sh", "-c", "gdb --version | head -1; g++ --version | head -1; git --version"
-    )
+    found = inside(dev, "sh", "-c", "gdb --version | head -1; g++ --version | head -1; git --version")
     assert found.count("\n") == 3
-    dev.compose("exec", "-T", "dev", "/opt/venv/bin/python", "-c", "import debugpy")
+    inside(dev, "python", "-c", "import debugpy")
+
+
+def test_every_advised_command_runs_where_it_is_printed(dev):
+    names = sorted({command.command for command in advice.commands()})
+    assert {"dev.build", "dev.patch", "clean-cache", "build.kernels"} <= set(names)
+    # As `./inv NAME --help` does, in one process.
+    code = "import sys; from sparkforge.cli import program; [program.run([name, '--help']) for name in sys.argv[1:]]"
+    helped = inside(dev, ".venv/bin/python", "-c", code, *names)
+    assert [name for name in names if f"Usage: ./inv {name} " not in helped] == []
+    inside(dev, "./inv", "cache.list")
+    programs = ("less", "pip", "git", "ninja")
+    found = inside(dev, "sh", "-c", 'for name; do command -v "$name" > /dev/null || echo "$name"; done', "-", *programs)
+    assert found == ""
+    assert inside(dev, "pip", "--version").strip().endswith("(python 3.11)")
+
+
+def test_a_build_that_cannot_be_made_here_is_refused_in_three_parts(dev):
+    done = dev.compose("exec", "-T", "dev", "sh", "-c", "./inv dev.build vllm 2>&1; echo code $?")
+    assert "the stack embedded compiles nothing" in done
+    assert done.strip().endswith("code 2")
+
+
+def test_every_door_to_a_compiler_has_the_planners_number_of_jobs(dev):
+    python = "import os; print(os.environ['MAX_JOBS'], os.environ['CMAKE_BUILD_PARALLEL_LEVEL'])"
+    for words in (["python", "-c", python], ["bash", "-c", 'echo "$MAX_JOBS $CMAKE_BUILD_PARALLEL_LEVEL"']):
+        first, second = inside(dev, *words).split()
+        assert int(first) == int(second) >= 1
+    script = (
+        'cd /tmp && printf "rule r\\n command = true\\nbuild x: r\\n" > build.ninja && ninja -j 64 && ninja -t rules'
+    )
+    assert inside(dev, "sh", "-c", script).splitlines()[-2:] == ["phony", "r"]
+
+
+def test_one_server_starts_beside_the_workbench_and_answers(engine, compose_project):
+    """Without a checkout the installed, patched vLLM serves the tiny model."""
+    project = compose_project(DEV, {"DEV_PORT": "18100"})
+    project.compose("--profile", "serve", "up", "--detach", "--no-build", "serve")
+    ports = project.compose("--profile", "serve", "ps", "--format", "{{.Service}} {{.Publishers}}")
+    assert ports.count("127.0.0.1") == 1
+    end = time.monotonic() + 900
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen("http://127.0.0.1:18100/health", timeout=5) as reply:
+                assert reply.status == 200
+                return
+        except OSError:  # not yet
+            assert project.state("serve")["Running"], project.logs("serve")[-3000:]
+            time.sleep(1)
+    pytest.fail(project.logs("serve")[-3000:])
+
+
+@pytest.fixture
+def volume(engine, project):
+    """Compiled modules of two images in the volume of the test's project."""
+    modules = [MODULE.format(key=key, name=name) for key, name in
+               (("0123", "fused_moe_120"), ("4567", "fused_moe_90"), ("4567", "page"))]  # fmt: skip
+    script = 'for path; do mkdir -p "$path"; touch "$path/$(basename "$path").so"; done'
+    place = f"{project.name}_cache:{VOLUME}"
+    project.compose("create", "--no-build", "vllm")  # makes the volume as the image has it
+    engine.docker("run", "--rm", "--volume", place, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
+                  *modules)  # fmt: skip
+    return place
+
+
+def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project):
+    files = ":".join(str(ROOT / name) for name in project.files[1:])
+    env = {**engine.environment, **project.env, "COMPOSE_PROJECT_NAME": project.name,
+           "SPARKFORGE_COMPOSE_FILES": files}  # fmt: skip
+
+    def inv(*words):
+        command = [sys.executable, "-m", "sparkforge.cli", *words]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+    listed = inv("cache.list", "--container")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stderr.count("rebuild about") == 3
+    cleaned = inv("clean-cache", "--container", "--module", "fused_moe_*")
+    assert "removed 2 modules" in cleaned.stderr, cleaned.stderr
+    refused = inv("clean-cache", "--container", "--module", "fused_moe_*")
+    assert refused.returncode == 2
+    assert "next: on the host: ./inv cache.list --container" in refused.stderr

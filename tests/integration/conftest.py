@@ -20,7 +20,7 @@ import scripted
 from sparkforge import pins
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.core.process import run, spawn, started_at, terminate_session
 from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
@@ -151,12 +151,41 @@ def scripted_server(request, tmp_path_factory, free_port):
 
 
 @pytest.fixture(scope="session")
-def vllm_trees(tmp_path_factory):
+def run_forked():
+    """Return a function: run programs in forks of one process that has imported what they share; see forked.py.
+
+    Each of `programs` is a path, its arguments and what it reads on stdin; returned is what each wrote. One that fails
+    fails the test.
+    """
+
+    def run_forked(imports, programs, **options):
+        parts = [{"program": str(p), "arguments": list(map(str, a)), "stdin": text} for p, a, text in programs]
+        request = json.dumps({"imports": imports, "programs": parts})
+        done = run([sys.executable, "-P", ROOT / "tests/integration/forked.py"], stdin=request, **options)
+        answers = json.loads(done.stdout.splitlines()[-1])
+        assert not any(answer["code"] for answer in answers), answers
+        return [answer["output"] for answer in answers]
+
+    return run_forked
+
+
+@pytest.fixture(scope="session")
+def installed_vllm(tmp_path_factory):
+    """Return a function: a new folder with a copy of the installed vLLM, its bytecode too (compiling takes 6 s)."""
+    installed = Path(importlib.util.find_spec("vllm").origin).parent
+
+    def copy(name):
+        tree = tmp_path_factory.mktemp(name)
+        shutil.copytree(installed, tree / "vllm", copy_function=link_or_copy)
+        return tree
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def vllm_trees(installed_vllm):
     """Copies of the installed vLLM: `patched`, as its wheel has it, and `upstream`, as upstream's has it."""
-    installed = Path(importlib.util.find_spec("vllm").origin).parent.parent
-    copies = SimpleNamespace(upstream=tmp_path_factory.mktemp("upstream"), patched=tmp_path_factory.mktemp("patched"))
-    for tree in (copies.upstream, copies.patched):
-        shutil.copytree(installed / "vllm", tree / "vllm", copy_function=link_or_copy)
+    copies = SimpleNamespace(upstream=installed_vllm("upstream"), patched=installed_vllm("patched"))
     component = pins.load().component("embedded", "vllm")
     queue = Queue.load(ROOT / "patches" / component.patches)
     wheel = wheels.fetch_upstream(component, choose_pinned(component, TargetMachine(platform.machine())).filename)

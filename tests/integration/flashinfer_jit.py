@@ -1,4 +1,6 @@
-"""Ask FlashInfer's own JIT what it would build; run as a program with the tree under test as its only argument.
+"""Ask FlashInfer's own JIT what it would build; run as a program with the tree under test as its argument.
+
+A second argument stands for the variable FLASHINFER_MOE_SM120_DTYPES.
 
 `spec` on stdin prints the SM120 fused MoE's module name, flags and units (path → text of a generated one, else null),
 or {"error": …} for a ValueError. `ninja` runs whatever `ninja` is on PATH as FlashInfer does for a build.
@@ -7,11 +9,13 @@ library.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 tree = Path(sys.argv[1])
+os.environ.update(dict(zip(["FLASHINFER_MOE_SM120_DTYPES"], sys.argv[2:], strict=False)))
 for name in ("flashinfer", "flashinfer.jit"):
     package = ModuleType(name)
     package.__path__ = [str(tree / name.replace(".", "/"))]

@@ -1,5 +1,6 @@
 """A real server with an API key: every route that vLLM has needs it, and our own commands send it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,13 +13,15 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
+from terminal import Terminal
 
 from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
-from sparkforge.core.errors import StorageError
+from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.paths import ROOT
+from sparkforge.core.process import session_members, started_at
 from sparkforge.models import tiny
-from sparkforge.serve import client, embedded, launch, record, screen
+from sparkforge.serve import client, conversation, embedded, launch, record, screen, status
 from sparkforge.serve.settings import TINY_ID
 
 pytestmark = pytest.mark.integration
@@ -46,7 +49,8 @@ def served(tmp_path_factory, free_port):
             with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as api:
                 yield SimpleNamespace(server=server, api=api, work=work, routes=work / "routes.json")
         finally:
-            launch.stop()
+            with contextlib.suppress(ServerError):  # the last test has ended it
+                launch.stop()
 
 
 def requests(served):
@@ -122,9 +126,45 @@ def test_our_commands_send_it(served, capsys):
     assert server == served.server
     assert server.key == KEY
     screen.show_status(server)
-    screen.show_chat(server, "Hello", 4)
+    conversation.answer_once(server, "Hello", 4)
     assert "healthy · API key required · embedded" in capsys.readouterr().out
     assert settings.endpoint(BenchSettings({}, {}), "", 60.0).model == TINY_ID
+
+
+def test_a_conversation_on_a_terminal_and_the_figures_of_what_it_cost(served, capsys):
+    """With the key, the tiny model, and a terminal: it sees what was said before, by the length of its prompts."""
+    terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "chat", "--max-tokens", "8", cwd=ROOT, env=os.environ)
+    try:
+        terminal.expect("> ")
+        before = prompt_tokens(served)
+        lengths = []
+        for message in ("Good morning", "Good morning"):
+            terminal.type(f"{message}\r")
+            terminal.expect("the answer was cut: --max-tokens is 8")
+            terminal.expect("> ")
+            lengths.append(prompt_tokens(served) - before)
+            before = prompt_tokens(served)
+        terminal.type("/reset\r")
+        terminal.expect("forgotten")
+        terminal.type("Good morning\r")
+        terminal.expect("the answer was cut")
+        lengths.append(prompt_tokens(served) - before)
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    finally:
+        terminal.close()
+    first, second, after_reset = lengths
+    assert second > first
+    assert after_reset == first
+    report, _ = status.report(served.server)
+    assert (report.server.context, report.server.key_accepted, report.server.healthy) == (4096, True, True)
+    assert report.server.load.running == 0
+    assert report.host.server > 1e8
+
+
+def prompt_tokens(served):
+    """Return how many tokens of prompts vLLM has read since it started."""
+    return status.read_metrics(served.server).values[status.PROMPT][0]
 
 
 def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
@@ -172,3 +212,22 @@ def test_a_record_that_names_another_file_sends_nothing(served, tmp_path):
         StorageError, match="was not started with that file", check=lambda error: error.code == "storage.access"
     ):
         _ = forged.key
+
+
+# It ends the server, and stands last.
+
+
+def test_down_ends_every_process(served):
+    def inv(name):
+        command = [sys.executable, "-m", "invoke", name]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    members = session_members(served.server.pid)
+    assert len(members) > 1  # API server and engine
+    down = inv("down")
+    assert down.returncode == 0, down.stderr
+    assert [pid for pid in members if started_at(pid) is not None] == []
+    nothing = inv("down")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert "nothing to stop" in nothing.stderr
+    assert inv("status").returncode == 24

@@ -14,6 +14,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,32 @@ def ask(tmp_path):
     return ask
 
 
+FILTERS = [  # dtypes, name, units, kernels
+    ("fp4xfp4", "fp4xfp4", 8 + 15, 64),
+    ("bf16xbf16", "bf16xbf16", 5 + 15, 30),
+    ("fp8xuint4", "fp8xuint4", 0 + 15, 0),  # its kernels stand in moe_gemm_kernels_fp8_uint4.cu
+    (" fp4xfp4 , fp8xfp4 ", "fp8xfp4_fp4xfp4", 11 + 16, 88),
+    ("fp8xfp4,fp4xfp4,fp8xfp4", "fp8xfp4_fp4xfp4", 11 + 16, 88),
+]
+UNKNOWN = ["fp8xfp5", "fp8xfp4,", "all", "FP8XFP4", ",", "fp8xfp4;fp4xfp4"]
+TWO = "fp4xfp4,bf16xbf16"
+
+
+@pytest.fixture(scope="module")
+def specs(run_forked, pristine, patched, tmp_path_factory):
+    """Return what FlashInfer's JIT would build of each tree: {dtypes: specification}, each asked in a fork."""
+
+    def asked(tree, *filters):
+        folder = tmp_path_factory.mktemp("workspace")
+        env = {"FLASHINFER_WORKSPACE_BASE": str(folder), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+        programs = [(HERE / "flashinfer_jit.py", (tree, dtypes), "spec") for dtypes in filters]
+        outputs = run_forked(["torch.utils.cpp_extension"], programs, cwd=folder, env=env)
+        return dict(zip(filters, (json.loads(output.splitlines()[-1]) for output in outputs), strict=True))
+
+    filters = ("", "fp8xfp4", TWO, *(row[0] for row in FILTERS), *UNKNOWN)
+    return SimpleNamespace(pristine=asked(pristine, ""), patched=asked(patched, *filters))
+
+
 def hashes(tree):
     files = (file for file in tree.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     return {str(file.relative_to(tree)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -152,15 +179,15 @@ def instances(units):
     return re.findall(r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\([^;]*;|template void [^;]*;", flat)
 
 
-def test_default_build_is_upstreams(pristine, patched, ask):
-    upstream, ours = ask(pristine), ask(patched)
+def test_default_build_is_upstreams(specs):
+    upstream, ours = specs.pristine[""], specs.patched[""]
     assert ours == upstream  # name, flags, the same units, byte for byte
     assert ours["name"] == "fused_moe_120"
     assert len(ours["units"]) == 96
 
 
-def test_filtered_build_holds_what_gpt_oss_needs_and_no_more(patched, ask):
-    everything, filtered = ask(patched), ask(patched, dtypes="fp8xfp4")
+def test_filtered_build_holds_what_gpt_oss_needs_and_no_more(specs):
+    everything, filtered = specs.patched[""], specs.patched["fp8xfp4"]
     assert filtered["name"] == "fused_moe_120_fp8xfp4"
     assert len(filtered["units"]) == 18
     wanted = [i for i in instances(everything["units"]) if "(Sm120, __nv_fp8_e4m3, SafeFP4," in i]
@@ -176,18 +203,9 @@ def test_filtered_build_holds_what_gpt_oss_needs_and_no_more(patched, ask):
     }
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "name", "units", "kernels"),
-    [
-        ("fp4xfp4", "fp4xfp4", 8 + 15, 64),
-        ("bf16xbf16", "bf16xbf16", 5 + 15, 30),
-        ("fp8xuint4", "fp8xuint4", 0 + 15, 0),  # its kernels stand in moe_gemm_kernels_fp8_uint4.cu
-        (" fp4xfp4 , fp8xfp4 ", "fp8xfp4_fp4xfp4", 11 + 16, 88),
-        ("fp8xfp4,fp4xfp4,fp8xfp4", "fp8xfp4_fp4xfp4", 11 + 16, 88),
-    ],
-)
-def test_other_filters(patched, ask, dtypes, name, units, kernels):
-    built = ask(patched, dtypes=dtypes)
+@pytest.mark.parametrize(("dtypes", "name", "units", "kernels"), FILTERS)
+def test_other_filters(specs, dtypes, name, units, kernels):
+    built = specs.patched[dtypes]
     assert built["name"] == f"fused_moe_120_{name}"
     assert len(built["units"]) == units
     assert len(instances(built["units"])) == kernels
@@ -202,9 +220,9 @@ def test_the_two_builds_share_no_file(patched, ask, tmp_path):
     assert len(list(first.parent.glob("120_fp8xfp4/gemm_grouped/120/*.cu"))) == 3
 
 
-@pytest.mark.parametrize("dtypes", ["fp8xfp5", "fp8xfp4,", "all", "FP8XFP4", ",", "fp8xfp4;fp4xfp4"])
-def test_unknown_names_are_refused(patched, ask, dtypes):
-    error = ask(patched, dtypes=dtypes)["error"]
+@pytest.mark.parametrize("dtypes", UNKNOWN)
+def test_unknown_names_are_refused(specs, dtypes):
+    error = specs.patched[dtypes]["error"]
     assert f"FLASHINFER_MOE_SM120_DTYPES={dtypes!r} names " in error
     assert set(error.partition("allowed are ")[2].split(", ")) == NAMES
 
@@ -231,11 +249,11 @@ def instantiated(tree, path, flags, scratch):
     ("path", "count"),
     [(MOE + "cutlass_fused_moe_instantiation.cu", 25), (KERNELS + "moe_gemm/moe_gemm_kernels_fp8_fp4.cu", 8)],
 )
-def test_only_wanted_runners_are_instantiated(pristine, patched, ask, tmp_path, path, count):
+def test_only_wanted_runners_are_instantiated(pristine, patched, specs, tmp_path, path, count):
     upstream = instantiated(pristine, path, [], tmp_path)
     assert instantiated(patched, path, [], tmp_path) == upstream
     assert len(upstream) == count
-    left = instantiated(patched, path, defines(ask(patched, dtypes="fp8xfp4")["flags"]), tmp_path)
+    left = instantiated(patched, path, defines(specs.patched["fp8xfp4"]["flags"]), tmp_path)
     assert [runner.partition("<")[2] for runner in left] == [
         "__nv_fp8_e4m3, Fp4Type, half>", "__nv_fp8_e4m3, Fp4Type, __nv_bfloat16>"
     ]  # fmt: skip
@@ -269,10 +287,10 @@ def dispatched(tree, flags, held, scratch):
     return dict(zip(RUNNERS, run([program]).stdout.splitlines(), strict=True))
 
 
-@pytest.mark.parametrize("dtypes", ["fp8xfp4", "fp4xfp4,bf16xbf16", None])
-def test_what_was_left_out_says_so_when_it_is_asked_for(patched, ask, tmp_path, dtypes):
+@pytest.mark.parametrize("dtypes", ["fp8xfp4", TWO, ""])
+def test_what_was_left_out_says_so_when_it_is_asked_for(patched, specs, tmp_path, dtypes):
     held = set(dtypes.split(",")) if dtypes else NAMES
-    answers = dispatched(patched, defines(ask(patched, dtypes=dtypes)["flags"]), held, tmp_path)
+    answers = dispatched(patched, defines(specs.patched[dtypes]["flags"]), held, tmp_path)
     assert {name for name, answer in answers.items() if answer == "built"} == held
     for name in NAMES - held:
         assert answers[name].startswith(f"This fused MoE was built without {name} (activation x weight), since ")

@@ -3,10 +3,14 @@
 Patches 0004 to 0010 of the queue make these answers right (docs/reference/answers.md).
 """
 
+import json
+import re
 from typing import NamedTuple
 
 import openai
 import pytest
+
+from sparkforge.serve import proof
 
 pytestmark = pytest.mark.integration
 MODEL = "scripted"
@@ -38,6 +42,10 @@ FORMS = {
     "ends in a channel": "<|channel|>fin",
     "ends before a channel": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant",
     "ends in a recipient": "<|channel|>commentary to=functions.wea",
+    "white space": "<|channel|>final json<|message|>{" + " " * 40 + '"city": "Oslo"}<|return|>',
+    "channel without a name": "<|channel|><|message|>All done.<|return|>",
+    "two channels": f"<|channel|>commentary<|channel|>commentary to=functions.weather json<|message|>{JSON}<|call|>",
+    "a name as role": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>final<|message|>All done.<|return|>",
     "special token in a message": "<|channel|>analysis<|message|>Let me think.<|channel|>final<|message|>"
     "All done.<|return|>",
 }
@@ -67,6 +75,7 @@ REQUESTS = {
     "required": {"tools": [TOOL], "tool_choice": "required"},
     "named": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     "none": {"tools": [TOOL], "tool_choice": "none"},
+    "no end": {"extra_body": {"ignore_eos": True}},
 }
 
 
@@ -94,6 +103,9 @@ RIGHT = {
     ("start first", "plain"): Answer(DONE),
     ("unknown channel", "plain"): Answer(DONE),
     ("special token in a message", "plain"): Answer(DONE, THOUGHT),
+    ("channel without a name", "plain"): Answer(DONE),
+    ("a name as role", "plain"): Answer(DONE, THOUGHT),
+    ("final", "no end"): Answer("I have a toy and a book.", finish="length"),
     ("ends in a channel", "plain"): Answer(),
     ("ends before a channel", "plain"): Answer("", THOUGHT),
     ("ends in a recipient", "auto"): Answer(),
@@ -101,6 +113,7 @@ RIGHT = {
     ("recipient in the role", "auto"): CALLED,
     ("recipient in the channel", "auto"): CALLED,
     ("recipient in both", "auto"): CALLED,
+    ("two channels", "auto"): CALLED,
     ("final", "auto"): Answer("I have a toy and a book."),
     ("final json", "auto"): Answer(JSON),
     ("recipient in the role", "required"): CALLED,
@@ -170,6 +183,32 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
         return response.usage.prompt_tokens
 
     assert length("none") == length("plain") < length("auto")
+
+
+# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space.
+CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name != "limited white space"]
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_the_canary_of_a_patch_finds_no_fault(scripted_server, name):
+    """Whatever the model: what it writes is forced."""
+    assert proof.fault_of(name, scripted_server.url, MODEL, 300.0) == ""
+
+
+def test_white_space_ends(served):
+    """The script has 40 spaces in one place; 32 are allowed. Off its script the model follows the grammar alone."""
+    schema = {**SCHEMA, "properties": {"city": {"enum": ["Oslo"]}}}
+    response = served.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": CUE_OF["white space"]}],
+        max_tokens=300,
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+    )
+    (choice,) = response.choices
+    value, _end = json.JSONDecoder().raw_decode(choice.message.content)  # it may spell `<|end|>` behind it
+    assert value == {"city": "Oslo"}
+    assert not re.search(r"\s{33}", choice.message.content)
+    assert choice.finish_reason == "stop"
 
 
 def test_a_refusal_names_what_is_wrong_with_the_schema(served):

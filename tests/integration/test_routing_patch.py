@@ -1,12 +1,10 @@
 """The patches for vLLM, proven by vLLM's own code, of each stack: each asked in a pristine and in a patched tree."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from sparkforge.core.process import run
 from sparkforge.upstream import experts
 
 pytestmark = pytest.mark.integration
@@ -21,29 +19,8 @@ def trees(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(scope="module")
-def pristine(trees):
-    return trees.upstream
-
-
-@pytest.fixture(scope="module")
-def patched(trees):
-    return trees.patched
-
-
-def ask(tree, program, *words, question=None):
-    """Run a program of this folder with `tree`'s vLLM and return the JSON that it prints last."""
-    env = {
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_PLUGINS": "",
-        "VLLM_CACHE_ROOT": str(tree / "cache"),
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    done = run([sys.executable, HERE / program, *words], cwd=tree, env=env, stdin=json.dumps(question))
-    return json.loads(done.stdout.splitlines()[-1])
+# What the programs below share, and what they do not replace before they import it themselves.
+IMPORTS = ["torch._inductor", "vllm.compilation.decorators", "vllm.config", "vllm.forward_context"]
 
 
 # name: (compute capability, FlashInfer there?, what differs from gpt-oss's MoE config)
@@ -75,21 +52,52 @@ FALLS_BACK = {
 }
 
 
-def selections(tree):
+BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True}
+DEVICES = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
+
+
+def ask(tree, run_forked):
+    """Ask `tree`'s vLLM everything; return the answers by name."""
+    env = {
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_PLUGINS": "",
+        "VLLM_CACHE_ROOT": str(tree / "cache"),
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     cases = [{"capability": c, "flashinfer": f, "config": config} for c, f, config in CASES.values()]
-    answer = ask(tree, experts.PROGRAM, question={"cases": cases})
-    assert answer["source"] == str(tree / "vllm")
-    return dict(zip(CASES, answer["selections"], strict=True))
+    programs = {
+        "selections": (experts.PROGRAM, (), json.dumps({"cases": cases})),
+        "blackwell": (HERE / "blackwell_class.py", (), json.dumps(DEVICES)),
+        **{option: (HERE / "compile_once.py", (option,), "") for option in ("absent", "present")},
+    }
+    outputs = run_forked(IMPORTS, programs.values(), cwd=tree, env=env)
+    answers = {name: json.loads(output.splitlines()[-1]) for name, output in zip(programs, outputs, strict=True)}
+    assert answers["selections"]["source"] == str(tree / "vllm")
+    answers["selections"] = dict(zip(CASES, answers["selections"]["selections"], strict=True))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def pristine(trees, run_forked):
+    return ask(trees.upstream, run_forked)
+
+
+@pytest.fixture(scope="module")
+def patched(trees, run_forked):
+    return ask(trees.patched, run_forked)
 
 
 @pytest.fixture(scope="module")
 def before(pristine):
-    return selections(pristine)
+    return pristine["selections"]
 
 
 @pytest.fixture(scope="module")
 def after(patched):
-    return selections(patched)
+    return patched["selections"]
 
 
 def test_stock_vllm_picks_marlin_on_spark(before):
@@ -120,24 +128,20 @@ def test_choices_named_by_the_user_are_what_they_say(after):
     assert after["hopper"]["backend"].endswith("_BF16")
 
 
-BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True}
-
-
 def test_blackwell_class_is_the_generation_and_no_family(patched):
-    devices = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
-    answers = ask(patched, "blackwell_class.py", question=devices)
+    answers = patched["blackwell"]
     assert [answer[0] for answer in answers] == [*BLACKWELL.values(), False, False, False]
     assert [answer[1] for answer in answers[:7]] == [capability[0] == 10 for capability in BLACKWELL]
 
 
 def test_stock_vllm_has_no_blackwell_class(pristine):
-    assert ask(pristine, "blackwell_class.py", question=[("CUDA", (12, 1))]) == [None]
+    assert pristine["blackwell"] == [None] * len(DEVICES)
 
 
 def test_compiling_without_the_inductor_option_fails_only_in_stock_vllm(pristine, patched):
-    assert "assume_32bit_indexing does not exist" in ask(pristine, "compile_once.py", "absent")["error"]
-    assert ask(patched, "compile_once.py", "absent") == {"error": None, "result": 64.0, "option_set": False}
+    assert "assume_32bit_indexing does not exist" in pristine["absent"]["error"]
+    assert patched["absent"] == {"error": None, "result": 64.0, "option_set": False}
 
 
 def test_the_inductor_option_is_still_set_where_torch_has_it(patched):
-    assert ask(patched, "compile_once.py", "present") == {"error": None, "result": 64.0, "option_set": True}
+    assert patched["present"] == {"error": None, "result": 64.0, "option_set": True}

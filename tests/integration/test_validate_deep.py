@@ -92,6 +92,7 @@ def test_cpu_is_told_as_it_is(model, trees):
         ("upstream", (), "MARLIN"),
         ("upstream", FLAGS, FP4),
         ("patched", (), FP4),
+        ("patched", ("--quantization", "mxfp4"), FP4),  # as people type it
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )

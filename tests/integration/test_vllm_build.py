@@ -25,6 +25,7 @@ from sparkforge.compile.vllm.environment import Interpreter
 from sparkforge.core import manifest, memory
 from sparkforge.core.errors import CompileError
 from sparkforge.core.process import run
+from sparkforge.image import dev
 from sparkforge.pins import locks
 
 pytestmark = pytest.mark.integration
@@ -147,3 +148,21 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
         wanted = [one for one in kernels if re.search(name, one.name)]
         assert wanted
         assert all(one.count(needs) >= 8 for one in wanted if needs)
+
+
+def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
+    """What `./inv dev.build vllm` compiles: a clone's own sources, without the sdist, without the queue."""
+    checkout, edit = tmp_path / "vllm", "vllm of mine"
+    for path in order.sources.listing:
+        if path.split("/")[0] in vllm_sources.PARTS:
+            (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+            (checkout / path).write_bytes((order.sources.tree / path).read_bytes())
+    source = next(path for path in (checkout / "csrc").rglob("*.cpp") if "spinloop" in path.name)
+    source.write_text(source.read_text() + f'\nextern "C" __attribute__((used)) const char edited[] = "{edit}";\n')
+    sources = vllm_sources.fetch_sources(TABLE, ["spinloop"], None, "spark", checkout)
+    mine = replace(order, targets=("spinloop",), output=tmp_path / "overlay", sources=sources)
+    done = vllm_build.build(mine)
+    assert done.units == done.compiled + done.cached == 1
+    assert edit.encode() in (mine.output / TABLE.targets["spinloop"].output).read_bytes()
+    assert sorted(dev.place(mine.output, checkout)) == [TABLE.targets["spinloop"].output]
+    assert vllm_build.build(mine).compiled == 0

@@ -25,7 +25,7 @@ READS_JSON = ("architecture", "failure-record", "manifest", "peaks", "result", "
 def test_mutated_samples(name, monkeypatch):
     """The samples themselves are among the inputs, the first ones."""
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    counts = fuzz.campaign(name, int(2000 / PARSERS[name].cost), 120.0, SEED)
+    counts = fuzz.campaign(name, int(1000 / PARSERS[name].cost), 120.0, SEED)
     assert not counts.failures, fuzz.show(counts)
     assert counts.accepted
 
@@ -37,7 +37,7 @@ def test_every_json_value(name, tmp_path, monkeypatch):
     known = [key for sample in PARSERS[name].samples(tmp_path) for key in json.loads(sample)]
     values = JSON | st.dictionaries(st.sampled_from(known), JSON, min_size=1)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(value=values)
     def read(value):
         with contextlib.suppress(SparkforgeError):

@@ -11,7 +11,7 @@ SEED = 13
 @pytest.fixture(scope="module")
 def rows(attack):
     """The counts of every scenario: one process runs them all, for starting it takes as long as thirty runs."""
-    return attack("faults", *SCENARIOS, "--faults", 0, "--kills", 20, "--seed", SEED)
+    return attack("faults", *SCENARIOS, "--faults", 0, "--kills", 10, "--seed", SEED)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

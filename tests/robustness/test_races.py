@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.needs("cc"), pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def rows(attack):
     """The counts of every scenario, from one process."""
-    return attack("races", *RACED, "--rounds", 4)
+    return attack("races", *RACED, "--rounds", 2)
 
 
 @pytest.mark.parametrize("name", RACED)

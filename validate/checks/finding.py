@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +16,8 @@ from validate.facts.fact import Fact, Facts, Value
 
 DOC = "docs/reference/checks.md"
 MODEL_FIX = "./inv model.fetch openai/gpt-oss-120b   # resumes; a whole folder is named by --model DIR"
+
+ACCESS_FIX = "chmod -R a+rX the model's folder (of a container: the one that is mounted), or run as its owner"
 
 
 class Status(StrEnum):
@@ -104,7 +108,8 @@ class View:
         if fact is None:
             raise FactMissing(f"{name} is not on the sheet")
         if fact.error is not None:
-            fix = MODEL_FIX if name.startswith("model.") else ""
+            denied = fact.error.startswith(os.strerror(errno.EACCES))
+            fix = (ACCESS_FIX if denied else MODEL_FIX) if name.startswith("model.") else ""
             raise FactMissing(f"{name} is unknown: {fact.error} (asked: {fact.source})", fix)
         return fact
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from sparkforge.plan import devices
-from sparkforge.plan.budget import HOST_WORKING_BYTES, share_lines
+from sparkforge.core.memory import in_gib as gib
+from sparkforge.plan import devices, thresholds
+from sparkforge.plan.budget import HOST_WORKING_BYTES, most_tokens, share_lines
 from sparkforge.plan.devices import GIB
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
@@ -19,14 +20,10 @@ DISK_FAIL, DISK_WARN = 2 * GIB, 10 * GIB  # our own bounds: torch.compile, Trito
 SHM_WARN = GIB  # Docker's default is 64 MiB
 NO_GPU = "nvidia-smi   # if it fails here, start the container with --gpus all"
 SAFER = "--gpu-memory-utilization 0.85"
+LARGER = "SPARKFORGE_MEMORY=8g docker compose up -d   # or no --memory"
 FREE_MEMORY = "stop other programs, then: sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
 
 CHECKS = CheckList()
-
-
-def gib(count: float) -> str:
-    """Format bytes as GiB, or as MiB where that says more."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
 @CHECKS.add(
@@ -111,11 +108,27 @@ def _cuda_version(view: View) -> CheckResult:
     return judged(driver.major >= runtime.major, f"{evidence}; the driver must not be a major version behind")
 
 
-def usable_memory(view: View) -> float:
-    """Usable bytes: what the kernel calls available, within the container's limit."""
-    available = view.number("memory.available_bytes")
-    limit = "memory.cgroup_headroom_bytes"
-    return available if view.is_none(limit) else min(available, view.number(limit))
+def free_memory(view: View) -> float:
+    """Return the bytes that can be had now. Swap is no room: what CUDA holds cannot go there."""
+    return view.number("memory.available_bytes")
+
+
+def headroom(view: View) -> float | None:
+    """Return the bytes that the container's limit leaves; None where no limit is below what the machine has."""
+    name = "memory.cgroup_headroom_bytes"
+    return None if view.is_none(name) else view.number(name)
+
+
+def reserve(view: View, total: float) -> float:
+    """Return the bytes, of `total`, that must stay free: with less the memory guard ends the server."""
+    return thresholds.load().moved_to(view.number("memory.guard_gib")).end_below(int(total))
+
+
+def stop_others(view: View) -> str:
+    """Return a fix that names the process that holds most, as far as it can be seen from here."""
+    if view.is_none("memory.largest_process"):
+        return FREE_MEMORY
+    return FREE_MEMORY.replace("other programs", f"other programs (the largest: {view.text('memory.largest_process')})")
 
 
 def needed_bytes(view: View) -> float:
@@ -125,13 +138,25 @@ def needed_bytes(view: View) -> float:
     return sum(line.bytes for line in lines)
 
 
+def longest_that_fits(view: View, free: float, beside: float) -> int:
+    """Return the longest sequence that fits `free` bytes, `beside` of them taken by others; 0 if none does."""
+    model, spark = serving.architecture(view), devices.table()["spark"]
+    total = view.number("memory.total_bytes")
+    sizes = {"memory": total, "resident": total - free, "host": beside}
+    figures = {name: getattr(spark, name).model_copy(update={"value": size / GIB}) for name, size in sizes.items()}
+    return most_tokens(model, spark.model_copy(update=figures), serving.load(view, model))
+
+
 @CHECKS.add(
     "memory-unified",
-    "Unified memory that can really be had covers the weights and what vLLM will ask for.",
+    "Unified memory that can be had covers the weights, what vLLM will ask for, the host's side and a reserve.",
     needs=(
         "memory.total_bytes",
         "memory.available_bytes",
         "memory.cgroup_headroom_bytes",
+        "memory.guard_gib",
+        "memory.swap_free_bytes",
+        "memory.largest_process",
         "model.weight_bytes",
         "model.config",
         "serve.gpu_memory_utilization",
@@ -141,26 +166,40 @@ def needed_bytes(view: View) -> float:
 )
 def _memory_unified(view: View) -> CheckResult:
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
-    free, weights = usable_memory(view), view.number("model.weight_bytes")
+    free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
+    host, kept = devices.table()["spark"].host.value * GIB, reserve(view, total)
     if not 0 < share <= 1:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
+    if limit is not None and limit < host:  # what CUDA takes is not counted there
+        return failed(f"the container's limit leaves {gib(limit)}, and vLLM's host side needs {gib(host)}", LARGER)
     # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
     wanted, needed = share * total, needed_bytes(view)
     parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
-    if free < needed:
-        return failed(f"{gib(free)} free, {gib(needed)} needed: {parts}")
-    if wanted < needed:
-        return failed(
+    beside = f"{gib(host)} for vLLM's host side, {gib(kept)} below which the memory guard ends it"
+    swap = view.number("memory.swap_free_bytes")
+    have = f"{gib(free)} free" + (f" ({gib(swap)} of swap not counted)" if swap else "")
+    smaller = f"{int(100 * max(0.0, free - host - kept) / total) / 100:.2f}"
+    if free < needed + host + kept:
+        tokens = longest_that_fits(view, free, host + kept)
+        shorter = f"; or --max-model-len {tokens} --gpu-memory-utilization {smaller}" if tokens else ""
+        refused = (f"{have}, {gib(needed + host + kept)} needed: {parts}; {beside}", stop_others(view) + shorter)
+    elif wanted < needed:
+        refused = (
             f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}",
             "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both",
         )
-    if free < wanted:
+    elif free < wanted + host + kept:
         # What is needed is free: a smaller share would serve, with a smaller KV cache.
-        return failed(
-            f"{gib(free)} free, and vLLM refuses to start under {gib(wanted)} ({share:g} of {gib(total)})",
-            f"{FREE_MEMORY}; or --gpu-memory-utilization {int(100 * free / total) / 100:.2f}",
+        taken = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
+        refused = (
+            f"{have}, and {gib(wanted + host + kept)} may be taken: {taken}",
+            f"{stop_others(view)}; or --gpu-memory-utilization {smaller}",
         )
-    evidence = f"{gib(free)} free of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}"
+    else:
+        refused = None
+    if refused:
+        return failed(*refused)
+    evidence = f"{have} of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}; {beside}"
     if share > SAFE_UTILIZATION:
         left = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
         return warned(f"{evidence}: {left}", SAFER)
@@ -169,14 +208,37 @@ def _memory_unified(view: View) -> CheckResult:
 
 @CHECKS.add(
     "memory-host",
-    "Free memory covers the weights and the server.",
-    needs=("memory.available_bytes", "memory.cgroup_headroom_bytes", "model.weight_bytes"),
-    fix="ps aux --sort=-rss | head   # stop something large",
+    "Free memory covers the weights, the server and a reserve.",
+    needs=(
+        "memory.total_bytes",
+        "memory.available_bytes",
+        "memory.cgroup_headroom_bytes",
+        "memory.guard_gib",
+        "memory.largest_process",
+        "model.weight_bytes",
+    ),
+    fix=FREE_MEMORY,
 )
 def _memory_host(view: View) -> CheckResult:
-    free, weights = usable_memory(view), view.number("model.weight_bytes")
-    needed = weights + HOST_WORKING_BYTES
-    return judged(free >= needed, f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)})")
+    free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
+    kept = reserve(view, view.number("memory.total_bytes"))
+    if limit is not None and limit - reserve(view, limit) < free - kept:
+        free, kept = limit, reserve(view, limit)
+    needed = weights + HOST_WORKING_BYTES + kept
+    evidence = f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)}, {gib(kept)} for the memory guard)"
+    return judged(free >= needed, evidence, stop_others(view))
+
+
+@CHECKS.add(
+    "remove-ipc",
+    "The end of a login does not delete the server's shared memory.",
+    needs=("os.remove_ipc",),
+    fix='sudo loginctl enable-linger "$USER"   # or RemoveIPC=no in /etc/systemd/logind.conf',
+)
+def _remove_ipc(view: View) -> CheckResult:
+    removed = view.flag("os.remove_ipc")
+    deleted = "systemd deletes this user's /dev/shm when the last session ends, and the server with it"
+    return judged(not removed, deleted if removed else "nothing deletes this user's /dev/shm at a logout")
 
 
 @CHECKS.add(
@@ -195,7 +257,7 @@ def _disk_space(view: View) -> CheckResult:
     "shared-memory",
     "The shared memory in /dev/shm is not Docker's 64 MiB.",
     needs=("shm.total_bytes",),
-    fix="start the container with --ipc=host or --shm-size=8g",
+    fix="start the container with --shm-size=1g",
 )
 def _shared_memory(view: View) -> CheckResult:
     total = view.number("shm.total_bytes")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparkforge.core.memory import in_gib as gib
 from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, judged, passed
-from validate.checks.hardware import gib
 
 CHECKS = CheckList()
 

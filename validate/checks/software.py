@@ -267,7 +267,7 @@ def _blackwell_class(view: View) -> CheckResult:
     "moe-backend",
     "vLLM's own selector takes the hardware FP4 path for the experts.",
     needs=("deep.moe_backend", "deep.quantization"),
-    fix=f"drop --quantization mxfp4 and --enable-lora; or add {HARDWARE_FP4}",
+    fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
 )
 def _moe_backend(view: View) -> CheckResult:
     backend, method = view.text("deep.moe_backend"), view.text("deep.quantization")

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.documents import parse_json, read_json
+from sparkforge.core.files import unreadable
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 
@@ -19,10 +20,12 @@ HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer head
 
 
 def directory(target: Target) -> Path:
-    """The model directory; raises ProbeError if none was given or it is none."""
+    """The model directory; raises ProbeError if none was given, it is none, or it cannot be read."""
     model = path(target)
     if model is None:
         raise ProbeError("no model directory was given")
+    if denied := unreadable(Path(model)):
+        raise ProbeError(denied[0])
     if not Path(model).is_dir():
         raise ProbeError(f"{model} is not a directory")
     return Path(model)

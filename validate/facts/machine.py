@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import pwd
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from sparkforge.core import memory
+from sparkforge.plan import thresholds
 from sparkforge.plan.budget import DEFAULT_UTILIZATION
 from validate.facts.fact import Reading
 from validate.facts.target import DEFAULT_PORT, Target
 
 ROOT = Path("/")  # where core.memory looks for /proc and the cgroup mounts
+LAST_SYSTEM_USER = 999  # SYSTEM_UID_MAX of systemd as Debian and Ubuntu build it
 SHM = Path("/dev/shm")  # noqa: S108 - the mount itself
 
 
@@ -24,6 +28,37 @@ def cgroup_headroom(_: Target) -> int | None:
     """Bytes this container may still use (cgroup v2 or v1), or None where no limit is below MemAvailable."""
     machine = memory.measure(ROOT)
     return None if machine.bound == "MemAvailable" else machine.available
+
+
+def remove_ipc(_: Target) -> bool:
+    """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
+
+    It spares system users, and users who linger: their sessions do not end.
+    """
+    user = os.getuid()
+    if user <= LAST_SYSTEM_USER or not (ROOT / "run/systemd/seats").is_dir():  # no logind
+        return False
+    if (ROOT / "var/lib/systemd/linger" / _user_name(user)).exists():
+        return False
+    parts = {file.name: file for place in ("usr/lib", "run", "etc") for file in _parts(ROOT / place / "systemd")}
+    value = "yes"
+    for file in (ROOT / "etc/systemd/logind.conf", *(parts[name] for name in sorted(parts))):
+        with suppress(OSError):
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                name, _equals, text = line.strip().partition("=")
+                value = (text.strip().lower() or "yes") if name.strip() == "RemoveIPC" else value
+    return value not in {"no", "false", "off", "0", "n", "f"}
+
+
+def _parts(folder: Path) -> list[Path]:
+    return list((folder / "logind.conf.d").glob("*.conf"))
+
+
+def _user_name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
 
 
 def cpu_flags(_: Target) -> list[str]:
@@ -53,6 +88,11 @@ def cache_free(target: Target) -> int:
     directory = Path(cache_directory(target)).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
+
+
+def guard_gib(target: Target) -> float:
+    """GiB that must stay free: with less the memory guard ends the server. The table's, too, where none is wanted."""
+    return (thresholds.configured(target.options.environ) or thresholds.load()).end_gib
 
 
 def port(target: Target) -> int:
@@ -115,6 +155,10 @@ READINGS = (
     Reading("memory.total_bytes", "/proc/meminfo MemTotal", lambda _: psutil.virtual_memory().total),
     Reading("memory.available_bytes", "/proc/meminfo MemAvailable", lambda _: psutil.virtual_memory().available),
     Reading("memory.cgroup_headroom_bytes", "/sys/fs/cgroup memory.max, memory.current", cgroup_headroom),
+    Reading("memory.guard_gib", f"environment {thresholds.VARIABLE}", guard_gib),
+    Reading("memory.swap_free_bytes", "/proc/meminfo SwapFree", lambda _: psutil.swap_memory().free),
+    Reading("memory.largest_process", "/proc/*/statm", lambda _: memory.largest_process() or None),
+    Reading("os.remove_ipc", "logind.conf RemoveIPC, lingering", remove_ipc),
     Reading("shm.total_bytes", "statvfs /dev/shm", lambda _: shutil.disk_usage(SHM).total),
     Reading("disk.cache_directory", "VLLM_CACHE_ROOT, XDG_CACHE_HOME", cache_directory),
     Reading("disk.cache_free_bytes", "statvfs of disk.cache_directory", cache_free),

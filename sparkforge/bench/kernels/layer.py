@@ -1,4 +1,4 @@
-"""`./inv bench.kernels`: one layer's experts on this GPU, by the library's own measurement, with the machine's facts.
+"""`./inv bench.kernels` and `bench.linear`: our kernels on this GPU, by the library's measurements, and the machine.
 
 The measurement runs in a process of its own, because a GPU machine's torch is often another than this environment's.
 """
@@ -20,8 +20,10 @@ from sparkforge.core.process import run
 FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has torch and triton: --python PATH"
 
 
-def main(output: str, python: str, peer: str, tokens: str) -> None:
+def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "") -> None:
     """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
+
+    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products.
 
     Raises ProcessError where there is no GPU, torch or triton.
     """
@@ -32,7 +34,7 @@ def main(output: str, python: str, peer: str, tokens: str) -> None:
         raise ProcessError(f"{interpreter} cannot measure kernels", why, FIX, code="process.failed")
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        command: list[str | Path] = [interpreter, "-m", "spark_mxfp4.kernels.measure", "--output", figures]
+        command: list[str | Path] = [interpreter, "-m", f"spark_mxfp4.kernels.{module}", "--output", figures]
         for option, value in (("--peer", peer), ("--tokens", tokens)):
             command += [option, value] if value else []
         say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=FIX).stdout.rstrip())

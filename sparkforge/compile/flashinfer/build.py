@@ -94,11 +94,13 @@ def build_kernels(
     jobs: str = "auto",
     output: str = "",
     python: str = "",
+    checkout: str = "",
 ) -> None:
     """Build a set of a stack's modules and report what was done. Raises UsageError and the errors of `build`.
 
     The set and the architecture are those of the stack's image where none is named. `output` is the folder of the
-    cache, `python` the interpreter of the environment that serves; `jobs` is a number or "auto".
+    cache, `python` the interpreter of the environment that serves; `jobs` is a number or "auto". `checkout` is a clone
+    of FlashInfer that this interpreter imports; it takes the place of the patched wheel.
     """
     started = time.monotonic()
     image = pins.load().image(stack)
@@ -117,7 +119,7 @@ def build_kernels(
     else:
         say("no --python: building for an environment of our own, which no server has")
         interpreter = environments.build_interpreter(stack, "kernels")
-    server = environment.examine(interpreter, table, stack)
+    server = environment.examine(interpreter, table, stack, Path(checkout) if checkout else None)
     folder = Path(output).absolute() if output else paths.state() / "kernels"
     order = KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
     result, changed = build(order)

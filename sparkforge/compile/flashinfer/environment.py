@@ -24,6 +24,7 @@ from sparkforge.core.process import run
 from sparkforge.pins import verify
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges
+from sparkforge.sources import archive
 
 SPECS = Path(__file__).with_name("specs.py")
 # Read by flashinfer/jit/cpp_ext.py and core.py of 0.7.0.post1; with one of these a build.ninja would be another.
@@ -51,15 +52,23 @@ class KernelEnvironment:
         return beside if beside.is_file() else chain.ninja
 
 
-def examine(python: Path, table: KernelTable, stack: str) -> KernelEnvironment:
-    """Return what `python` has. Raises CompileError if FlashInfer, torch or the stack's patches do not fit."""
+def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:
+    """Return what `python` has. Raises CompileError if FlashInfer, torch or the stack's patches do not fit.
+
+    With `checkout`, a clone of FlashInfer that `python` imports, its sources are taken as they are.
+    """
     answer = ask(python, "probe")
     versions = {name: answer[name] for name in ("flashinfer-python", "torch", "apache-tvm-ffi")}
     problems = [f"{name} is not installed" for name, value in answer.items() if not value]
     if versions["flashinfer-python"].partition("+")[0] not in ("", table.flashinfer):
         problems = [f"it has flashinfer-python {versions['flashinfer-python']} and not {table.flashinfer}"]
     fix = "name another: ./inv build.kernels --python PATH"
-    if not problems:
+    if not problems and checkout:
+        if Path(answer["package"]).resolve().parent == checkout.resolve():
+            return KernelEnvironment(python, checkout, versions, answer["include"], f"checkout {_digest(checkout)}")
+        problems = [f"it imports {answer['package']} and not the checkout {checkout}"]
+        fix = "restart the container, whose start lets the checkout be imported"
+    elif not problems:
         site_packages = Path(answer["package"]).parent
         queue = pins.load().component(stack, "flashinfer").patches
         try:
@@ -75,6 +84,14 @@ def examine(python: Path, table: KernelTable, stack: str) -> KernelEnvironment:
             problems = [f"{error.what}: {error.why}"]
         fix = "install FlashInfer there from its patched wheel; ./inv patch prints where it lies"
     raise CompileError(f"no kernels can be built for {python}", "; ".join(problems), fix, code="compile.environment")
+
+
+def _digest(checkout: Path) -> str:
+    """Return one hash of what kernels are generated and compiled from in a clone of FlashInfer."""
+    parts = ("csrc", "include", "flashinfer/jit")
+    files = sorted(path for part in parts for path in (checkout / part).rglob("*") if path.suffix != ".pyc")
+    listing = {str(path.relative_to(checkout)): sha256_file(path) for path in files if path.is_file()}
+    return archive.tree_sha256(listing)
 
 
 def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:

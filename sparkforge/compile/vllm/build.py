@@ -130,7 +130,8 @@ class ExtensionRequest:
 
     `targets` are CMake targets with commas, empty: all that SM121 uses; `sources` is the folder of an unpacked bundle
     or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
-    with torch and CUDA, empty: one of our own; `output` is the overlay's folder.
+    with torch and CUDA, empty: one of our own; `output` is the overlay's folder; `checkout` is a clone of vLLM that is
+    compiled as it is, empty: the pinned sdist with its queue.
     """
 
     stack: str
@@ -140,6 +141,7 @@ class ExtensionRequest:
     arch: str = ""
     python: str = ""
     output: str = ""
+    checkout: str = ""
 
 
 def build_extensions(request: ExtensionRequest) -> Path:
@@ -167,7 +169,8 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
     folder = paths.typed(request.output).absolute() if request.output else overlay()
     if folder.exists() and manifest.load(folder) is None:
         raise UsageError(f"cannot write {folder}", "it exists and is no overlay of ours", "name another folder")
-    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack)
+    checkout = Path(request.checkout).absolute() if request.checkout else None
+    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout)
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
         raise CompileError(

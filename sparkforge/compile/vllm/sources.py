@@ -40,33 +40,41 @@ class Repository:
 
 @dataclass(frozen=True)
 class ExtensionSources:
-    """The unpacked sdist, its listing (path → sha256), the patch queue, and each repository."""
+    """The unpacked sdist, its listing (path → sha256), the patch queue, and each repository.
+
+    `queue` is None for a person's checkout, which holds its patches itself.
+    """
 
     tree: Path
     listing: Mapping[str, str]
-    queue: Queue
+    queue: Queue | None
     repositories: Mapping[str, Repository]
 
     @property
     def identity(self) -> dict[str, str]:
         """The identity of each source by name."""
         repositories = {f"repository:{name}": repository.identity for name, repository in self.repositories.items()}
-        return {"sdist": archive.tree_sha256(self.listing), "queue": self.queue.sha256, **repositories}
+        tree = archive.tree_sha256(self.listing)
+        return {**({"sdist": tree, "queue": self.queue.sha256} if self.queue else {"checkout": tree}), **repositories}
 
 
-def fetch_sources(table: TargetTable, targets: Sequence[str], folder: Path | None, stack_name: str) -> ExtensionSources:
+def fetch_sources(
+    table: TargetTable, targets: Sequence[str], folder: Path | None, stack_name: str, checkout: Path | None = None
+) -> ExtensionSources:
     """Fetch what `targets` are compiled from; repositories come from `folder`, else from the network.
 
-    `folder` is an unpacked bundle, or has a git checkout for each repository. Raises CompileError naming all that
+    `folder` is an unpacked bundle, or has a git checkout for each repository. `checkout` is a person's clone of vLLM,
+    which is compiled as it is in place of the sdist and the queue. Raises CompileError naming all that
     is missing, and the errors of `sources`.
     """
     stack = pins.load().stack(stack_name)
     component = stack.components["vllm"]
     if folder and (folder / offline.INDEX).is_file():
         offline.use_bundle(str(folder))
-    (filename,) = [name for name in component.files if name.endswith(trees.ARCHIVE)]
-    trees.unpack_archive(component, filename)
-    tree = trees.tree_folder(component, filename)
+    if checkout is None:
+        (filename,) = [name for name in component.files if name.endswith(trees.ARCHIVE)]
+        trees.unpack_archive(component, filename)
+        tree = trees.tree_folder(component, filename)
     repositories, missing, users = dict[str, Repository](), dict[str, str](), dict[str, list[str]]()
     for name, option in table.repositories.items():
         users[name] = [target for target in targets if name in table.targets[target].needs]
@@ -83,8 +91,19 @@ def fetch_sources(table: TargetTable, targets: Sequence[str], folder: Path | Non
         possible = [target for target in table.used if not set(table.targets[target].needs) & missing.keys()]
         only = f"or only what needs none of it: ./inv build.vllm --targets {','.join(possible)}"
         raise missing_repositories(missing, users, stack, only)
+    if checkout is not None:
+        return ExtensionSources(checkout, list_checkout(checkout), None, repositories)
     queue = Queue.load(ROOT / "patches" / str(component.patches))
     return ExtensionSources(tree, archive.read_listing(tree), queue, repositories)
+
+
+def list_checkout(checkout: Path) -> dict[str, str]:
+    """Return path → sha256 of what CMake reads of a clone of vLLM."""
+    files = (
+        path for part in PARTS for path in ((checkout / part).rglob("*") if part != PARTS[0] else [checkout / part])
+    )
+    wanted = (path for path in files if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(checkout)): sha256_file(path) for path in sorted(wanted)}
 
 
 def repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
@@ -153,14 +172,21 @@ def missing_repositories(
 def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
     """Make the private, patched copy at `copy`, which must not exist.
 
-    Raises PatchError if a file of the unpacked sdist is not the one that the archive held, or the queue does not fit.
+    Raises PatchError if a file of the unpacked sdist is not the one that the archive held, or the queue does not fit;
+    CompileError if a file of a checkout changed meanwhile.
     """
+    patched = inputs.queue.paths if inputs.queue else ()
     for path, sha256 in inputs.listing.items():
-        if path.split("/")[0] not in PARTS and path not in inputs.queue.paths:
+        if path.split("/")[0] not in PARTS and path not in patched:
             continue
         target = copy / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(inputs.tree / path, target)
+        if sha256_file(target) != sha256 and inputs.queue is None:
+            raise CompileError(
+                f"{inputs.tree / path} was edited meanwhile", "it is another file than a moment ago",
+                "run the same command again", code="compile.inputs",
+            )  # fmt: skip
         if sha256_file(target) != sha256:
             raise PatchError(
                 f"{inputs.tree / path} was edited by hand",
@@ -168,7 +194,8 @@ def copy_tree(inputs: ExtensionSources, copy: Path) -> None:
                 f"keep your edits as a patch (./inv patch.new), then rm -r {shlex.quote(str(inputs.tree))} and again",
                 code="patch.modified",
             )
-    inputs.queue.apply_to(copy)
+    if inputs.queue:
+        inputs.queue.apply_to(copy)
 
 
 def stand_ins(table: TargetTable, inputs: ExtensionSources, parent: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from robustness.scenario import BUSY, Scenario, write
 from sparkforge.compile.peaks import Cost, Peaks, learnt_path
-from sparkforge.core.errors import InputError, SparkforgeError, StorageError
+from sparkforge.core.errors import ServerError, SparkforgeError, StorageError
 from sparkforge.doctor import evidence, support
 from sparkforge.serve import failure, record
 from sparkforge.serve.record import Server
@@ -24,8 +24,8 @@ def _prepare_failure(work: Path) -> None:
 
 def _fail(what: str) -> None:
     """End as `./inv up` ends when it fails."""
-    with suppress(InputError), failure.remembered():
-        raise InputError(what, "why", "next", code="input.model")
+    with suppress(ServerError), failure.remembered():
+        raise ServerError(what, "why", "next", code="server.start")
 
 
 def _act_failure(work: Path) -> None:

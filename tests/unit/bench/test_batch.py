@@ -76,6 +76,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     assert "Failed: 2" in summary
 
 
+@pytest.mark.slow
 def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
     """SIGKILL between two configurations; what is finished is not run again, and the folder is the same."""
     imports = "from pathlib import Path; from sparkforge.bench import runs"

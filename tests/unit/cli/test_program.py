@@ -121,7 +121,10 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
         (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
         (("up", "--port"), "--port cannot be read", "./inv up --help"),
-        (("chat",), "./inv chat needs MESSAGE", "./inv chat --help"),
+        (("provenance",), "./inv provenance needs FILE", "./inv provenance --help"),
+        (("chat", "a", "b"), "'b' has no meaning here", "./inv chat --help"),
+        (("status", "--", "-x"), "./inv status takes no words behind --", "./inv status --help"),
+        (("status", "--count", "3"), "--count 3 has no meaning here", "./inv status --watch --count 3"),
         (("--lsit",), "there is no option --lsit", "./inv --help"),
         (("lgos", "--help"), "there is no command 'lgos'", "./inv logs"),
     ],
@@ -155,3 +158,41 @@ def test_a_relative_path_starts_in_the_callers_folder(inv, tmp_path):
     done = inv("provenance", "mine.py")
     assert done.returncode == IntegrityError.exit_code
     assert str(tmp_path / "mine.py") in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("up", "--device", "embedded", "--model", "here"),
+        ("up", "--device", "docker-cpu", "--model", "here"),
+        ("up", "--device", "embedded", "--api-key-file", "here"),
+        ("up", "--offline", "here"),
+        ("doctor", "--log", "here"),
+        ("plan", "./here"),
+        ("audit", "here"),
+        ("bench.accept", "here"),
+        ("bench.compare", "here", "here"),
+        ("bench.bakeoff", "here"),
+        ("bench.export", "here"),
+        ("bundle.unpack", "here", "there"),
+        ("patch.status", "--tree", "here"),
+        ("dev.patch", "here"),
+        ("model.fetch", "openai/gpt-oss-20b", "--mirror", "here"),
+    ],
+    ids=" ".join,
+)
+def test_every_relative_path_starts_in_the_callers_folder(arguments, tmp_path, monkeypatch, capsys):
+    """The folder of the checkout, which `./inv` changes to, holds nothing of that name either."""
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    assert program.main(arguments) not in {0, 1}
+    assert str(tmp_path / "here") in capsys.readouterr().err
+
+
+def test_what_stands_behind_two_dashes_is_shown_and_a_message_may_be_left_out(capsys):
+    assert program.main(["up", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Usage: ./inv up [OPTIONS] [-- WORDS]\n")
+    assert "vLLM's own flags" in out
+    assert program.main(["chat", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: ./inv chat [MESSAGE] [OPTIONS]\n")

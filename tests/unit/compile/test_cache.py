@@ -243,3 +243,34 @@ def test_the_listing_names_size_cost_and_staleness(cached, table, capfd):
     assert "rebuild about 80 CPU-seconds" in lines[0]
     assert "stale: 1 of its sources are gone" in lines[1]
     assert "3 modules" in lines[-1]
+
+
+def test_a_name_may_have_wildcards_and_one_that_fits_nothing_is_refused(cached, table):
+    with pytest.raises(UsageError, match=r"no module fused_\*"):
+        clean(table, names=["[pr]*", "fused_*"])
+    assert left(cached) == ["page", "rope", "sampling"]
+    assert clean(table, names=["[pr]*"]) == ["page", "rope"]
+    assert left(cached) == ["sampling"]
+
+
+@pytest.fixture
+def image(cached, tmp_path, monkeypatch):
+    """An image's folders: the key beside the pins, and a volume with the caches of two images."""
+    (tmp_path / "key").write_text("0123\n")
+    (tmp_path / "volume/4567").mkdir(parents=True)
+    (tmp_path / "volume/0123").symlink_to(cached.base)
+    cached.make(tmp_path / "volume/4567", "old", "common.cuh")
+    monkeypatch.setattr(cache.paths, "ROOT", tmp_path)
+    monkeypatch.setenv("SPARKFORGE_CACHE_DIR", str(tmp_path / "volume"))
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE")
+    return cached
+
+
+def test_in_an_image_the_caches_of_the_whole_volume_are_reached(image, capfd):
+    assert cache.main(["list"]) == 0
+    assert len([line for line in capfd.readouterr().err.splitlines() if "rebuild about" in line]) == 4
+    assert cache.main(["clean", "--module", "ol?,r*"]) == 0
+    assert "removed 2 modules" in capfd.readouterr().err
+    assert left(image) == ["page", "sampling"]
+    assert cache.main(["clean", "--module", "ol?"]) == 2
+    assert "on the host: ./inv cache.list --container" in capfd.readouterr().err

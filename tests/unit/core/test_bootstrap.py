@@ -61,6 +61,7 @@ def inv(checkout, *args, **env):
     )
 
 
+@pytest.mark.slow
 def test_the_first_run_makes_the_environment_and_the_second_does_not(made):
     second = inv(made, "up")
     assert (second.returncode, second.stdout, second.stderr) == (0, f"run up in {Path.cwd()}\n", "")

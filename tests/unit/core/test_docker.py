@@ -52,7 +52,8 @@ SAID = [
 
 
 UNPULLED = (
-    "#3 ERROR: failed to do request: dial tcp: lookup registry.test: no such host\n"
+    '#3 ERROR: failed to do request: Head "https://registry.test/v2/base/manifests/sha256:00": dial tcp: lookup '
+    "registry.test: no such host\n"
     "Dockerfile:12\nERROR: failed to solve: registry.test/base:1@sha256:00: failed to resolve source metadata for "
     "registry.test/base:1@sha256:00: failed to do request: no such host\n"
 )

@@ -110,6 +110,7 @@ def test_a_verb_that_takes_the_exception_ends_with_the_signals_code_all_the_same
     assert (started.returncode, out) == (143, "tidied\n")
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_cut_the_cleaning_up_short(tmp_path):
     started, pids = begin(tmp_path, "slow")
     started.send_signal(signal.SIGTERM)

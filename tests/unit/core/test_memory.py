@@ -1,4 +1,5 @@
 import os
+import re
 
 import pytest
 
@@ -109,3 +110,9 @@ def test_the_real_machine_has_some_of_both():
     machine = memory.measure()
     assert machine.available > 0
     assert 1 <= machine.cores <= os.cpu_count()
+
+
+def test_the_process_that_holds_most_is_named_and_none_that_holds_little():
+    assert re.fullmatch(r".+ \(pid \d+\), [\d.]+ [GM]iB", memory.largest_process(1))
+    assert f"(pid {os.getpid()})" not in memory.largest_process(1)
+    assert memory.largest_process(1 << 60) == ""

@@ -90,6 +90,7 @@ def test_a_process_of_another_user_is_named(tmp_path):
         terminate_session(pid, grace=0.0)
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_end_in_time_is_ended(tmp_path):
     note = tmp_path / "pid"
     with pytest.raises(

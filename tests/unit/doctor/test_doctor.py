@@ -15,6 +15,7 @@ import pytest
 
 from sparkforge.core import paths
 from sparkforge.core.errors import (
+    InputError,
     RefusalError,
     ServerError,
     StorageError,
@@ -267,6 +268,8 @@ def test_a_question_that_was_wrong_is_not_remembered():
     fail(ServerError("a", "b", "c", code="server.port"))
     fail(ServerError("runs", "x", "./inv down", code="server.running"))
     fail(UsageError("no", "x", "y"))
+    fail(InputError("no model in /tpyo", "x", "y", code="input.model"))
+    fail(InputError("there is no stack sprak", "x", "y", code="input.pins"))
     assert failure.read(paths.state()).what == "a"
 
 
@@ -466,6 +469,7 @@ def inv(*words, **env):
     return subprocess.run(command, cwd=root, env={**os.environ, **env}, capture_output=True, input=given, check=False)
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_named_after_the_up_that_failed(state):
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]

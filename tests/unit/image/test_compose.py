@@ -10,13 +10,18 @@ import yaml
 
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
-from sparkforge.image import compose
+from sparkforge.image import compose, dev
+from sparkforge.models import local
+from sparkforge.plan import devices as plan_devices
+from sparkforge.plan import thresholds
+from sparkforge.plan.budget import HOST_WORKING_BYTES
+from sparkforge.serve import profiles
 
-VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
+VARIABLE = re.compile(r"\$\{(\w+)(?::?([-+])([^${}]*))?\}")
 SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
 TABLE = pins.load()
 STACKS = [name for name, stack in TABLE.stacks.items() if stack.image]
-DEVELOPMENT = ("docker-compose.yml", "docker-compose.dev.yml")
+DEVELOPMENT = ("docker-compose.dev.yml",)
 # What a user can bring up: the services of each stack, and the development ones.
 DEVICES = {
     **dict.fromkeys(STACKS, (compose.FILE,)),
@@ -39,13 +44,20 @@ Loader.add_constructor("!reset", lambda loader, node: Reset(loader.construct_seq
 
 
 def expand(value, environment):
-    """Replace ${NAME:-default} as Compose does, everywhere in a document."""
+    """Replace ${NAME:-default} and ${NAME:+instead} as Compose does, everywhere in a document."""
+
+    def replace(match):
+        """Return the value, its default, or what stands in its place."""
+        found = environment.get(match[1])
+        return (match[3] if found else "") if match[2] == "+" else found or match[3] or ""
+
     if isinstance(value, dict):
         return {key: expand(item, environment) for key, item in value.items()}
     if isinstance(value, list):
         return type(value)(expand(item, environment) for item in value)
     if isinstance(value, str):
-        return VARIABLE.sub(lambda match: environment.get(match[1]) or match[2] or "", value)
+        while VARIABLE.search(value):  # a default can have a variable of its own
+            value = VARIABLE.sub(replace, value)
     return value
 
 
@@ -132,6 +144,47 @@ def test_the_server_on_a_spark():
     assert document["volumes"]["run"]["driver_opts"]["type"] == "tmpfs"
 
 
+def in_bytes(text):
+    """Return a size as Compose writes it: 7g, 1536m."""
+    return int(text[:-1]) << {"g": 30, "m": 20}[text[-1]]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_no_service_swaps_and_memory_on_tmpfs_fits_the_limit_that_counts_it(stack):
+    services = resolve(stack)["services"]
+    for name, service in services.items():
+        assert service["memswap_limit"] == service["deploy"]["resources"]["limits"]["memory"], name
+    server = services["vllm"]
+    (folder,) = server["tmpfs"]
+    in_memory = in_bytes(folder.rpartition("size=")[2]) + in_bytes(server["shm_size"])
+    limit = in_bytes(server["deploy"]["resources"]["limits"]["memory"])
+    assert HOST_WORKING_BYTES + in_memory <= limit
+    raised = resolve(stack, SPARKFORGE_MEMORY="12g")["services"]["vllm"]
+    assert raised["memswap_limit"] == raised["deploy"]["resources"]["limits"]["memory"] == "12g"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_server_may_lock_what_systemd_allows_and_two_sparks_may_lock_more(stack):
+    if TABLE.image(stack).device == "cpu":  # no RDMA: the engine's own limit
+        assert "ulimits" not in resolve(stack)["services"]["vllm"]
+        return
+    assert resolve(stack)["services"]["vllm"]["ulimits"] == {"memlock": str(8 << 20)}
+    assert resolve(stack, SPARKFORGE_MEMLOCK="-1")["services"]["vllm"]["ulimits"] == {"memlock": "-1"}
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
+def test_all_limits_together_are_less_than_a_spark_has(stack):
+    spark = plan_devices.named("spark")
+    limits = [service["deploy"]["resources"]["limits"]["memory"] for service in resolve(stack)["services"].values()]
+    beside = sum(map(in_bytes, limits)) + int(spark.resident.value * plan_devices.GIB)
+    guard, left = thresholds.load(), {}
+    for name in spark.profiles:
+        share = float(profiles.named(name, stack=stack).flags["--gpu-memory-utilization"].value)
+        left[name] = spark.memory_bytes - int(share * spark.memory_bytes) - beside
+    assert min(left.values()) > guard.kill_below(spark.memory_bytes), left
+    assert left["safe"] > guard.end_below(spark.memory_bytes)
+
+
 @pytest.mark.parametrize("device", ["embedded", "dev-cpu"])
 def test_a_machine_without_a_gpu_reserves_none(device):
     for name in {"embedded": ["vllm"], "dev-cpu": ["dev", "serve"]}[device]:
@@ -194,6 +247,32 @@ def test_a_server_answers_to_known_names_and_another_key_file_makes_another_cont
     assert named["services"][name]["environment"]["SPARKFORGE_ALLOWED_HOSTS"] == f"{name},spark.local"
 
 
+@pytest.mark.parametrize("stack", STACKS)
+def test_settings_reach_the_server_without_a_file_of_overrides(stack):
+    given = {"VLLM_ARGS": "--max-num-seqs 8", "SPARKFORGE_BIND": "10.0.0.1", "SPARKFORGE_MODEL": "openai/gpt-oss-120b"}
+    server = resolve(stack, **given)["services"]["vllm"]
+    assert {name: server["environment"][name] for name in given} == given
+    assert server["ports"] == ["10.0.0.1:8000:8000"]
+    # Named without a value: Compose sets them in the container only if they are set for it.
+    passed = {name for name, value in server["environment"].items() if value is None}
+    flashinfer = {"FLASHINFER_LOGLEVEL", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_DEBUG"}
+    assert passed >= {"SPARKFORGE_VALIDATE_SECONDS", *flashinfer}
+    assert server["env_file"] == [{"path": "vllm.env", "required": False}]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stack):
+    def mounted(**given):
+        volumes = [volume for volume in resolve(stack, **given)["services"]["vllm"]["volumes"] if volume != str(volume)]
+        assert all(volume["read_only"] for volume in volumes)
+        assert not any(volume["bind"]["create_host_path"] for volume in volumes)  # Docker would make it as root
+        return {volume["target"]: volume["source"] for volume in volumes}
+
+    assert mounted() == {"/models": "./models", str(local.MOUNTED): "./models"}
+    assert mounted(HF_HOME="/cache", SPARKFORGE_MODELS="/m") == {"/models": "/m", str(local.MOUNTED): "/cache"}
+    assert (ROOT / "models").is_dir()  # of a fresh clone
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_the_server_starts_by_itself(device):
     services = resolve(device)["services"]
@@ -214,3 +293,33 @@ def test_prometheus_reads_the_services_that_compose_names():
     static = [entry for job in config["scrape_configs"] for entry in job["static_configs"]]
     hosts = {target.partition(":")[0] for entry in static for target in entry["targets"]}
     assert hosts <= resolve("spark")["services"].keys()
+
+
+@pytest.mark.parametrize(("metrics", "file"), [("", "/my/key"), ("open", os.devnull)])
+def test_prometheus_has_the_key_only_where_metrics_need_it(metrics, file):
+    document = resolve("spark", SPARKFORGE_METRICS=metrics, SPARKFORGE_API_KEY="/my/key")
+    (secret,) = document["services"]["prometheus"]["secrets"]
+    assert document["secrets"][secret["source"]]["file"] == file
+    scrape, _ = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert scrape["authorization"]["credentials_file"] == secret["target"]
+
+
+@pytest.mark.parametrize("device", ["dev", "dev-cpu"])
+def test_the_development_file_is_whole_and_starts_one_server(device):
+    document = resolve(device)
+    assert document["name"] != compose.PROJECT, "`down` of one project does not end the other's containers"
+    services = document["services"]
+    assert {name for name, service in services.items() if service.get("ports")} == {"serve"}
+    assert services["serve"]["profiles"] == ["serve"]
+    used = {network for service in services.values() for network in service["networks"]}
+    assert used <= set(document["networks"])
+    assert {secret for service in services.values() for secret in service.get("secrets", [])} <= set(
+        document["secrets"]
+    )
+    targets = {volume["target"] for volume in services["dev"]["volumes"] if isinstance(volume, dict)}
+    assert {f"/src/{checkout.name}" for checkout in dev.CHECKOUTS} <= targets
+    named = resolve(device, **{checkout.variable: f"/my/{checkout.name}" for checkout in dev.CHECKOUTS})
+    mounted = {
+        volume["target"]: volume["source"] for volume in named["services"]["dev"]["volumes"] if "target" in volume
+    }
+    assert all(mounted[f"/src/{checkout.name}"] == f"/my/{checkout.name}" for checkout in dev.CHECKOUTS)

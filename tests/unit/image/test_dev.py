@@ -1,11 +1,20 @@
 """The development image's look at mounted checkouts."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import advice
 import pytest
 
-from sparkforge.core.errors import StorageError
+import tasks
+from sparkforge.compile import cache
+from sparkforge.compile.vllm import sources as vllm_sources
+from sparkforge.core import manifest
+from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.manifest import Made
+from sparkforge.core.paths import ROOT
 from sparkforge.image import dev
 from sparkforge.patching import status
 from sparkforge.patching.series import Queue
@@ -83,8 +92,8 @@ def test_looking_says_what_to_do(places, capsys):
     (sources / "vllm/csrc/a.cu").write_text("two")
     dev.check_mounted(packages, "spark", sources)
     told = capsys.readouterr().err
-    assert "1 native modules linked" in told
-    assert "1 native sources changed, such as csrc/a.cu" in told
+    assert "1 files that a build makes are linked" in told
+    assert "1 native sources changed, such as csrc/a.cu: ./inv dev.build vllm\n" in told
     assert "flashinfer: no checkout" in told
 
 
@@ -111,3 +120,183 @@ def test_a_checkout_that_may_not_be_read_is_an_error_of_ours(tmp_path, monkeypat
         StorageError, match="cannot read the checkout", check=lambda error: error.code == "storage.access"
     ):
         dev.mounted(VLLM, tmp_path)
+
+
+@pytest.mark.needs("git")
+def test_what_a_build_makes_is_linked_and_what_was_deleted_stays_away(places):
+    sources, packages = places
+    checkout = sources / "vllm"
+    ignored = "/vllm/_version.py\nvllm/third_party/kernels/*\n*.so\n"
+    (checkout / ".gitignore").write_text(ignored)
+    for path in ("_version.py", "deleted.py", "third_party/kernels/a.py", "third_party/kernels/deep/b.py"):
+        (packages / "vllm" / path).parent.mkdir(parents=True, exist_ok=True)
+        (packages / "vllm" / path).write_text(path)
+    linked = dev.link_natives(VLLM, packages, sources)
+    assert linked == ["_C.abi3.so", "_version.py", "third_party/kernels/a.py", "third_party/kernels/deep"]
+    assert not (checkout / "vllm/deleted.py").exists()
+    assert (checkout / "vllm/third_party/kernels/deep/b.py").read_text() == "third_party/kernels/deep/b.py"
+    assert dev.link_natives(VLLM, packages, sources) == []
+
+
+@pytest.mark.needs("git")
+def test_flashinfer_compiles_the_checkouts_own_sources(tmp_path):
+    sources, packages = tmp_path / "src", tmp_path / "site-packages"
+    checkout, flashinfer = sources / "flashinfer", dev.named("flashinfer")
+    for path in ("flashinfer/__init__.py", "csrc/a.cu"):
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / path).write_text("own")
+    (checkout / "3rdparty/cutlass").mkdir(parents=True)  # a submodule that was not fetched
+    (checkout / ".gitignore").write_text("flashinfer/_build_meta.py\nflashinfer/data/\n")
+    for path in ("__init__.py", "_build_meta.py", "data/csrc/a.cu", "data/cutlass/c.h"):
+        (packages / "flashinfer" / path).parent.mkdir(parents=True, exist_ok=True)
+        (packages / "flashinfer" / path).write_text("installed")
+    dev.link_natives(flashinfer, packages, sources)
+    read = {path: (checkout / "flashinfer" / path).read_text() for path in ("data/csrc/a.cu", "data/cutlass/c.h")}
+    assert read == {"data/csrc/a.cu": "own", "data/cutlass/c.h": "installed"}
+    assert (checkout / "flashinfer/_build_meta.py").read_text() == "installed"
+
+
+def test_a_checkout_of_triton_serves_triton_and_its_kernels(tmp_path):
+    sources, packages = tmp_path / "src", tmp_path / "site-packages"
+    packages.mkdir()
+    for name, root in (("triton", "triton/python"), ("triton_kernels", "triton_kernels/python/triton_kernels")):
+        (sources / root / name).mkdir(parents=True)
+        (sources / root / name / "__init__.py").write_text("here = 'checkout'\n")
+    dev.use([dev.named("triton"), dev.named("triton_kernels")], packages, sources)
+    load = "import triton, triton_kernels; print(triton.here, triton_kernels.here)"
+    code = f"import site; site.addsitedir({str(packages)!r}); {load}"
+    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["checkout", "checkout"]
+
+
+def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(places, monkeypatch):
+    sources, packages = places
+    monkeypatch.setattr(dev, "max_jobs", lambda: 3)
+    dev.check_mounted(packages, "spark", sources)
+    code = f"import os, site; site.addsitedir({str(packages)!r}); print(*(os.environ[name] for name in {dev.JOBS!r}))"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
+    assert told.split() == ["3", "3"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env={"MAX_JOBS": "7"}).stdout
+    assert told.split() == ["7", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("all", "all -j 2"), ("-j 20", "-j 20 -j 2"), ("-j1 all", "-j1 all"), ("-C x -j 2", "-C x -j 2"),
+     ("-j0", "-j0 -j 2"), ("-t compdb", "-t compdb")],
+)  # fmt: skip
+def test_ninja_runs_as_many_jobs_as_fit(tmp_path, words, expected):
+    (tmp_path / "ninja").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "ninja").chmod(0o755)
+    env = {**os.environ, "SPARKFORGE_NINJA": str(tmp_path / "ninja"), "MAX_JOBS": "2"}
+    command = [ROOT / "deploy/dev-bin/ninja", *words.split()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.strip() == expected
+
+
+def test_the_number_of_jobs_is_the_planners(monkeypatch):
+    monkeypatch.setattr(dev.memory, "measure", lambda: dev.memory.Machine(119 << 30, 20))
+    at_most = dev.max_jobs()
+    monkeypatch.setattr(dev.memory, "measure", lambda: dev.memory.Machine(16 << 30, 20))
+    assert 1 <= dev.max_jobs() < at_most <= 20
+
+
+# ./inv dev.build
+
+
+def test_vllm_is_compiled_from_the_checkout_into_it(places, tmp_path, monkeypatch, capsys):
+    sources, packages = places
+    dev.link_natives(VLLM, packages, sources)
+    dev.changed(VLLM, sources)
+    (sources / "vllm/csrc/a.cu").write_text("two")
+    asked = []
+
+    def build_extensions(request):
+        asked.append(request)
+        overlay = Path(request.output)
+        library = "vllm/_C.abi3.so"
+
+        def make(folder):
+            (folder / "vllm").mkdir(parents=True)
+            (folder / library).write_bytes(b"new code")
+            return Made({library: "0" * 64})
+
+        manifest.once(overlay, "vllm", {"a": "1"}, make)
+        return overlay
+
+    monkeypatch.setattr(dev.vllm_build, "build_extensions", build_extensions)
+    tree = tmp_path / "venv"
+    (tree / "lib/python3.13").mkdir(parents=True)
+    (tree / "lib/python3.13/site-packages").symlink_to(packages)
+    dev.build("vllm", "spark", dev.BuildOptions(jobs="3"), tree=tree, sources=sources)
+    (request,) = asked
+    assert (request.checkout, request.jobs, request.stack) == (str(sources / "vllm"), "3", "spark")
+    assert request.python == str(tree / "bin/python")
+    assert (sources / "vllm/vllm/_C.abi3.so").read_bytes() == b"new code"
+    assert (packages / "vllm/_C.abi3.so").read_bytes() == b"code", "the installed one is not written through the link"
+    assert dev.changed(VLLM, sources) == []
+    assert f"{sources}/vllm/vllm/_C.abi3.so: compiled here" in capsys.readouterr().err
+
+
+def test_a_part_of_vllm_does_not_count_as_the_whole(places, tmp_path, monkeypatch):
+    sources, packages = places
+    dev.changed(VLLM, sources)
+    (sources / "vllm/csrc/a.cu").write_text("two")
+    monkeypatch.setattr(dev.vllm_build, "build_extensions", lambda request: tmp_path / "none")
+    tree = tmp_path / "venv"
+    (tree / "lib/python3.13").mkdir(parents=True)
+    (tree / "lib/python3.13/site-packages").symlink_to(packages)
+    dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)
+    assert dev.changed(VLLM, sources) == ["csrc/a.cu"]
+    dev.build("vllm", "spark", dev.BuildOptions(accept=True), tree=tree, sources=sources)
+    assert dev.changed(VLLM, sources) == []
+
+
+def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monkeypatch):
+    checkout, packages = tmp_path / "src/flashinfer", tmp_path / "venv/lib/python3.13/site-packages"
+    (checkout / "flashinfer").mkdir(parents=True)
+    (checkout / "flashinfer/__init__.py").touch()
+    packages.mkdir(parents=True)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "volume"))
+    asked = []
+    monkeypatch.setattr(dev.flashinfer_build, "build_kernels", lambda stack, **options: asked.append(options))
+    options = dev.BuildOptions(set_name="trial")
+    dev.build("flashinfer", "spark", options, tree=tmp_path / "venv", sources=tmp_path / "src")
+    (told,) = asked
+    assert (told["checkout"], told["set_name"]) == (str(checkout), "trial")
+    assert told["output"] == str(tmp_path / "volume")
+    assert cache.default_root().is_relative_to(told["output"])
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "reason"),
+    [("vlm", "spark", "there is no checkout 'vlm'"), ("flashinfer", "spark", "there is no checkout of flashinfer"),
+     ("vllm", "embedded", "the stack embedded compiles nothing")],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused_with_the_next_command(places, name, stack, reason):
+    with pytest.raises(UsageError, match=reason):
+        dev.build(name, stack, dev.BuildOptions(), sources=places[0])
+
+
+def test_the_private_copy_of_a_checkout_has_its_edits_and_no_queue(places, tmp_path):
+    checkout = places[0] / "vllm"
+    (checkout / "CMakeLists.txt").write_text("project(vllm)")
+    (checkout / "csrc/a.cu").write_text("edited")
+    listing = vllm_sources.list_checkout(checkout)
+    inputs = vllm_sources.ExtensionSources(checkout, listing, None, {})
+    vllm_sources.copy_tree(inputs, tmp_path / "copy")
+    assert (tmp_path / "copy/csrc/a.cu").read_text() == "edited"
+    assert not (tmp_path / "copy/vllm").exists()
+    (checkout / "csrc/a.cu").write_text("again")
+    changed = vllm_sources.ExtensionSources(checkout, vllm_sources.list_checkout(checkout), None, {})
+    assert changed.identity != inputs.identity
+
+
+def test_every_advised_command_exists_with_its_options():
+    contexts = {name: context for context in tasks.namespace.to_contexts() for name in (context.name, *context.aliases)}
+    found = advice.commands()
+    assert {"sparkforge/image/dev.py", "docker-compose.dev.yml", advice.PAGE} <= {command.file for command in found}
+    unknown = [command for command in found if command.command not in contexts]
+    assert unknown == []
+    wrong = [command for command in found if not {*command.options} <= {*contexts[command.command].flags, "--help"}]
+    assert wrong == []

@@ -1,5 +1,6 @@
 """The Dockerfile says what pins.toml says, and brings nothing in that has no hash."""
 
+import json
 import os
 import re
 import shlex
@@ -234,3 +235,54 @@ def test_hadolint_has_nothing_to_say():
     for name in FILES:
         done = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+def described(context, revision="unknown"):
+    command = ["sh", ROOT / "deploy/describe-source", context, revision]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"HEAD": "ref: refs/heads/main\n", "refs/heads/main": f"{COMMIT}\n"}, (COMMIT, "git's HEAD")),
+        ({"HEAD": "ref: refs/heads/a/b\n", "packed-refs": f"# x\n{'f' * 40} refs/heads/b\n{COMMIT} refs/heads/a/b\n"},
+         (COMMIT, "git's HEAD")),
+        ({"HEAD": f"{COMMIT}\n"}, (COMMIT, "git's HEAD")),
+        ({"HEAD": "ref: refs/heads/unborn\n"}, ("", "nothing")),
+        ({"HEAD": 'x", "y": "'}, ("", "nothing")),
+        ({}, ("", "nothing")),
+    ],
+)  # fmt: skip
+def test_a_plain_build_knows_its_commit_from_git_in_the_context(tmp_path, files, expected):
+    (tmp_path / "pins.toml").write_text("a")
+    for name, text in files.items():
+        (tmp_path / ".git" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".git" / name).write_text(text)
+    source = described(tmp_path)
+    assert (source["revision"], source["from"]) == expected
+    argument = described(tmp_path, "abc-changed")
+    assert (argument["revision"], argument["from"]) == ("abc-changed", "the build argument")
+    assert argument["tree"] == source["tree"]
+
+
+def test_the_digest_of_the_context_follows_every_file_and_not_git(tmp_path):
+    (tmp_path / "folder with space").mkdir()
+    (tmp_path / "folder with space/a").write_text("a")
+    first = described(tmp_path)["tree"]
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/HEAD").write_text(COMMIT)
+    assert described(tmp_path)["tree"] == first
+    (tmp_path / "folder with space/a").write_text("b")
+    assert described(tmp_path)["tree"] != first
+
+
+def test_the_context_has_what_the_description_reads():
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {"!.git/HEAD", "!.git/packed-refs", "!.git/refs/heads"} <= set(lines)
+    assert "!.git" not in lines
+    project = TEXT.partition("AS project")[2].partition("# ── runtime")[0]
+    assert project.index("describe-source") < project.index("find . -exec touch")

@@ -158,6 +158,23 @@ def test_a_containers_state(fake_engine):
         assert engine.state(client, "c0ffee") is None
 
 
+def test_what_a_health_check_said_before_a_container_was_started_again_is_forgotten(fake_engine):
+    before = {"Start": "2026-11-22T10:59:59.123456789+01:00", "Output": "the server ended too often"}
+    now = {"Start": "2026-11-22T10:00:15.5Z", "Output": "starting"}
+    log = [before]
+    fake_engine.container["State"] |= {
+        "StartedAt": "2026-11-22T10:00:00.000000001Z",
+        "Health": {"Status": "starting", "Log": log},
+    }
+    with engine.connected() as client:
+        assert not engine.state(client, "c0ffee").health_output
+        log.append(now)
+        assert engine.state(client, "c0ffee").health_output == "starting"
+        fake_engine.container["State"]["StartedAt"] = "2026-11-22T09:59:59Z"
+        log.pop()
+        assert engine.state(client, "c0ffee").health_output == "the server ended too often"
+
+
 def test_a_container_runs_only_if_its_engine_says_so(fake_engine, monkeypatch, tmp_path, docker_command):
     assert engine.runs("c0ffee")
     fake_engine.container["State"]["Status"] = "exited"

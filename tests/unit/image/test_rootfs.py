@@ -338,3 +338,11 @@ def test_what_was_compiled_here_counts_instead_of_the_wheels(patched_tree):
     library.write_bytes(b"swapped later")
     with pytest.raises(IntegrityError, match=r"_C\.abi3\.so: was changed"):
         rootfs.verify(patched_tree)
+
+
+def test_no_lock_that_everybody_may_write_becomes_part_of_the_image(tree, monkeypatch):
+    monkeypatch.setattr(rootfs, "compile_bytecode", lambda *_: None)
+    (tree.root / ".lock").touch()
+    (tree.root / ".lock").chmod(0o666)  # as uv makes it
+    rootfs.finish(tree, 1)
+    assert not [path for path in tree.root.rglob("*") if path.stat().st_mode & 0o002]

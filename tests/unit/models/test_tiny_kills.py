@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.models import tiny
+from sparkforge.models import tiny, tiny_trained
 
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.scandir", "shutil.rmtree"}
 REFUSED, UNHARMED = 3, 4
@@ -17,6 +17,8 @@ REFUSED, UNHARMED = 3, 4
 @pytest.fixture
 def small(monkeypatch):
     """Replace the megabytes by small files, and leave out syncing, which no kill shows."""
+    tiny.TRAINED.sizes()  # read once, from the real file
+    monkeypatch.setattr(tiny_trained, "_data", lambda: b"weights")  # hashed several times at each step
     monkeypatch.setattr(tiny, "tokenizer_files", lambda: {"tokenizer.json": b"{}", "vocabulary": b"words"})
     monkeypatch.setattr(tiny, "_weight_files", lambda weights: {"model.safetensors": b"weights"})
     monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -116,6 +116,18 @@ def test_what_is_not_there_is_said(world, monkeypatch):
         upstream.release(world.table, world.component, "9.9")
 
 
+def test_the_newest_versions_are_named_and_not_the_last_by_the_alphabet(world, monkeypatch):
+    versions = ["0.9.2", "0.10.0", "0.31.0", "0.4.0", "0.33.0", "0.8.5", "0.7.3", "0.6.6", "0.5.5", "not-a-version"]
+    packages = [
+        SimpleNamespace(filename=f"up-{version}.tar.gz", version=version, package_type="sdist", digests={})
+        for version in versions
+    ]
+    monkeypatch.setattr(upstream, "project_page", lambda package, http: SimpleNamespace(packages=packages))
+    newest = "0.5.5, 0.6.6, 0.7.3, 0.8.5, 0.9.2, 0.10.0, 0.31.0, 0.33.0"
+    with pytest.raises(NetworkError, check=lambda error: error.fix == f"name one of its versions: {newest}"):
+        upstream.release(world.table, world.component, "9.9.9")
+
+
 def test_the_command_prints_the_table_and_ends_with_its_own_code(world, monkeypatch, capsys):
     monkeypatch.setattr(pins, "load", lambda: world.table)
     monkeypatch.setattr(status, "queues", lambda table, stack, patches=None: [(world.component, world.queue())])

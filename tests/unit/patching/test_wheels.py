@@ -156,6 +156,7 @@ def test_it_says_what_it_was_made_from(world, tmp_path, kit):
     assert verify.read_origin(site / OURS).files["lib/new/n.py"].before is None
 
 
+@pytest.mark.slow
 def test_pip_and_uv_install_it_and_requirements_stay_satisfied(world, tmp_path, patched_wheel):
     lock = world.make(world.wheel, tmp_path / "out.whl")
     file = (tmp_path / "out.whl").rename(tmp_path / lock.file)
@@ -199,6 +200,7 @@ with open(output, "wb") as file:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_the_bytes_are_the_same_in_every_process(world, tmp_path, kind):
     hashes = set()
@@ -397,6 +399,7 @@ def test_a_changed_queue_gets_a_new_revision_and_an_unchanged_one_keeps_it(world
     assert contents(world.patched().path)["up-1.0+sparkforge.2.dist-info/METADATA"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_half_wheel(world, kit):
     world.lock()
     wheel = world.patched()

@@ -55,6 +55,17 @@ def test_the_command_says_what_does_not_fit_with_its_own_code():
     assert done.stdout == ""
 
 
+def test_loading_times_are_the_size_over_published_rates_with_their_source(capsys):
+    rows = show(capsys).loading
+    assert [row.rate for row in rows] == [12.0, 0.9, None, None]
+    for row in rows:
+        assert (row.seconds is None) == (row.rate is None) == (row.source == "")
+        assert row.note
+    assert rows[0].seconds == pytest.approx(65_248_815_744 / 12e9, rel=0.01)
+    assert "pull request 60" in rows[0].source
+    assert show(capsys, "gpt-oss-20b", device="h200").loading == []
+
+
 def test_schema_on_disk_is_the_models():
     assert (ROOT / "sparkforge" / "plan" / "plan.schema.json").read_text() == document.schema(), (
         "python3 -m sparkforge.plan.document > sparkforge/plan/plan.schema.json"

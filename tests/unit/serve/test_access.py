@@ -226,7 +226,13 @@ def test_a_container_allows_the_named_hosts_and_its_own_health_check():
 
 @pytest.mark.parametrize(
     "words",
-    [["--api-key", "sesame"], ["--port", "1", "--api-key=sesame"], ["--api_key=sesame"], ["--api-ke", "sesame"]],
+    [
+        ["--api-key", "sesame"],
+        ["--port", "1", "--api-key=sesame"],
+        ["--api_key=sesame"],
+        ["--api-ke", "sesame"],
+        ["--api", "sesame"],
+    ],
 )
 def test_a_key_on_the_command_line_is_refused_and_not_repeated(words):
     with pytest.raises(UsageError) as caught:

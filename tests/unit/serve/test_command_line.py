@@ -36,6 +36,12 @@ def test_no_server_asks_the_network_or_imports_from_its_folder_and_a_callers_var
     assert environment["DO_NOT_TRACK"] == "0"
 
 
+@pytest.mark.parametrize("word", ["--hos=0.0.0.0", "--ho", "--por"])
+def test_an_abbreviated_address_is_refused(word):
+    with pytest.raises(UsageError, match="vLLM reads --"):
+        server(extra_arguments=(word, "9000")).address()
+
+
 def test_the_address_is_the_last_one_on_the_command_line():
     assert server().address() == ("127.0.0.1", 8000)
     assert server(extra_arguments=("--port=8001", "--host", "::")).address() == ("::", 8001)

@@ -1,6 +1,7 @@
 """`./inv up` by the gpt-oss competition's variables: MODEL, PORT, TP, MAX_MODEL_LEN."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from sparkforge.core import paths
 from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.image import devices
+from sparkforge.models import local
 from sparkforge.serve import container, embedded, entrypoint, environment, launch, screen, settings
 
 IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120b", "SPARKFORGE_STACK": "spark"}
@@ -16,7 +18,7 @@ IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120
 
 def test_the_containers_variables_become_arguments_behind_the_profiles():
     read = settings.read({**IMAGE, "SPARKFORGE_TP": "2", "SPARKFORGE_MAX_MODEL_LEN": "16384"})
-    server = entrypoint.plan(read, ["--max-num-seqs=3"])
+    server = entrypoint.plan(read, entrypoint.read_words(["--max-num-seqs=3"]))
     assert server.extra_arguments == ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs=3")
     assert flag_value(server.arguments, "--max-model-len") == "16384"
     assert settings.read({**IMAGE, "SPARKFORGE_TP": ""}).arguments == ()
@@ -32,6 +34,11 @@ def test_a_number_that_is_none_is_refused(name, text):
 
 def test_a_repository_is_the_folder_that_was_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(local, "MOUNTED", tmp_path / "nobody/.cache/huggingface")
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "mine").mkdir()
     assert settings.checkpoint("", "") == ""
     assert settings.checkpoint("mine", str(tmp_path / "mine")) == str(tmp_path / "mine")
@@ -39,6 +46,7 @@ def test_a_repository_is_the_folder_that_was_fetched(tmp_path, monkeypatch):
         settings.checkpoint("openai/gpt-oss-120b", "/nowhere/openai/gpt-oss-120b")
     assert caught.value.fix.startswith("./inv model.fetch openai/gpt-oss-120b")
     (tmp_path / "models/gpt-oss-120b").mkdir(parents=True)
+    (tmp_path / "models/gpt-oss-120b/config.json").write_text("{}")
     fetched = settings.checkpoint("openai/gpt-oss-120b", "/nowhere/openai/gpt-oss-120b")
     assert fetched == str(tmp_path / "models/gpt-oss-120b")
 
@@ -69,10 +77,13 @@ def started(monkeypatch, tmp_path):
     """What `./inv up` would start; nothing is started."""
     calls = []
     monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
-    monkeypatch.setattr(
-        embedded, "up", lambda _python, model, port, *_more, **options: calls.append((model, port, options))
-    )
-    monkeypatch.setattr(launch, "check_free", lambda _port: None)
+
+    def up(_python, model, port, *_more, **options):
+        calls.append((model, port, options))
+        return SimpleNamespace(model_id=model, url="http://127.0.0.1")
+
+    monkeypatch.setattr(embedded, "up", up)
+    monkeypatch.setattr(launch, "check_free", lambda *_address: None)
     monkeypatch.setattr(screen, "show_ready", lambda _server: None)
     for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN"):
         monkeypatch.delenv(name, raising=False)
@@ -87,18 +98,20 @@ def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
-    assert started == [(str(tmp_path), 8888, {"profiled": False, "arguments": ("--max-model-len=999",)})]
+    assert started == [
+        (str(tmp_path), 8888, {"profiled": False, "arguments": ("--max-model-len=999",), "host": "127.0.0.1"})
+    ]
 
 
 def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
     monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [("", 8001, {"profiled": False, "arguments": ()})]
+    assert started == [("", 8001, {"profiled": False, "arguments": (), "host": "127.0.0.1"})]
 
 
 def test_up_without_variables_is_as_ever(started):
     assert program.main(UP) == 0
-    assert started == [("", 8000, {"profiled": False, "arguments": ()})]
+    assert started == [("", 8000, {"profiled": False, "arguments": (), "host": "127.0.0.1"})]
 
 
 def test_a_wrong_variable_is_named(started, monkeypatch, capsys):

@@ -3,13 +3,15 @@
 import http.server
 import json
 import threading
+from datetime import UTC, datetime
 
+import fake_api
 import pytest
 
 from sparkforge.core import errors, paths
 from sparkforge.core.console import Steps
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import client, launch, proof, record, screen
+from sparkforge.serve import client, launch, proof, record, restarts, screen, settings
 from sparkforge.serve import container as docker_device
 
 REFUSAL = """\
@@ -20,23 +22,6 @@ FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB
        read: docs/reference/checks.md#memory-host
 refuse: the server must not start · 1 passed, 0 warned, 1 failed, 0 skipped
 """
-
-
-# One answer to every request, and to every request for a stream.
-GOOD = {
-    "choices": [{
-        "text": "hi", "finish_reason": "stop",
-        "message": {
-            "role": "assistant", "content": '{"city": "Paris"}',
-            "tool_calls": [{"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}],
-        },
-        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
-        "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
-    }],
-    "usage": {"completion_tokens": 1},
-}  # fmt: skip
-DELTAS = [{"delta": {"role": "assistant"}}, {"delta": {}, "finish_reason": "stop"}]
-STREAM = "".join(f"data: {json.dumps({'choices': [delta]})}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
 
 
 @pytest.fixture
@@ -50,14 +35,14 @@ def api():
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            allowed = self.headers.get("Authorization") == "Bearer sesame"
-            self.send_response(200 if allowed else 401)
-            self.send_header("Content-Type", "text/event-stream" if body.get("stream") else "application/json")
+            status, value = fake_api.answer(body)
+            if self.headers.get("Authorization") != "Bearer sesame":
+                status, value = 401, {"error": {"message": "Unauthorized"}}
+            streamed = bool(body.get("stream")) and status == 200
+            self.send_response(status)
+            self.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
             self.end_headers()
-            good = STREAM if body.get("stream") else json.dumps(GOOD)
-            if "stop" in body:
-                good = good.replace(json.dumps('{"city": "Paris"}'), '"{"', 1)
-            self.wfile.write((good if allowed else json.dumps({"error": {"message": "Unauthorized"}})).encode())
+            self.wfile.write((fake_api.STREAM if streamed else json.dumps(value)).encode())
 
         def log_message(self, *args):
             pass
@@ -116,13 +101,15 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     files = f"--file {checkout}/docker-compose.yml"
     project = f"compose --project-name sparkforge --project-directory {checkout}"
     assert called(docker_command, " up ") == [f"{project} {files} up --detach --no-build vllm"]
+    captured = capsys.readouterr()
+    assert "first answers received, proved: a JSON answer, " in captured.out + captured.err
     screen.show_status(server)
     out = capsys.readouterr().out
     assert "healthy, the container says healthy" in out
-    assert "proved: a JSON answer, a chat, " in out
+    assert "proved: a JSON answer, a JSON response, a chat, " in out
     assert "container c0ffeec0ffee" in out
     assert launch.stop() == server
-    assert called(docker_command, " down")
+    assert called(docker_command, " --profile * down"), "Prometheus and its company are in a profile"
     assert record.read() is None
 
 
@@ -163,6 +150,26 @@ def test_a_refusing_validator_is_told_with_its_findings(checkout, fake_engine, d
     assert told.fix == "ps aux --sort=-rss | head   # stop something large; then ./inv up --device docker-cpu"
 
 
+def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, docker_command):
+    fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 1, "StartedAt": "2026-11-21T10:00:00.123456789Z"}
+    began = datetime(2026, 11, 21, 10, tzinfo=UTC).timestamp()
+
+    def logs(query):
+        earlier = not began - 60 < float(query.get("since", 0)) <= began
+        fake_engine.log = (REFUSAL + "✗ the validator refuses to serve\n" if earlier else "") + "RuntimeError: new\n"
+        return 200, fake_engine.frames()
+
+    fake_engine.routes[r"GET /containers/\w+/logs"] = logs
+    assert fails(errors.ServerError, docker_command).why == "RuntimeError: new"
+
+
+def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_command):
+    held = f"{restarts.TOO_OFTEN}: 3 times within 60 min; the last time it was out of memory"
+    fake_engine.container["State"] |= {"Health": {"Status": "starting", "Log": [{"Output": held}]}}
+    told = fails(errors.ServerError, docker_command)
+    assert (told.code, told.why) == ("server.restarts", held)
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
@@ -180,6 +187,13 @@ def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command
     told = fails(errors.ServerError, docker_command)
     assert words in told.what
     assert told.why == "RuntimeError: no such kernel"
+
+
+def test_a_container_that_waits_after_a_refusal_is_not_waited_for(checkout, fake_engine, docker_command):
+    waits = {"Status": "starting", "Log": [{"Output": "refused: the validator refuses to serve; validates again"}]}
+    fake_engine.container["State"]["Health"] = waits
+    fake_engine.log = REFUSAL
+    assert "memory-host" in fails(errors.RefusalError, docker_command).why
 
 
 def test_a_server_that_docker_starts_again_is_a_failure_at_once(checkout, fake_engine, docker_command):
@@ -259,12 +273,23 @@ def test_a_start_that_fails_is_told_although_stopping_fails_too(checkout, fake_e
     assert called(docker_command, " stop vllm")
 
 
+def test_a_variable_that_is_set_nowhere_is_no_variable(checkout, docker_command):
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text().startswith("config"):
+            config = json.loads((rule / "out").read_text())
+            config["services"]["vllm"]["environment"]["SPARKFORGE_VALIDATE_SECONDS"] = None
+            (rule / "out").write_text(json.dumps(config))
+    environment = docker_compose.resolve({}).environment
+    assert "SPARKFORGE_VALIDATE_SECONDS" not in environment
+    assert settings.read(environment).seconds == settings.SECONDS
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"services": {"vllm": {"image": "x"}}}'])
 def test_a_compose_file_without_the_service_is_a_named_error(checkout, docker_command, text):
     for rule in (docker_command.folder / "rules").iterdir():
         if (rule / "pattern").read_text().startswith("config"):
             (rule / "out").write_text(text)
-    with pytest.raises(errors.EngineError, match="docker compose config"):
+    with pytest.raises(errors.EngineError, match=r"docker compose .* config"):
         docker_compose.resolve({})
 
 
@@ -320,7 +345,6 @@ def test_flags_become_the_variables_that_compose_reads(tmp_path):
         "PORT": "8000",
         "SPARKFORGE_SERVE_PROFILE": "safe",
         "SPARKFORGE_MODELS": str(tmp_path),
-        "SPARKFORGE_MODEL_NAME": "my-gpt-oss",
         "SPARKFORGE_MODEL": "/models/my-gpt-oss",
     }
     with pytest.raises(errors.UsageError, match="there are safe"):

@@ -4,6 +4,7 @@
 a small program that writes down what it was started with. Everything else that the validator judges is this machine.
 """
 
+import errno
 import json
 import os
 import signal
@@ -12,16 +13,18 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sparkforge.core.errors import ServerError
+from sparkforge.core import files
+from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.paths import ROOT
 from sparkforge.pins import patched
-from sparkforge.serve import entrypoint, settings
+from sparkforge.serve import access, entrypoint, settings
 from sparkforge.serve import health as healthy
 from sparkforge.serve.command_line import ServerCommand
 
@@ -182,7 +185,8 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
     told = container.serving(child)
     assert psutil.Process(told["pid"]).ppid() == child.pid  # exec: the supervisor is the container's own program
     assert told["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
-    assert "--served-model-name my-gpt-oss --host 0.0.0.0" in " ".join(told["argv"])
+    host = "127.0.0.1" if access.has_host_network() else "0.0.0.0"  # noqa: S104 - compared with
+    assert f"--served-model-name my-gpt-oss --host {host}" in " ".join(told["argv"])
     assert "--quantization=spark-mxfp4" in told["argv"]
     assert f" --port {container.port} --middleware" in " ".join(told["argv"])  # behind the profile's own flags
     assert (told["env"]["VLLM_CPU_KVCACHE_SPACE"], told["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
@@ -216,6 +220,25 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 1
     assert "the validation has not passed" in container.healthy().stdout
+
+
+def test_a_held_container_stays_says_so_and_validates_again_when_the_model_changes(container, model):
+    (model / "tokenizer.json").unlink()
+    child = container.start(SPARKFORGE_REFUSED="hold")
+    health, report = container.healthy, container.run / "validation.json"
+
+    def until(condition):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert child.poll() is None, child.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    until(lambda: health().stdout.startswith("refused: "))
+    assert "model-files" in health().stdout
+    first = report.stat().st_ino
+    (model / "tokenizer.json").write_text("{")
+    until(lambda: report.stat().st_ino != first)
 
 
 def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_asks(container, model):
@@ -357,6 +380,74 @@ def test_a_word_without_meaning_is_refused(container, name, value):
     assert code == 2
     assert value in out
     assert not container.told.exists()
+
+
+def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
+    pytest.importorskip("torch")  # ./inv test --fast installs none
+    command = [sys.executable, "-m", "sparkforge.serve.entrypoint", "validate", str(model)]
+    environment = {**container.environ, "SPARKFORGE_MODEL": "/nowhere"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "ok   model-files" in done.stdout) == (0, True), done.stdout + done.stderr
+    (model / "tokenizer.json").unlink()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "FAIL model-files" in done.stdout) == (30, True), done.stdout + done.stderr
+    assert not container.told.exists()
+    assert not (container.run / "ready").exists()
+
+
+def test_a_validation_leaves_a_server_that_runs_its_readiness(tmp_path, monkeypatch):
+    """`docker compose run vllm validate`: both have the same run folder."""
+    names = (entrypoint.READY, entrypoint.REPORT)
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.setenv("SPARKFORGE_RUN", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_words: None)
+    monkeypatch.setattr(entrypoint, "plan", lambda *_words: ServerCommand("/m", "m", "127.0.0.1", 8000))
+    monkeypatch.setattr(entrypoint, "validate", lambda *_words: {"exit_code": 0})
+    assert entrypoint.main(["validate"]) == 0
+    assert [(tmp_path / name).exists() for name in names] == [True, False]
+
+
+def test_a_full_disk_does_not_hide_a_refusal(tmp_path, monkeypatch):
+    options = settings.read({"SPARKFORGE_RUN": str(tmp_path)})
+    document = entrypoint._no_answer(options, tmp_path / "report", "it did not end")
+
+    def full(*_words, **_more):
+        raise files.disk_full(tmp_path)
+
+    monkeypatch.setattr(entrypoint, "validate", lambda *_words: document)
+    monkeypatch.setattr(entrypoint, "write_json", full)
+    with pytest.raises(RefusalError, match="the validator refuses to serve"):
+        entrypoint.admit(options, ServerCommand("/m", "m", "127.0.0.1", 8000))
+
+
+def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    options = settings.read({"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_RUN": str(tmp_path)})
+    entrypoint._held(options, "refused: é")
+    assert (tmp_path / healthy.HELD).read_text(encoding="utf-8") == "refused: é"
+
+    def full(*_words, **_more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(entrypoint, "write_atomic", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match="cannot write into") as told:
+        entrypoint._held(options, "refused: x")
+    assert "No space left" in told.value.why
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7"])  # noqa: S104 - what is refused
+def test_an_address_for_other_machines_needs_a_key(container, tmp_path, bind):
+    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_BIND=bind)
+    assert (code, f"{bind} would open the server without an API key" in out) == (2, True)
+    assert not container.told.exists()
+    (tmp_path / "key").write_text("sesame\n")
+    key = str(tmp_path / "key")
+    words = ("--host", "127.0.0.1")  # not what is tested; on this machine's network SPARKFORGE_BIND is where it listens
+    container.serving(
+        container.start(*words, SPARKFORGE_VALIDATE="off", SPARKFORGE_BIND=bind, SPARKFORGE_API_KEY_FILE=key)
+    )
 
 
 def test_a_port_that_is_none_is_refused(container):

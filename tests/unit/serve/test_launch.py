@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 
+import fake_api
 import httpx
 import psutil
 import pytest
@@ -26,27 +27,19 @@ from sparkforge.core.errors import (
 from sparkforge.core.files import locked
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
-from sparkforge.serve import client, embedded, launch, logs, proof, record, screen
+from sparkforge.patching import status
+from sparkforge.serve import client, conversation, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
 
-# One answer to every request.
-GOOD = {
-    "choices": [{
-        "text": "hi", "finish_reason": "stop",
-        "message": {
-            "role": "assistant", "content": '{"city": "Paris"}',
-            "tool_calls": [{"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}],
-        },
-        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
-        "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
-    }],
-    "usage": {"completion_tokens": 1},
-}  # fmt: skip
-# argv: port, behaviour, GOOD, and JSON that takes its choice's place where a request has the key that is named.
+FAKE_API = str(Path(fake_api.__file__).parent)
+
+# argv: port, behaviour, the folder of fake_api.py, and JSON that takes its choice's place where a request has the key.
 SERVER = textwrap.dedent("""
     import http.server, json, os, subprocess, sys, time
-    port, behaviour, good = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    port, behaviour = int(sys.argv[1]), sys.argv[2]
     key, changes = json.loads(sys.argv[4]) if len(sys.argv) > 4 else ("", {})
+    sys.path.insert(0, sys.argv[3])
+    import fake_api
     print("INFO 11-21 03:40:12 [core.py:1] Starting to load model x", flush=True)
     if behaviour == "dies":
         print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
@@ -72,11 +65,14 @@ SERVER = textwrap.dedent("""
                 return self.reply(200, ["hi"])
             if behaviour == "answers null":
                 return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
-            usage = {"completion_tokens": 0} if behaviour == "lies" else good["usage"]
-            choice = {**good["choices"][0], **(changes if key in body else {})}
-            if "stop" in body and behaviour != "keeps stop strings":
-                choice = {**choice, "message": {"role": "assistant", "content": "{"}}
-            self.reply(200, {"choices": [choice], "usage": usage})
+            if behaviour == "keeps stop strings":
+                body.pop("stop", None)
+            status, value = fake_api.answer(body)
+            if behaviour == "lies":
+                value = {**value, "usage": {"completion_tokens": 0}}
+            if key in body and "choices" in value and "stop" not in body:
+                value = {**value, "choices": [{**value["choices"][0], **changes}]}
+            self.reply(status, value)
 
         def stream(self, behaviour):
             self.send_response(200)
@@ -110,7 +106,7 @@ def port(free_port):
 def begin(port, tmp_path, ended):
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
-        command = (sys.executable, "-c", SERVER, str(port), behaviour, json.dumps(GOOD), json.dumps(changes))
+        command = (sys.executable, "-c", SERVER, str(port), behaviour, FAKE_API, json.dumps(changes))
         return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
 
     told = []
@@ -134,7 +130,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     assert begin.told
     assert logs.milestone(logs.read(record.log_path())) == "loading the model"
     screen.show_status(server)
-    screen.show_chat(server, "hello", 8)
+    conversation.answer_once(server, "hello", 8)
     out = capsys.readouterr().out
     assert "· healthy ·" in out
     assert "hm Hello\n" in out
@@ -147,7 +143,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
 def test_every_process_of_a_server_ends_with_it(begin):
     server = begin("has children")
     members = session_members(server.pid)
-    assert len(members) == 3  # the supervisor too
+    assert len(members) == 4  # the supervisor too, and its child that drops the weights' pages
     launch.stop()
     assert [pid for pid in members if started_at(pid) is not None] == []
 
@@ -206,14 +202,16 @@ def test_status_shows_what_the_start_proved(begin, capsys):
     server = begin()
     assert server.proof == dict.fromkeys(proof.CALLS, "")
     screen.show_status(record.running())
-    assert "proved: a JSON answer, a chat, a completion, " in capsys.readouterr().out
+    assert "proved: a JSON answer, a JSON response, a chat, a completion, " in capsys.readouterr().out
 
 
 def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, monkeypatch):
     limit = proof.Limit("content is null (finish_reason 'length')", "lost, #1")
     monkeypatch.setattr(proof, "LIMITS", {"a JSON answer": limit, "a chat": limit})
+    monkeypatch.setattr(status, "queues", lambda *_: [])  # a stack without patches: no canary is sent
     server = begin(changes=FORM)
-    assert server.proof == {**dict.fromkeys(proof.CALLS, ""), "a JSON answer": "lost, #1"}
+    called = [name for name, call in proof.CALLS.items() if not call.patch]
+    assert server.proof == {**dict.fromkeys(called, ""), "a JSON answer": "lost, #1"}
     screen.show_status(server)
     assert "of the prompt; known limit: a JSON answer (lost, #1) · at its start, 2" in capsys.readouterr().out
 
@@ -272,6 +270,7 @@ def test_a_second_start_is_refused_and_the_first_lives(begin, port):
     assert record.running() == server
 
 
+@pytest.mark.slow
 def test_two_commands_that_start_a_server_are_told_apart():
     """The second one ends before it makes anything, and names the process of the first."""
     code = "from sparkforge.serve import launch\nwith launch.starting(): print('held', flush=True); input()"
@@ -365,7 +364,7 @@ def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
 import os, pathlib, signal
 from sparkforge.serve import launch, record
 record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
-command = {(sys.executable, "-c", SERVER, str(port), "good", json.dumps(GOOD))!r}
+command = {(sys.executable, "-c", SERVER, str(port), "good", FAKE_API)!r}
 launch.start(launch.Launch(command, {{}}, pathlib.Path("x"), "m", "embedded", {port}), print)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
@@ -427,14 +426,14 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
 def test_a_stream_that_breaks_off_is_an_error_after_what_came(begin, capsys):
     server = begin("truncates")
     with pytest.raises(ServerError, match="DONE", check=lambda error: error.code == "server.reply"):
-        screen.show_chat(server, "hello", 8)
+        conversation.answer_once(server, "hello", 8)
     assert "Hello" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("event", ["{not json", "[1]", '{"choices": 5}', '{"choices": [{"delta": null}]}'])
 def test_a_stream_of_another_shape_is_an_error(begin, event):
     with pytest.raises(ServerError, match="broke off", check=lambda error: error.code == "server.reply"):
-        screen.show_chat(begin(event), "hello", 8)
+        conversation.answer_once(begin(event), "hello", 8)
 
 
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):

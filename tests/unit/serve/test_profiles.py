@@ -6,7 +6,9 @@ import tomllib
 import pytest
 
 from sparkforge import pins
+from sparkforge.compile import toolchain
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.pins import locks
 from sparkforge.serve import profiles
 
 GOOD = """
@@ -138,7 +140,25 @@ def test_a_profile_for_the_spark_takes_the_hardware_path_and_graphs_for_5_and_10
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("name", ["safe", "fast", "long-context", "embedded"])
+@pytest.mark.parametrize("stack", ["spark", "spark-next"])
+def test_fast_load_is_safe_with_another_reader_that_the_stack_has_and_can_load(stack):
+    """The reader is in the lock by hash, and finds CUDA's runtime where the image's Python has it."""
+    profile, safe = profiles.named("fast-load", stack=stack), profiles.named("safe", stack=stack)
+    assert dict(profile.flags.items() - safe.flags.items()).keys() == {"--load-format"}
+    reader = profile.flags["--load-format"].value
+    for lock in (stack, f"{stack}-amd64"):
+        assert f"\n{reader}==" in locks.lock_path(lock).read_text()
+    options = locks.load().targets[locks.load().sets[stack].target]
+    python = options[options.index("--python-version") + 1]
+    folder = f"/opt/venv/lib/python{python}/site-packages/{toolchain.HOME}/lib"
+    assert profile.variables() == {
+        **safe.variables(),
+        "LD_LIBRARY_PATH": folder,
+        "FASTSAFETENSORS_UNIFIED_MEM": "1",
+    }
+
+
+@pytest.mark.parametrize("name", ["safe", "fast", "long-context", "fast-load", "embedded"])
 def test_every_profile_calls_tools_and_lets_answers_end(name):
     flags = {flag: setting.value for flag, setting in profiles.named(name).flags.items()}
     assert flags["--enable-auto-tool-choice"] == ""

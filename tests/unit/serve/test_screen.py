@@ -12,7 +12,7 @@ from sparkforge.core import console, paths
 from sparkforge.core.errors import NetworkError, RefusalError, ServerError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import doctor
-from sparkforge.serve import failure, record, screen
+from sparkforge.serve import conversation, failure, record, screen
 
 UNSAFE = re.compile(f"[{console.UNSAFE}]")
 EVIL = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b1m\u202e\rü"
@@ -62,7 +62,7 @@ def served():
 
 
 def test_chat_prints_the_answer_without_its_escapes(served, capsys):
-    screen.show_chat(served, "hi", 10)
+    conversation.answer_once(served, "hi", 10)
     out = capsys.readouterr().out
     assert not UNSAFE.search(out)
     assert out == "Hello \nü World\n"
@@ -71,7 +71,7 @@ def test_chat_prints_the_answer_without_its_escapes(served, capsys):
 def test_a_refusal_is_shown_without_its_escapes(served, capsys, monkeypatch):
     monkeypatch.setattr(Model, "refusal", EVIL)
     with pytest.raises(ServerError, check=lambda error: error.code == "server.reply") as caught:
-        screen.show_chat(served, "hi", 10)
+        conversation.answer_once(served, "hi", 10)
     console.show_error(caught.value)
     assert not UNSAFE.search(capsys.readouterr().err)
 

@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from sparkforge.core.errors import ServerError
+from sparkforge.plan import thresholds
+from sparkforge.serve import guard
 from sparkforge.serve.supervise import supervised
 
 # A fake vLLM: prints its process id, then does what it is told.
@@ -19,6 +21,8 @@ FAKE_VLLM = textwrap.dedent("""
     behaviour = sys.argv[1]
     if behaviour == "drains":
         signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), os._exit(0)))
+    if behaviour == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "is interrupted":  # vLLM while it loads
         signal.signal(signal.SIGTERM, lambda *_: os._exit(130))
     if behaviour == "leaves an engine" and not os.fork():
@@ -47,7 +51,8 @@ def serve(tmp_path, nothing_is_ignored):
         command = supervised((sys.executable, "-c", FAKE_VLLM, behaviour), tmp_path / "end.json")
         supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(supervisor)
-        return supervisor, int(supervisor.stdout.readline())
+        lines = iter(supervisor.stdout.readline, "")
+        return supervisor, int(next(line for line in lines if line.strip().isdecimal()))
 
     yield serve
     for supervisor in started:
@@ -101,6 +106,43 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
     assert "by itself" not in output
 
 
+@pytest.mark.parametrize("behaviour", ["drains", "ignores"])
+def test_a_server_that_is_ended_for_memory_is_a_failure_with_a_name(serve, tmp_path, behaviour):
+    supervisor, server = serve(behaviour)
+    supervisor.send_signal(guard.TELL)  # as the guard of the whole machine does
+    output = finish(supervisor)
+    assert supervisor.returncode == ServerError.exit_code
+    assert end(tmp_path) == (24, False)
+    assert "machine" in json.loads((tmp_path / "end.json").read_text())["why"]
+    assert "✗ the memory guard ended the server [server.memory]" in output
+    assert "by itself" not in output
+    assert not psutil.pid_exists(server)
+
+
+def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
+    """The guard's bound is moved above what this machine has: no memory is used up here."""
+    program = (
+        "import sys; from sparkforge.plan import thresholds; from sparkforge.serve import guard;"
+        "from sparkforge.serve.supervise import run; from dataclasses import replace;"
+        "limits = replace(thresholds.load(), end_gib=1e6, end_share=1.0, kill_gib=0, grace_seconds=0.5);"
+        "outcome = run((sys.executable, '-c', sys.argv[1], 'ignores'), guard.MemoryWatch(limits)); print(outcome)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, FAKE_VLLM], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "memory guard: this machine has" in done.stdout
+    assert "Outcome(code=24, asked=False, why='this machine has" in done.stdout
+
+
+@pytest.mark.parametrize("bound", ["0", "much"])
+def test_a_server_runs_without_a_guard_too(serve, monkeypatch, tmp_path, bound):
+    monkeypatch.setenv(thresholds.VARIABLE, bound)
+    supervisor, _ = serve("3")
+    finish(supervisor)
+    assert end(tmp_path) == (3, False)
+
+
+@pytest.mark.slow
 def test_what_a_killed_server_leaves_ends_with_it(serve, ended):
     supervisor, engine = serve("leaves an engine")
     (server,) = (child for child in psutil.Process(supervisor.pid).children() if child.pid != engine)
@@ -109,12 +151,21 @@ def test_what_a_killed_server_leaves_ends_with_it(serve, ended):
     assert ended(engine)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_the_server_with_it(serve):
     supervisor, server = serve("drains")
     process = psutil.Process(server)
     supervisor.kill()
     assert supervisor.stdout.read() == "drained\n"  # its end of the pipe is closed when it has ended
     process.wait(30)
+
+
+@pytest.mark.slow
+def test_the_guard_of_the_machine_kills_the_engine_too(serve, ended):
+    supervisor, engine = serve("leaves an engine")
+    guard._kill_servers([supervisor.pid, os.getpid()])  # the second is no supervisor: its id was used again
+    assert supervisor.wait(30) == 137
+    assert ended(engine)
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):

@@ -209,6 +209,7 @@ TYPES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     members=st.lists(st.tuples(NAMES, TYPES, NAMES), min_size=1, max_size=5), lead=st.sampled_from(["", "/", "p-1/"])
@@ -308,6 +309,7 @@ def test_a_packed_tar_that_skips_gigabytes_is_refused(tmp_path):
     refused(tmp_path / "a.tar.gz", tmp_path / "t", "refused", top="p-1")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_zip_with_changed_bytes_is_whole_or_refused(tmp_path, data):

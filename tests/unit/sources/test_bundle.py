@@ -46,6 +46,7 @@ def world(tmp_path, monkeypatch, kit):
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(path)
     monkeypatch.setattr(paths, "ROOT", tmp_path / "root")
+    monkeypatch.setattr("sparkforge.pins.index.FIRST_WAIT", 0.0)
     monkeypatch.setattr(bundle, "lock_path", lambda name: tmp_path / f"root/locks/{name}.txt")
     sdist = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
     torch = kit.component(

@@ -252,6 +252,7 @@ fetch.fetch("thing", sys.argv[1], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_sixty_processes_fetch_the_same_file_at_once_over_a_damaged_copy(server):
     path = fetch.cached(NAME, SHA)
     path.parent.mkdir(parents=True)
@@ -273,6 +274,7 @@ def test_sixty_processes_fetch_the_same_file_at_once_over_a_damaged_copy(server)
     assert leftovers() == [NAME]
 
 
+@pytest.mark.slow
 def test_what_a_killed_fetch_left_is_swept_by_the_next_one_and_a_live_ones_stays(server):
     reached, go_on = threading.Event(), threading.Event()
 

@@ -77,6 +77,7 @@ def test_what_a_killed_run_left_is_swept(folder):
     assert list(target.parent.iterdir()) == [target]
 
 
+@pytest.mark.slow
 def test_none_anywhere_says_how_to_point_pip_at_one(folder):
     (folder / WHEEL).unlink()
     with pytest.raises(NetworkError, match="PIP_FIND_LINKS", check=lambda error: error.code == "network.fetch"):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkforge.plan import thresholds
 from validate import ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Status, View, evaluate, join, passed
@@ -154,11 +155,22 @@ SPARK_CASES = {
     "TRITON_ATTN warns": ("attention-backend", {"deep.attention_backend": ["TRITON_ATTN"]}, Status.WARN),
     "mixed attention fails": ("attention-backend", {"deep.attention_backend": ["FLASHINFER", "X"]}, Status.FAIL),
     "our own quantization": ("moe-backend", {"deep.quantization": "spark-mxfp4"}, Status.FAIL),
-    "share 0.92 warns": ("memory-unified", {"serve.gpu_memory_utilization": 0.92}, Status.WARN),
+    "share 0.88 warns": (
+        "memory-unified",
+        {"serve.gpu_memory_utilization": 0.88, "memory.available_bytes": 118 << 30},
+        Status.WARN,
+    ),
     "share 0 fails": ("memory-unified", {"serve.gpu_memory_utilization": 0}, Status.FAIL),
     "share 1.5 fails": ("memory-unified", {"serve.gpu_memory_utilization": 1.5}, Status.FAIL),
     "share too small for the weights": ("memory-unified", {"serve.gpu_memory_utilization": 0.5}, Status.FAIL),
-    "a container limit counts": ("memory-unified", {"memory.cgroup_headroom_bytes": 64 << 30}, Status.FAIL),
+    "a share that leaves nothing beside it": ("memory-unified", {"serve.gpu_memory_utilization": 0.9}, Status.FAIL),
+    "a container limit bounds the host side only": (
+        "memory-unified",
+        {"memory.cgroup_headroom_bytes": 7 << 30},
+        Status.PASS,
+    ),
+    "a container limit below that": ("memory-unified", {"memory.cgroup_headroom_bytes": 3 << 30}, Status.FAIL),
+    "a guard that ends it earlier": ("memory-unified", {"memory.guard_gib": 40}, Status.FAIL),
     "a long sequence without room": (
         "memory-unified",
         {"serve.gpu_memory_utilization": 0.58, "serve.args": ["--max-model-len", "131072"]},
@@ -219,11 +231,35 @@ def test_unknown_variables_are_told_what_replaces_them(good, with_values):
 
 
 def test_refused_memory_offers_a_share_that_would_pass(good, with_values):
-    facts = with_values(good("spark"), {"memory.available_bytes": 80 << 30})
+    facts = with_values(good("spark"), {"memory.available_bytes": 90 << 30})
     finding = evaluate(CHECKS["memory-unified"], facts, required=True)
     share = float(finding.fix.rsplit(" ", 1)[1])
     facts = with_values(facts, {"serve.gpu_memory_utilization": share})
     assert evaluate(CHECKS["memory-unified"], facts, required=True).status is Status.PASS
+    assert evaluate(CHECKS["memory-unified"], facts, required=True).evidence.startswith("90.0 GiB free of 119.7 GiB")
+
+
+def test_refused_memory_offers_a_length_that_would_pass_and_names_who_holds_memory(good, with_values):
+    largest = "python3 (pid 12), 31.0 GiB"
+    values = {"memory.available_bytes": 78 << 30, "memory.largest_process": largest, "memory.swap_free_bytes": 16 << 30}
+    facts = with_values(good("spark"), values)
+    finding = evaluate(CHECKS["memory-unified"], facts, required=True)
+    assert finding.status is Status.FAIL
+    assert finding.evidence.startswith("78.0 GiB free (16.0 GiB of swap not counted)")
+    assert largest in finding.fix
+    flags = finding.fix.split("; or ")[1].split()
+    arguments = [*flags[:2], *facts["serve.args"].value]
+    smaller = {"serve.args": arguments, "serve.gpu_memory_utilization": float(flags[3])}
+    assert evaluate(CHECKS["memory-unified"], with_values(facts, smaller), required=True).status is Status.PASS
+
+
+def test_what_a_plan_leaves_free_is_where_the_guard_ends_a_server(good, with_values):
+    facts = good("spark")
+    total, share = (facts[name].value for name in ("memory.total_bytes", "serve.gpu_memory_utilization"))
+    least = int(total * share) + (4 << 30) + thresholds.load().end_below(total)
+    for available, status in ((least + 1, Status.PASS), (least - 1, Status.FAIL)):
+        changed = with_values(facts, {"memory.available_bytes": available})
+        assert evaluate(CHECKS["memory-unified"], changed, required=True).status is status
 
 
 def test_sheet_of_the_good_kind_loads(sheets):

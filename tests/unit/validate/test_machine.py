@@ -106,6 +106,11 @@ def test_container_limit(target, tmp_path, monkeypatch, files, headroom):
     assert fact("memory.available_bytes", target()).value == 8 << 30
 
 
+@pytest.mark.parametrize(("text", "gib"), [("", 3.0), ("7.5", 7.5), ("0", 3.0)])
+def test_the_guards_bound_is_kept_free(target, text, gib):
+    assert fact("memory.guard_gib", target(environ={"SPARKFORGE_GUARD_GIB": text})).value == gib
+
+
 def test_unreadable_meminfo_is_an_unknown_fact(target, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "gone"))
     found = fact("memory.total_bytes", target())
@@ -122,3 +127,40 @@ def test_cache_directory_follows_vllms_rule(target, tmp_path):
         made = target(environ=env)
         assert fact("disk.cache_directory", made).value == wanted
         assert fact("disk.cache_free_bytes", made).value > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "removed"),
+    [
+        ({}, False),  # no logind, as in a container
+        ({"run/systemd/seats/x": ""}, True),  # its default
+        ({"run/systemd/seats/x": "", "etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, True),
+        ({"run/systemd/seats/x": "", "etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n"}, False),
+        (
+            {
+                "run/systemd/seats/x": "",
+                "etc/systemd/logind.conf": "RemoveIPC=yes",
+                "usr/lib/systemd/logind.conf.d/50-server.conf": "RemoveIPC = no",
+            },
+            False,
+        ),
+        (
+            {
+                "run/systemd/seats/x": "",
+                "usr/lib/systemd/logind.conf.d/50-server.conf": "RemoveIPC=no",
+                "etc/systemd/logind.conf.d/50-server.conf": "RemoveIPC=yes",  # of the same name: it replaces the other
+            },
+            True,
+        ),
+        ({"run/systemd/seats/x": "", "var/lib/systemd/linger/4711": ""}, False),
+    ],
+)
+def test_whether_a_logout_deletes_shared_memory(target, tmp_path, monkeypatch, files, removed):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    assert fact("os.remove_ipc", target()).value is removed
+    monkeypatch.setattr("os.getuid", lambda: 100)  # a system user's is left alone
+    assert fact("os.remove_ipc", target()).value is False

@@ -190,6 +190,7 @@ def test_it_waits_for_compilers_of_a_killed_build(site, monkeypatch):
     assert "waiting for them" in messages[0]
 
 
+@pytest.mark.slow
 def test_what_compilers_of_a_killed_build_still_need_is_left_to_them(site):
     """Ninja, asked what it would do, removes the depfiles that compilers have written; ccache then stores nothing."""
     build.build(site.order)

@@ -1,0 +1,109 @@
+"""Commands for the systemd service that starts a server at boot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from invoke.context import Context
+
+from sparkforge.cli.command import caller_path, task, whole_number
+from sparkforge.cli.serve import PORT
+
+SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
+
+
+@task(
+    example="./inv service.install --device docker --profile safe --now",
+    system=SYSTEM,
+    user="with --system: the account that runs it; default: who owns the checkout",
+    device="as for up; `auto` is decided now, not at boot",
+    model="folder of a gpt-oss checkpoint; default: as for up [MODEL]",
+    profile="docker: a serve profile",
+    port="port on 127.0.0.1; default 8000 [PORT]",
+    host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
+    context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
+    api_key_file="file with the API key that clients must send",
+    allow_hosts="more names for the Host header, with commas",
+    stack="a stack of pins.toml; default: the device's",
+    now="start it too",
+)
+def install(  # noqa: PLR0913, PLR0917 - a parameter an option
+    _ctx: Context,
+    system: bool = False,
+    user: str = "",
+    device: str = "auto",
+    model: str = "",
+    profile: str = "",
+    port: str = "",
+    host: str = "",
+    context: str = "",
+    api_key_file: str | None = None,
+    allow_hosts: str = "",
+    stack: str = "",
+    now: bool = False,
+) -> None:
+    """Have systemd start the server at boot and after a crash.
+
+    It writes and enables the unit sparkforge.service, which runs `./inv up`. The same command again changes it.
+    """
+    from sparkforge.core import paths
+    from sparkforge.core.console import say
+    from sparkforge.image.devices import stack_of
+    from sparkforge.serve import container, embedded, passed, service, settings
+    from sparkforge.serve.device import choose
+
+    service.version()  # without systemd nothing else matters
+    number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
+    named = os.environ.get("MODEL", "")
+    model = caller_path(model) or settings.checkpoint(named, caller_path(named))
+    key_file = caller_path(api_key_file) if api_key_file else api_key_file
+    address = passed.address(host, key_file)
+    variables = passed.with_context(os.environ, context, ())
+    choice = choose(device)
+    say(f"device: {choice.device}, because {choice.why}")
+    if choice.container:
+        container.variables(model, profile, number, key_file, allow_hosts, stack)
+        container.passed_on(variables, host and address, number, allow_hosts, ())
+    else:
+        embedded.check(model, profile, key_file, allow_hosts)
+        embedded.vllm_arguments(variables)
+    stack_of(choice.device, stack)
+    options = {
+        "device": choice.device,
+        "model": model,
+        "profile": profile,
+        "port": str(number),
+        "host": host and address,
+        "context": context,
+        "api-key-file": key_file or "",
+        "allow-hosts": allow_hosts,
+        "stack": stack,
+    }
+    service.install(
+        tuple(f"--{name}={value}" for name, value in options.items() if value),
+        system=system,
+        account=user,
+        container=choice.container,
+        places=tuple(dict.fromkeys(filter(None, (paths.state(), Path(model) if model else None)))),
+        now=now,
+    )
+
+
+@task(example="./inv service.remove", system=SYSTEM)
+def remove(_ctx: Context, system: bool = False) -> None:
+    """Stop the service and remove its unit.
+
+    A unit that service.install did not write, or that was edited, stays.
+    """
+    from sparkforge.serve import service
+
+    service.remove(system=system)
+
+
+@task(example="./inv service.status", system=SYSTEM)
+def status(_ctx: Context, system: bool = False) -> None:
+    """Print the service's state, its last failure and its next start."""
+    from sparkforge.serve import service
+
+    service.show(system=system)

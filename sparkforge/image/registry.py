@@ -1,0 +1,195 @@
+"""`./inv image.publish` and `./inv image.pull`: an image goes to a registry and comes back by digest, never by tag.
+
+docker itself pushes and pulls: it is on every machine that serves an image, has the logins (`docker login`), and talks
+plain HTTP to registries on the loopback address only, unless the engine's `insecure-registries` name another one
+(Decision 0021).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import APIError, ImageNotFound, NotFound
+
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.docker import docker as run_docker
+from sparkforge.core.docker import docker_logged
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import EngineError, InputError, IntegrityError, SparkforgeError, UsageError
+from sparkforge.core.files import write_json
+from sparkforge.image import compose as docker_compose
+from sparkforge.image import engine, inspect, versions
+from sparkforge.image.devices import build_command
+from sparkforge.image.inspect import Expected
+
+SCHEMA = 1
+DENIED = {401, 403}  # HTTP: unauthorized, forbidden
+REFERENCE = re.compile(r"(?P<repository>[a-z0-9][\w.:/-]*)@(?P<digest>sha256:[0-9a-f]{64})")
+REPOSITORY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)+")
+REVISION_LABEL = "org.opencontainers.image.revision"
+EXAMPLE = "registry.example.com/sparkforge/vllm"
+
+
+def publish(stack: str, name: str, repository: str, expected: Expected, output: Path | None = None) -> Path:
+    """Push a stack's image, or the image `name`, and return the record that `pull` takes.
+
+    The image must be this checkout's. Its tag in the registry is its own name, which no other image gets. Raises
+    UsageError, IntegrityError for an image that is not this checkout's, or a tag that has another image, EngineError.
+    """
+    if not REPOSITORY.fullmatch(repository):
+        why = "it takes a registry's host and a repository, without a tag"
+        raise UsageError(f"{repository[:200]!r} is no repository", why, f"./inv image.publish {EXAMPLE}")
+    with engine.connected() as client:
+        image = _image(client, stack, name)
+        manifest, _ = inspect.require_ours(client, image, stack, expected)
+        tag = versions.own_name(versions.version(manifest), image.id)
+        reference = f"{repository}:{tag}"
+        known = _digest(image, repository)
+        present, denied = _in_registry(client, reference)
+        if present and present != known:
+            why = f"it is {present}, and this image was never pushed there as that"
+            fix = f"remove the tag {tag} from the registry, then run the same command again"
+            raise IntegrityError(f"{reference} is there already", why, fix, code="integrity.image")
+        image.tag(repository, tag)
+    with Steps(1).step("push", reference) as tell:
+        try:
+            docker_logged(["push", reference], paths.state() / "logs" / "publish.log", tell)
+        except EngineError as error:
+            if not denied:
+                raise
+            host = repository.partition("/")[0]
+            login = f"docker login {host if set(host) & set('.:') else 'docker.io'}, then run the same command again"
+            raise EngineError(f"the registry denies {repository}", error.why, login, code="engine.registry") from error
+    with engine.connected() as client:
+        image = client.images.get(image.id)
+        if not (digest := _digest(image, repository)):
+            why = f"the engine names none for {repository} after the push"
+            raise EngineError("the image's digest is unknown", why, f"docker pull {reference}", code="engine.failed")
+    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
+    file = output or paths.state() / "published" / f"{tag}.json"
+    document = {
+        "schema": SCHEMA,
+        "reference": f"{repository}@{digest}",
+        "tag": tag,
+        "image": image.id,
+        "platform": engine.platform_of(image.attrs),
+        "revision": str(labels.get(REVISION_LABEL, "")),
+        **{key: manifest.get(key) for key in ("stack", "lock", "patches", "key", "kernels", "audit")},
+    }
+    write_json(file, document)
+    echo(f"{repository}@{digest}")
+    say(f"the record is {file}; on another machine: ./inv image.pull {repository}@{digest}   # or the record")
+    return file
+
+
+def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
+    """Pull an image by digest, check it against this checkout and its record, and let Compose serve it.
+
+    `source` is REPOSITORY@sha256:DIGEST, or the path of a record, which a relative one begins at `folder`.
+
+    Until it has passed, no tag of this machine changes; an image that is refused is removed again. Raises UsageError
+    without a digest, InputError for a record that is none, IntegrityError, EngineError.
+    """
+    record = folder / source
+    recorded = _read_record(record) if not REFERENCE.fullmatch(source) and record.is_file() else {}
+    reference = str(recorded.get("reference", source))
+    if not REFERENCE.fullmatch(reference):
+        why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
+        raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
+    with engine.connected() as client:
+        before = _reference(client, reference)
+    with Steps(1).step("pull", reference) as tell:
+        docker_logged(["pull", reference], paths.state() / "logs" / "pull.log", tell)
+    try:
+        with engine.connected() as client:
+            image = client.images.get(reference)
+            manifest, _ = inspect.require_ours(client, image, stack, expected)
+            _require_same(image, manifest, stack, recorded)
+            name = docker_compose.resolve(docker_compose.variables(stack)).image
+            version = versions.move_tags(client, image, name)
+    except BaseException:
+        if before is None:
+            with suppress(SparkforgeError):  # the refusal is the one to report
+                run_docker(["image", "rm", reference])
+        raise
+    say(f"{name} is {version}; start it: ./inv up, go back: ./inv rollback")
+
+
+def differences(image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]) -> list[str]:
+    """Return in words where an image is not the stack's, or not what its record says; an empty record says nothing."""
+    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
+    lines = [
+        f"its {place} says {held!r}, and the stack {stack} was asked for"
+        for place, held in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
+        if held != stack
+    ]
+    facts = {"platform": engine.platform_of(image.attrs), **manifest}
+    lines += [
+        f"{key} differs from the record"
+        for key in ("platform", "stack", "lock", "patches", "key", "kernels", "audit")
+        if recorded and facts.get(key) != recorded.get(key)
+    ]
+    return lines
+
+
+def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]) -> None:
+    if problems := differences(image, manifest, stack, recorded):
+        why, fix = "; ".join(problems), build_command(stack)
+        raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
+
+
+def _image(client: docker.DockerClient, stack: str, name: str) -> Any:
+    name = name or docker_compose.resolve(docker_compose.variables(stack)).image
+    try:
+        return client.images.get(name)
+    except ImageNotFound as error:
+        raise engine.missing(name, build_command(stack)) from error
+
+
+def _reference(client: docker.DockerClient, reference: str) -> Any:
+    """Return the image that is here under a reference; None if there is none."""
+    try:
+        return client.images.get(reference)
+    except ImageNotFound:
+        return None
+
+
+def _digest(image: Any, repository: str) -> str:
+    """Return the digest that an image has in a repository, as far as this engine knows; empty if it does not."""
+    names = {repository, re.sub(r"^(?:index\.)?docker\.io/(?:library/)?", "", repository)}  # as the engine shortens it
+    digests = [entry.partition("@") for entry in image.attrs.get("RepoDigests") or []]
+    return next((digest for name, _, digest in digests if name in names), "")
+
+
+def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool]:
+    """Return the digest that a tag has in its registry, empty if it is not there, and whether access was denied.
+
+    Before the first push there is no repository, and registries deny what is not there: the push tells which it is.
+    """
+    try:
+        return str(client.images.get_registry_data(reference).id), False
+    except NotFound:
+        return "", False
+    except APIError as error:
+        if error.status_code not in DENIED:
+            raise
+        return "", True
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return a record that `publish` wrote. Raises InputError."""
+    try:
+        document = dict(read_json(path))
+        reason = "" if document.get("schema") == SCHEMA else "it is no record of ./inv image.publish"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    if reason:
+        fix = "copy the record from the machine that published the image"
+        raise InputError(f"cannot read the record {path}", reason, fix, code="input.record")
+    return document

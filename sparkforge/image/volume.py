@@ -1,0 +1,53 @@
+"""The container's cache of compiled kernels, from the host: a volume, which only a container can read.
+
+The commands run inside: in the server's container while it runs, since its processes must be seen, else in one of the
+same image that holds the volume and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from docker.errors import NotFound
+
+from sparkforge.core import docker as docker_cli
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.process import call
+from sparkforge.image import compose, engine
+from sparkforge.image.devices import build_command
+
+FOLDER = "/var/cache/sparkforge"
+PYTHON = "/opt/venv/bin/python"
+ALONE = (
+    "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL",  # noqa: S108 - in the container
+    "--security-opt", "no-new-privileges:true", "--user", "1000:1000", "--env", f"SPARKFORGE_STATE={FOLDER}/state",
+)  # fmt: skip
+
+
+def run_cache(*words: str) -> int:
+    """Run `sparkforge.compile.cache` with `words` on the volume of this checkout's project; return its exit code.
+
+    Raises an engine's error, and EngineError if a volume is there and the image that reads it is not.
+    """
+    terminal = ["--interactive", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    command = ["-m", "sparkforge.compile.cache", *words]
+    with engine.connected() as client:
+        container = engine.service_container(client, compose.project(), compose.SERVICE)
+        current = engine.state(client, container) if container else None
+        if container and current and current.runs:
+            arguments = ["exec", *terminal, container, PYTHON, *command]
+        else:
+            service = compose.resolve({})
+            volume = compose.cache_volume({})
+            try:
+                client.volumes.get(volume)
+            except NotFound:
+                say(f"there is no volume {volume}: no container of this checkout has served yet")
+                return 0
+            image = engine.require_image(
+                client, service.image, engine.read(client).platform, build_command(service.stack)
+            )
+            mount = ["--volume", f"{volume}:{FOLDER}", "--entrypoint", PYTHON]
+            arguments = ["run", *terminal, *ALONE, *mount, str(image.id), *command]
+    return call([docker_cli.program(), *arguments], cwd=paths.ROOT, env={})

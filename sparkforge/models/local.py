@@ -1,0 +1,99 @@
+"""Find a checkpoint on this machine: a folder, what `model.fetch` wrote, or a snapshot in Hugging Face's cache.
+
+Hugging Face's cache (huggingface_hub, "Understand caching") has a folder `models--OWNER--NAME` for each repository:
+`refs/main` holds a commit, and `snapshots/COMMIT` holds the files, as links into `blobs`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparkforge.core import files, paths
+from sparkforge.core.errors import InputError, StorageError
+from sparkforge.models import table
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODELS = Path("/models")  # where Compose mounts a folder of models
+MOUNTED = Path("/root/.cache/huggingface")  # where people mount their cache with `docker run`, and Compose does
+
+
+def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
+    """Return the folder of a checkpoint: `model` itself if it is a folder, else that of the repository OWNER/NAME.
+
+    Of several snapshots it is `revision`'s, else the pinned one, else the one of refs/main, else the only one; one
+    that holds weights comes first. Raises InputError if there is none, StorageError for one that cannot be read.
+    """
+    folder = paths.typed(model)
+    if not REPOSITORY.fullmatch(model) or folder.is_dir():
+        require_readable(folder)
+        return folder
+    owner, name = model.split("/")
+    fetched = [place / name for place in (paths.ROOT / "models", MODELS) if not revision]
+    caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env)]
+    denials: list[StorageError] = []
+    for place in (*fetched, *caches):
+        try:
+            require_readable(place)
+            snapshot = _snapshot(place, model, revision) if place in caches else place
+            if snapshot:
+                require_readable(snapshot)
+                if (snapshot / "config.json").is_file():
+                    return snapshot
+        except StorageError as error:  # another place may have it
+            denials.append(error)
+    if denials:
+        raise denials[0]
+    why = f"there is no {caches[0].name} in {', '.join(str(cache.parent) for cache in caches)}"
+    raise InputError(
+        f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
+        f"{why}, and no {' and no '.join(map(str, fetched))}" if fetched else why,
+        f"./inv model.fetch {model}, or hf download {model}; a container needs the folder that has it: "
+        f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro, or HF_HOME=~/.cache/huggingface docker compose up -d",
+        code="input.model",
+    )
+
+
+def hub_caches(env: Mapping[str, str]) -> list[Path]:
+    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it."""
+    mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host this is another user's
+    homes = [env.get("HF_HUB_CACHE"), env.get("HF_HOME"), mounted]
+    homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
+    places = [paths.typed(home).absolute() for home in homes if home]
+    return list(dict.fromkeys(folder for place in (*places, MODELS) for folder in (place / "hub", place)))
+
+
+def name_of(folder: Path) -> str:
+    """Return the name under which a checkpoint's folder is served: a snapshot's repository, else the folder's name."""
+    repository = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and repository[0] == "models" and len(repository) == 3:
+        return "/".join(repository[1:])
+    return folder.name
+
+
+def hub_cache_of(folder: Path) -> Path | None:
+    """Return the hub's cache that a snapshot is in; None for another folder."""
+    return folder.parents[2] if "/" in name_of(folder) else None
+
+
+def require_readable(folder: Path) -> None:
+    """Raise StorageError, with the owner and what changes it, for a folder whose files this process cannot read."""
+    if denied := files.unreadable(folder):
+        why, fix = denied
+        raise StorageError(f"cannot read the model in {folder}", why, fix, code="storage.access")
+
+
+def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:
+    """Return the snapshot to serve from the cache's folder of a repository; None if there is none."""
+    require_readable(cache / "snapshots")
+    reference = cache / "refs" / (revision or "main")
+    named = reference.read_text(encoding="utf-8").strip() if reference.is_file() else ""
+    snapshots = sorted(path for path in cache.glob("snapshots/*") if path.is_dir())
+    commits = [revision, named] if revision else [table.pinned_revision(repository), named]
+    wanted = [path for commit in commits for path in snapshots if path.name == commit]
+    if not revision and len(snapshots) == 1:
+        wanted += snapshots
+    whole = [path for path in wanted if any(path.glob("*.safetensors"))]  # others fetch only the tokenizer
+    return next(iter((*whole, *wanted)), None)

@@ -1,0 +1,161 @@
+"""`./inv chat`: one answer to a message, or a conversation, in which the model sees what was said before.
+
+Lines are read with Python's own readline: it edits them, recalls earlier ones, takes a pasted text of several lines as
+one message, and is installed with Python, so that nothing more has to be locked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+from sparkforge.core import interrupt
+from sparkforge.core.console import echo, say, show_error, stream
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.serve import client
+from sparkforge.serve.record import Server
+
+PROMPT = "> "
+ONCE_TOKENS, TOKENS = 64, 1024  # the longest answer by default: to one message, and in a conversation
+LONGEST = 1 << 20  # characters of a message on stdin; more is no message
+COMMANDS = """/system TEXT  instruct the model, from the next answer on; without TEXT: no instruction
+/reset        forget what was said; the system prompt stays
+/help         show this
+/quit         end, as Ctrl-D does
+Ctrl-C ends an answer. A space before the / sends the line as a message."""
+
+
+class Conversation:
+    """The messages between a user and a served model, and the next answer."""
+
+    def __init__(self, server: Server, system: str, max_tokens: int) -> None:
+        self.server, self.system, self.max_tokens = server, system, max_tokens
+        self.messages: list[dict[str, str]] = []  # without the system prompt
+        self._key = server.key
+        self._content, self._finish_reason = "", ""
+
+    def ask(self, text: str) -> None:
+        """Print the answer to `text` as it comes, and remember both.
+
+        An answer without content, which reasoning alone has filled, is forgotten with its question. Raises ServerError,
+        and then remembers neither; and KeyboardInterrupt, and then remembers what came of the answer.
+        """
+        question = {"role": "user", "content": text.encode("utf-8", "replace").decode()}
+        self._content, self._finish_reason = "", ""
+        try:
+            stream(self._pieces(question))
+        except KeyboardInterrupt:
+            self._remember(question)
+            raise
+        echo()
+        self._remember(question)
+        if self._finish_reason == "length":
+            say(f"the answer was cut: --max-tokens is {self.max_tokens}, or the context is full")
+
+    def _remember(self, question: dict[str, str]) -> None:
+        if self._content:
+            self.messages += [question, {"role": "assistant", "content": self._content}]
+
+    def _pieces(self, question: dict[str, str]) -> Iterator[str]:
+        """Yield the answer's text; on a terminal a line break stands between reasoning and content."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        server, messages = self.server, [*system, *self.messages, question]
+        reasoned = False
+        with closing(client.answer(server.url, server.model_id, messages, self.max_tokens, self._key)) as pieces:
+            for piece in pieces:
+                if piece.text and not piece.reasoning:
+                    if reasoned and not self._content and sys.stdout.isatty():
+                        yield "\n"
+                    self._content += piece.text
+                reasoned |= piece.reasoning
+                self._finish_reason = piece.finish_reason or self._finish_reason
+                yield piece.text
+
+
+def answer_once(server: Server, message: str, max_tokens: int = ONCE_TOKENS, system: str = "") -> None:
+    """Print one answer. Raises ServerError."""
+    Conversation(server, system, max_tokens).ask(message)
+
+
+def message_on_stdin() -> str:
+    """Return the message that a pipe or a file brings; empty if stdin is a terminal. Raises UsageError."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    try:
+        text = sys.stdin.read(LONGEST + 1)
+    except (OSError, ValueError) as error:
+        raise _no_message(str(error)) from error
+    if not text.strip() or len(text) > LONGEST:
+        raise _no_message(f"it has more than {LONGEST:,} characters" if text.strip() else "it is empty")
+    return text
+
+
+def _no_message(why: str) -> UsageError:
+    return UsageError("stdin holds no message", why, './inv chat "TEXT"; or ./inv chat on a terminal')
+
+
+def converse(server: Server, system: str, max_tokens: int = TOKENS) -> None:
+    """Talk until the user ends it. Raises ServerError once the server has ended."""
+    with suppress(ImportError):  # a Python without it reads plain lines
+        import readline  # noqa: F401, PLC0415 - `input` uses it once it is imported
+    conversation = Conversation(server, system, max_tokens)
+    say(f"{server.model_id} at {server.url} · Ctrl-C ends an answer, Ctrl-D the conversation, /help shows the commands")
+    while (line := _next_line()) is not None:
+        if line.startswith("/"):
+            if not _obey(conversation, line):
+                return
+        elif line.strip():
+            _ask(conversation, line)
+
+
+def _next_line() -> str | None:
+    """Return what the user types next, empty for nothing to send; None at the end."""
+    try:
+        return input(PROMPT if sys.stdout.isatty() else "")
+    except EOFError:
+        echo()
+        return None
+    except KeyboardInterrupt:
+        if interrupt.ending():
+            raise
+        echo()
+        say("Ctrl-D or /quit ends the conversation")
+    except UnicodeDecodeError as error:
+        say(f"this line is no text: {error.reason}")
+    return ""
+
+
+def _ask(conversation: Conversation, line: str) -> None:
+    """Print an answer; Ctrl-C and a server's error end the answer alone. Raises ServerError if the server has ended."""
+    try:
+        conversation.ask(line)
+    except KeyboardInterrupt:
+        if interrupt.ending():
+            raise
+        echo()
+        say("the answer was ended by Ctrl-C")
+    except ServerError as error:
+        echo()
+        if not conversation.server.alive:
+            raise
+        show_error(error)
+
+
+def _obey(conversation: Conversation, line: str) -> bool:
+    """Carry out a command; return whether the conversation goes on."""
+    command, _, text = line.strip().partition(" ")
+    match command:
+        case "/quit":
+            return False
+        case "/reset":
+            conversation.messages.clear()
+            say("forgotten what was said")
+        case "/system":
+            conversation.system = text.strip()
+            say(f"the system prompt is {text.strip()!r}" if text.strip() else "there is no system prompt")
+        case "/help":
+            say(COMMANDS)
+        case _:
+            say(f"there is no command {command}\n{COMMANDS}")
+    return True

@@ -1,0 +1,98 @@
+"""What a refused start does under a unit or a restart policy: it waits and validates again, instead of ending.
+
+Who starts programs again (systemd, Docker) cannot tell that nothing has changed: a machine that is not fit to serve
+would validate in a loop, for minutes each time. A held start asks again after 30 s, 1, 2, 4, … and at most 30 minutes,
+and at once when the model's files, the driver or its devices change.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from sparkforge.core import notify, paths
+from sparkforge.core.console import say, show_error
+from sparkforge.core.errors import RefusalError
+
+FIRST, LONGEST = 30.0, 1800.0  # seconds before a refused start validates again: the first pause, and the longest
+POLL = 2.0  # seconds between two looks at what may have changed
+DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), ("nvidia*", "dri/*")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait after each refusal."""
+    seconds = FIRST
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, LONGEST)
+
+
+def until_admitted(start: Callable[[], T], watched: Iterable[Path], tell: Callable[[str], None]) -> T:
+    """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
+
+    `watched` are the model's folder and other places whose change is a reason to validate at once.
+    """
+    places = list(watched)
+    for seconds in pauses():
+        try:
+            return start()
+        except RefusalError as error:
+            show_error(error)
+            when = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+            reason = " ".join(error.why.split())
+            tell(f"refused: {error.what}: {reason}; validates again at {when}, or when model, driver or devices change")
+        if wait(seconds, places):
+            say("something has changed; validating again")
+    raise AssertionError("pauses never end")  # pragma: no cover
+
+
+def wait(seconds: float, watched: Iterable[Path]) -> bool:
+    """Wait; return early, with True, once one of the `watched` places, the driver or its devices has changed."""
+    places = list(watched)
+    before, deadline = _look(places), time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(POLL, left))
+        if _look(places) != before:
+            return True
+    return False
+
+
+def held(command: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a command with a parameter `hold`: with it a refusal is told to systemd and waited out, else raised."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Raises what the command raises."""
+        if not kwargs.get("hold"):
+            return command(*args, **kwargs)
+        model = str(kwargs.get("model") or "")
+        watched = [paths.typed(model)] if model else [paths.ROOT / "models"]
+        return until_admitted(lambda: command(*args, **kwargs), watched, _tell)
+
+    return wrapped
+
+
+def _tell(line: str) -> None:
+    say(line)
+    notify.tell(status=line)
+
+
+def _look(places: Iterable[Path]) -> list[tuple[str, int, int, int]]:
+    """Return name, inode, size and time of the files of these places, the driver and its devices."""
+    devices = [path for pattern in DEVICES for path in Path("/dev").glob(pattern)]
+    files: list[tuple[str, int, int, int]] = []
+    for path in (*places, DRIVER, *devices):
+        with suppress(OSError):
+            for file in (path, *(path.iterdir() if path.is_dir() else ())):
+                status = file.stat()
+                # The times of /proc and /dev are those of the look itself, or of every use.
+                live = path == DRIVER or path in devices
+                files.append((str(file), status.st_ino, status.st_size, 0 if live else status.st_mtime_ns))
+    return sorted(files)

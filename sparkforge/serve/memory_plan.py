@@ -1,0 +1,73 @@
+"""Whether a model fits the memory that is free now: the validator's own check, on the host, before a container starts.
+
+The container asks again. Out here it can be said which process holds the memory, and nothing has been started yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sparkforge.core.bounded import ProbeError
+from sparkforge.core.errors import RefusalError
+from sparkforge.image.compose import SERVICE, Service
+from sparkforge.plan import devices
+from sparkforge.serve import profiles, settings
+from validate.checks import CHECKS
+from validate.checks.finding import Status, evaluate
+from validate.facts import checkpoint, gpu, machine
+from validate.facts.fact import gather
+from validate.facts.target import Options, Target
+
+CHECK = "memory-unified"
+MOUNTED = PurePosixPath("/models")
+
+
+def require_room(service: Service, project: Mapping[str, Any]) -> None:
+    """Raise RefusalError if the service's model does not fit this machine's unified memory as it is now.
+
+    `project` is the resolved project of the service: its mounts say where the model lies.
+
+    What cannot be known out here, such as a model that is elsewhere, is left to the container's validator.
+    """
+    if not _unified():
+        return
+    container = settings.read(service.environment)
+    profile = profiles.named(container.serve_profile, stack=container.stack)
+    inside = PurePosixPath(container.model)
+    if folder := _source(project, MOUNTED) if inside.is_relative_to(MOUNTED) else "":
+        arguments = (*profile.arguments(), *container.arguments)
+        judge(Path(folder) / inside.relative_to(MOUNTED), arguments, service.environment)
+
+
+def _source(project: Mapping[str, Any], target: PurePosixPath) -> str:
+    """Return the folder of the host that the service has at `target`; empty if there is none."""
+    mounts = project["services"][SERVICE].get("volumes") or []
+    binds = (mount for mount in mounts if mount.get("type") == "bind" and mount.get("target") == str(target))
+    return next((str(mount["source"]) for mount in binds), "")
+
+
+def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Raise RefusalError, with figures and the flags that make it fit, if the check of this machine fails.
+
+    `environment` has the container's variables, such as the memory guard's bound.
+    """
+    target = Target(Options(model=model, serve_args=arguments, environ={**os.environ, **environment}), "")
+    facts = gather(target, (machine.READINGS, checkpoint.READINGS))
+    if any(facts[name].error or facts[name].value is None for name in ("model.weight_bytes", "model.config")):
+        return
+    finding = evaluate(CHECKS[CHECK], facts, required=True)
+    if finding.status is Status.FAIL:
+        what = f"{model.name} does not fit the memory that is free now"
+        raise RefusalError(what, finding.evidence, finding.fix, code="validation.too-large")
+
+
+def _unified() -> bool:
+    """Tell whether this machine's GPU shares the memory of its processor, as far as the plan's devices are known."""
+    try:
+        rows = [devices.by_gpu(row["name"]) for row in gpu.nvidia_smi(Target(Options(), ""))]
+    except (ProbeError, KeyError):
+        return False
+    return any(row is not None and row.unified for row in rows)

@@ -1,0 +1,150 @@
+"""Whether a container starts its server again: after each end that nobody asked for it waits longer, then it holds.
+
+Docker starts a container that failed at once, again and again with `unless-stopped`, and a server that takes a Spark to
+its limit at every start would wedge it at every start. So the entrypoint keeps count, in SPARKFORGE_STATE, which
+outlives the container and the machine's power: a start without an end counts as a failed one. Too many of them, and the
+container stays up, unhealthy and without a server, until a person stops or restarts it (decision 0018).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from sparkforge.core import paths
+from sparkforge.core.console import say, show_error
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ServerError, StorageError
+from sparkforge.core.files import write_json
+from sparkforge.core.tables import Record
+from sparkforge.serve import record
+from sparkforge.serve.health import HELD
+
+TOO_OFTEN = "the server ended too often and is not started"
+NAME = "starts.json"
+MOST = 3  # failures within WINDOW_SECONDS; then nothing is started any more
+WINDOW_SECONDS = 3600.0
+FIRST_SECONDS, FACTOR, LONGEST_SECONDS = 2.0, 4, 300.0  # 2, 8, 32 … from one end to the next start
+
+
+class ServerFailure(Record):
+    """An end that nobody asked for: when, in Unix time, and why as far as it is known."""
+
+    ended: float
+    why: str
+
+
+class Starts(Record):
+    """What is remembered: for which container and command, its failures, and when its last start began; 0: it ended."""
+
+    identity: tuple[str, ...]
+    failures: tuple[ServerFailure, ...] = ()
+    began: float = 0.0
+
+
+def read(identity: Sequence[str], now: float) -> Starts:
+    """Return what is known of this container's starts, the last one closed and old failures left out."""
+    try:
+        known = Starts.model_validate(read_json(_path()))
+    except (OSError, ValueError, ValidationError):
+        known = Starts(identity=())
+    if known.identity != tuple(identity):  # another container or another configuration: somebody changed something
+        return Starts(identity=tuple(identity))
+    failures = known.failures
+    if known.began:
+        end = _last_end(known.began)
+        if end is None:
+            failures += (
+                ServerFailure(ended=now, why="it was killed with its container, or the machine lost its power"),
+            )
+        elif end.asked:
+            failures = ()
+        else:
+            failures += (ServerFailure(ended=end.time, why=end.why or f"it ended by itself with exit code {end.code}"),)
+    recent = tuple(failure for failure in failures if 0 <= now - failure.ended < WINDOW_SECONDS)
+    return Starts(identity=tuple(identity), failures=recent)
+
+
+def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
+    """Return how long the next start waits after these failures."""
+    if not failures:
+        return 0.0
+    pause = min(LONGEST_SECONDS, FIRST_SECONDS * FACTOR ** (len(failures) - 1))
+    return max(0.0, float(failures[-1].ended + pause - now))
+
+
+def admit(identity: Sequence[str], run: Path) -> None:
+    """Wait as long as this start must. After too many failures hold the container, which never returns.
+
+    A signal that ends the entrypoint meanwhile comes from a person: it forgets the failures.
+    """
+    starts = read(identity, time.time())
+    _write(starts)
+    if not starts.failures:
+        return
+    last = starts.failures[-1]
+    try:
+        if len(starts.failures) >= MOST:
+            why = f"{len(starts.failures)} times within {WINDOW_SECONDS / 60:g} min; the last time {last.why}"
+            again = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
+            fix = f"./inv doctor; when the cause is gone: {again}"
+            hold(run, ServerError(TOO_OFTEN, why, fix, code="server.restarts"))
+        pause = pause_seconds(starts.failures, time.time())
+        say(f"the last server failed ({last.why}); the next one starts in {pause:.0f} s")
+        time.sleep(pause)
+    except SystemExit:
+        forget()
+        raise
+
+
+def hold(run: Path, error: ServerError) -> NoReturn:
+    """Show why no server runs, tell it to the health check, and stay until a signal ends this process."""
+    show_error(error)
+    with suppress(OSError):
+        (run / HELD).write_text(f"{error.what}: {error.why}", encoding="utf-8")
+    while True:
+        time.sleep(3600.0)
+
+
+def container_id() -> str:
+    """Return this container's id, which is its host name unless somebody chose one; empty then."""
+    name = socket.gethostname()
+    return name if re.fullmatch(r"[0-9a-f]{12}", name) else ""
+
+
+def begin(identity: Sequence[str]) -> None:
+    """Remember that a server starts now."""
+    _write(read(identity, time.time()).model_copy(update={"began": time.time()}))
+
+
+def forget() -> None:
+    """Forget every failure."""
+    with suppress(OSError):
+        _path().unlink(missing_ok=True)
+
+
+def _path() -> Path:
+    return paths.state() / NAME
+
+
+def _write(starts: Starts) -> None:
+    with suppress(OSError, StorageError):  # without a lasting folder Docker's own count is all there is
+        write_json(_path(), starts.model_dump(mode="json"))
+
+
+def _last_end(began: float) -> record.End | None:
+    """Return how the server that began then has ended; None if nobody wrote it down."""
+    try:
+        value = json.loads(record.end_path().read_text(encoding="utf-8"))
+        end = record.End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return end if end.time >= began else None

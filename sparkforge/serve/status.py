@@ -1,0 +1,361 @@
+"""What `./inv status` knows: the server, its load by /metrics, the memory of host and GPU, its last error.
+
+`status.schema.json` describes what `--json` prints: `python3 -m sparkforge.serve.status >
+sparkforge/serve/status.schema.json` makes it, and a test keeps the two equal. A later version may add fields to
+sparkforge-status/1; it removes and renames none.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import psutil
+from pydantic import Field
+
+from sparkforge.core import http, memory, paths
+from sparkforge.core.bounded import ProbeError, ask, require
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.process import session_members
+from sparkforge.core.tables import Record
+from sparkforge.serve import client, failure, metrics, proof
+from sparkforge.serve.record import Server
+
+SECONDS = 2.0  # for one answer of the server
+INTERVAL = 1.0  # seconds between the two readings that tokens per second need
+BETWEEN = 2.0  # seconds between two reports of --watch
+ANSWER_BYTES = 4 << 20  # vLLM's /metrics has 100 kB
+LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
+SMI_SECONDS = 5.0
+SMI = ("name", "memory.total", "memory.used", "utilization.gpu")
+GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
+RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+# "(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: …", as vLLM's logger writes it.
+_ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR|CRITICAL) (\d\d-\d\d [\d:]+) \[[^\]]*\] ?(.*\S)", re.MULTILINE)
+
+
+class Load(Record):
+    """What the server does now. Rates are tokens a second over `seconds`, all requests together."""
+
+    running: int = Field(description="requests that are being answered")
+    waiting: int = Field(description="requests that wait for their turn")
+    kv_used: float = Field(description="used part of the KV cache, 0 to 1; with several engines the fullest one's")
+    generated_per_second: float = Field(description="tokens of answers")
+    prompt_per_second: float = Field(description="tokens of prompts")
+    seconds: float = Field(description="time between the two readings of /metrics")
+
+
+class HostMemory(Record):
+    """The host's memory, in bytes; on unified memory the GPU's too."""
+
+    total: int
+    available: int = Field(description="what this user's programs can still get, under every cgroup")
+    bound: str = Field(description="what limits it: MemAvailable, or a cgroup's folder")
+    server: int | None = Field(description="resident memory of the server's processes; null for a container")
+
+
+class GpuMemory(Record):
+    """A GPU by nvidia-smi; memory in bytes. Unified memory, as a DGX Spark has, is the host's: both are null then."""
+
+    name: str
+    unified: bool
+    total: int | None
+    used: int | None
+    busy: float | None = Field(description="part of the last second in which a kernel ran, 0 to 1")
+
+
+class LastError(Record):
+    """The last error in the log of the running server; without one, that of the last `./inv up`."""
+
+    source: Literal["log", "up"]
+    when: str = Field(description="as the log has it (MM-DD HH:MM:SS), or UTC by ISO 8601")
+    text: str
+
+
+class ServerStatus(Record):
+    """The running server. `context` is the longest sequence in tokens, null where the server does not say."""
+
+    model: str
+    url: str
+    device: str
+    profile: str = Field(description="serve profile; empty for a server that an older version started")
+    where: str = Field(description="pid or container")
+    healthy: bool
+    container_health: str = Field(description="what the container's own health check says; empty without a container")
+    key_required: bool
+    key_accepted: bool
+    uptime_seconds: float | None
+    context: int | None
+    load: Load | None = Field(description="null where /metrics does not answer")
+    proved_at: str = Field(description="UTC by ISO 8601; empty while the start has not ended")
+    proof: dict[str, str] = Field(description="call → empty, or the known limit that its answer showed")
+
+
+class StatusReport(Record):
+    """What `./inv status --json` prints. `server` is null if none runs; the exit code is 24 then."""
+
+    format: Literal["sparkforge-status/1"] = "sparkforge-status/1"
+    time: str = Field(description="UTC by ISO 8601")
+    server: ServerStatus | None
+    host: HostMemory
+    gpus: list[GpuMemory]
+    last_error: LastError | None
+
+    def document(self) -> dict[str, object]:
+        """Return the report as JSON's values."""
+        return self.model_dump(mode="json")
+
+
+@dataclass(frozen=True)
+class MetricsSample:
+    """The counters and gauges of /metrics at a moment of the monotonic clock."""
+
+    moment: float
+    values: dict[str, list[float]]
+
+
+def read_metrics(server: Server) -> MetricsSample | None:
+    """Return a reading of /metrics; None if there is no usable answer."""
+    try:
+        response = _get(server, "/metrics")
+        counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV))
+    except (httpx.HTTPError, *metrics.MALFORMED):
+        return None
+    return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
+
+
+def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusReport, MetricsSample | None]:
+    """Return the status of a running server, and the reading for the next one's rates.
+
+    Rates are those since `before`; without it they take a second.
+    """
+    if before is None and (before := read_metrics(server)):
+        time.sleep(INTERVAL)
+    now = read_metrics(server)
+    container_health, log = _container(server) if server.container else ("", _end_of(Path(server.log)))
+    served = ServerStatus(
+        model=server.model_id,
+        url=f"{server.url}/v1",
+        device=server.device,
+        profile=server.profile,
+        where=server.where,
+        healthy=client.healthy(server.url),
+        container_health=container_health,
+        key_required=bool(server.key_file),
+        key_accepted=not server.key_file or client.accepts(server.url, server.key),
+        uptime_seconds=_uptime(server),
+        context=_context(server),
+        load=_load(before, now) if before and now else None,
+        proved_at=_iso(server.proved) if server.proved else "",
+        proof=server.proof,
+    )
+    errors = _ERROR.findall(log)
+    last = LastError(source="log", when=errors[-1][0], text=errors[-1][1]) if errors else None
+    return _report(served, _resident(server), last), now
+
+
+def report_of_none() -> StatusReport:
+    """Return the status where no server runs."""
+    failed = failure.read(paths.state())
+    last = LastError(source="up", when=_iso(failed.ended), text=f"{failed.what}: {failed.why}") if failed else None
+    return _report(None, None, last)
+
+
+def _report(served: ServerStatus | None, resident: int | None, last: LastError | None) -> StatusReport:
+    machine = memory.measure()
+    total = psutil.virtual_memory().total
+    host = HostMemory(total=total, available=machine.available, bound=machine.bound, server=resident)
+    return StatusReport(time=_iso(time.time()), server=served, host=host, gpus=gpus(), last_error=last)
+
+
+def gpus() -> list[GpuMemory]:
+    """Return the GPUs that nvidia-smi lists; none where it is absent, fails or hangs.
+
+    On a DGX Spark it has no figures for the memory, which is the host's (by NVIDIA's known issues; not seen by us).
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
+    try:
+        text = require(ask(command, seconds=SMI_SECONDS), "nvidia-smi", SMI_SECONDS)
+    except ProbeError:
+        return []
+    memories = []
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(row) == len(SMI):
+            total, used, busy = (_number(field) for field in row[1:])
+            unified = total is None
+            sizes = [None if unified or size is None else int(size * 2**20) for size in (total, used)]
+            busy_part = None if busy is None else busy / 100
+            memories.append(GpuMemory(name=row[0], unified=unified, total=sizes[0], used=sizes[1], busy=busy_part))
+    return memories
+
+
+def lines(report: StatusReport) -> list[str]:
+    """Return a report in lines for a person."""
+    shown = []
+    if served := report.server:
+        health = "healthy" if served.healthy else "not healthy"
+        if served.container_health:
+            health += f", the container says {served.container_health}"
+        if served.key_required:
+            health += " · API key required"
+        if not served.key_accepted:
+            health += ", and it is no longer the one in the key's file: ./inv down, then ./inv up"
+        shown.append(f"{served.model} at {served.url} · {health} · {served.device} · {served.where}")
+        parts = [f"up {_duration(served.uptime_seconds)}"] if served.uptime_seconds is not None else []
+        parts += [f"profile {served.profile}"] if served.profile else []
+        parts += [f"context {served.context} tokens"] if served.context else []
+        shown += [" · ".join(parts)] if parts else []
+        shown.append(f"now: {_in_words(served.load)}")
+    shown.append(f"memory: {_memory(report)}")
+    if error := report.last_error:
+        where = "in the log" if error.source == "log" else "of ./inv up"
+        shown.append(f"last error {where}, {error.when}: {error.text[:300]}")
+    elif report.server:
+        shown.append("last error: none in the log")
+    if served := report.server:
+        when = f" · at its start, {served.proved_at}"
+        shown.append(f"{proof.in_words(served.proof)}{when}" if served.proved_at else _UNPROVED)
+    return shown
+
+
+_UNPROVED = "proved nothing: its start has not ended"
+
+
+def line(report: StatusReport) -> str:
+    """Return a report in one line, as --watch prints it where it cannot redraw."""
+    served = report.server
+    health = "no server" if served is None else "healthy" if served.healthy else "not healthy"
+    load = f" · {_in_words(served.load)}" if served else ""
+    return f"{report.time} · {health}{load} · {_memory(report)}"
+
+
+def _in_words(load: Load | None) -> str:
+    if load is None:
+        return "/metrics does not answer"
+    rates = f"{load.generated_per_second:.1f} tokens/s generated, {load.prompt_per_second:.1f} tokens/s of prompts"
+    return f"{rates} · {load.running} running, {load.waiting} waiting · KV cache {load.kv_used:.1%} used"
+
+
+def _memory(report: StatusReport) -> str:
+    host = report.host
+    parts = [f"server {host.server / 1e9:.1f} GB"] if host.server is not None else []
+    limit = "" if host.bound == "MemAvailable" else f" (limit of {host.bound})"
+    parts.append(f"{host.available / 1e9:.1f} of {host.total / 1e9:.1f} GB available{limit}")
+    for gpu in report.gpus:
+        busy = f", busy {gpu.busy:.0%}" if gpu.busy is not None else ""
+        if gpu.unified:
+            parts.append(f"{gpu.name} shares it (unified memory){busy}")
+        elif gpu.total is not None and gpu.used is not None:
+            parts.append(f"{gpu.name} {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB used{busy}")
+    return " · ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next((index for index, (count, _) in enumerate(parts) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+
+
+def _load(before: MetricsSample, now: MetricsSample) -> Load:
+    seconds = max(now.moment - before.moment, 1e-3)
+
+    def rate(name: str) -> float:
+        """A counter that went back belongs to a server that was started anew."""
+        return round(max(0.0, sum(now.values.get(name, [])) - sum(before.values.get(name, []))) / seconds, 3)
+
+    return Load(
+        running=int(sum(now.values.get(RUNNING, []))),
+        waiting=int(sum(now.values.get(WAITING, []))),
+        kv_used=max(0.0, *now.values.get(KV, [0.0])),
+        generated_per_second=rate(GENERATED),
+        prompt_per_second=rate(PROMPT),
+        seconds=round(seconds, 3),
+    )
+
+
+def _get(server: Server, path: str) -> httpx.Response:
+    with httpx.Client(timeout=SECONDS, headers=client.headers(server.key), trust_env=False) as session:
+        return http.request(session, "GET", f"{server.url}{path}", seconds=SECONDS, limit=ANSWER_BYTES)
+
+
+def _context(server: Server) -> int | None:
+    try:
+        length = _get(server, "/v1/models").json()["data"][0]["max_model_len"]
+    except (httpx.HTTPError, *client.NO_ANSWER):
+        return None
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _uptime(server: Server) -> float | None:
+    if not server.container:
+        return round(max(0.0, time.time() - server.started), 1)
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    with suppress(SparkforgeError, ValueError), engine.connected() as docker:
+        state = engine.state(docker, server.container)
+        if state and state.started:
+            return round(max(0.0, time.time() - datetime.fromisoformat(state.started).timestamp()), 1)
+    return None
+
+
+def _container(server: Server) -> tuple[str, str]:
+    """Return what a container's health check says, and the end of its log."""
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+    from sparkforge.serve import container  # noqa: PLC0415 - the same
+
+    with engine.connected() as docker:
+        return container.health(server), container.log_text(docker, server)
+
+
+def _resident(server: Server) -> int | None:
+    """Return the bytes that the server's processes hold; pages that several share count once for each of them."""
+    if server.container:
+        return None
+    total = 0
+    for pid in session_members(server.pid):
+        with suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total
+
+
+def _end_of(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            return file.read(LOG_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> float | None:
+    """Return a field of nvidia-smi; None for [N/A] and [Not Supported]."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def schema() -> str:
+    """Return `status.schema.json` as it must be."""
+    return json.dumps(StatusReport.model_json_schema(mode="serialization"), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema())

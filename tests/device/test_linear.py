@@ -1,0 +1,105 @@
+"""The dense products against float64 on fresh random matrices, with outputs poisoned, in graphs, and repeated."""
+
+import pytest
+import torch
+
+from spark_mxfp4.kernels.check import error
+from spark_mxfp4.kernels.linear import CAPABILITIES, MANY_ROWS, Format, Weight, dense, reference, run
+
+pytestmark = pytest.mark.device
+SIZES = [
+    (5120, 2880),
+    (2880, 4096),
+    (2880, 2048),
+    (2560, 2880),
+    (100, 96),
+    (1000, 1024),
+    (17, 512),
+    (64, 8192),
+    (1, 32),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needs_a_kernel():
+    if torch.cuda.get_device_capability() not in CAPABILITIES:
+        pytest.skip(f"the dense kernels are built for compute capabilities {CAPABILITIES}")
+
+
+def poisoned(x, weight, bias=None):
+    """Run with memory that holds NaN where it has not written."""
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(6)]
+    del poison
+    return run(x, weight, bias)
+
+
+def matrix_of(rows, columns):
+    matrix = torch.randn(rows, columns, device="cuda") * 0.05
+    matrix[torch.rand_like(matrix) < 0.001] *= 30  # heavy tails
+    return matrix
+
+
+@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (MANY_ROWS + 24, 2880), (MANY_ROWS, 1024)])
+def test_products_are_right_and_repeat_to_the_bit(format_, rows, columns):
+    matrix = matrix_of(rows, columns)
+    weight, exact = Weight.pack(matrix, format_), reference(matrix, format_).double()
+    bias = torch.randn(rows, device="cuda").bfloat16()
+    for tokens in (1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 64, 65, 200):
+        x = torch.randn(tokens, columns, device="cuda").bfloat16()
+        output = poisoned(x, weight, bias)
+        assert error(output, x.double() @ exact.T + bias.double()) < 0.004, tokens
+        assert torch.equal(output, poisoned(x, weight, bias))
+        assert error(poisoned(x, weight), x.double() @ exact.T) < 0.004, tokens
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_dense_is_the_quantised_matrix(format_):
+    matrix = matrix_of(1003, 2080)
+    exact = reference(matrix, format_)
+    assert torch.equal(dense(Weight.pack(matrix, format_)), exact.bfloat16())
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_a_graph_holds_a_chain_of_products(format_):
+    """Each product takes what the one before it wrote, so a kernel that began too early would be seen."""
+    up, down = matrix_of(4096, 2880), matrix_of(2880, 4096)
+    first, second = Weight.pack(up, format_), Weight.pack(down, format_)
+    x = torch.randn(4, 2880, device="cuda").bfloat16()
+
+    def chain():
+        y = x
+        for _ in range(6):
+            y = run(run(y, first), second) / 200
+        return y
+
+    wanted = x.double()
+    a, b = reference(up, format_).double(), reference(down, format_).double()
+    for _ in range(6):
+        wanted = ((wanted @ a.T).bfloat16().double() @ b.T).bfloat16().double() / 200
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = chain()
+    for _ in range(20):
+        output.fill_(torch.nan)
+        graph.replay()
+        assert error(output, wanted) < 0.02
+
+
+def test_rows_with_a_stride_are_taken():
+    matrix = matrix_of(512, 1024)
+    weight = Weight.pack(matrix, Format.MXFP4)
+    wide = torch.randn(5, 3000, device="cuda").bfloat16()
+    for start in (0, 8, 3):
+        x = wide[:, start : start + 1024]
+        assert error(run(x, weight), x.double() @ reference(matrix, Format.MXFP4).double().T) < 0.004
+
+
+def test_compiled_by_torch():
+    matrix = matrix_of(512, 1024)
+    weight = Weight.pack(matrix, Format.FP8)
+    x = torch.randn(3, 1024, device="cuda").bfloat16()
+    compiled = torch.compile(lambda x: torch.nn.functional.silu(run(x, weight)), fullgraph=True)
+    assert error(compiled(x), torch.nn.functional.silu(run(x, weight)).double()) < 0.004

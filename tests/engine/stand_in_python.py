@@ -1,0 +1,33 @@
+"""Stands in for the embedded environment's interpreter: a validator and a server that answers what a start proves.
+
+In its folder, `refuse` makes the validator refuse and `die` the server end at once; `validations` counts.
+"""
+
+import http.server
+import sys
+from pathlib import Path
+
+HERE = Path("/var/lib/stand-in")
+sys.path.insert(0, str(HERE))
+
+
+def main(arguments):
+    if "validate" in arguments:
+        with (HERE / "validations").open("a") as file:
+            file.write("1\n")
+        refused = (HERE / "refuse").exists()
+        print("FAIL stand-in\n  next: rm refuse" if refused else "serve: the server may start")
+        return 30 if refused else 0
+    with (HERE / "starts").open("a") as file:
+        file.write("1\n")
+    if (HERE / "die").exists():
+        return 1
+    port = next(word.partition("=")[2] or arguments[at + 1] for at, word in enumerate(arguments) if "--port" in word)
+    from fake_api import Api  # tests/fake_api.py, which test_service.py copies here
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Api).serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""The image without Compose: `docker run` as people type it, with a cache of Hugging Face as it lies on a disk."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core.paths import ROOT
+from sparkforge.serve import access, client
+
+IMAGE = "sparkforge/vllm:embedded"
+MODEL = "openai/gpt-oss-120b"  # the name of a repository; what lies there is the tiny model
+COMMIT = "0123abc"
+MOUNTED = "/root/.cache/huggingface"
+HARDENED = ("--read-only", "--tmpfs", "/tmp", "--tmpfs", "/run/sparkforge:mode=1777", "--cap-drop", "ALL",
+            "--security-opt", "no-new-privileges", "--network", "none")  # fmt: skip
+STRANGER = 4321
+
+
+@pytest.fixture(scope="module")
+def cache(project, tmp_path_factory):
+    """A cache of Hugging Face whose snapshot of MODEL is links to the tiny model's files."""
+    home = tmp_path_factory.mktemp("huggingface")
+    home.chmod(0o777)
+    words = ("python", "-m", "sparkforge.models.tiny", "/out/tiny")
+    project.engine.docker("run", "--rm", "--user", os.getuid(), "-v", f"{home}:/out", IMAGE, *words)
+    home.chmod(0o755)
+    repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
+    for folder in (repository / "blobs", repository / "refs", repository / "snapshots" / COMMIT):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    for number, file in enumerate(path for path in (home / "tiny").iterdir() if path.is_file()):
+        shutil.move(file, repository / "blobs" / f"b{number}")
+        (repository / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/b{number}")
+    return home
+
+
+@pytest.fixture
+def run(project):
+    """Run the image: `run(words, options)` gives exit code and output; `run.start` leaves it running."""
+
+    names = []
+
+    class Run:
+        def __call__(self, *words, options=()):
+            command = ["docker", "run", "--rm", *map(str, options), IMAGE, *words]
+            done = subprocess.run(
+                command, cwd=ROOT, env=project.engine.environment, capture_output=True, text=True, check=False
+            )
+            return done.returncode, done.stdout + done.stderr
+
+        def start(self, *words, options=()):
+            name = f"sparkforge-docker-run-{len(names)}"
+            project.engine.docker("rm", "--force", "--volumes", name, check=False)
+            names.append(name)
+            project.engine.docker("run", "--detach", "--name", name, *options, IMAGE, *words)
+            return name
+
+    yield Run()
+    for name in names:
+        project.engine.docker("rm", "--force", "--volumes", name, check=False)
+
+
+def wait_for(condition, seconds=900):
+    """Return what `condition` gives once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(1)
+    return value
+
+
+def test_the_line_that_people_type_serves_from_their_cache(project, run, cache, free_port, record_property):
+    port, began = free_port(), time.monotonic()
+    name = run.start(
+        "vllm", "serve", MODEL, "--quantization", "mxfp4", "--max-model-len", "8192",
+        options=("--gpus", "all", "-p", f"127.0.0.1:{port}:8000", "-v", f"{cache}:{MOUNTED}", "--shm-size", "1g"),
+    )  # fmt: skip
+
+    def log():
+        return project.engine.docker("logs", name, both=True)
+
+    def healthy():
+        state = project.engine.inspect(name)["State"]
+        assert state["Status"] == "running", log()[-6000:]
+        return client.healthy(f"http://127.0.0.1:{port}")
+
+    wait_for(healthy)
+    assert client.first_token(f"http://127.0.0.1:{port}", MODEL, 60)
+    record_property("seconds_to_first_token", round(time.monotonic() - began, 1))
+    models = project.engine.docker("exec", name, "python", "-c", ASK_MODELS)
+    (model,) = json.loads(models)["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 8192)
+    text = log()
+    assert text.index("validate ·") < text.index("vLLM's API server starts")
+    assert f"{MOUNTED}/hub/models--openai--gpt-oss-120b/snapshots/{COMMIT}" in text
+    assert project.engine.docker("exec", name, "id", "-u").strip() == "1000"
+    wait_for(lambda: project.engine.inspect(name)["State"]["Health"]["Status"] == "healthy")
+    assert "GET /v1/models" in log()
+    assert "GET /health" not in log()
+    project.engine.docker("stop", "--time", "60", name)
+    assert project.engine.inspect(name)["State"]["ExitCode"] == 0
+    assert "nanobind" not in log()
+
+
+ASK_MODELS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/v1/models').read().decode())"
+
+
+def test_a_stop_while_the_model_loads_ends_with_143(project, run):
+    name = run.start("tiny", "--max-num-seqs=2", options=("-e", "SPARKFORGE_VALIDATE=off"))
+    wait_for(lambda: "non-default args" in project.engine.docker("logs", name, both=True))
+    project.engine.docker("stop", "--time", "120", name)
+    assert project.engine.inspect(name)["State"]["ExitCode"] == 143
+
+
+def test_a_validation_needs_no_privilege_and_writes_nothing_outside(run, cache):
+    code, out = run("validate", MODEL, options=(*HARDENED, "-v", f"{cache}:{MOUNTED}:ro"))
+    assert code == 0, out
+    assert "ok   model-files" in out
+
+
+@pytest.fixture
+def strangers_cache(cache, tmp_path):
+    """A copy of the cache that belongs to a user whom the image does not know, and is closed to others."""
+    folder = tmp_path / "huggingface"
+    shutil.copytree(cache, folder, symlinks=True)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    folder.chmod(0o700)
+    return folder
+
+
+def test_a_cache_of_another_user_is_told_by_owner_and_works_as_that_user(run, strangers_cache):
+    mount = ("-v", f"{strangers_cache}:{MOUNTED}:ro")
+    code, out = run("vllm", "serve", MODEL, options=mount)
+    assert code == 28, out
+    assert f"Permission denied: {MOUNTED} belongs to uid {STRANGER}, group {STRANGER}, with mode 0700" in out
+    assert f"docker run --user {STRANGER}:{STRANGER}" in out
+    assert "fetch" not in out
+    code, out = run("validate", MODEL, options=(*HARDENED, *mount, "--user", f"{STRANGER}:{STRANGER}"))
+    assert (code, "ok   model-files" in out) == (0, True), out
+
+
+def test_a_snapshot_without_its_cache_is_told(run, cache):
+    snapshot = cache / "hub/models--openai--gpt-oss-120b/snapshots" / COMMIT
+    code, out = run("serve", "/models/mine", options=("-v", f"{snapshot}:/models/mine:ro"))
+    assert (code, "is a link to ../../blobs/" in out, "mount the whole cache" in out) == (28, True, True), out
+
+
+def test_a_model_that_is_nowhere_is_told_with_the_mount(run):
+    code, out = run("openai/gpt-oss-20b", "--max-model-len", "8192")
+    assert (code, f"docker run -v ~/.cache/huggingface:{MOUNTED}:ro" in out) == (10, True), out
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("bash", "-c", "id -u; echo $VLLM_CACHE_ROOT | cut -d/ -f1-4"), "1000\n/var/cache/sparkforge\n"),
+        (("python", "-c", "import sparkforge, validate; print('here')"), "here\n"),
+        (("vllm", "--version"), "0.32.0"),
+    ],
+)
+def test_other_programs_run_without_a_validation(run, words, printed):
+    code, out = run(*words, options=HARDENED)
+    assert (code, printed in out, "validate ·" in out) == (0, True, False), out
+
+
+def test_an_address_for_others_without_a_key_is_refused(run):
+    code, out = run(options=("-e", "SPARKFORGE_BIND=0.0.0.0"))
+    assert (code, "would open the server without an API key" in out) == (2, True), out
+
+
+@pytest.mark.parametrize("network", ["bridge", "host"])
+def test_a_container_knows_whose_network_it_has(run, network):
+    code, out = run(
+        *("python", "-c", "from sparkforge.serve import access; print(access.has_host_network())"),
+        options=("--network", network),
+    )
+    assert (code, out.strip()) == (0, str(network == "host" and access.has_host_network()))
+
+
+def test_compose_finds_the_same_snapshot_by_its_name(project, cache):
+    project.env |= {"HF_HOME": str(cache), "SPARKFORGE_MODEL": MODEL, "VLLM_ARGS": "--max-num-seqs '3'"}
+    try:
+        out = project.compose("run", "--rm", "--no-deps", "vllm", "validate")
+    finally:
+        for name in ("HF_HOME", "SPARKFORGE_MODEL", "VLLM_ARGS"):
+            del project.env[name]
+    assert "ok   model-files" in out
+
+
+def test_compose_does_not_make_a_folder_that_is_missing(project, tmp_path):
+    project.env["HF_HOME"] = str(tmp_path / "none")
+    try:
+        out = project.compose("run", "--rm", "--no-deps", "vllm", "python", "-V", check=False)
+    finally:
+        del project.env["HF_HOME"]
+    assert "Python" not in out
+    assert not Path(tmp_path / "none").exists()

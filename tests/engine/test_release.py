@@ -1,0 +1,341 @@
+"""Upgrade, rollback, publish and pull, on a real engine and a registry of Debian's.
+
+The images that serve are the embedded one with a stand-in for vLLM (proving_server.py); the "next" one has one more
+label. They have repositories of their own, so that no other test's tag moves.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+
+import pytest
+
+from sparkforge.core.paths import ROOT
+from sparkforge.image.build import expected
+
+pytestmark = pytest.mark.engine
+
+PROJECT, SHIPPED = "sparkforge-release", "spark-next"
+FILES = {"manifest": "image", "audit": "audit"}
+SECONDS = 300.0
+
+
+@dataclass
+class Release:
+    """The verbs of this checkout with a state, a port, a repository and a Compose project of its own."""
+
+    engine: object
+    environment: dict
+    state: object
+    port: int
+    repository: str
+    stack: str
+
+    @property
+    def name(self):
+        return f"{self.repository}:{self.stack}"
+
+    def start(self, *words, **more):
+        return subprocess.Popen(
+            [sys.executable, "-m", "invoke", *map(str, words)],
+            cwd=ROOT,
+            env={**self.environment, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def inv(self, *words, **more):
+        process = self.start(*words, **more)
+        out, err = process.communicate(timeout=900)
+        assert "Traceback" not in out + err, err
+        return process.returncode, out + err
+
+    def good(self, *words, **more):
+        code, said = self.inv(*words, **more)
+        assert code == 0, said
+        return said
+
+    def up(self, **more):
+        return self.good("up", "--device", "docker-cpu", "--port", self.port, **more)
+
+    def id(self, name=""):
+        return self.engine.inspect(name or self.name)["Id"]
+
+    def known_good(self):
+        return json.loads((self.state / "known-good.json").read_text())["starts"]
+
+    def running(self):
+        listed = self.engine.docker("ps", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}").split()
+        details = [self.engine.docker("inspect", name, check=False) for name in listed]  # it may end in between
+        return [container for text in details for container in json.loads(text or "[]")]
+
+    def remove(self):
+        """Remove the images of the repository; one that has names elsewhere keeps those."""
+        listed = self.engine.docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}", self.repository).split()
+        names = [name for name in listed if not name.endswith(":<none>")]
+        digests = [digest for name in names for digest in self.engine.inspect(name)["RepoDigests"]]
+        for name in (*names, *digests):
+            self.engine.docker("image", "rm", name, check=False)
+
+
+def derive(engine, folder, base, text):
+    """Build an image on `base` without its gigabytes in the context."""
+    folder.mkdir(exist_ok=True)
+    (folder / "Dockerfile").write_text(f"FROM {base}\n{text}\n")
+    return engine.docker("build", "--quiet", folder).strip()
+
+
+def release_of(engine, folder, port, repository, stack="embedded"):
+    """The verbs with the image `repository`:`stack` in place of the stack's own."""
+    (folder / "override.yml").write_text(f"services: {{vllm: {{image: '{repository}:{stack}'}}}}\n")
+    environment = {
+        **engine.environment,
+        "SPARKFORGE_STATE": str(folder / "state"),
+        "SPARKFORGE_STACK": stack,
+        "SPARKFORGE_COMPOSE_FILES": f"tests/engine/ci.yml{os.pathsep}{folder / 'override.yml'}",
+        "COMPOSE_PROJECT_NAME": PROJECT,
+    }
+    return Release(engine, environment, folder / "state", port, repository, stack)
+
+
+@pytest.fixture(scope="module")
+def release(engine, tmp_path_factory, free_port):
+    """With the embedded image, its program replaced, and a health check that only asks for the port."""
+    folder = tmp_path_factory.mktemp("release")
+    release = release_of(engine, folder, free_port(), "sparkforge-release/vllm")
+    base = "sparkforge/vllm:embedded"
+    if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already
+        said = release.good("build", "--engine", "docker")
+        assert f"{release.name} is {release.repository}:embedded-0.32.0-" in said
+        base = release.name
+    context = folder / "serving"
+    context.mkdir()
+    shutil.copy(ROOT / "tests/engine/proving_server.py", context / "server.py")
+    shutil.copy(ROOT / "tests/fake_api.py", context)
+    (context / "start").write_text("#!/bin/sh\nexec /opt/venv/bin/python /opt/sparkforge/server.py\n")
+    (context / "start").chmod(0o755)
+    copy = "COPY server.py fake_api.py /opt/sparkforge/\nCOPY start /opt/sparkforge/deploy/start"
+    engine.docker("tag", derive(engine, context, base, copy), release.name)
+    probe = ["CMD", "/opt/venv/bin/python", "-S", "-c", "import socket; socket.create_connection(('127.0.0.1', 8000))"]
+    health = {"test": probe, "interval": "1s", "timeout": "30s", "retries": 60, "start_period": "60s"}
+    service = {"image": release.name, "healthcheck": health}
+    (folder / "override.yml").write_text(json.dumps({"services": {"vllm": service}}))
+    yield release
+    release.inv("down")
+    engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
+    release.remove()
+
+
+@pytest.fixture(scope="module")
+def shipped(engine, tmp_path_factory, free_port):
+    """With an image that says what this checkout's says and holds nothing else: it travels in a second.
+
+    It is one of a stack that no other test builds here, so that `image.clean` removes no image of theirs.
+    """
+    folder = tmp_path_factory.mktemp("shipped")
+    release = release_of(engine, folder, free_port(), "sparkforge-shipped/vllm", SHIPPED)
+    audit = json.dumps({"files": 3, "code": {}})
+    machine = engine.docker("version", "--format", "{{.Server.Arch}}").strip()
+    manifest = {
+        **{key: dict(value) for key, value in expected(machine, stack=SHIPPED).items()},
+        "stack": SHIPPED,
+        "key": "k",
+        "kernels": {},
+        "packages": {"vllm": "0.32.0+cpu"},
+        "audit": {"audit.json": hashlib.sha256(audit.encode()).hexdigest()},
+    }
+    context = tmp_path_factory.mktemp("context")
+    (context / "image.json").write_text(json.dumps(manifest))
+    (context / "audit.json").write_text(audit)
+    labels = [f"org.sparkforge.{name}=/opt/sparkforge/{file}.json" for name, file in FILES.items()]
+    text = f"COPY image.json audit.json /opt/sparkforge/\nLABEL org.sparkforge.stack={SHIPPED} {' '.join(labels)}"
+    engine.docker("tag", derive(engine, context, "scratch", text), release.name)
+    yield release
+    release.remove()
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory, free_port):
+    folder, port = tmp_path_factory.mktemp("registry"), free_port()
+    (folder / "config.yml").write_text(
+        f"version: 0.1\nlog: {{level: error}}\nhttp: {{addr: '127.0.0.1:{port}'}}\n"
+        f"storage: {{filesystem: {{rootdirectory: {folder / 'data'}}}, delete: {{enabled: true}}}}\n"
+    )
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            ["docker-registry", "serve", str(folder / "config.yml")],  # noqa: S607
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=5):
+                break
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.needs("docker-registry")
+def test_an_image_goes_to_a_registry_and_comes_back_by_digest(shipped, registry, tmp_path):
+    docker, original, name = shipped.engine.docker, shipped.id(), shipped.name
+    repository, file = f"{registry}/sparkforge/vllm", tmp_path / "record.json"
+    said = shipped.good("image.publish", repository, "--output", file)
+    record = json.loads(file.read_text())
+    reference, tag = record["reference"], f"{repository}:{record['tag']}"
+    version = record["tag"].rpartition("-")[0]
+    assert reference in said
+    assert reference.startswith(f"{repository}@sha256:")
+    assert reference in shipped.good("image.publish", repository)  # again: the same digest
+
+    # Somebody puts another image under the same tag. It is not overwritten, and by digest the first one comes.
+    other = derive(shipped.engine, tmp_path / "other", name, "LABEL org.sparkforge.test=other")
+    docker("tag", other, f"{shipped.repository}:{SHIPPED}-other")
+    docker("tag", other, tag)
+    docker("push", tag)
+    docker("image", "rm", tag)
+    code, said = shipped.inv("image.publish", repository)
+    assert code == 12, said
+    assert f"{tag} is there already" in said
+
+    # A machine that lacks it, and serves another one: that one gets a name of its own.
+    docker("tag", other, name)
+    docker("image", "rm", "--force", original)
+    said = shipped.good("image.pull", file)
+    assert shipped.id() == original
+    assert f"{name} is {shipped.repository}:{version}" in said
+    assert f"{version}-{shipped.id(other)[7:19]}" in docker("image", "inspect", other, "--format", "{{.RepoTags}}")
+    shipped.good("image.pull", reference)
+    assert shipped.id() == original
+    said = shipped.good("image.list")
+    assert f"{record['tag']} · Compose serves it" in said
+    shipped.good("image.clean", "--keep", "0")
+    assert "no such" in docker("image", "inspect", other, check=False, both=True).lower()
+    assert shipped.id() == original
+
+
+@pytest.mark.needs("docker-registry")
+def test_a_wrong_image_is_refused_and_the_old_one_stays(shipped, registry, tmp_path):
+    docker, original = shipped.engine.docker, shipped.id()
+    derived = tmp_path / "foreign"
+    derived.mkdir()
+    (derived / "image.json").write_text(json.dumps({"lock": {"spark-next": "f" * 64}}))
+    foreign = derive(shipped.engine, derived, shipped.name, "COPY image.json /opt/sparkforge/image.json")
+    labelled = derive(shipped.engine, tmp_path / "labelled", shipped.name, "LABEL org.sparkforge.stack=spark")
+    tag = f"{registry}/sparkforge/wrong:1"
+    for image, why in ((foreign, "locked set spark-next"), (labelled, "its label says 'spark'")):
+        docker("tag", image, tag)
+        docker("push", tag)
+        digests = shipped.engine.inspect(image)["RepoDigests"]
+        reference = next(digest for digest in digests if "sparkforge/wrong@" in digest)
+        docker("image", "rm", "--force", image)
+        code, said = shipped.inv("image.pull", reference)
+        assert code == 12, said
+        assert why in said
+        assert shipped.id() == original
+        assert "no such" in docker("image", "inspect", reference, check=False, both=True).lower()
+    code, said = shipped.inv("image.pull", tag)
+    assert code == 2, said
+    assert "names no digest" in said
+    code, said = shipped.inv("image.pull", f"{registry}/sparkforge/wrong@sha256:{'0' * 64}")
+    assert code == 62, said
+    assert shipped.id() == original
+
+
+def test_a_registry_that_is_not_there_is_named(shipped, free_port):
+    code, said = shipped.inv("image.publish", f"127.0.0.1:{free_port()}/sparkforge/vllm")
+    assert code == 62, said
+    assert "engine.registry" in said
+
+
+def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_path):  # noqa: PLR0915 - one story
+    engine, old = release.engine, release.id()
+    derived = derive(engine, tmp_path / "next", release.name, "LABEL org.sparkforge.test=next")
+    next_image = release.id(derived)
+    release.up(MAX_MODEL_LEN="1024")
+    (first,) = release.known_good()
+    assert first["image"] == old
+    assert first["name"].startswith(f"{release.repository}:embedded-0.32.0-")
+    assert first["cache"]
+    assert "rollback" in release.inv("rollback")[1]  # the only one runs
+    release.good("down")
+
+    engine.docker("tag", next_image, release.name)  # the upgrade
+    release.up(MAX_MODEL_LEN="2048")
+    second = release.known_good()[0]
+    assert (second["image"], release.known_good()[1]["image"]) == (next_image, old)
+
+    said = release.good("rollback", "--dry-run")
+    assert f"will be {first['name']}" in said
+    assert "SPARKFORGE_MAX_MODEL_LEN: '2048', will be '1024'" in said
+    assert f"compiled code: {first['cache']} in the volume" in said
+    assert [container["Image"] for container in release.running()] == [next_image]
+
+    # Killed while the old image starts: tag and record are as they were.
+    process = release.start("rollback")
+    deadline = time.monotonic() + SECONDS
+    while [container["Image"] for container in release.running()] != [old]:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert release.id() == next_image
+    assert [start["image"] for start in release.known_good()] == [next_image, old]
+
+    begun = time.monotonic()
+    said = release.good("rollback")
+    print(f"rollback: {time.monotonic() - begun:.1f} s")
+    assert "a rollback was interrupted" in said
+    assert release.id() == old
+    assert [start["image"] for start in release.known_good()] == [old, next_image]
+    (container,) = release.running()
+    assert container["Image"] == old
+    assert "SPARKFORGE_MAX_MODEL_LEN=1024" in container["Config"]["Env"]
+    assert "healthy" in release.good("status")
+    assert "1  " in release.good("rollback", "--list")
+
+    # Known good images stay whatever is asked for; another one would go.
+    spare = derive(engine, tmp_path / "spare", release.name, "LABEL org.sparkforge.test=spare")
+    engine.docker("tag", spare, f"{release.repository}:embedded-spare")
+    said = release.good("image.clean", "--keep", "0", "--dry-run")
+    assert f"would remove {release.repository}:embedded-spare" in said
+    assert not re.search(rf"would remove.*{next_image[7:19]}", said)
+
+    # What the other start needs is gone: refused, and the server goes on.
+    engine.docker("image", "rm", "--force", next_image)
+    code, said = release.inv("rollback")
+    assert code == 24, said
+    assert "is gone" in said
+    assert "nothing was changed" in said
+    assert "healthy" in release.good("status")
+
+
+def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
+    before, served = release.known_good(), release.id()
+    document = {"schema": 1, "starts": json.loads(json.dumps(before))}
+    document["starts"][0]["project"]["services"]["vllm"]["environment"]["SPARKFORGE_MODEL"] = "/models/gone"
+    (release.state / "known-good.json").write_text(json.dumps(document))
+    code, said = release.inv("rollback", "--to", "1")
+    if "goes on" in said:  # the server runs already as that start
+        release.good("down")
+        code, said = release.inv("rollback", "--to", "1")
+    assert code == 24, said
+    assert "the record of known good starts and the tag of the image are as they were" in said
+    assert json.loads((release.state / "known-good.json").read_text()) == document
+    assert release.id() == served
+    assert release.running() == []

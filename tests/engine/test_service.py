@@ -1,0 +1,196 @@
+"""`./inv service.install` on a real systemd, as process 1 of a container; the server behind it is a stand-in.
+
+The launcher, the hold and the supervisor are ours. The checkout is mounted read-only, under a path that must be quoted.
+"""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from sparkforge.core.paths import ROOT
+
+CHECKOUT = "/srv/spark forge 100% ä"
+STATE = "/var/lib/state of ä"
+MODEL = "/srv/models %h/tiny"
+UNIT = "/etc/systemd/system/sparkforge.service"
+BASE = os.environ.get("ENGINE_SYSTEMD_BASE") or "docker.io/sparkforge-ci/debian:bookworm-slim"
+MAKE_STATE = """
+import json
+from pathlib import Path
+from sparkforge import environments, pins
+from sparkforge.environments import Environment
+env = Environment("embedded")
+env.python.parent.mkdir(parents=True)
+env.python.write_text("#!/usr/bin/python3\\n" + Path("tests/engine/stand_in_python.py").read_text())
+env.python.chmod(0o755)
+(env.path / ".complete.json").write_text(json.dumps(environments.inputs(env, pins.load())))
+"""
+
+
+class Machine:
+    """A container that systemd runs, with our commands in it."""
+
+    def __init__(self, engine, name):
+        self.engine, self.name = engine, name
+
+    def run(self, *words, check=True):
+        variables = [
+            word for pair in (f"SPARKFORGE_STATE={STATE}", "XDG_RUNTIME_DIR=/run/user/0") for word in ("-e", pair)
+        ]
+        return self.engine.docker("exec", *variables, "-w", CHECKOUT, self.name, *words, check=check, both=True)
+
+    def sh(self, line, check=True):
+        return self.run("sh", "-c", line, check=check)
+
+    def inv(self, *words, code=0):
+        output = self.sh(f'"{CHECKOUT}/inv" {" ".join(words)} 2>&1; echo "code $?"')
+        assert output.rstrip().endswith(f"code {code}"), output
+        return output
+
+    def show(self, key, user=False):
+        return self.sh(f"systemctl {'--user' if user else ''} show -p {key} --value sparkforge.service").strip()
+
+    def count(self, what):
+        return len(self.sh(f"cat /var/lib/stand-in/{what} 2> /dev/null", check=False).split())
+
+    def until(self, key, value, seconds=180, user=False):
+        end = time.monotonic() + seconds
+        seen = ""
+        while time.monotonic() < end:
+            try:
+                seen = self.show(key, user)
+            except AssertionError as error:  # the engine or systemd is just starting
+                seen = str(error)
+            if seen.startswith(value):
+                return seen
+            time.sleep(0.5)
+        journal = self.sh("journalctl --no-pager -n 60; systemctl status --no-pager sparkforge.service", check=False)
+        raise AssertionError(f"{key} is {seen!r} and not {value!r}\n{journal}")
+
+    def power_cycle(self):
+        self.engine.docker("restart", "-t", "20", self.name)
+
+    def units(self):
+        return self.sh("find /etc/systemd /root/.config 2> /dev/null | sort", check=False)
+
+
+@pytest.fixture(scope="module")
+def image(engine):
+    tag = "sparkforge-test/systemd"
+    build = ("build", "--network", "host", "--build-arg", f"BASE={BASE}", "-t", tag)
+    engine.docker(*build, "-f", ROOT / "tests/engine/systemd.Dockerfile", ROOT / "tests/engine")
+    yield tag
+    engine.docker("rmi", tag, check=False)
+
+
+@pytest.fixture
+def machine(engine, image):
+    python = ROOT / ".venv/bin/python"
+    base = subprocess.run(
+        [python, "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    mounts = ["-v", f"{ROOT}:{CHECKOUT}:ro", *(["-v", f"{base}:{base}:ro"] if base != "/usr" else [])]
+    name = f"sparkforge-service-{os.getpid()}"
+    places = ["--tmpfs", "/run", "--tmpfs", "/run/lock"]
+    engine.docker("run", "-d", "--name", name, "--privileged", "--cgroupns=private", *places, *mounts, image)
+    booted = Machine(engine, name)
+    booted.sh(f"mkdir -p /var/lib/stand-in '{MODEL}' '{STATE}' && chmod 700 '{STATE}'")
+    booted.sh("cp tests/fake_api.py /var/lib/stand-in")
+    booted.sh(f"""echo '{{"model_type": "gpt_oss"}}' > '{MODEL}/config.json'""")
+    booted.run("env", "PYTHONDONTWRITEBYTECODE=1", ".venv/bin/python", "-c", MAKE_STATE)
+    yield booted
+    engine.docker("rm", "-f", "-v", name, check=False)
+
+
+INSTALL = ("service.install", "--system", "--device", "embedded", "--port", "18123", "--model", f"'{MODEL}'")
+
+
+def test_a_boot_starts_the_server_and_nothing_is_left_of_a_removed_one(machine):
+    before = machine.units()
+    machine.inv(*INSTALL)
+    assert machine.run("systemd-analyze", "verify", UNIT) == ""
+    again = machine.inv(*INSTALL)
+    assert "unchanged" in again
+    assert machine.show("ActiveState") == "inactive", "install alone starts nothing"
+
+    machine.power_cycle()
+    machine.until("ActiveState", "active")
+    assert "first answers" in machine.show("StatusText")
+    status = machine.inv("service.status")
+    for words in ("active (running)", "enabled", "next start: at boot"):
+        assert words in status
+    assert "tiny at http://127.0.0.1:18123/v1" in machine.inv("status")
+
+    machine.inv("down")
+    machine.until("ActiveState", "inactive")
+    assert machine.show("NRestarts") == "0", "a server that was asked to end is not started again"
+    machine.sh(f"mkdir -p {UNIT}.d && printf '[Service]\\nNice=5\\n' > {UNIT}.d/mine.conf")
+    assert f"{UNIT}.d stays" in machine.inv("service.remove", "--system")
+    machine.sh(f"rm -r {UNIT}.d")
+    assert machine.units() == before
+    assert machine.show("LoadState") == "not-found"
+    assert "server.service" in machine.inv("service.status", code=24)
+
+
+def test_a_killed_server_comes_back_and_one_that_always_dies_stays_stopped(machine):
+    machine.inv(*INSTALL, "--now")
+    machine.until("ActiveState", "active")
+    machine.sh(f"mkdir -p {UNIT}.d && printf '[Service]\\nRestartSec=1\\nRestartSteps=0\\n' > {UNIT}.d/fast.conf")
+    machine.sh("systemctl daemon-reload")
+
+    machine.sh("kill -9 $(pgrep -f 'api[_]server' | tail -n 1)")  # the server, the newest of them
+    machine.until("NRestarts", "1")
+    machine.until("ActiveState", "active")
+    machine.sh("kill -9 $(systemctl show -p MainPID --value sparkforge.service)")  # `./inv up` itself
+    machine.until("NRestarts", "2")
+    machine.until("ActiveState", "active")
+    assert machine.sh("pgrep -fc 'supervise[.]py'").strip() == "1", "the killed launcher's server is gone"
+
+    machine.sh("touch /var/lib/stand-in/die; systemctl reset-failed; systemctl restart --no-block sparkforge.service")
+    machine.until("ActiveState", "failed", seconds=900)
+    starts = machine.count("starts")
+    status = machine.inv("service.status", code=24)
+    assert "ended too often" in status
+    assert "server.start" in status
+    time.sleep(5)
+    assert machine.count("starts") == starts, "it stays stopped"
+    assert machine.show("NRestarts") == "6"
+
+
+def test_a_refused_start_waits_instead_of_looping_and_starts_once_the_model_has_changed(machine):
+    machine.sh("touch /var/lib/stand-in/refuse")
+    machine.inv(*INSTALL, "--now")
+    machine.until("StatusText", "refused")
+    first, pid = machine.count("validations"), machine.show("MainPID")
+    time.sleep(15)
+    assert machine.count("validations") <= first + 1
+    assert (machine.show("MainPID"), machine.show("NRestarts")) == (pid, "0")
+    assert "activating" in machine.inv("service.status")
+
+    machine.sh(f"rm /var/lib/stand-in/refuse; touch '{MODEL}/new.safetensors'")
+    machine.until("ActiveState", "active", seconds=60)
+    assert machine.show("MainPID") == pid
+    assert machine.count("starts") == 1
+
+
+def test_a_users_own_unit_starts_at_boot_if_the_user_lingers(machine):
+    own = tuple(word for word in INSTALL if word != "--system")
+    machine.sh("systemctl start user@0.service")
+    assert "enable-linger root" in machine.inv(*own)
+    assert "next login" in machine.inv("service.status")
+    machine.sh("loginctl enable-linger root")
+    assert "next start: at boot" in machine.inv("service.status")
+    machine.power_cycle()
+    machine.until("ActiveState", "active", user=True)
+    machine.inv("service.remove")
+    assert "sparkforge" not in machine.units()
+
+
+def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
+    machine.inv(*INSTALL)
+    machine.sh(f"echo '# mine' >> {UNIT}")
+    for command in (("service.remove", "--system"), INSTALL):
+        assert "drop-in" in machine.inv(*command, code=28)
+    assert machine.sh(f"tail -n 1 {UNIT}") == "# mine\n"

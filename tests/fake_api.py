@@ -1,0 +1,65 @@
+"""The OpenAI API in small, for tests without vLLM: to each request of a start's proof the answer that counts as right.
+
+It stands for the server alone: nothing is generated. A server in a process of its own imports it, too.
+"""
+
+import http.server
+import json
+from typing import Any
+
+JSON = '{"city": "Paris"}'
+GOOD: dict[str, Any] = {
+    "choices": [{
+        "text": "hi", "finish_reason": "stop",
+        "message": {
+            "role": "assistant", "content": JSON,
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": JSON}}],
+        },
+        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
+        "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
+    }],
+    "usage": {"completion_tokens": 1},
+    "output": [{"type": "message", "content": [{"text": JSON}]}],
+}  # fmt: skip
+# The answer to every request for a stream.
+DELTAS = [{"delta": {"role": "assistant"}}, {"delta": {}, "finish_reason": "stop"}]
+STREAM = "".join(f"data: {json.dumps({'choices': [delta]})}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
+
+
+def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON that a server of ours answers a request with that asks for no stream."""
+    form = body.get("response_format", {})
+    if isinstance(body.get("messages", [{}])[0].get("content"), list):
+        return 400, {"error": {"message": "Content of type 'image_url' is not supported: the model takes text only."}}
+    if form.get("json_schema", {}).get("schema", {}).get("type") == "nonsense":
+        return 400, {"error": {"message": 'Unsupported type "nonsense"'}}
+    if form.get("type") == "structural_tag":
+        return 200, _message("Paris")
+    return 200, _message("{") if "stop" in body else GOOD
+
+
+def _message(content: str) -> dict[str, Any]:
+    return {**GOOD, "choices": [{**GOOD["choices"][0], "message": {"role": "assistant", "content": content}}]}
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """A server of that API without a key: health, and an answer to every request."""
+
+    def do_GET(self):
+        self._send(200, "application/json", "{}")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status, value = answer(body)
+        if body.get("stream") and status == 200:
+            self._send(status, "text/event-stream", STREAM)
+        else:
+            self._send(status, "application/json", json.dumps(value))
+
+    def _send(self, status, kind, text):
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)

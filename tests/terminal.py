@@ -1,0 +1,60 @@
+"""A program on a terminal of its own: type to it, press Ctrl-C, wait for what it prints."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+SECONDS = 120.0  # until a text must have come; on a busy machine a start of Python takes many
+# Makes the terminal the program's own, so that Ctrl-C typed there reaches it as a signal.
+OWN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class Terminal:
+    """A started program; `text` is all that it has printed."""
+
+    def __init__(self, *command, cwd, env):
+        self._master, slave = pty.openpty()
+        words = [sys.executable, "-c", OWN, *map(str, command)]
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        self.process = subprocess.Popen(words, cwd=cwd, env={**env, "TERM": "xterm"}, start_new_session=True, **streams)
+        os.close(slave)
+        self.text, self._seen = "", 0
+
+    def _read(self, seconds):
+        if select.select([self._master], [], [], seconds)[0]:
+            try:
+                self.text += os.read(self._master, 65536).decode(errors="replace")
+            except OSError:  # EIO: the program has closed the terminal
+                return False
+        return True
+
+    def expect(self, text):
+        """Wait until `text` has been printed, behind what was expected before."""
+        deadline = time.monotonic() + SECONDS
+        while text not in self.text[self._seen :]:
+            assert time.monotonic() < deadline, f"{text!r} did not come: {self.text[-2000:]!r}"
+            assert self._read(0.2), f"{text!r} did not come before the end: {self.text[-2000:]!r}"
+        self._seen = self.text.index(text, self._seen) + len(text)
+
+    def type(self, text):
+        """Type a text; "\\r" is Enter, "\\x03" Ctrl-C, "\\x04" Ctrl-D."""
+        os.write(self._master, text.encode())
+
+    def end(self):
+        """Wait for the program's end and return its exit code."""
+        deadline = time.monotonic() + SECONDS
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end: {self.text[-2000:]!r}"
+            self._read(0.05)
+        return self.process.returncode
+
+    def close(self):
+        """Kill the program if it runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        os.close(self._master)

@@ -1,0 +1,161 @@
+"""Which folder is served for a repository's name: fetched folders, and Hugging Face's cache as its library lays it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sparkforge.core import files, paths
+from sparkforge.core.errors import InputError, StorageError
+from sparkforge.models import local, table
+
+NAME = "openai/gpt-oss-120b"
+PINNED = table.pinned_revision(NAME)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """No cache of the machine is looked at."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(local, "MODELS", tmp_path / "mounted")
+    monkeypatch.setattr(local, "MOUNTED", tmp_path / "absent/.cache/huggingface")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def cache(home, *commits, main="", weights=True, name=NAME):
+    """Write a hub's cache with snapshots of links into blobs, and return its folder of the repository."""
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    for commit in commits:
+        snapshot = folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        for file in ("config.json", *(["model.safetensors"] if weights else [])):
+            blob = folder / "blobs" / f"{commit}-{file}"
+            blob.write_text("{}")
+            (snapshot / file).symlink_to(Path("../../blobs") / blob.name)
+    if main:
+        (folder / "refs/main").write_text(main)
+    return folder
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "home", "mounted", "models"])
+def test_the_cache_is_found_where_it_may_lie(tmp_path, monkeypatch, variable):
+    place = tmp_path / "place"
+    env = {variable: str(place)} if variable.isupper() else {}
+    if variable == "HF_HUB_CACHE":
+        env[variable] += "/hub"
+    home = {"XDG_CACHE_HOME": place / "huggingface", "home": tmp_path / "home/.cache/huggingface"}.get(variable, place)
+    if variable == "mounted":
+        home = tmp_path / "root/.cache/huggingface"
+        monkeypatch.setattr(local, "MOUNTED", home)
+    if variable == "models":
+        monkeypatch.setattr(local, "MODELS", home)
+    folder = cache(home, "c1", main="c1")
+    assert local.find(NAME, env) == folder / "snapshots/c1"
+
+
+def test_a_cache_without_its_folder_hub_is_one_too(tmp_path):
+    folder = cache(tmp_path, "c1", main="c1")
+    assert local.find(NAME, {"HF_HOME": str(folder.parent)}) == folder / "snapshots/c1"
+
+
+@pytest.mark.parametrize(
+    ("commits", "main", "revision", "expected"),
+    [
+        (("c1", "c2"), "c2", "", "c2"),
+        (("c1", PINNED), "c1", "", PINNED),
+        (("c1",), "", "", "c1"),
+        (("c1", "c2"), "c1", "c2", "c2"),
+        (("c1", "c2"), "c1", "main", "c1"),
+    ],
+)
+def test_the_pinned_revision_or_main_is_served(tmp_path, commits, main, revision, expected):
+    cache(tmp_path, *commits, main=main)
+    assert local.find(NAME, {"HF_HOME": str(tmp_path)}, revision).name == expected
+
+
+def test_a_snapshot_with_weights_comes_before_one_that_has_none(tmp_path):
+    folder = cache(tmp_path, "c1", PINNED, main="c1")
+    (folder / "snapshots" / PINNED / "model.safetensors").unlink()
+    assert local.find(NAME, {"HF_HOME": str(tmp_path)}).name == "c1"
+
+
+def test_two_snapshots_without_a_name_are_not_guessed(tmp_path):
+    cache(tmp_path, "c1", "c2")
+    with pytest.raises(InputError, match="is not on this machine"):
+        local.find(NAME, {"HF_HOME": str(tmp_path)})
+
+
+def test_what_was_fetched_is_found_and_a_folder_is_itself(tmp_path):
+    for place in (tmp_path / "mounted/gpt-oss-120b", tmp_path / "checkout/models/gpt-oss-120b"):
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+        assert local.find(NAME, {}) == place
+    assert local.find(str(tmp_path), {}) == tmp_path
+    assert local.find("/nowhere/at/all", {}) == Path("/nowhere/at/all")
+
+
+def test_a_repository_that_is_nowhere_names_the_places_and_the_mount(tmp_path):
+    with pytest.raises(InputError, check=lambda error: error.code == "input.model") as caught:
+        local.find(NAME, {"HF_HOME": str(tmp_path / "hf")})
+    assert str(tmp_path / "hf/hub") in caught.value.why
+    assert f"docker run -v ~/.cache/huggingface:{local.MOUNTED}:ro" in caught.value.fix
+
+
+def test_the_api_offers_a_snapshot_by_its_repository(tmp_path):
+    snapshot = cache(tmp_path, "c1") / "snapshots/c1"
+    assert (local.name_of(snapshot), local.hub_cache_of(snapshot)) == (NAME, tmp_path / "hub")
+    assert (local.name_of(tmp_path / "mine"), local.hub_cache_of(tmp_path / "mine")) == ("mine", None)
+
+
+def test_a_snapshot_whose_blobs_are_not_mounted_says_so(tmp_path):
+    folder = cache(tmp_path, "c1", main="c1")
+    for blob in (folder / "blobs").iterdir():
+        blob.unlink()
+    with pytest.raises(StorageError, match=r"config\.json is a link to \.\./\.\./blobs/") as caught:
+        local.find(NAME, {"HF_HOME": str(tmp_path)})
+    assert "mount the whole cache" in caught.value.fix
+    assert "model.fetch" not in caught.value.fix
+
+
+@pytest.fixture
+def somebody_else(monkeypatch, tmp_path):
+    """Stands for another user than the files': the kernel's answer by the mode's last three bits (tests run as root).
+
+    Above the test's own folder everybody may do everything: pytest closes its folders to others.
+    """
+
+    def may(path, mode):
+        place = Path(path)
+        if not place.exists() or tmp_path not in (place, *place.parents):
+            return place.exists()
+        return not mode & ~place.stat().st_mode & 7
+
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(files.os, "access", may)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("part", "mode"), [("hub", 0o700), ("blobs", 0o750), ("snapshots", 0o700), ("a blob", 0o600)])
+def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part, mode):
+    folder = cache(somebody_else, "c1", main="c1")
+    place = {"hub": somebody_else / "hub", "a blob": folder / "blobs/c1-config.json"}.get(part, folder / part)
+    former = place.stat().st_mode
+    place.chmod(mode)
+    with pytest.raises(StorageError, check=lambda error: error.code == "storage.access") as caught:
+        local.find(NAME, {"HF_HOME": str(somebody_else)})
+    place.chmod(former)
+    assert f"Permission denied: {place} belongs to uid {os.getuid()}, group {os.getgid()}" in caught.value.why
+    assert f"mode {mode:04o}" in caught.value.why
+    assert caught.value.fix.startswith(f"chmod -R a+rX {place} ")
+    option = f"--group-add {os.getgid()}" if mode == 0o750 else f"--user {os.getuid()}:{os.getgid()}"
+    assert caught.value.fix.endswith(option)
+    assert "fetch" not in caught.value.fix
+
+
+def test_a_cache_that_cannot_be_read_does_not_hide_another_one(somebody_else):
+    cache(somebody_else / "closed", "c1", main="c1")
+    (somebody_else / "closed").chmod(0o700)
+    folder = cache(somebody_else / "home/.cache/huggingface", "c1", main="c1")
+    assert local.find(NAME, {"HF_HOME": str(somebody_else / "closed")}) == folder / "snapshots/c1"

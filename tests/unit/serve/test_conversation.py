@@ -1,0 +1,194 @@
+"""`./inv chat` as a user has it: on a terminal, in a pipe, and with one message; a small server answers by script."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from terminal import Terminal
+
+from sparkforge.core.paths import ROOT, state
+from sparkforge.core.process import started_at
+from sparkforge.serve import record
+
+CHAT = (sys.executable, "-m", "sparkforge.cli", "chat")
+
+
+class Model(http.server.BaseHTTPRequestHandler):
+    """Answers by the last message, and keeps what it was asked."""
+
+    asked, requests = [], threading.Event()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        text = body["messages"][-1]["content"]
+        if text == "refuse":
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": "the context is full"}}).encode())
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.event({"reasoning": "hm"})
+        if text != "only reasoning":
+            self.event({"content": f"answer {len(self.asked)}"})
+        if text == "endless":
+            while True:  # until the client closes the connection
+                self.event({"content": "."})
+                time.sleep(0.02)
+        self.event({}, "length" if text in {"long", "only reasoning"} else "stop")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, delta, reason=None):
+        choice = {"delta": delta, "finish_reason": reason}
+        self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    def handle(self):
+        try:
+            super().handle()
+        except OSError:
+            self.requests.set()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A recorded server, whose process is this test's."""
+    monkeypatch.setattr(Model, "asked", [])
+    monkeypatch.setattr(Model, "requests", threading.Event())
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    state().mkdir(exist_ok=True, mode=0o700)
+    record.write(
+        record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", server.server_port, "/m", "m", "embedded", "")
+    )
+    environment = {**os.environ, "SPARKFORGE_STATE": str(state())}
+    yield SimpleNamespace(environment=environment, asked=Model.asked, closed=Model.requests)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def talk(served):
+    """Start a conversation on a terminal; end whatever is left of it."""
+    started = []
+
+    def talk(*options):
+        started.append(Terminal(*CHAT, *options, cwd=ROOT, env=served.environment))
+        started[-1].expect("> ")
+        return started[-1]
+
+    yield talk
+    for terminal in started:
+        terminal.close()
+
+
+def messages(body):
+    return [(message["role"], message["content"]) for message in body["messages"]]
+
+
+def test_a_conversation_remembers_what_was_said_until_it_is_reset(talk, served):
+    terminal = talk("--system", "be brief")
+    terminal.type("first\r")
+    terminal.expect("answer 1")
+    terminal.expect("> ")
+    for number, message in enumerate(("second", "third"), 2):
+        terminal.type(f"{message}\r")
+        terminal.expect(f"answer {number}")
+        terminal.expect("> ")
+    first = [("system", "be brief"), ("user", "first")]
+    assert messages(served.asked[0]) == first
+    second = [*first, ("assistant", "answer 1"), ("user", "second")]
+    assert messages(served.asked[1]) == second
+    assert messages(served.asked[2]) == [*second, ("assistant", "answer 2"), ("user", "third")]
+    assert served.asked[1]["max_tokens"] == 1024
+    for command, reply in (("/reset", "forgotten"), ("/system", "no system prompt"), ("/nonsense", "no command")):
+        terminal.type(f"{command}\r")
+        terminal.expect(reply)
+        terminal.expect("> ")
+    terminal.type(" /reset\r")
+    terminal.expect("answer 4")
+    assert messages(served.asked[3]) == [("user", " /reset")]
+    terminal.expect("> ")
+    terminal.type("/quit\r")
+    assert terminal.end() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(talk, served):
+    terminal = talk()
+    terminal.type("endless\r")
+    terminal.expect("answer 1..")
+    terminal.type("\x03")
+    terminal.expect("the answer was ended by Ctrl-C")
+    terminal.expect("> ")
+    assert served.closed.wait(60), "the server goes on with an answer that nobody reads"
+    terminal.type("\x03")
+    terminal.expect("Ctrl-D")
+    terminal.expect("> ")
+    terminal.type("next\r")
+    terminal.expect("answer 2")
+    terminal.expect("> ")
+    kept = messages(served.asked[1])
+    assert kept[0] == ("user", "endless")
+    assert kept[1][1].startswith("answer 1.")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+
+
+def test_a_refused_or_empty_answer_is_told_and_forgotten_and_a_cut_one_is_told(talk, served):
+    terminal = talk("--max-tokens", "9")
+    terminal.type("refuse\r")
+    terminal.expect("the context is full")
+    terminal.expect("> ")
+    terminal.type("only reasoning\r")
+    terminal.expect("the answer was cut: --max-tokens is 9")
+    terminal.expect("> ")
+    terminal.type("long\r")
+    terminal.expect("answer 3")
+    terminal.expect("the answer was cut: --max-tokens is 9")
+    terminal.expect("> ")
+    assert messages(served.asked[2]) == [("user", "long")]
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 128 + signal.SIGTERM
+
+
+def once(served, *options, stdin=""):
+    command = [*CHAT, *options]
+    return subprocess.run(
+        command, cwd=ROOT, env=served.environment, input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "stdin"), [(("hello",), ""), (("--once", "hello"), ""), ((), "hello"), (("hello",), "not read")]
+)
+def test_one_message_gets_one_answer_on_stdout_alone(served, options, stdin):
+    done = once(served, *options, stdin=stdin)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hmanswer 1\n", "")
+    assert messages(served.asked[0]) == [("user", "hello")]
+    assert served.asked[0]["max_tokens"] == 64
+
+
+def test_a_cut_answer_is_told_on_stderr(served):
+    done = once(served, "long", "--system", "be brief", "--max-tokens", "7")
+    assert (done.returncode, done.stdout) == (0, "hmanswer 1\n")
+    assert "the answer was cut: --max-tokens is 7" in done.stderr
+    assert messages(served.asked[0])[0] == ("system", "be brief")
+
+
+@pytest.mark.parametrize(("options", "stdin"), [(("a", "--once", "b"), ""), ((), " \n"), ((), "x" * (1 << 20) + "y")])
+def test_no_message_and_two_are_refused(served, options, stdin):
+    done = once(served, *options, stdin=stdin)
+    assert done.returncode == 2
+    assert "next: ./inv chat" in done.stderr
+    assert served.asked == []

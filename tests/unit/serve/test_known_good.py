@@ -1,0 +1,202 @@
+"""The record of known good starts, and which of them a rollback goes back to."""
+
+import json
+import stat
+from dataclasses import replace
+
+import pytest
+
+from sparkforge.core import errors
+from sparkforge.core.redact_rules import TOKEN
+from sparkforge.environments import Environment
+from sparkforge.serve import embedded, known_good, launch, record, rollback
+from sparkforge.serve.known_good import KnownGood
+
+START = KnownGood(1.0, "docker", "spark", "/models/gpt-oss-120b", "gpt-oss-120b", "safe", 8000, image="sha256:a")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def starts(*images):
+    """Record starts of these images, the last one newest."""
+    for number, image in enumerate(images, 1):
+        known_good.add(replace(START, time=float(number), image=image))
+    return known_good.read()
+
+
+def test_the_newest_is_first_and_the_same_start_is_there_once(state):
+    starts("a", "b", "a")
+    assert [(start.image, start.time) for start in known_good.read()] == [("a", 3.0), ("b", 2.0)]
+    assert stat.S_IMODE((state / "known-good.json").stat().st_mode) == 0o600
+    known_good.add(replace(START, time=9.0, image="a", profile="fast"))
+    assert [start.profile for start in known_good.read()] == ["fast", "safe", "safe"]
+
+
+def test_the_history_is_bounded_and_names_its_images():
+    starts(*(f"image-{number}" for number in range(known_good.HISTORY + 3)))
+    read = known_good.read()
+    assert len(read) == known_good.HISTORY
+    assert set(known_good.images()) == {start.image for start in read}
+
+
+def test_a_damaged_record_is_named_and_not_overwritten(state, capsys):
+    state.mkdir(mode=0o700)
+    (state / "known-good.json").touch(mode=0o600)
+    (state / "known-good.json").write_text("{")
+    with pytest.raises(errors.StorageError, match="cannot read the known good starts"):
+        known_good.read()
+    assert not known_good.remember(START)
+    assert "is not recorded as known good" in capsys.readouterr().err
+    assert (state / "known-good.json").read_text() == "{"
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_record(kit, state):
+    starts("a")
+    number = 0
+    while kit.killed_before(number, lambda: known_good.add(replace(START, time=2.0, image="b"))):
+        assert [start.image for start in known_good.read()] in (["a"], ["b", "a"])
+        number += 1
+    assert number > 3
+    assert known_good.read()[0].image == "b"
+
+
+PROJECT = {
+    "services": {
+        "vllm": {
+            "image": "sparkforge/vllm:spark",
+            "environment": {
+                "SPARKFORGE_SERVE_PROFILE": "safe",
+                "SPARKFORGE_API_KEY": "/home/me/key",
+                "MY_TOKEN": "abcdefgh",
+                "OTHER": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
+                "EMPTY_TOKEN": "",
+            },
+        }
+    }
+}
+
+
+def test_secrets_are_left_out_and_come_from_the_settings_of_now():
+    kept = known_good.without_secrets(PROJECT)
+    environment = kept["services"]["vllm"]["environment"]
+    assert "abcdefgh" not in json.dumps(kept)
+    assert "hf_A" not in json.dumps(kept)
+    assert environment["SPARKFORGE_SERVE_PROFILE"] == "safe"
+    assert environment["SPARKFORGE_API_KEY"] == "/home/me/key"  # a file's path
+    assert (environment["MY_TOKEN"], environment["OTHER"], environment["EMPTY_TOKEN"]) == (TOKEN, TOKEN, "")
+    assert known_good.with_secrets(kept, PROJECT) == PROJECT
+    with pytest.raises(errors.UsageError, match="MY_TOKEN has no value"):
+        known_good.with_secrets(kept, {"services": {"vllm": {"environment": {"OTHER": "x"}}}})
+
+
+def test_a_setting_with_flags_is_no_secret():
+    environment = {"VLLM_ARGS": "--max-num-seqs 8 --max-num-batched-tokens=4096", "MODEL_URL": "http://me:pass@host/"}
+    kept = known_good.without_secrets({"services": {"vllm": {"environment": environment}}})
+    assert kept["services"]["vllm"]["environment"] == {**environment, "MODEL_URL": TOKEN}
+
+
+def serve(monkeypatch, proved):
+    """Have a server run that was proved at that time."""
+    server = record.Server(1, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", proved=proved)
+    monkeypatch.setattr(record.Server, "alive", True)
+    return server
+
+
+def test_without_a_start_there_is_nothing_to_go_back_to():
+    with pytest.raises(errors.ServerError, match="there is no known good start"):
+        rollback._choose([], 0, None)
+    with pytest.raises(errors.ServerError, match="no known good start 2"):
+        rollback._choose(starts("a"), 2, None)
+
+
+def test_after_an_upgrade_that_failed_the_newest_known_good_start_comes_back(monkeypatch):
+    read = starts("a", "b")
+    assert rollback._choose(read, 0, None).image == "b"
+    assert rollback._choose(read, 0, serve(monkeypatch, 7.0)).image == "b"  # what runs was never recorded
+    assert rollback._choose(read, 2, None).image == "a"
+
+
+def test_from_a_known_good_server_it_is_the_one_before_unless_a_newer_image_waits(monkeypatch):
+    read = starts("a", "b")
+    server = serve(monkeypatch, 2.0)
+    monkeypatch.setattr(rollback, "_tagged", lambda start: "b")
+    assert rollback._choose(read, 0, server).image == "a"
+    monkeypatch.setattr(rollback, "_tagged", lambda start: "built-since")
+    assert rollback._choose(read, 0, server).image == "b"
+    monkeypatch.setattr(rollback, "_tagged", lambda start: "a")
+    with pytest.raises(errors.ServerError, match="the only known good one runs"):
+        rollback._choose(starts("a")[:1], 0, serve(monkeypatch, 1.0))
+
+
+def test_an_interrupted_rollback_goes_on_to_the_same_start_until_one_is_good(state, capsys):
+    read = starts("a", "b")
+    known_good.intent_path().write_text(json.dumps({"to": read[1].identity}))
+    assert rollback._choose(read, 0, None).image == "a"
+    assert "a rollback was interrupted" in capsys.readouterr().err
+    read = starts("c")
+    assert not known_good.intent_path().exists()
+    assert rollback._choose(read, 0, None).image == "c"
+
+
+def test_a_rollback_of_the_embedded_device_needs_the_locks_of_then():
+    settings = {"model": "", "key_file": "", "hosts": [], "profiled": False, "arguments": []}
+    start = replace(START, image="", device="embedded", stack="embedded", environment="0" * 64, settings=settings)
+    known_good.add(replace(start, revision="abc", port=1))
+    with pytest.raises(errors.ServerError, match="other locks") as caught:
+        rollback.plan()
+    assert caught.value.fix == "git checkout abc, then ./inv rollback"
+
+
+def test_a_record_that_others_may_write_is_not_believed(state):
+    starts("a")
+    (state / "known-good.json").chmod(0o666)
+    with pytest.raises(errors.StorageError, match="is not believed"):
+        known_good.read()
+
+
+def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
+    monkeypatch.setattr(embedded.environments, "stamp", lambda _environment: {"lock": "1"})
+    server = record.Server(1, 1.0, "::1", 8000, "m", "m", "embedded", "", proved=1.0)
+    python = Environment("embedded").python
+    embedded._remember(server, python, "", embedded.Access(), profiled=False, arguments=())
+    (start,) = known_good.read()
+    given = {}
+    monkeypatch.setattr(rollback.environment, "prepare", lambda *_words: Environment("embedded"))
+    monkeypatch.setattr(rollback.embedded, "up", lambda *_words, **more: given.update(more) or server)
+    assert rollback._start_embedded(start, None) == server
+    assert given["host"] == "::1"
+    older = {name: value for name, value in start.settings.items() if name != "host"}
+    assert rollback._host(replace(start, settings=older)) == "127.0.0.1"
+
+
+def test_two_rollbacks_at_once_exclude_each_other(monkeypatch, state):
+    plan = rollback.RollbackPlan(replace(START, image=""), (), serves=False)
+    server = record.Server(0, 0.0, "127.0.0.1", 8000, "", "", "embedded", "", proved=7.0)
+    done = []
+
+    def second(*_words):
+        with pytest.raises(errors.StorageError, match="cannot start a server") as busy:
+            rollback.perform(plan, None)
+        assert "no server runs" not in busy.value.what
+        done.append(len(done))
+        return server
+
+    monkeypatch.setattr(rollback.record, "leftovers", lambda: second() and [])  # before anything is stopped
+    monkeypatch.setattr(rollback, "_start_embedded", second)
+    add = known_good.add
+    monkeypatch.setattr(known_good, "add", lambda start: second() and add(start))
+    assert rollback.perform(plan, None) == server
+    assert len(done) >= 3
+    assert known_good.read()[0].time == 7.0
+
+
+def test_what_a_killed_rollback_left_is_gone_at_the_next_start(state):
+    state.mkdir(mode=0o700)
+    known_good.project_path().write_text("{}")  # with the values that the record leaves out
+    with launch.starting():
+        assert not known_good.project_path().exists()

@@ -1,0 +1,68 @@
+"""`up` refuses a container whose model does not fit the memory that is free now."""
+
+import json
+
+import pytest
+
+from sparkforge.core.errors import RefusalError
+from sparkforge.image.compose import Service
+from sparkforge.models import table
+from sparkforge.serve import memory_plan
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "gpt-oss-20b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(table.load()["gpt-oss-20b"].config)))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    return folder
+
+
+def service(**environment):
+    environment = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_STACK": "spark", **environment}
+    return Service("image", "spark", "127.0.0.1", 8000, 1, environment, "")
+
+
+def project(folder):
+    """Return a resolved project that mounts a folder of models."""
+    mounts = [{"type": "volume", "source": "cache", "target": "/var/cache"}]
+    mounts += [{"type": "bind", "source": str(folder), "target": "/models"}]
+    return {"services": {"vllm": {"volumes": mounts}}}
+
+
+def test_a_share_that_leaves_nothing_beside_it_is_refused_with_figures(model):
+    with pytest.raises(RefusalError) as refused:  # more than any machine has beside its system
+        memory_plan.judge(model, ("--gpu-memory-utilization=1",), {})
+    assert refused.value.code == "validation.too-large"
+    assert "GiB free" in refused.value.why
+
+
+def test_what_cannot_be_known_here_is_left_to_the_container(tmp_path, monkeypatch):
+    memory_plan.judge(tmp_path / "elsewhere", ("--gpu-memory-utilization=1",), {})
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    memory_plan.require_room(service(SPARKFORGE_MODEL="/data/x"), project(tmp_path))
+    memory_plan.require_room(service(SPARKFORGE_MODEL="/models/x"), project(tmp_path))
+    memory_plan.require_room(service(SPARKFORGE_MODEL="/models/x"), {"services": {"vllm": {}}})
+
+
+def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    judged = []
+    monkeypatch.setattr(memory_plan, "judge", lambda *words: judged.append(words))
+    environment = {"SPARKFORGE_MODEL": "/models/gpt-oss-20b", "SPARKFORGE_SERVE_PROFILE": "fast"}
+    environment |= {"SPARKFORGE_MAX_MODEL_LEN": "4096", "SPARKFORGE_GUARD_GIB": "5"}
+    memory_plan.require_room(service(**environment), project(model.parent))
+    ((folder, arguments, variables),) = judged
+    assert folder == model
+    assert "--gpu-memory-utilization=0.85" in arguments
+    assert arguments[-1] == "--max-model-len=4096"
+    assert variables["SPARKFORGE_GUARD_GIB"] == "5"  # of .env, which only Compose reads
+
+
+def test_a_machine_without_such_a_gpu_is_not_judged(model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: False)
+    monkeypatch.setattr(memory_plan, "judge", lambda *_: pytest.fail("there is no unified memory"))
+    environment = service(SPARKFORGE_MODEL="/models/gpt-oss-20b")
+    memory_plan.require_room(environment, project(model.parent))

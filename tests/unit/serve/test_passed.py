@@ -1,0 +1,228 @@
+"""What `./inv up` passes to vLLM: --host, --context and the flags behind `--`; nothing is started."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sparkforge.cli import program
+from sparkforge.core.arguments import flag_value
+from sparkforge.core.console import Steps
+from sparkforge.core.errors import UsageError
+from sparkforge.image import devices
+from sparkforge.serve import access, container, embedded, environment, launch, passed, screen
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
+UP = ["up", "--device", devices.EMBEDDED]
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What would be started: (description, what the validator gets); the program behind `./inv up` is replaced."""
+    calls = []
+
+    def start(launched, _tell):
+        calls.append(launched)
+        raise UsageError("not started", "by the test", "")
+
+    monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
+    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
+    monkeypatch.setattr(embedded, "validate", lambda *arguments: calls.append(arguments) or "serve")
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "check_free", lambda *address: calls.append(address))
+    monkeypatch.setattr(screen, "show_ready", lambda _server: None)
+    monkeypatch.setenv("INV_CWD", str(tmp_path))
+    for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN", access.HOSTS):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+@pytest.fixture
+def key(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("sesame\n")
+    file.chmod(0o600)
+    return "key"
+
+
+def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, tmp_path, capsys):
+    flags = ["--max-num-seqs", "4", "--chat-template=./x.jinja", "--no-enforce-eager"]
+    assert program.main([*UP, "--context", "512", "--", *flags]) == 2
+    _address, validated, launched = started
+    wanted = ("--max-model-len=512", *flags[:2], f"--chat-template={tmp_path}/x.jinja", flags[3])
+    assert validated[-1] == wanted
+    at = launched.command.index("--max-model-len=512")
+    assert launched.command[at : at + len(wanted)] == wanted
+    assert launched.command.index("--max-num-seqs=16") < at
+    told = capsys.readouterr().err
+    assert "--max-num-seqs takes the place of the profile's --max-num-seqs (16)" in told
+    assert "--no-enforce-eager takes the place of the profile's --enforce-eager" in told
+
+
+def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
+    monkeypatch.setenv("MAX_MODEL_LEN", "999")
+    program.main([*UP, "--context", "512"])
+    assert flag_value(started[-1].command, "--max-model-len") == "512"
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        (["--host", EVERYWHERE], "--host cannot", "./inv up --host"),
+        (["--port=1"], "--port cannot", "./inv up --port"),
+        (["--hos", EVERYWHERE], "--hos, which vLLM reads as --host, cannot", "./inv up --host"),
+        (["--enforce-eager", "--served_model_name", "x"], "--served-model-name cannot", "./inv up --model"),
+        (["--api-key", "x"], "--api-key cannot", "--api-key-file"),
+        (["--middleware", "x.y"], "--middleware cannot", "proxy"),
+        (["--ssl-certfile=./c"], "--ssl-certfile cannot", "docker.md"),
+        (["--config", "f.yaml"], "--config cannot", "behind --"),
+        (["--no-enable-auto-tool-choice"], "--no-enable-auto-tool-choice cannot", "leave it out"),
+        (["--uds", "/tmp/x"], "--uds cannot", "--host"),
+        (["--enforce-eager", "--", "b"], "-- cannot", "./inv up --"),
+        (["a-model"], "'a-model' is no flag", "./inv up --"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_flag_that_would_break_the_proof_or_the_address_is_refused(started, capsys, flags, what, fix):
+    assert program.main([*UP, "--", *flags]) == UsageError.exit_code
+    told = capsys.readouterr().err
+    assert what in told
+    assert fix in told.rpartition("next:")[2]
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "flags", [["--model-impl", "auto"], ["--uvicorn-log-level=info"], ["-O3"], ["--config-format", "hf"]]
+)
+def test_a_flag_whose_name_only_begins_like_a_refused_one_passes(flags):
+    assert passed.checked(flags, relative_to=None) == tuple(flags)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--context", "0"], "--context '0' is no length"),
+        (["--context", "8k"], "--context '8k' is no length"),
+        (["--context", "512", "--", "--max_model_len", "256"], "--context 512 and --max-model-len 256"),
+        (["--host", "spark.local"], "--host spark.local is no IP address"),
+        (["--host", EVERYWHERE], "--host 0.0.0.0 needs --api-key-file"),
+        (["--host", "192.168.1.20"], "--host 192.168.1.20 needs --api-key-file"),
+        (["--host", "::"], "--host :: needs --api-key-file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+@pytest.mark.parametrize("device", [devices.EMBEDDED, devices.DOCKER_CPU])
+def test_a_wrong_context_or_an_open_address_is_refused(started, capsys, device, options, what):
+    assert program.main(["up", "--device", device, *options]) == UsageError.exit_code
+    assert what in capsys.readouterr().err.replace("'", "'").replace("--host 'spark.local'", "--host spark.local")
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "hosts"),
+    [
+        ("", "http://127.0.0.1:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000"),
+        ("localhost", "http://127.0.0.1:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000"),
+        ("127.0.0.2", "http://127.0.0.2:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000,127.0.0.2:8000"),
+        ("::1", "http://[::1]:8000", "localhost:8000,127.0.0.1:8000,[::1]:8000"),
+    ],
+)
+def test_a_loopback_address_needs_no_key(started, host, url, hosts):
+    program.main([*UP, *(["--host", host] if host else [])])
+    address, validated, launched = started
+    assert address == (8000, launched.host)
+    assert validated[3] == flag_value(launched.command, "--host") == launched.host
+    assert launch.Server(1, 0.0, launched.host, 8000, "", "", "", "").url == url
+    assert launched.environment[access.HOSTS] == hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "hosts"),
+    [
+        (EVERYWHERE, [], "*"),
+        (EVERYWHERE, ["--allow-hosts", "spark.local"], "localhost:8000,127.0.0.1:8000,[::1]:8000,spark.local"),
+        ("192.168.1.20", [], "localhost:8000,127.0.0.1:8000,[::1]:8000,192.168.1.20:8000"),
+    ],
+)
+def test_an_address_that_others_reach_has_a_key_and_its_name(started, key, host, more, hosts):
+    program.main([*UP, "--host", host, "--api-key-file", key, *more])
+    launched = started[-1]
+    assert (launched.host, launched.key) == (host, "sesame")
+    assert launched.environment[access.HOSTS] == hosts
+
+
+def compose_config(docker_command, monkeypatch, **changes):
+    service = {
+        "image": "sparkforge/vllm:embedded",
+        "ports": [{"host_ip": changes.get("host", "127.0.0.1"), "published": "8000", "target": 8000}],
+        "environment": {
+            "SPARKFORGE_PROFILE": "embedded",
+            "SPARKFORGE_STACK": "embedded",
+            **changes.get("variables", {}),
+        },
+    }
+    docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
+    docker_command.answers("config --format json", out=json.dumps({"services": {"vllm": service}}))
+
+
+def test_compose_gets_the_address_the_context_and_the_flags():
+    variables = container.passed_on({"MAX_MODEL_LEN": "512"}, "192.168.1.20", 8000, "", ["--a", "b c"])
+    assert variables == {
+        "MAX_MODEL_LEN": "512",
+        "SPARKFORGE_BIND": "192.168.1.20",
+        "VLLM_ARGS": "--a 'b c'",
+        access.HOSTS: "localhost:8000,127.0.0.1:8000,[::1]:8000,192.168.1.20:8000",
+    }
+    assert container.passed_on({}, "", 8000, "", []) == {}
+
+
+def test_up_hands_them_to_compose(started, key, monkeypatch):
+    """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
+
+    def start(device, env, *_more):
+        started.append((device, env))
+        return SimpleNamespace(model_id="m", url="http://127.0.0.1")
+
+    monkeypatch.setattr(container, "up", start)
+    monkeypatch.setenv("MAX_MODEL_LEN", "999")
+    options = ["--host", "192.168.1.20", "--api-key-file", key, "--context", "512"]
+    assert (
+        program.main(["up", "--device", devices.DOCKER_CPU, *options, "--", "--chat-template=./b", "--seed", "d e"])
+        == 0
+    )
+    device, env = started[-1]
+    assert device == devices.DOCKER_CPU
+    assert env["SPARKFORGE_BIND"] == "192.168.1.20"
+    assert env["MAX_MODEL_LEN"] == "512"
+    assert env["VLLM_ARGS"] == "--chat-template=./b --seed 'd e'"  # a path of the container stays as it is
+    assert env[access.HOSTS].endswith(",192.168.1.20:8000")
+    assert program.main(["up", "--device", devices.DOCKER_CPU]) == 0
+    assert not {"SPARKFORGE_BIND", "VLLM_ARGS", access.HOSTS} & started[-1][1].keys()
+
+
+def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, docker_command, monkeypatch):
+    flags = {"VLLM_ARGS": "--a '$x'"}
+    escaped = {"VLLM_ARGS": "--a '$$x'"}  # as `docker compose config` prints it
+    compose_config(docker_command, monkeypatch, host=EVERYWHERE, variables=escaped)
+    monkeypatch.setattr(container.access, "require_key", lambda *_key: None)  # it has a test of its own
+    monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
+    with pytest.raises(UsageError, match="so far"):
+        container.up(devices.DOCKER_CPU, {"SPARKFORGE_BIND": EVERYWHERE, **flags}, Steps(4), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "what"),
+    [
+        ({"SPARKFORGE_BIND": EVERYWHERE}, {}, "--host 0.0.0.0 has no effect"),
+        ({"VLLM_ARGS": "--a 1"}, {}, "the flags --a 1 have no effect"),
+    ],
+)
+def test_compose_files_that_leave_out_what_was_asked_for_are_named(
+    fake_engine, docker_command, monkeypatch, wanted, changes, what
+):
+    """Somebody's own Compose file may publish elsewhere, or pass no flags on: nothing starts then."""
+    compose_config(docker_command, monkeypatch, **changes)
+    with pytest.raises(UsageError) as caught:
+        container.up(devices.DOCKER_CPU, wanted, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
+    assert caught.value.what == what
+    assert not [call for call in docker_command.calls if " up " in call]

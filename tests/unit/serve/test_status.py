@@ -1,0 +1,202 @@
+"""`./inv status` with a small server in vLLM's place, whose counters the test turns."""
+
+import http.server
+import json
+import os
+import sys
+import threading
+
+import pytest
+from terminal import Terminal
+
+from sparkforge.cli import program
+from sparkforge.core.errors import NetworkError, ServerError
+from sparkforge.core.paths import ROOT, state
+from sparkforge.core.process import started_at
+from sparkforge.serve import failure, record, screen, status
+
+METRICS = """\
+# HELP vllm:generation_tokens_total Number of generation tokens processed.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {tokens}
+vllm:generation_tokens_total{{engine="1",model_name="m"}} 1.0
+vllm:generation_tokens_created{{engine="0",model_name="m"}} 1.7e+09
+vllm:prompt_tokens_total{{engine="0"}} 7.0
+vllm:num_requests_running{{engine="0"}} 2.0
+vllm:num_requests_waiting{{engine="0"}} 3.0
+vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 9.0
+vllm:kv_cache_usage_perc{{engine="0"}} 0.25
+vllm:kv_cache_usage_perc{{engine="1"}} NaN
+"""
+LOG = """\
+INFO 11-21 03:40:12 [core.py:1] all is well
+(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel
+Error in a line that is not the logger's
+INFO 11-21 03:40:14 [core.py:1] all is well
+"""
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """Each look at the counters finds 1,000 tokens more."""
+
+    tokens, metrics = 0, METRICS
+
+    def do_GET(self):
+        if self.path == "/metrics":
+            Api.tokens += 1000
+            text = self.metrics.format(tokens=self.tokens)
+        else:
+            text = json.dumps({"data": [{"id": "m", "max_model_len": 4096}]} if self.path == "/v1/models" else {})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A recorded server whose process is this test's."""
+    monkeypatch.setattr(Api, "tokens", 0)
+    monkeypatch.setattr(status, "INTERVAL", 0.01)
+    monkeypatch.setattr(status, "BETWEEN", 0.01)
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    record.log_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    recorded = record.Server(
+        os.getpid(), started_at(os.getpid()), "127.0.0.1", http_server.server_port, "/m", "m", "embedded",
+        str(record.log_path()), profile="embedded", proved=1.8e9, proof={"a chat": ""},
+    )  # fmt: skip
+    record.write(recorded)
+    yield recorded
+    http_server.shutdown()
+    http_server.server_close()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(status, "gpus", list)
+
+
+def shown(capsys):
+    return capsys.readouterr().out
+
+
+def test_the_figures_are_the_servers(server, no_gpu):
+    record.log_path().write_text(LOG)
+    report, reading = status.report(server)
+    served = report.server
+    assert (served.model, served.profile, served.context, served.healthy) == ("m", "embedded", 4096, True)
+    assert (served.load.running, served.load.waiting, served.load.kv_used) == (2, 3, 0.25)
+    assert served.load.generated_per_second * served.load.seconds == pytest.approx(1000, rel=0.1)  # rounded
+    assert served.load.prompt_per_second == 0
+    assert 0 < served.uptime_seconds < 1e6
+    assert 0 < report.host.available <= report.host.total
+    assert report.host.server is not None
+    assert report.last_error == status.LastError(
+        source="log", when="11-21 03:40:13", text="RuntimeError: no such kernel"
+    )
+    second, _ = status.report(server, reading)
+    assert second.server.load.generated_per_second > 0
+
+
+def test_a_person_reads_them_in_lines(server, no_gpu, capsys):
+    assert program.main(["status"]) == 0
+    out = shown(capsys)
+    assert f"m at {server.url}/v1 · healthy · embedded · pid {os.getpid()}\n" in out
+    assert "profile embedded · context 4096 tokens\n" in out
+    assert "2 running, 3 waiting · KV cache 25.0% used\n" in out
+    assert "GB available\n" in out
+    assert "last error: none in the log\n" in out
+    assert "proved: a chat · at its start, 2027-01-15T08:00:00+00:00\n" in out
+
+
+def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):
+    assert program.main(["status", "--json"]) == 0
+    document = json.loads(shown(capsys))
+    assert status.StatusReport.model_validate(document).server.model == "m"
+    assert document["format"] == "sparkforge-status/1"
+    assert document["gpus"] == []
+    assert (ROOT / "sparkforge" / "serve" / "status.schema.json").read_text() == status.schema(), (
+        "python3 -m sparkforge.serve.status > sparkforge/serve/status.schema.json"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "no metrics at all", "vllm:generation_tokens_total nonsense {{", "\x00\xff"])
+def test_other_metrics_are_no_figures_and_no_error(server, no_gpu, monkeypatch, capsys, text):
+    monkeypatch.setattr(Api, "metrics", text)
+    assert program.main(["status"]) == 0
+    assert "now: /metrics does not answer\n" in shown(capsys)
+
+
+def test_without_a_server_it_says_so_and_json_has_the_last_failure(no_gpu, capsys):
+    with pytest.raises(NetworkError), failure.remembered():
+        raise NetworkError("cannot find x", "no network", "", code="network.fetch")
+    assert program.main(["status", "--json"]) == ServerError.exit_code
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["server"] is None
+    assert document["last_error"]["text"] == "cannot find x: no network"
+    assert "no server is running" in err
+    assert program.main(["down"]) == 0
+    assert "nothing to stop" in capsys.readouterr().err
+
+
+def smi(tmp_path, monkeypatch, text):
+    """Put a stand-in for nvidia-smi first on PATH, which prints `text`."""
+    (tmp_path / "bin").mkdir()
+    stand_in = tmp_path / "bin" / "nvidia-smi"
+    stand_in.write_text(f"#!/bin/sh\ncat <<'E'\n{text}\nE\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("text", "unified", "words"),
+    [
+        ("NVIDIA GB10, [N/A], [N/A], 40", True, "NVIDIA GB10 shares it (unified memory), busy 40%"),
+        ("NVIDIA GB10, [Not Supported], [Not Supported], [N/A]", True, "NVIDIA GB10 shares it (unified memory)"),
+        ("NVIDIA H200, 143771, 1024, 0", False, "NVIDIA H200 1.1 of 150.8 GB used, busy 0%"),
+    ],
+)
+def test_a_gpu_by_nvidia_smi(server, tmp_path, monkeypatch, capsys, text, unified, words):
+    smi(tmp_path, monkeypatch, text)
+    report, _ = status.report(server)
+    assert [gpu.unified for gpu in report.gpus] == [unified]
+    screen.show_status(server)
+    assert words in shown(capsys)
+
+
+def test_watch_prints_a_line_each_or_an_object(server, no_gpu, capsys):
+    assert program.main(["status", "--watch", "--count", "3"]) == 0
+    lines = shown(capsys).splitlines()
+    assert len(lines) == 3
+    assert all("healthy" in line and "2 running" in line for line in lines)
+    assert program.main(["status", "--watch", "--count", "2", "--json"]) == 0
+    assert [json.loads(line)["server"]["load"]["running"] for line in shown(capsys).splitlines()] == [2, 2]
+
+
+def test_watch_ends_once_the_server_has_ended(server, no_gpu, monkeypatch, capsys):
+    def report(running, _before):
+        record.forget()
+        return status.report_of_none(), None
+
+    monkeypatch.setattr(status, "report", report)
+    assert program.main(["status", "--watch"]) == ServerError.exit_code
+    assert "no server" in shown(capsys)
+
+
+def test_watch_redraws_on_a_terminal_and_ctrl_c_ends_it_with_0(server):
+    environment = {**os.environ, "SPARKFORGE_STATE": str(state())}
+    terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "status", "--watch", cwd=ROOT, env=environment)
+    try:
+        for _ in range(2):
+            terminal.expect("2 running, 3 waiting")
+        assert "\x1b[" in terminal.text[: terminal.text.rindex("2 running")]  # it went back up
+        terminal.type("\x03")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.text
+        assert terminal.text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+    finally:
+        terminal.close()

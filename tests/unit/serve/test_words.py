@@ -1,0 +1,267 @@
+"""What people type behind the image's name, and what the server gets of it: deploy/start and the entrypoint."""
+
+import os
+import subprocess
+
+import pytest
+
+from sparkforge.core.arguments import without_flag
+from sparkforge.core.errors import UsageError
+from sparkforge.core.paths import ROOT
+from sparkforge.image import compose
+from sparkforge.serve import access, container, embedded, entrypoint, settings
+from sparkforge.serve.entrypoint import ContainerArguments
+
+MODEL = "openai/gpt-oss-120b"
+FLAGS = ("--max-model-len", "8192")
+API_SERVER = "vllm.entrypoints.openai.api_server"
+SERVERS = {
+    "vllm serve": ["vllm", "serve", MODEL, *FLAGS],
+    "serve": ["serve", MODEL, *FLAGS],
+    "a bare model": [MODEL, *FLAGS],
+    "--model": [*FLAGS, "--model", MODEL],
+    "--model=": [f"--model={MODEL}", *FLAGS],
+    "vllm serve --model": ["vllm", "serve", *FLAGS, f"--model={MODEL}"],
+    "the module": ["python3", "-m", API_SERVER, "--model", MODEL, *FLAGS],
+}
+
+
+@pytest.fixture
+def image(monkeypatch, tmp_path):
+    """The variables of the Spark's image, and a snapshot of the model in a mounted cache; returns the snapshot."""
+    for name in [name for name in os.environ if name.startswith(("SPARKFORGE_", "HF_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    snapshot = tmp_path / "hub/models--openai--gpt-oss-120b/snapshots/c1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+@pytest.mark.parametrize("words", SERVERS.values(), ids=SERVERS)
+def test_every_form_of_a_server_is_the_same_request(words):
+    assert entrypoint.read_words(words) == ContainerArguments(MODEL, FLAGS)
+
+
+def test_flags_alone_and_a_validation():
+    assert entrypoint.read_words([]) == ContainerArguments()
+    assert entrypoint.read_words(list(FLAGS)) == ContainerArguments("", FLAGS)
+    assert entrypoint.read_words(["validate"]) == ContainerArguments(only_validate=True)
+    assert entrypoint.read_words(["validate", "tiny", *FLAGS]) == ContainerArguments("tiny", FLAGS, only_validate=True)
+
+
+def test_two_models_are_refused():
+    with pytest.raises(UsageError, match="two models are named: a/b and c/d"):
+        entrypoint.read_words(["vllm", "serve", "a/b", "--model", "c/d"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-model-len 4",
+        "--max-model-len=4",
+        "--enforce-eager",
+        "--enable-log-requests",
+        "--a-new-flag",
+        "-tp 2",
+        "--",
+    ],
+)
+@pytest.mark.parametrize("start", ["vllm serve", "validate", ""])
+def test_a_model_behind_flags_is_never_taken_for_the_default_one(start, flags):
+    with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is cannot be told") as refused:
+        entrypoint.read_words([*start.split(), *flags.split(), MODEL])
+    assert "put the model first" in refused.value.fix
+    with pytest.raises(UsageError):
+        entrypoint.read_words([*start.split(), *flags.split(), "/models/mine", "--max-num-seqs", "2"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dtype auto -tp 2 -O3",
+        "--served-model-name a b --seed -1",
+        "--chat-template /a --tokenizer=a/b --hf_config_path c/d",
+    ],
+)
+def test_values_of_flags_are_no_models(flags):
+    assert entrypoint.read_words(flags.split()) == ContainerArguments("", tuple(flags.split()))
+    assert entrypoint.read_words([MODEL, *flags.split(), "--a-new-flag", "x/y"]).model == MODEL
+
+
+def plan(words, **variables):
+    return entrypoint.plan(settings.read({**os.environ, **variables}), entrypoint.read_words(words))
+
+
+def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
+    server = plan(SERVERS["vllm serve"])
+    assert (server.model, server.model_id) == (str(image), MODEL)
+    assert server.environment["HF_HUB_CACHE"] == str(image.parents[2])  # for a drafter that is named
+    assert server.arguments.count("--model") == 1
+    named = plan([], SPARKFORGE_MODEL=MODEL)
+    assert (named.model, named.model_id) == (str(image), MODEL)
+    assert "8192" not in named.arguments
+
+
+def test_the_checkpoints_own_format_changes_nothing(image, capsys):
+    server = plan([*SERVERS["vllm serve"], "--quantization", "mxfp4"])
+    assert server.extra_arguments == FLAGS
+    assert "--moe-backend=flashinfer_cutlass" in server.arguments
+    assert "what the checkpoint is already" in capsys.readouterr().err
+    assert plan([MODEL, "--quantization=fp8"]).extra_arguments == ("--quantization=fp8",)
+
+
+def test_vllm_args_are_split_as_a_shell_would_and_stay_out_of_the_environment(image, monkeypatch):
+    monkeypatch.setenv("VLLM_ARGS", "--max-num-seqs 8 --chat-template '/my templates/a b'")
+    server = plan([MODEL, "--max-num-seqs=3"])
+    assert server.extra_arguments == (
+        "--max-num-seqs", "8", "--chat-template", "/my templates/a b", "--max-num-seqs=3",
+    )  # fmt: skip
+    assert "VLLM_ARGS" not in server.environment  # vLLM has no such variable, and its validator's check would say so
+
+
+@pytest.mark.parametrize("text", ["--chat-template 'open", "--model x/y", "--model=x/y"])
+def test_vllm_args_that_cannot_be_read_or_name_a_model_are_refused(text):
+    with pytest.raises(UsageError, match="VLLM_ARGS"):
+        settings.read({"SPARKFORGE_PROFILE": "embedded", "VLLM_ARGS": text})
+
+
+@pytest.mark.parametrize("text", ["3g", "-1", "nan"])
+def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
+    """The supervisor would say so in the log and serve without a guard."""
+    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
+        settings.read({"SPARKFORGE_GUARD_GIB": text})
+    monkeypatch.setenv("SPARKFORGE_GUARD_GIB", text)
+    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
+        embedded.check("", "")
+    with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
+        container.variables("", "", 8000)
+    assert settings.read({"SPARKFORGE_GUARD_GIB": "0"}) == settings.read({"SPARKFORGE_GUARD_GIB": ""})
+
+
+def test_a_key_in_vllm_args_is_refused(image):
+    with pytest.raises(UsageError, match="--api-key may not be an argument"):
+        plan([MODEL], VLLM_ARGS="--api-key sesame")
+
+
+def test_a_flag_and_its_values_are_taken_out():
+    words = ["--a", "1", "--max_model_len", "2", "--max-model-len=3", "--b"]
+    assert without_flag(words, "--max-model-len") == ["--a", "1", "--b"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "[::1]", "127.3.2.1", "localhost"])
+def test_loopback_needs_no_key(address):
+    access.require_key(address, "")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.7", "[fe80::1]"])  # noqa: S104 - what is refused
+def test_another_address_needs_a_key(address):
+    with pytest.raises(UsageError, match="would open the server without an API key") as caught:
+        access.require_key(address, "")
+    assert "SPARKFORGE_API_KEY" in caught.value.fix
+    access.require_key(address, "sesame")
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="'eth0' is no address"):
+        access.require_key("eth0", "sesame")
+
+
+def test_the_machines_network_is_the_one_with_hardware(tmp_path):
+    (tmp_path / "eth0").mkdir()
+    assert not access.has_host_network(tmp_path)
+    (tmp_path / "enp1s0/device").mkdir(parents=True)
+    assert access.has_host_network(tmp_path)
+
+
+@pytest.mark.parametrize(("hosts", "address"), [(True, "127.0.0.1"), (False, "0.0.0.0")])  # noqa: S104 - a container's
+def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypatch, hosts, address):
+    monkeypatch.setattr(access, "has_host_network", lambda: hosts)
+    assert plan([MODEL]).address() == (address, 8000)
+
+
+def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch):
+    """`./inv up` with SPARKFORGE_BIND in `.env`; the engine and Compose are stand-ins."""
+    service = compose.Service("image", "spark", "0.0.0.0", 8000, 0, {}, "")  # noqa: S104 - what is refused
+    monkeypatch.setattr(container, "_check_engine", lambda: None)
+    monkeypatch.setattr(container.docker_compose, "resolved", lambda _env: {})
+    monkeypatch.setattr(container.docker_compose, "service_of", lambda _project: service)
+
+    class Step:
+        def step(self, *_words):
+            return self
+
+        def __enter__(self):
+            return lambda _text: None
+
+        def __exit__(self, *_error):
+            return None
+
+    monkeypatch.setattr(container.docker_compose, "up", lambda *_more: pytest.fail("it was started"))
+    engine = type("Engine", (), {"version": "28", "platform": "linux", "leaks_loopback_ports": False})
+    monkeypatch.setattr(container, "_check_engine", lambda: engine)
+    with pytest.raises(UsageError, match=r"0\.0\.0\.0 would open the server without an API key"):
+        container.up("docker", {}, Step(), lambda *_more: pytest.fail("it was built"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "expected"),
+    [
+        ({}, "3f2a00bb11cc", "docker start 3f2a00bb11cc   # docker compose up -d with the same -f files"),
+        ({}, "spark", "docker compose up -d"),
+        ({"SPARKFORGE_COMPOSE_FILE": "a.yml:my b.yml"}, "3f2a00bb11cc", "docker compose -f a.yml -f 'my b.yml' up -d"),
+    ],
+)
+def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, variables, host, expected):
+    monkeypatch.setattr(entrypoint.socket, "gethostname", lambda: host)
+    assert entrypoint.start_again(variables).startswith(expected)
+    assert host == "3f2a00bb11cc" or entrypoint.start_again(variables) == expected
+
+
+def start(tmp_path, *words):
+    """Run deploy/start on folders of our own, with a stand-in for the image's Python that prints its arguments."""
+    root = tmp_path / "opt"
+    (root / "bin").mkdir(parents=True)
+    (root / "key").write_text("k\n")
+    for name in ("python", "vllm"):
+        (root / "bin" / name).write_text(f'#!/bin/sh\nprintf "%s|" {name} "$@"\n')
+        (root / "bin" / name).chmod(0o755)
+    script = (ROOT / "deploy/start").read_text(encoding="utf-8")
+    script = script.replace("/opt/venv", str(root)).replace("root=/opt/sparkforge", f"root='{root}'")
+    environment = {"PATH": f"{root}/bin:/usr/bin:/bin", "SPARKFORGE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, "start", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+SERVE = "python|-m|sparkforge.serve.entrypoint|"
+
+
+@pytest.mark.parametrize("words", [*SERVERS.values(), [], list(FLAGS), ["validate"], ["tiny"], ["/models"]])
+def test_servers_and_validations_go_to_the_entrypoint(tmp_path, words):
+    assert start(tmp_path, *words) == SERVE + "".join(f"{word}|" for word in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["python", "-c", "import vllm"], "python|-c|import vllm|"),
+        (["vllm", "bench", "serve"], "vllm|bench|serve|"),
+        (["vllm"], "vllm|"),
+        (["sh", "-c", "echo 'a  b'"], "a  b\n"),
+        (["/bin/echo", "one", "two words"], "one two words\n"),
+        (["echo", "-n", "x"], "x"),
+    ],
+)
+def test_other_programs_are_run_as_they_are(tmp_path, words, printed):
+    assert start(tmp_path, *words) == printed
+
+
+def test_a_command_of_compose_is_shown_with_the_files_that_are_in_use(monkeypatch, tmp_path):
+    more = tmp_path / "my override.yml"
+    more.write_text("")
+    monkeypatch.setenv(compose.MORE, str(more))
+    shown = compose.typed("ps", "--all")
+    assert shown.startswith("docker compose --project-name ")
+    assert f"--file {ROOT / compose.FILE} --file '{more}' ps --all" in shown
