@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(items):
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.timeout(1500))
+            if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine
+                item.add_marker(pytest.mark.skip(reason="needs a private Docker engine: sudo tests/engine/run"))
 
 
 @dataclass
@@ -51,8 +53,6 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def engine():
-    if not os.environ.get("SPARKFORGE_ENGINE"):  # never a user's own engine
-        pytest.skip("needs a private Docker engine: sudo tests/engine/run")
     ca = os.environ.get("PIP_CERT") or "/etc/ssl/certs/ca-certificates.crt"
     wheels = os.environ.get("CI_WHEELS") or os.environ.get("PIP_FIND_LINKS") or str(HERE)
     found = Engine({**os.environ, "CI_CA": ca, "CI_WHEELS": wheels, "COMPOSE_PROGRESS": "plain"})
