@@ -89,14 +89,14 @@ def moe(
     """
     pairs, offsets = moe_sorting(topk_ids, weights.down.weight.shape[0], expert_map)
     bounds = offsets.tolist()
-    hit = [expert for expert, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
-    rows = [slice(bounds[expert], bounds[expert + 1]) for expert in hit]
+    active = [expert for expert, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
+    rows = [slice(bounds[expert], bounds[expert + 1]) for expert in active]
     local = pairs[: bounds[-1]]
     result = torch.zeros(topk_ids.numel(), x.shape[-1], dtype=torch.float32, device=x.device)
-    if hit:
+    if active:
         inputs = x[local // topk_ids.shape[-1]]
-        hidden = swiglu(_project(inputs, weights.gate_up, hit, rows).float()).to(x.dtype)
-        output = _project(hidden, weights.down, hit, rows).float()
+        hidden = swiglu(_project(inputs, weights.gate_up, active, rows).float()).to(x.dtype)
+        output = _project(hidden, weights.down, active, rows).float()
         result[local] = output * topk_weights.flatten()[local].float().unsqueeze(-1)
     return result.view(*topk_ids.shape, x.shape[-1]).sum(dim=1).to(x.dtype)
 
@@ -104,10 +104,10 @@ def moe(
 def _project(x: torch.Tensor, projection: Projection, experts: list[int], rows: list[slice]) -> torch.Tensor:
     """Return x [P, K] times the weights of the expert that owns each row, plus its bias: [P, N] in x's dtype."""
     outputs = []
-    for expert, own, parts in zip(experts, rows, _dense(projection, experts, x.dtype), strict=True):
+    for expert, pairs, parts in zip(experts, rows, _dense(projection, experts, x.dtype), strict=True):
         bias = None if projection.bias is None else projection.bias[expert]
-        mine = [functional.linear(x[own], part, None if bias is None else bias[where]) for where, part in parts]
-        outputs.append(mine[0] if len(mine) == 1 else torch.cat(mine, dim=-1))
+        products = [functional.linear(x[pairs], part, None if bias is None else bias[span]) for span, part in parts]
+        outputs.append(products[0] if len(products) == 1 else torch.cat(products, dim=-1))
     return torch.cat(outputs)
 
 
@@ -138,8 +138,8 @@ def _dense(projection: Projection, experts: list[int], dtype: torch.dtype) -> It
 def _parts(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Iterator[Part]:
     step = max(1, DEQUANTIZED_AT_ONCE // (2 * weight.shape[-1]))
     for begin in range(0, weight.shape[0], step):
-        where = slice(begin, begin + step)
-        yield where, _unpack(weight[where], scales[where], dtype)
+        span = slice(begin, begin + step)
+        yield span, _unpack(weight[span], scales[span], dtype)
 
 
 def _unpack(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -161,11 +161,11 @@ def _pad(projection: Projection, rows: int, columns: int) -> Projection:
     weight, scales, bias = projection
     if scales is None:
         raise ValueError("only packed experts are padded · these are dense · quantize them first")
-    more = rows - weight.shape[1]
+    padding = rows - weight.shape[1]
     return Projection(
-        nn.functional.pad(weight, (0, columns // 2 - weight.shape[2], 0, more)),
-        nn.functional.pad(scales, (0, columns // BLOCK - scales.shape[2], 0, more)),
-        None if bias is None else nn.functional.pad(bias, (0, more)),
+        nn.functional.pad(weight, (0, columns // 2 - weight.shape[2], 0, padding)),
+        nn.functional.pad(scales, (0, columns // BLOCK - scales.shape[2], 0, padding)),
+        None if bias is None else nn.functional.pad(bias, (0, padding)),
     )
 
 

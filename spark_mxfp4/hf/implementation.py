@@ -50,12 +50,12 @@ def _packed_copy(experts: Any) -> tuple[MoeKernel, ExpertWeights]:
     name = registry.chosen_name(experts.gate_up_proj.device.type)
     parameters = [getattr(experts, projection) for projection in PROJECTIONS]
     state = (name, *((p.data_ptr(), _version(p), p.device, p.dtype) for p in parameters))
-    kept = experts.__dict__.get(_COPY)
-    if kept is None or kept[0] != state:
+    cached = experts.__dict__.get(_COPY)
+    if cached is None or cached[0] != state:
         kernel = registry.load(name)
-        kept = (state, kernel, _quantized(experts, kernel))
-        experts.__dict__[_COPY] = kept
-    return kept[1], kept[2]
+        cached = (state, kernel, _quantized(experts, kernel))
+        experts.__dict__[_COPY] = cached
+    return cached[1], cached[2]
 
 
 def _version(parameter: torch.Tensor) -> int:

@@ -55,9 +55,9 @@ def reference(
     return total
 
 
-def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of `wanted`, in float64."""
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+def error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of `expected`, in float64."""
+    return float((computed.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _product(x: torch.Tensor, projection: Projection, expert: int) -> torch.Tensor:

@@ -123,9 +123,9 @@ def _weights_bf16(
     COLUMNS: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
     """E2M1 bytes [ROWS, COLUMNS / 2] and E8M0 bytes [ROWS, COLUMNS / 32] to bf16 [ROWS, COLUMNS], exact."""
-    both = tl.join(codes & 15, codes >> 4).reshape(ROWS, COLUMNS // 32, 32).to(tl.uint32)
+    elements = tl.join(codes & 15, codes >> 4).reshape(ROWS, COLUMNS // 32, 32).to(tl.uint32)
     # Sign, exponent and mantissa where float32 has them: the value times 2^-126, for the subnormal 0.5 too.
-    small = (((both & 8) << 28) | ((both & 7) << 22)).to(tl.float32, bitcast=True)
+    small = (((elements & 8) << 28) | ((elements & 7) << 22)).to(tl.float32, bitcast=True)
     # 2^(s - 127): the byte is float32's exponent, save that 0 is a subnormal and 255 is NaN.
     bits = scales.to(tl.uint32)
     bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, 0x7FC00000, bits << 23))

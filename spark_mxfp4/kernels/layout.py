@@ -72,15 +72,15 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
         )
     packed = torch.empty(experts, tiles, chunks, CHUNK_BYTES, dtype=torch.uint8, device=weight.device)
     sums = torch.zeros(experts, tiles * ROWS, dtype=torch.float32, device=weight.device)
-    for some in map(slice, range(0, experts, AT_ONCE), range(AT_ONCE, experts + AT_ONCE, AT_ONCE)):
-        values = _padded(weight[some], chunks * COLUMNS // 2)[:, order]
-        factors = _padded(scales[some] + FACTOR_BIAS, chunks * 2)[:, order]
-        packed[some, ..., :VALUE_BYTES] = _pack_values(values.flatten(0, 1)).view(-1, tiles, chunks, VALUE_BYTES)
-        packed[some, ..., VALUE_BYTES:] = _pack_scales(factors.flatten(0, 1)).view(
+    for batch in map(slice, range(0, experts, AT_ONCE), range(AT_ONCE, experts + AT_ONCE, AT_ONCE)):
+        values = _padded(weight[batch], chunks * COLUMNS // 2)[:, order]
+        factors = _padded(scales[batch] + FACTOR_BIAS, chunks * 2)[:, order]
+        packed[batch, ..., :VALUE_BYTES] = _pack_values(values.flatten(0, 1)).view(-1, tiles, chunks, VALUE_BYTES)
+        packed[batch, ..., VALUE_BYTES:] = _pack_scales(factors.flatten(0, 1)).view(
             -1, tiles, chunks, CHUNK_BYTES - VALUE_BYTES
         )
         if bias is not None:
-            sums[some] = _padded(bias[some, :, None].float(), 1)[:, order, 0]
+            sums[batch] = _padded(bias[batch, :, None].float(), 1)[:, order, 0]
     return Projection(packed, None, sums)
 
 
@@ -90,12 +90,12 @@ def unpack_projection(packed: Projection, rows: int, columns: int, *, paired: bo
     if bias is None or weight.dim() != 4:
         raise ValueError("cannot undo the layout · these weights are not packed · pass what pack_projection returned")
     order = _row_order(rows, weight.shape[1], paired=paired).to(weight.device)
-    back = torch.argsort(order, stable=True)[:rows]
-    bytes_, own = [], []
+    inverse = torch.argsort(order, stable=True)[:rows]
+    values, unpacked = [], []
     for expert in weight:
-        bytes_.append(_unpack_values(expert[..., :VALUE_BYTES])[back, : columns // 2])
-        own.append(_unpack_scales(expert[..., VALUE_BYTES:])[back, : columns // BLOCK] - FACTOR_BIAS)
-    return Projection(torch.stack(bytes_), torch.stack(own), bias[:, back])
+        values.append(_unpack_values(expert[..., :VALUE_BYTES])[inverse, : columns // 2])
+        unpacked.append(_unpack_scales(expert[..., VALUE_BYTES:])[inverse, : columns // BLOCK] - FACTOR_BIAS)
+    return Projection(torch.stack(values), torch.stack(unpacked), bias[:, inverse])
 
 
 def _tiles(rows: int, *, paired: bool) -> int:

@@ -59,10 +59,10 @@ def measure_ours(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, A
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
-        hit = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
-        off = error(kernel.run(x, layers[-1], *routes[-1]), reference(x, plain, *routes[-1]))
+        touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
+        deviation = error(kernel.run(x, layers[-1], *routes[-1]), reference(x, plain, *routes[-1]))
         us = graph_time(_running(kernel, x, layers, routes), count_of(number))
-        rows.append({**figures(model, number, hit, us), "error": off})
+        rows.append({**figures(model, number, touched, us), "error": deviation})
         print_row("ours", rows[-1])
     return rows
 

@@ -77,12 +77,12 @@ def _fp8(matrices: list[torch.Tensor], tokens: tuple[int, ...], copy: float) -> 
     rows = []
     for number in tokens:
         x = torch.randn(number, matrices[0].shape[1], device="cuda").bfloat16()
-        small, one = x.to(torch.float8_e4m3fn), torch.ones(number, 1, device="cuda")
-        alone = graph_time(partial(multiply, small, one), 2 * len(weights))
-        whole = graph_time(partial(with_quantisation, x), 2 * len(weights))
+        x_fp8, unit_scale = x.to(torch.float8_e4m3fn), torch.ones(number, 1, device="cuda")
+        product_us = graph_time(partial(multiply, x_fp8, unit_scale), 2 * len(weights))
+        total_us = graph_time(partial(with_quantisation, x), 2 * len(weights))
         rows += [
-            _row("cuBLAS FP8", number, alone, weights[0].nbytes, copy),
-            _row("cuBLAS FP8 with quantisation", number, whole, weights[0].nbytes, copy),
+            _row("cuBLAS FP8", number, product_us, weights[0].nbytes, copy),
+            _row("cuBLAS FP8 with quantisation", number, total_us, weights[0].nbytes, copy),
         ]
     return rows
 

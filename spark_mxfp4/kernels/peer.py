@@ -34,7 +34,7 @@ def measure(model: timing.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str,
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [routing(torch.randn(number, model.experts, device="cuda"), model.top_k) for _ in layers]
-        hit = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
+        touched = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
 
         def once(i: int, x: torch.Tensor = x, routes: list[Any] = routes) -> None:
             """Both products with layer and routing number `i`, in turn, so that no weights stay in the cache."""
@@ -43,7 +43,7 @@ def measure(model: timing.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str,
             hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=activation)
             matmul_ogs(hidden, w2, b2, data, scatter_indx=scatter, precision_config=p2, gammas=data.gate_scal)
 
-        rows.append(timing.figures(model, number, hit, timing.graph_time(once, timing.count_of(number))))
+        rows.append(timing.figures(model, number, touched, timing.graph_time(once, timing.count_of(number))))
         timing.print_row("peer", rows[-1])
     return rows
 

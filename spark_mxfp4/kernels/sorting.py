@@ -58,11 +58,11 @@ def _count(
     SCAN: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
     expert = tl.program_id(0)
-    mine = tl.zeros((SCAN,), tl.int32)
+    matches = tl.zeros((SCAN,), tl.int32)
     for first in range(0, count, SCAN):
         ids = local_expert(ids_ptr, map_ptr, first + tl.arange(0, SCAN), count, known)
-        mine += (ids == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(mine))
+        matches += (ids == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(matches))
 
 
 @triton.jit
@@ -75,20 +75,22 @@ def _place(  # noqa: PLR0913, PLR0917
     every = tl.arange(0, EXPERTS)
     needed = tl.cdiv(tl.load(counts_ptr + every, mask=every < experts, other=0), SIZE)
     first_block = tl.sum(tl.where(every < expert, needed, 0))
-    own = tl.load(counts_ptr + expert)
+    pair_count = tl.load(counts_ptr + expert)
     begin = first_block * SIZE
     placed = 0
     for first in range(0, count, SCAN):
         pair = first + tl.arange(0, SCAN)
-        mine = local_expert(ids_ptr, map_ptr, pair, count, known) == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(pairs_ptr + begin + placed + rank - 1, pair, mask=mine)
-        placed += tl.sum(mine.to(tl.int32))
-    padding = own + tl.arange(0, SIZE)
+        matches = local_expert(ids_ptr, map_ptr, pair, count, known) == expert
+        rank = tl.cumsum(matches.to(tl.int32), 0)
+        tl.store(pairs_ptr + begin + placed + rank - 1, pair, mask=matches)
+        placed += tl.sum(matches.to(tl.int32))
+    padding = pair_count + tl.arange(0, SIZE)
     tl.store(
-        pairs_ptr + begin + padding, tl.full((SIZE,), 0, tl.int32) + count, mask=padding < tl.cdiv(own, SIZE) * SIZE
+        pairs_ptr + begin + padding,
+        tl.full((SIZE,), 0, tl.int32) + count,
+        mask=padding < tl.cdiv(pair_count, SIZE) * SIZE,
     )
-    last = tl.cdiv(own, SIZE)
+    last = tl.cdiv(pair_count, SIZE)
     for block in range(last):
         tl.store(experts_ptr + first_block + block, expert)
     if expert == experts - 1:

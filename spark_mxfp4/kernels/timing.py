@@ -21,9 +21,9 @@ class LayerSizes(NamedTuple):
     hidden: int
     intermediate: int
 
-    def weight_bytes(self, hit: float) -> float:
-        """Return the bytes of `hit` experts' weights and scales."""
-        return hit * 3 * self.hidden * self.intermediate * BITS / 8
+    def weight_bytes(self, touched: float) -> float:
+        """Return the bytes of `touched` experts' weights and scales."""
+        return touched * 3 * self.hidden * self.intermediate * BITS / 8
 
     def operations(self, tokens: int) -> float:
         """Return the floating-point operations of both products for `tokens`."""
@@ -57,11 +57,11 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def figures(model: LayerSizes, tokens: int, hit: float, us: float) -> dict[str, float]:
+def figures(model: LayerSizes, tokens: int, touched: float, us: float) -> dict[str, float]:
     """Return a measurement as weights in GB/s and products in TFLOP/s."""
     return {
-        "tokens": tokens, "experts_hit": hit, "us": round(us, 2),
-        "weights_gbs": round(model.weight_bytes(hit) / us / 1e3),
+        "tokens": tokens, "experts_hit": touched, "us": round(us, 2),
+        "weights_gbs": round(model.weight_bytes(touched) / us / 1e3),
         "tflops": round(model.operations(tokens) / us / 1e6, 1),
     }  # fmt: skip
 

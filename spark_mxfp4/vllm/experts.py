@@ -101,8 +101,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """Return the routed experts' output [T, H] for `x` [T, H]."""
         # On CPUs vLLM traces into this method: tensors must then be the layer's own, which a graph takes as inputs.
-        kept = None if torch.compiler.is_compiling() else self._weights
-        weights = kept or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        prepared = None if torch.compiler.is_compiling() else self._weights
+        weights = prepared or ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         return operator.run(self.kernel, x, weights, topk_ids, topk_weights, layer.expert_map)
 
 

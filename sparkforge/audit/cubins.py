@@ -105,7 +105,7 @@ class Scanned:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a cubin lies: `size` bytes of the file at `path`, from byte `at` on. `name` is what the report calls it.
+    """Where a cubin lies: `size` bytes of the file at `path`, from byte `offset` on. `name` is the report's.
 
     `unpacked` is its size in bytes once it is read, if that is another because it is packed by zstd.
     """
@@ -113,13 +113,13 @@ class Piece:
     path: Path
     name: str
     size: int
-    at: int = 0
+    offset: int = 0
     unpacked: int = 0
 
     def data(self) -> bytes:
         """Return the cubin. Raises elf.CutError if it cannot be unpacked to its size."""
         with self.path.open("rb") as file:
-            file.seek(self.at)
+            file.seek(self.offset)
             data = file.read(self.size)
         return _unpacked(data, self.unpacked) if self.unpacked else data
 
@@ -190,7 +190,7 @@ class Reader:
             for number, entry in enumerate(entries, 1):
                 name = f"{path.stem}.{number}.sm_{entry.sm}.cubin"  # as cuobjdump counts them
                 unpacked = entry.unpacked if entry.packing == elf.ZSTD else 0
-                pieces.append(Piece(path, name, entry.size, entry.at, unpacked))
+                pieces.append(Piece(path, name, entry.size, entry.offset, unpacked))
             return self._scanned(pieces)
         with tempfile.TemporaryDirectory(prefix="sparkforge-cubins-") as folder:
             command = [str(self.tools.cuobjdump), "-xelf", "all", str(path.absolute())]
@@ -236,10 +236,10 @@ class Reader:
         """Return the cubin with the kernels that have a watched mnemonic or name."""
         if not scanned.cubin.loads:
             return scanned.cubin
-        decoder, kept = self.decoders[scanned.cubin.target], []
+        decoder, kernels = self.decoders[scanned.cubin.target], []
         for shapes in scanned.kernels:
             counts = dict(sorted(named(shapes, decoder.watched).items()))
             if counts or re.search(self.watch.names, shapes.kernel):
-                kept.append(Kernel(shapes.kernel, shapes.instructions, counts))
+                kernels.append(Kernel(shapes.kernel, shapes.instructions, counts))
         total = sum(shapes.instructions for shapes in scanned.kernels)
-        return replace(scanned.cubin, kernel_count=len(scanned.kernels), instructions=total, kernels=tuple(kept))
+        return replace(scanned.cubin, kernel_count=len(scanned.kernels), instructions=total, kernels=tuple(kernels))

@@ -79,13 +79,13 @@ class Host:
 class FatbinEntry:
     """One entry of a fatbin: what it is (KIND_…), its architecture, and where in the file its payload lies.
 
-    `at`, `size` and `unpacked` are in bytes. `packing` is the payload's first bytes: ELF for a cubin as it is, ZSTD for
-    one of `nvcc --compress-mode=size`; anything else only NVIDIA's tool unpacks.
+    `offset`, `size` and `unpacked` are in bytes. `packing` is the payload's first bytes: ELF for a cubin as it is, ZSTD
+    for one of `nvcc --compress-mode=size`; anything else only NVIDIA's tool unpacks.
     """
 
     kind: int
     sm: int
-    at: int
+    offset: int
     size: int
     unpacked: int
     packing: bytes
@@ -111,15 +111,15 @@ class BoundedFile(ELFFile):
             if section["sh_type"] != "SHT_NOBITS":
                 self._check_end(f"section {name}", section["sh_offset"], section["sh_size"])
 
-    def _check_table(self, kind: str, at: int, number: int, width: int, widths: Mapping[int, int]) -> None:
-        if (number or kind == "section") and at and width != widths[self.elfclass]:
-            raise CutError(f"its {kind} table at byte {at} has entries of {width} bytes")
-        if at + number * width > self.stream_len:
-            raise CutError(f"its {kind} table ends at byte {at + number * width} and the file at {self.stream_len}")
+    def _check_table(self, kind: str, offset: int, number: int, width: int, widths: Mapping[int, int]) -> None:
+        if (number or kind == "section") and offset and width != widths[self.elfclass]:
+            raise CutError(f"its {kind} table at byte {offset} has entries of {width} bytes")
+        if offset + number * width > self.stream_len:
+            raise CutError(f"its {kind} table ends at byte {offset + number * width} and the file at {self.stream_len}")
 
-    def _check_end(self, part: str, at: int, size: int) -> None:
-        if at + size > self.stream_len:
-            raise CutError(f"{part} at byte {at} ends at byte {at + size} and the file at {self.stream_len}")
+    def _check_end(self, part: str, offset: int, size: int) -> None:
+        if offset + size > self.stream_len:
+            raise CutError(f"{part} at byte {offset} ends at byte {offset + size} and the file at {self.stream_len}")
 
     def segment_headers(self) -> Iterator[Any]:
         """Yield the program headers. Raises CutError if there are too many."""
@@ -191,8 +191,8 @@ class Code:
 
     def part(self, name: str) -> bytes:
         """Return a section's bytes; none if there is no such section."""
-        at, size = self.sections.get(name, (0, 0))
-        return bytes(self.data[at : at + size])
+        offset, size = self.sections.get(name, (0, 0))
+        return bytes(self.data[offset : offset + size])
 
     def kernels(self) -> Iterator[tuple[str, bytes]]:
         """Return each kernel's mangled name and its code."""
@@ -210,22 +210,22 @@ def code(data: bytes) -> Code:
     if (end := max(table + width * number, segments + segment * count)) > len(view):
         raise CutError(f"its tables end at byte {end} and the file at {len(view)}")
     rows = [SECTION.unpack_from(view, table + width * i) for i in range(number)]
-    end = max((at + size for _, kind, _, _, at, size in rows if kind != SHT_NOBITS), default=0)
+    end = max((offset + size for _, kind, _, _, offset, size in rows if kind != SHT_NOBITS), default=0)
     if end > len(view):
         raise CutError(f"a part of it ends at byte {end} and the file at {len(view)}")
-    base, length, together, named = rows[names][4], 0, 0, dict[str, tuple[int, int]]()
-    for name, kind, _, _, at, size in rows:
+    base, length, total, sections = rows[names][4], 0, 0, dict[str, tuple[int, int]]()
+    for name, kind, _, _, offset, size in rows:
         begin = base + name
         text = data[begin : data.index(b"\0", begin)]
         length += len(text)
         if length > MOST_NAMES:
             raise CutError(f"the names of its sections, from byte {base} on, have more than {MOST_NAMES} bytes")
-        named[text.decode()] = at, 0 if kind == SHT_NOBITS else size
+        sections[text.decode()] = offset, 0 if kind == SHT_NOBITS else size
         if kind != SHT_NOBITS and not text.startswith(MERCURY):
-            together += size
-    if together > len(view):
-        raise CutError(f"its sections overlap: they have {together} bytes, and the file {len(view)}")
-    return Code(view, flags, named)
+            total += size
+    if total > len(view):
+        raise CutError(f"its sections overlap: they have {total} bytes, and the file {len(view)}")
+    return Code(view, flags, sections)
 
 
 def host(elf: BoundedFile, entries: Sequence[FatbinEntry] = ()) -> Host:
@@ -306,32 +306,34 @@ def entries(elf: BoundedFile) -> tuple[FatbinEntry, ...]:
         contents = list[FatbinEntry]()
         for entry in _entries(data, section["sh_offset"], section["sh_offset"] + section["sh_size"]):
             if len(contents) >= MOST_ENTRIES:
-                raise CutError(f"it lists more than {MOST_ENTRIES} entries, the last at byte {entry.at}")
+                raise CutError(f"it lists more than {MOST_ENTRIES} entries, the last at byte {entry.offset}")
             contents.append(entry)
         return tuple(contents)
 
 
-def _entries(data: mmap.mmap, at: int, end: int) -> Iterator[FatbinEntry]:
-    start = at
+def _entries(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
+    start = offset
     # Fatbins are aligned to 8 bytes; between two of them are zeros.
-    while (at := data.find(FATBIN_MAGIC_BYTES, at, end)) >= 0:
-        if (at - start) % 8 or at + FATBIN_HEADER.size > end:
-            at += 1
+    while (offset := data.find(FATBIN_MAGIC_BYTES, offset, end)) >= 0:
+        if (offset - start) % 8 or offset + FATBIN_HEADER.size > end:
+            offset += 1
             continue
-        _, _, header, size = FATBIN_HEADER.unpack_from(data, at)
+        _, _, header, size = FATBIN_HEADER.unpack_from(data, offset)
         if header < FATBIN_HEADER.size:
-            raise CutError(f"the fatbin at byte {at} has a header of {header} bytes")
-        if at + header + size > end:
-            raise CutError(f"the fatbin at byte {at} ends {at + header + size - end} bytes behind its section")
-        yield from _contents(data, at + header, at + header + size)
-        at += header + size
+            raise CutError(f"the fatbin at byte {offset} has a header of {header} bytes")
+        if offset + header + size > end:
+            raise CutError(f"the fatbin at byte {offset} ends {offset + header + size - end} bytes behind its section")
+        yield from _contents(data, offset + header, offset + header + size)
+        offset += header + size
 
 
-def _contents(data: mmap.mmap, at: int, end: int) -> Iterator[FatbinEntry]:
-    while at + ENTRY_HEADER.size <= end:
-        kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, at)
-        if header < ENTRY_HEADER.size or at + header + size > end:
-            raise CutError(f"the fatbin entry at byte {at} has {header} + {size} bytes, and {end - at} are left")
-        payload = at + header
+def _contents(data: mmap.mmap, offset: int, end: int) -> Iterator[FatbinEntry]:
+    while offset + ENTRY_HEADER.size <= end:
+        kind, _, header, size, packed, sm, unpacked = ENTRY_HEADER.unpack_from(data, offset)
+        if header < ENTRY_HEADER.size or offset + header + size > end:
+            raise CutError(
+                f"the fatbin entry at byte {offset} has {header} + {size} bytes, and {end - offset} are left"
+            )
+        payload = offset + header
         yield FatbinEntry(kind, sm, payload, size, unpacked if packed else size, data[payload : payload + len(ELF)])
-        at = payload + size
+        offset = payload + size

@@ -167,14 +167,14 @@ def _code(binary: Binary, rules: Rules) -> Iterator[tuple[str, str]]:
     findings = [finding for cubin in binary.cubins for finding in _cubin(cubin, rules)]
     yield from findings
     base = PurePath(binary.path).name
-    elsewhere = any(fnmatch(base, pattern) for pattern in rules.other_device)
+    other_device = any(fnmatch(base, pattern) for pattern in rules.other_device)
     if not binary.cubins:
-        if binary.host and (binary.host.ptx or binary.host.other) and not elsewhere:
+        if binary.host and (binary.host.ptx or binary.host.other) and not other_device:
             kinds = ", ".join(sorted(set(binary.host.ptx))) or "code for the linker"
             yield "wrong-arch", f"it holds {kinds} and no machine code; none for {rules.capability} is proven"
         return
     loading = [cubin for cubin in binary.cubins if cubin.loads]
-    if not loading and not elsewhere:
+    if not loading and not other_device:
         targets = ", ".join(sorted({cubin.target or "unknown" for cubin in binary.cubins}))
         yield "wrong-arch", f"it holds {targets}; none of it loads on {rules.capability}"
     hardware = any(kernel.count(rules.sass.fp4) for cubin in loading for kernel in cubin.kernels)
@@ -257,9 +257,9 @@ def judge_modules(binaries: Sequence[Binary], names: Sequence[str], rules: Rules
             detail = f"no {module.file} ({module.why})"
             violations.append(Violation("missing-module", name, detail, rules.fix("missing-module")))
         elif broken := min((_broken(binary, module) for binary in files), key=len):
-            claim, kept = broken[0]
+            claim, count = broken[0]
             condition = f" with {claim.at_least} x {claim.needs}" if claim.needs else ""
-            detail = f"it has {kept} of {claim.count} kernels {claim.match}{condition} ({module.why})"
+            detail = f"it has {count} of {claim.count} kernels {claim.match}{condition} ({module.why})"
             violations.append(Violation("swapped-library", files[0].path, detail, rules.fix("swapped-library")))
     return violations
 
@@ -268,13 +268,13 @@ def _broken(binary: Binary, module: ModuleRule) -> list[tuple[Claim, int]]:
     """Return the claims that a file does not keep, each with the number of kernels that do."""
     broken = []
     for claim in module.kernels:
-        kept = sum(
+        count = sum(
             bool(re.search(claim.match, kernel.name)) and kernel.count(claim.needs) >= claim.at_least
             for cubin in binary.cubins
             for kernel in cubin.kernels
         )
-        if kept < claim.count:
-            broken.append((claim, kept))
+        if count < claim.count:
+            broken.append((claim, count))
     return broken
 
 

@@ -102,9 +102,9 @@ def main(output: str, only: str, kernels: str, python: str) -> None:
     result = _load(file)
     for part in chosen:
         say(f"{part}: {PARTS[part].summary}")
-        begun, load = time.monotonic(), os.getloadavg()
+        start, load = time.monotonic(), os.getloadavg()
         figures = PARTS[part].measure(site)
-        shared = {"load_before": [round(value, 2) for value in load], "seconds": round(time.monotonic() - begun, 1)}
+        shared = {"load_before": [round(value, 2) for value in load], "seconds": round(time.monotonic() - start, 1)}
         result[part] = {"machine": {**facts(), **shared}, **figures}
         write_json(file, result)
     table = Table("part", "figure", "value", title="./inv bench.build")
@@ -158,9 +158,9 @@ def experts(site: BuildSite) -> dict[str, Any]:
         raise UsageError(
             "not every unit was measured here", "ccache had some", "./inv bench.build --only whole,experts"
         )
-    theirs = _sample(_upstream(site), site, ours)
+    upstream = _sample(_upstream(site), site, ours)
     cpu = sum(unit["cpu"] for unit in ours.values())
-    estimate = sum(kind["mean_cpu"] * kind["units"] for kind in theirs)
+    estimate = sum(kind["mean_cpu"] * kind["units"] for kind in upstream)
     return {
         "ours": {
             "units": len(ours),
@@ -168,9 +168,9 @@ def experts(site: BuildSite) -> dict[str, Any]:
             "peak": max(unit["peak"] for unit in ours.values()),
         },
         "upstream": {
-            "units": sum(kind["units"] for kind in theirs),
+            "units": sum(kind["units"] for kind in upstream),
             "cpu_seconds": round(estimate, 1),
-            "kinds": theirs,
+            "kinds": upstream,
             "how": "an estimate: the mean of the sample of a kind, times the units of that kind",
         },
         "ratio": round(cpu / estimate, 3),
@@ -192,14 +192,14 @@ def _sample(folder: Path, site: BuildSite, ours: Mapping[str, Any]) -> list[dict
     """Compile some units of each kind, alone; return counts, means and the largest peak by kind."""
     server = site.facts["server"]
     rows = json.loads(run([site.ninja, "-C", folder, "-t", "compdb", "compile", "cuda_compile"]).stdout)
-    left = {Path(row["output"]).name: row["command"] for row in rows}
+    commands_by_name = {Path(row["output"]).name: row["command"] for row in rows}
     known = {name.partition("/")[2]: unit for name, unit in ours.items()}
     kinds = []
     for kind, pattern, number in KINDS:
-        names = sorted(name for name in left if fnmatch.fnmatch(name, pattern))
-        commands = {name: left.pop(name) for name in names}
-        same = sorted(name for name in known if fnmatch.fnmatch(name, pattern))
-        ours_of_kind = [{"unit": name, **known.pop(name)} for name in same]
+        names = sorted(name for name in commands_by_name if fnmatch.fnmatch(name, pattern))
+        commands = {name: commands_by_name.pop(name) for name in names}
+        matching = sorted(name for name in known if fnmatch.fnmatch(name, pattern))
+        ours_of_kind = [{"unit": name, **known.pop(name)} for name in matching]
         chosen = names[:: max(1, len(names) // max(1, number))][:number]  # at equal distances
         sample = [_compile(name, commands[name], folder, server) for name in chosen] or ours_of_kind
         mean = sum(unit["cpu"] for unit in sample) / len(sample)
@@ -286,9 +286,9 @@ def ccache(site: BuildSite) -> dict[str, Any]:
 
 
 def _rebuild(site: BuildSite) -> dict[str, Any]:
-    begun = time.monotonic()
+    start = time.monotonic()
     site.build()
-    units, wall = site.facts, round(time.monotonic() - begun, 2)
+    units, wall = site.facts, round(time.monotonic() - start, 2)
     return {key: units[key] for key in ("compiled", "cached", "units", "cpu_seconds")} | {"wall_seconds": wall}
 
 
@@ -296,9 +296,9 @@ def unchanged(site: BuildSite) -> dict[str, Any]:
     """Nothing changed: three runs of the same command."""
     times = []
     for _ in range(3):
-        begun = time.monotonic()
+        start = time.monotonic()
         messages = site.build().stderr
-        times.append(round(time.monotonic() - begun, 2))
+        times.append(round(time.monotonic() - start, 2))
         if "unchanged" not in messages:
             raise ProcessError(
                 "something was built", messages[-300:], "./inv bench.build --only unchanged", code="process.failed"

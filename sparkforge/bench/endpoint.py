@@ -168,8 +168,8 @@ def served(endpoint: Endpoint) -> Served:
         ) from error
     name = endpoint.model or next(iter(offered), "")
     if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, where the server says gpt-oss-120b
-        same = [known for known in offered if last_part(known) == last_part(name)]
-        name = same[0] if len(same) == 1 else name
+        matching = [known for known in offered if last_part(known) == last_part(name)]
+        name = matching[0] if len(matching) == 1 else name
     if name not in offered:
         models = ", ".join(offered) or "none"
         raise UsageError(f"{endpoint.url} does not serve {name!r}", f"it serves {models}", "set MODEL, or give --model")

@@ -77,7 +77,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[Re
             f"(./inv bench.acc --text {text.name} --record)",
             code="benchmark.undecided",
         )
-    begun = time.monotonic()
+    start = time.monotonic()
     score = accuracy.score(endpoint, text.text)
     # A server that cannot score is not asked for more: each question could take the longest silence.
     canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
@@ -90,7 +90,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[Re
         chunked_by=score.chunked_by,
         **{name: finite(value) for name, value in score.metrics.items()},
         tokens=score.tokens,
-        seconds=round(time.monotonic() - begun, 3),
+        seconds=round(time.monotonic() - start, 3),
         sanity_only=threshold.sanity,
         source=f"{threshold.source} ({threshold.date})",
     )
@@ -107,13 +107,13 @@ def check_score(score: accuracy.Score, threshold: AccuracyThreshold) -> list[Res
 
 def bounded(name: str, value: float, limit: float, *, upper: bool) -> ResultCheck:
     """Check a figure against a limit from above or below; NaN fails."""
-    ok = value <= limit if upper else value >= limit
+    passed = value <= limit if upper else value >= limit
     sign, off = ("≤" if upper else "≥"), abs(value - limit)
     detail = f"{value:.4f} {sign} {limit:.4f}"
-    if not ok:
+    if not passed:
         detail = f"{name} is {value:.4f} and must be {sign} {limit:.4f}: off by {off:.4f} ({off / abs(limit or 1):.1%})"
     bound: Literal["upper", "lower"] = "upper" if upper else "lower"
-    return ResultCheck(name=name, ok=ok, told=detail, value=finite(value), limit=limit, bound=bound)
+    return ResultCheck(name=name, ok=passed, told=detail, value=finite(value), limit=limit, bound=bound)
 
 
 def require(gate: Gate) -> None:

@@ -69,11 +69,11 @@ def main(output: str) -> None:
 
 def build(*options: str) -> dict[str, Any]:
     """Build the embedded image and return the seconds; `--no-cache` reuses only what was downloaded."""
-    begun = time.monotonic()
+    start = time.monotonic()
     stack = devices.stack_of(DOCKER_CPU)
     with versions.named(stack):
         image.build([*docker_compose.compose("build"), *options], stack=stack)
-    return {"seconds": round(time.monotonic() - begun, 1)}
+    return {"seconds": round(time.monotonic() - start, 1)}
 
 
 def layers() -> dict[str, Any]:
@@ -96,15 +96,15 @@ def start() -> dict[str, Any]:
     service = docker_compose.resolve(env)
     url, model = f"http://{service.host}:{service.port}", settings.read(service.environment).model_id
     docker_compose.down(env)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         docker_compose.up(env, paths.state() / "logs" / "bench-image.log", lambda _text: None)
-        if not client.wait_until_healthy(lambda: client.healthy(url), begun + READY_SECONDS):
+        if not client.wait_until_healthy(lambda: client.healthy(url), start + READY_SECONDS):
             why = f"{READY_SECONDS:g} s passed"
             raise ServerError("the container does not get healthy", why, "docker compose logs", code="server.start")
-        healthy = time.monotonic() - begun
+        healthy = time.monotonic() - start
         client.first_token(url, model, READY_SECONDS)
-        return {"healthy": round(healthy, 1), "seconds": round(time.monotonic() - begun, 1)}
+        return {"healthy": round(healthy, 1), "seconds": round(time.monotonic() - start, 1)}
     finally:
         docker_compose.down(env)
 
@@ -146,8 +146,8 @@ class Ranges(io.RawIOBase):
         """Fetch the end."""
         response = self.http.get(self.url, headers={"Range": f"bytes=-{TAIL}"})
         response.raise_for_status()
-        self._end, whole = response.content, response.headers.get("content-range", "").rpartition("/")[2]
-        self._size = int(whole) if whole else len(self._end)
+        self._end, size = response.content, response.headers.get("content-range", "").rpartition("/")[2]
+        self._size = int(size) if size else len(self._end)
         self._at = 0
 
     def seekable(self) -> bool:

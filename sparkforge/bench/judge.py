@@ -56,10 +56,10 @@ def check_prompt_lengths(answered: list[Sample], config: Config) -> ResultCheck:
 
 def check_pieces(answered: list[Sample]) -> ResultCheck:
     """The tokens that the server counts are the ones it sent: at least one piece a few tokens, no piece without one."""
-    few = [s for s in answered if s.output_tokens > MOST_TOKENS_A_PIECE * s.pieces]
-    many = [s for s in answered if s.pieces > s.output_tokens + 1]  # the last piece may be empty
+    sparse = [s for s in answered if s.output_tokens > MOST_TOKENS_A_PIECE * s.pieces]
+    excess = [s for s in answered if s.pieces > s.output_tokens + 1]  # the last piece may be empty
     detail = f"{sum(s.pieces for s in answered)} pieces"
-    if wrong := [*few, *many]:
+    if wrong := [*sparse, *excess]:
         worst = wrong[0]
         detail = (
             f"the server counted {worst.output_tokens} tokens and sent {worst.pieces} pieces ({len(wrong)} answers)"

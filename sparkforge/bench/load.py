@@ -135,13 +135,13 @@ async def _send(
 ) -> FinishedLoad:
     slots, samples = asyncio.Semaphore(concurrency), [Sample(wanted_tokens=prompt.output_tokens) for prompt in prompts]
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     async with httpx.AsyncClient(**endpoint.options, limits=limits) as http:
 
         async def answer(prompt: Prompt, sample: Sample) -> None:
             """Wait for a free slot, then send; the sample's start is after the wait, in seconds of the load."""
             async with slots:
-                sample.start = time.perf_counter() - begun
+                sample.start = time.perf_counter() - start
                 await _answer(http, endpoint.model, prompt, sample)
                 progress(1)
 
@@ -154,7 +154,7 @@ async def _send(
         if task in late:
             sample.error = f"not answered within {seconds:.0f} s"
     ends = [sample.start + sample.latency for sample in samples if not sample.error]
-    return FinishedLoad(samples, max(ends, default=time.perf_counter() - begun))
+    return FinishedLoad(samples, max(ends, default=time.perf_counter() - start))
 
 
 async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: Sample) -> None:
@@ -168,10 +168,10 @@ async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: S
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         async with http.stream("POST", "/v1/completions", json=body) as response:
-            await _read_stream(response, begun, prompt, sample)
+            await _read_stream(response, start, prompt, sample)
     except StreamError as error:
         sample.error = str(error)
     except httpx.TimeoutException:
@@ -180,11 +180,11 @@ async def _answer(http: httpx.AsyncClient, model: str, prompt: Prompt, sample: S
         sample.error = f"the stream broke off ({type(error).__name__})"
 
 
-async def _read_stream(response: httpx.Response, begun: float, prompt: Prompt, sample: Sample) -> None:
+async def _read_stream(response: httpx.Response, start: float, prompt: Prompt, sample: Sample) -> None:
     """Read the stream's events up to [DONE]. Raises StreamError."""
     if not response.is_success:
         raise StreamError(f"HTTP {response.status_code}")
-    last = begun
+    last = start
     async for message in sse.aevents(response):
         if message.data == "[DONE]":
             break
@@ -194,8 +194,8 @@ async def _read_stream(response: httpx.Response, begun: float, prompt: Prompt, s
             if sample.pieces:
                 sample.gaps.append(now - last)
             else:
-                sample.ttft = now - begun
-            sample.pieces, sample.latency, last = sample.pieces + 1, now - begun, now
+                sample.ttft = now - start
+            sample.pieces, sample.latency, last = sample.pieces + 1, now - start, now
             if sample.pieces > 2 * prompt.output_tokens + MARGIN:
                 raise StreamError(f"more than {sample.pieces - 1} pieces for {prompt.output_tokens} tokens")
         if usage := event.get("usage"):

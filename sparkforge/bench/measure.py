@@ -51,13 +51,13 @@ class Bench:
 
     def measure(self, config: Config, progress: Callable[[str], None]) -> Result:
         """Run one configuration and return its result, whatever happens to the server."""
-        begun, ended = time.monotonic(), 0
+        start, completed = time.monotonic(), 0
 
         def advance(count: int) -> None:
             """Count requests that ended, well or not."""
-            nonlocal ended
-            ended += count
-            progress(f"{ended} of {config.num_prompts}")
+            nonlocal completed
+            completed += count
+            progress(f"{completed} of {config.num_prompts}")
 
         finished: FinishedLoad | None = None
         try:
@@ -80,5 +80,5 @@ class Bench:
             client=self.client,
             server=describe_server(self.endpoint),
             machine=facts(),
-            seconds=round(time.monotonic() - begun, 3),
+            seconds=round(time.monotonic() - start, 3),
         )

@@ -69,7 +69,7 @@ with open(sys.argv[1], "w") as times:
 class TrialScope:
     """Where trials run: its words, the prefix of their commands, and the cgroup's folder, if there is one."""
 
-    told: str
+    description: str
     prefix: tuple[str, ...] = ()
     group: Path | None = None
 
@@ -133,7 +133,7 @@ def limited(bytes_: int = LIMIT) -> Iterator[TrialScope]:
     raise refused
 
 
-def trial(place: TrialScope, kind: str, rate: float, file: Path, *, reads: bool = False) -> PressureTrial:
+def trial(scope: TrialScope, kind: str, rate: float, file: Path, *, reads: bool = False) -> PressureTrial:
     """Let a server take `rate` bytes a second until something ends it; with `reads` it reads `file` meanwhile.
 
     Raises TimeoutError if nothing ends it.
@@ -141,9 +141,9 @@ def trial(place: TrialScope, kind: str, rate: float, file: Path, *, reads: bool 
     with tempfile.TemporaryDirectory(prefix="sparkforge-pressure-") as name:
         folder = Path(name)
         hog = (sys.executable, "-c", HOG, str(rate), str(PIECE), "reads" if reads else "", str(file))
-        before, begun = place.kills(), time.monotonic()
-        with _probe(place, folder / "probe"), (folder / "log").open("wb") as log:
-            command = [*place.prefix, *supervised(hog, folder / "end.json")]
+        before, start = scope.kills(), time.monotonic()
+        with _probe(scope, folder / "probe"), (folder / "log").open("wb") as log:
+            command = [*scope.prefix, *supervised(hog, folder / "end.json")]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             supervisor = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             try:
@@ -154,19 +154,19 @@ def trial(place: TrialScope, kind: str, rate: float, file: Path, *, reads: bool 
                 with suppress(OSError):
                     os.killpg(supervisor.pid, signal.SIGKILL)
                 supervisor.wait()
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
         times = _times(folder / "probe")
         try:
             why = str(json.loads((folder / "end.json").read_text(encoding="utf-8"))["why"])
         except (OSError, ValueError, KeyError):
             why = ""
         median, most = (statistics.median(times), max(times)) if times else (0.0, 0.0)
-        return PressureTrial(kind, why, code, place.kills() - before, seconds, len(times), median, most)
+        return PressureTrial(kind, why, code, scope.kills() - before, seconds, len(times), median, most)
 
 
-def run(place: TrialScope, trials: int, file: Path) -> dict[str, Any]:
+def run(scope: TrialScope, trials: int, file: Path) -> dict[str, Any]:
     """Make all trials and return them with a summary; `file` is read while memory is taken."""
-    with tempfile.TemporaryDirectory() as folder, _probe(place, Path(folder) / "probe"):
+    with tempfile.TemporaryDirectory() as folder, _probe(scope, Path(folder) / "probe"):
         time.sleep(IDLE_SECONDS)
         idle = _times(Path(folder) / "probe")
     results = []
@@ -176,10 +176,10 @@ def run(place: TrialScope, trials: int, file: Path) -> dict[str, Any]:
         ("as a starting vLLM, which reads its weights", RATES["as a starting vLLM"], True),
     ):
         for number in range(trials):
-            results.append(trial(place, kind, rate, file, reads=reads))
+            results.append(trial(scope, kind, rate, file, reads=reads))
             print(f"{kind} {number + 1}/{trials}: {_words(results[-1])}", file=sys.stderr, flush=True)
     return {
-        "place": place.told,
+        "place": scope.description,
         "idle_probe_ms": {"median": round(statistics.median(idle), 1), "most": round(max(idle), 1)},
         "summary": {
             kind: _summary([t for t in results if t.kind == kind]) for kind in dict.fromkeys(t.kind for t in results)
@@ -201,8 +201,8 @@ def main(output: str, trials: int = TRIALS) -> None:
 
     file = require_writable(paths.typed(output))
     try:
-        with limited() as place, weights() as read:
-            result = {"machine": facts(), **run(place, trials, read)}
+        with limited() as scope, weights() as read:
+            result = {"machine": facts(), **run(scope, trials, read)}
     except OSError as error:
         fix = "run it as root on a machine whose memory controller may be used, or in a virtual machine"
         raise UsageError("a memory cgroup cannot be made here", str(error), fix) from error
@@ -224,15 +224,15 @@ def weights(bytes_: int = 300 * MB) -> Iterator[Path]:
     """Make a file that can be read, and remove it."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-pressure-", dir="/var/tmp") as folder:
         file = Path(folder) / "weights"
-        with file.open("wb") as made:
+        with file.open("wb") as output:
             for _ in range(bytes_ // MB):
-                made.write(os.urandom(MB))
+                output.write(os.urandom(MB))
         yield file
 
 
 @contextmanager
-def _probe(place: TrialScope, file: Path) -> Iterator[None]:
-    process = subprocess.Popen([*place.prefix, sys.executable, "-S", "-c", PROBE, str(file)])
+def _probe(scope: TrialScope, file: Path) -> Iterator[None]:
+    process = subprocess.Popen([*scope.prefix, sys.executable, "-S", "-c", PROBE, str(file)])
     try:
         yield
     finally:
@@ -258,9 +258,15 @@ def _summary(trials: Sequence[PressureTrial]) -> Mapping[str, float]:
     }
 
 
-def _words(made: PressureTrial) -> str:
-    ended = f"ended by name ({made.why})" if made.named else f"code {made.code}, kernel kills {made.kills}: {made.why}"
-    return f"{ended} after {made.seconds:.1f} s, probe {made.probe_median:.0f} ms, at most {made.probe_most:.0f} ms"
+def _words(result: PressureTrial) -> str:
+    ended = (
+        f"ended by name ({result.why})"
+        if result.named
+        else f"code {result.code}, kernel kills {result.kills}: {result.why}"
+    )
+    return (
+        f"{ended} after {result.seconds:.1f} s, probe {result.probe_median:.0f} ms, at most {result.probe_most:.0f} ms"
+    )
 
 
 def _remove(group: Path) -> None:

@@ -19,7 +19,7 @@ from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.measure import LIMIT_SECONDS
 from sparkforge.bench.page import Cell, SortableTable, format_figure
 from sparkforge.bench.schema import Config, ServedModel
-from sparkforge.bench.settings import BenchSettings, whole
+from sparkforge.bench.settings import BenchSettings, parse_whole
 from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, echo, say
@@ -75,9 +75,9 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
     Raises UsageError for a server that this checkout did not start, ServerError for one without a profiler.
     """
     shape = {name: flags.get(name) or os.environ.get(settings.NAMES[name][0]) or DEFAULTS[name] for name in DEFAULTS}
-    conc = whole(shape["conc"], "--conc", 1)  # one, where a batch takes several
+    conc = parse_whole(shape["conc"], "--conc", 1)  # one, where a batch takes several
     options = BenchSettings({**shape, "port": flags.get("port", ""), "num_prompts": str(conc)})
-    seconds = float(whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
+    seconds = float(parse_whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
     table, endpoint = baselines.load(), settings.endpoint(options, "", READ_SECONDS)
     if (own := context.own_server(endpoint)) is None:
         why = "its traces would be on its own machine: this checkout did not start it"

@@ -13,7 +13,7 @@ from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
 from sparkforge.bench.schema import Config, Gate, Result
-from sparkforge.bench.settings import BenchSettings, whole
+from sparkforge.bench.settings import BenchSettings, parse_whole
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import BenchmarkError, UsageError
@@ -39,7 +39,7 @@ def prepare(flags: Mapping[str, str]) -> Prepared:
     """Find the server and read the table. Raises UsageError, ServerError, InputError."""
     options = BenchSettings({name: flags.get(name, "") for name in settings.NAMES})
     table = baselines.load()
-    silence = float(whole(flags.get("silence", "") or str(int(READ_SECONDS)), "--silence", 1))
+    silence = float(parse_whole(flags.get("silence", "") or str(int(READ_SECONDS)), "--silence", 1))
     endpoint = settings.endpoint(options, flags.get("url", ""), silence)
     passage = gate.passage(table, flags.get("text", ""), endpoint.model)
     return Prepared(flags, options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
@@ -88,7 +88,7 @@ def run_benchmark(flags: Mapping[str, str], python: Path) -> None:
 def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
     """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load."""
     prepared = prepare(flags)
-    seed = whole(flags.get("seed") or "0", "--seed", 0)
+    seed = parse_whole(flags.get("seed") or "0", "--seed", 0)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint, seed, flags.get("warmups", ""))
     name = _file_name(prepared.settings, configs)
     with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
@@ -116,7 +116,7 @@ def _bench(prepared: Prepared, python: Path) -> Bench:
     """Choose the client, run the gate and require it."""
     flags, own = prepared.flags, context.own_server(prepared.endpoint)
     tokenizer = flags.get("tokenizer") or (own.model if own else "")
-    limit = float(whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
+    limit = float(parse_whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
     load_client = choose_client(flags.get("client") or "auto", python, tokenizer, limit)
     verdict, client = _gate(prepared), load_client.describe()
     say(f"load by {client.name} {client.version}")

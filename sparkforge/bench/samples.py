@@ -73,18 +73,18 @@ def spread(seconds: Sequence[float]) -> Spread | None:
 def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
     """Return the figures over the requests that finished; None if none did or no time passed."""
     answered = [sample for sample in load.samples if not sample.error]
-    first, whole = spread([s.ttft for s in answered]), spread([s.latency for s in answered])
-    if first is None or whole is None or load.duration <= 0:
+    first, latency = spread([s.ttft for s in answered]), spread([s.latency for s in answered])
+    if first is None or latency is None or load.duration <= 0:
         return None
     per_token = spread([s.tpot for s in answered if s.tpot is not None])
-    sent, got = sum(s.prompt_tokens for s in answered), sum(s.output_tokens for s in answered)
-    output, total = got / load.duration, (sent + got) / load.duration
+    sent, received = sum(s.prompt_tokens for s in answered), sum(s.output_tokens for s in answered)
+    output, total = received / load.duration, (sent + received) / load.duration
     return Metrics(
         completed=len(answered),
         failed=len(load.samples) - len(answered),
         duration_s=load.duration,
         total_input_tokens=sent,
-        total_output_tokens=got,
+        total_output_tokens=received,
         output_throughput=output,
         total_token_throughput=total,
         tput_per_gpu=total / config.tp,
@@ -93,7 +93,7 @@ def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
         ttft_ms=first,
         tpot_ms=per_token,
         itl_ms=spread([gap for s in answered for gap in s.gaps]),
-        e2el_ms=whole,
+        e2el_ms=latency,
     )
 
 

@@ -46,7 +46,7 @@ class BenchSettings:
 
     def number(self, name: str, least: int = 1, most: int = MOST) -> int:
         """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
-        return whole(self.text(name), self._label(name), least, most)
+        return parse_whole(self.text(name), self._label(name), least, most)
 
     def share(self) -> float:
         """Return the spread of lengths, 0 for fixed. Raises UsageError."""
@@ -72,14 +72,14 @@ class BenchSettings:
         if not self.is_batch:
             return [self.number("conc")]
         if listed := self.flags.get("conc"):
-            return [whole(part, "--conc", 1) for part in listed.split(",") if part.strip()]
+            return [parse_whole(part, "--conc", 1) for part in listed.split(",") if part.strip()]
         return baselines.concurrencies(self.number("isl"), self.number("osl"))
 
     def _label(self, name: str) -> str:
         return f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
 
 
-def whole(text: str, label: str, least: int, most: int = MOST) -> int:
+def parse_whole(text: str, label: str, least: int, most: int = MOST) -> int:
     """Return `text` as a whole number from `least` to `most`. Raises UsageError."""
     try:
         value = int(text)
@@ -131,7 +131,7 @@ def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, see
             max_model_len=longest or needed,
             random_range_ratio=share,
             num_prompts=prompts or conc * PROMPTS_PER_SLOT,
-            warmups=whole(warmups, "--warmups", 0) if warmups else conc * WARMUPS_PER_SLOT,
+            warmups=parse_whole(warmups, "--warmups", 0) if warmups else conc * WARMUPS_PER_SLOT,
             seed=seed,
         )
         for conc in settings.concurrencies(baselines)

@@ -49,9 +49,9 @@ class Trial:
 
     def inv(self, *arguments: str, **extra: str) -> float:
         """Run one `./inv` command and return its wall seconds. Raises ProcessError."""
-        begun = time.monotonic()
+        start = time.monotonic()
         run(["./inv", *arguments], cwd=self.path, env={**self.environment, **extra}, fix="see the lines above")
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     def up(self, **extra: str) -> dict[str, float]:
         """Start the server; return the wall seconds of every step and of the whole command."""
@@ -108,10 +108,10 @@ def _time_validator(checkout: Trial) -> dict[str, float]:
     for name, arguments in (("facts", ("embedded", "--no-deep")), ("deep", ("spark", "--deep", "--model", MODEL))):
         times = []
         for _ in range(WARM_RUNS):
-            begun = time.monotonic()
+            start = time.monotonic()
             command = [python, "-m", "validate", "--profile", *arguments]
             run(command, cwd=checkout.path, env=checkout.environment, check=False)
-            times.append(time.monotonic() - begun)
+            times.append(time.monotonic() - start)
         seconds[name] = round(statistics.median(times), 3)
     return seconds
 

@@ -177,21 +177,21 @@ def _posted(record: Path, post: Mapping[str, str]) -> bool:
     return all(earlier.get(name) == value for name, value in post.items())
 
 
-def as_json(post: Post, again: str) -> None:
+def as_json(post: Post, retry_command: str) -> None:
     """POST {team, result}, redacted, with the result's digest as Idempotency-Key."""
     body = {"team": post.team, "result": redact(post.result.model_dump(mode="json"))}
-    send(post.url, body, again, headers={"Idempotency-Key": post.result.digest}, repeatable=True)
+    send(post.url, body, retry_command, headers={"Idempotency-Key": post.result.digest}, repeatable=True)
 
 
 def as_gradio(names: tuple[str, ...]) -> Callable[[Post, str], None]:
     """Return the competition's form with these columns: call `submit_results`, then read what became of it."""
 
-    def post_form(post: Post, again: str) -> None:
+    def post_form(post: Post, retry_command: str) -> None:
         """Post the columns; `again` is the command for later. Raises NetworkError."""
         call = f"{post.url}/gradio_api/call/submit_results"
         values = columns(post)
-        response = send(call, {"data": [values[name] for name in names]}, again, headers={}, repeatable=False)
-        _await_event(call, response, again)
+        response = send(call, {"data": [values[name] for name in names]}, retry_command, headers={}, repeatable=False)
+        _await_event(call, response, retry_command)
 
     return post_form
 
@@ -235,7 +235,7 @@ FORMS: dict[str, Callable[[Post, str], None]] = {
 
 
 def send(
-    url: str, body: Mapping[str, Any], again: str, *, headers: Mapping[str, str], repeatable: bool
+    url: str, body: Mapping[str, Any], retry_command: str, *, headers: Mapping[str, str], repeatable: bool
 ) -> httpx.Response:
     """POST until it is taken. Tries again what surely did not arrive, and if `repeatable` also what may have.
 
@@ -246,18 +246,18 @@ def send(
         try:
             response = _request("POST", url, json=body, headers=dict(headers))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why, retry, asked = repr(error), True, 0.0
+            why, retry, pause = repr(error), True, 0.0
         except httpx.HTTPError as error:
-            why, retry, asked = f"{error!r}; it may have arrived", repeatable, 0.0
+            why, retry, pause = f"{error!r}; it may have arrived", repeatable, 0.0
         else:
             if response.is_success:
                 return response
-            why, asked = f"HTTP {response.status_code}: {response.text[:200]}", _retry_after(response)
+            why, pause = f"HTTP {response.status_code}: {response.text[:200]}", _retry_after(response)
             retry = response.status_code in NOT_TAKEN or (repeatable and response.status_code in PERHAPS_TAKEN)
         if not retry or wait is None:
             break
-        time.sleep(min(max(wait, asked), LONGEST_WAIT))
-    raise NetworkError("the result was not posted; its file is kept", why, again, code="network.submit")
+        time.sleep(min(max(wait, pause), LONGEST_WAIT))
+    raise NetworkError("the result was not posted; its file is kept", why, retry_command, code="network.submit")
 
 
 def _request(method: str, url: str, **options: Any) -> httpx.Response:
@@ -272,9 +272,9 @@ def _retry_after(response: httpx.Response) -> float:
         return 0.0
 
 
-def _await_event(call: str, response: httpx.Response, again: str) -> None:
+def _await_event(call: str, response: httpx.Response, retry_command: str) -> None:
     """Read the stream that Gradio answers a call with. Raises NetworkError unless it has the event `complete`."""
-    unknown, look = "the board did not say whether it took the result", f"look at the board; {again}"
+    unknown, look = "the board did not say whether it took the result", f"look at the board; {retry_command}"
     last = ""
     try:
         event = EVENT.fullmatch(parse_json(response.content, call)["event_id"])
@@ -296,5 +296,8 @@ def _await_event(call: str, response: httpx.Response, again: str) -> None:
         why = f"it was sent, and then: {error!r}"
         raise NetworkError(unknown, why, look, code="network.submit") from error
     raise NetworkError(
-        "the board refused the result; its file is kept", last[:200] or "no answer", again, code="network.submit"
+        "the board refused the result; its file is kept",
+        last[:200] or "no answer",
+        retry_command,
+        code="network.submit",
     )

@@ -235,7 +235,7 @@ def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> B
     for event in events:
         times[event.name, event.group] += max(0.0, event.end - event.begin - event.called)
         calls[event.name, event.group] += 1
-    whole = sum(times.values()) + waiting or 1.0
+    total = sum(times.values()) + waiting or 1.0
     sums = defaultdict[str, float](float, {WAITING: waiting})
     for (_, group), time in times.items():
         sums[group] += time
@@ -245,11 +245,11 @@ def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> B
         window_ms=window / 1000,
         events=len(events),
         groups=[
-            GroupTime(name=group.name, about=group.about, ms=sums[group.name] / 1000, share=sums[group.name] / whole)
+            GroupTime(name=group.name, about=group.about, ms=sums[group.name] / 1000, share=sums[group.name] / total)
             for group in table.groups
         ],
         operators=[
-            OperatorTime(name=name, group=group, calls=calls[name, group], ms=time / 1000, share=time / whole)
+            OperatorTime(name=name, group=group, calls=calls[name, group], ms=time / 1000, share=time / total)
             for (name, group), time in rows
         ],
     )

@@ -119,19 +119,19 @@ def parse(path: Path, config: Config) -> FinishedLoad:
         result = read_json(path, finite=False)
         columns = (result[name] for name in ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors"))
         rows = list(zip(*columns, strict=True))
-        begun = min((row[0] for row in rows), default=0.0)
-        return FinishedLoad([_sample(row, begun, config) for row in rows], float(result["duration"]))
+        start = min((row[0] for row in rows), default=0.0)
+        return FinishedLoad([_sample(row, start, config) for row in rows], float(result["duration"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _failure(f"its result file is not as vLLM 0.32.0 writes it ({error!r})", path.parent / "log") from error
 
 
-def _sample(row: tuple[Any, ...], begun: float, config: Config) -> Sample:
+def _sample(row: tuple[Any, ...], first_start: float, config: Config) -> Sample:
     start, ttft, gaps, prompt_tokens, output_tokens, error = row
     varied = config.random_range_ratio > 0
     if error or not ttft:
         error = (error or "no token").strip().splitlines()[-1]
     return Sample(
-        start=start - begun,
+        start=start - first_start,
         ttft=ttft,
         latency=ttft + sum(gaps),
         gaps=list(gaps),

@@ -77,9 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         except Exit as error:
             return error.code
     except BrokenPipeError:  # `./inv --list | head`: ends as other programs do, with the code of SIGPIPE
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what Python still has to print
+        null = os.open(os.devnull, os.O_WRONLY)  # for what Python still has to print
         for number in (1, 2):
-            os.dup2(nowhere, number)
+            os.dup2(null, number)
         return SIGNALLED + signal.SIGPIPE
 
 
@@ -93,8 +93,8 @@ def run(arguments: list[str]) -> int:
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))
-    if asked := [argument for argument in arguments if argument in HELP]:
-        command = next((argument for argument in arguments if argument not in asked), "")
+    if help_flags := [argument for argument in arguments if argument in HELP]:
+        command = next((argument for argument in arguments if argument not in help_flags), "")
         echo(command_help(contexts[require(command, contexts)], command) if command else overview(), end="")
     elif not arguments:
         echo(overview(), end="")
@@ -118,8 +118,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     """Return the arguments before `--` and those behind it; None if there is no `--`."""
     if "--" not in arguments:
         return arguments, None
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+    separator = arguments.index("--")
+    return arguments[:separator], arguments[separator + 1 :]
 
 
 def _parse(arguments: list[str]) -> list[ParserContext]:
@@ -197,8 +197,12 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageE
 
 def _nearest(word: str, names: Iterable[str], otherwise: str, prefix: str) -> tuple[str, str]:
     """Return why a word is refused and what to run instead: the nearest name, if one is near."""
-    near = difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5)
-    return (f"the nearest is {near[0]}", f"{prefix}{near[0]}") if near else ("nothing has a similar name", otherwise)
+    matches = difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.5)
+    return (
+        (f"the nearest is {matches[0]}", f"{prefix}{matches[0]}")
+        if matches
+        else ("nothing has a similar name", otherwise)
+    )
 
 
 def overview() -> str:

@@ -260,7 +260,7 @@ def clean(  # noqa: PLR0913 - one argument a flag
     if not (names or changed or stale or everything):
         fix = advised("clean-cache", "--stale", "--dry-run")
         raise UsageError("nothing chosen to remove", "no flag says what", fix)
-    cached = [module for place in roots for module in modules(place)]
+    cached = [module for cache in roots for module in modules(cache)]
     known = sorted({module.name for module in cached})
     by_name = {module for name in names for module in fnmatch.filter(known, name)}
     if unknown := sorted(name for name in set(names) if not fnmatch.filter(known, name)):
@@ -288,8 +288,8 @@ def clean(  # noqa: PLR0913 - one argument a flag
     if dry_run or (everything and not yes and not (ask or _ask)(f"Remove all {cost}?")):
         return []
     with ExitStack() as stack:
-        for place in roots:
-            stack.enter_context(changing(place))
+        for cache in roots:
+            stack.enter_context(changing(cache))
         return _remove_all(chosen)
 
 
@@ -331,8 +331,8 @@ def _ask(question: str) -> bool:
 
 def print_cache(pins: Pins, root: Path | None = None) -> None:
     """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
-    for place in [root] if root else default_roots():
-        _print_one(pins, place)
+    for cache in [root] if root else default_roots():
+        _print_one(pins, cache)
 
 
 def _print_one(pins: Pins, root: Path) -> None:

@@ -173,7 +173,7 @@ def run(
 class _Started:
     unit: Unit
     child: Child
-    at: float
+    started_at: float
 
 
 @dataclass
@@ -199,7 +199,7 @@ class _Run:
 
     def all(self) -> JobsReport:
         """Run to the end; after a failure start none, let the rest end, raise it. An exception ends all compilers."""
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
                 self._sample()
@@ -211,7 +211,7 @@ class _Run:
         finally:
             for started in self.running.values():
                 started.child.end()
-            self.report.seconds = time.monotonic() - begun
+            self.report.seconds = time.monotonic() - start
         if self.failure:
             raise self.failure
         return self.report
@@ -221,9 +221,9 @@ class _Run:
         if time.monotonic() < self.sampled + SAMPLE:
             return
         self.sampled = time.monotonic()
-        ours = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
-        self.report.peak = max(self.report.peak, ours)
-        self.budget = min(self.schedule.budget, self.machine().available - RESERVE + ours)
+        resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
+        self.report.peak = max(self.report.peak, resident)
+        self.budget = min(self.schedule.budget, self.machine().available - RESERVE + resident)
 
     def _start_what_fits(self) -> None:
         if self.failure:
@@ -255,7 +255,7 @@ class _Run:
     def _ended(self, started: _Started, usage: Usage) -> None:
         name = started.unit.name
         del self.running[name]
-        result = UnitResult(usage, time.monotonic() - started.at, self._was_cached(name), name in self.retried)
+        result = UnitResult(usage, time.monotonic() - started.started_at, self._was_cached(name), name in self.retried)
         if usage.code == 0:
             self.report.units[name] = result
             if not result.cached:

@@ -102,11 +102,11 @@ def reported(path: Path) -> dict[str, tuple[str, ...]]:
     return headers
 
 
-def _records(data: bytes, at: int) -> Iterator[tuple[bool, bytes]]:
-    while at + 4 <= len(data):
-        (word,) = struct.unpack_from("<I", data, at)
+def _records(data: bytes, offset: int) -> Iterator[tuple[bool, bytes]]:
+    while offset + 4 <= len(data):
+        (word,) = struct.unpack_from("<I", data, offset)
         size = word & 0x7FFFFFFF
-        if at + 4 + size > len(data) or size % 4 or size < 8:
+        if offset + 4 + size > len(data) or size % 4 or size < 8:
             return
-        yield bool(word >> 31), data[at + 4 : at + 4 + size]
-        at += 4 + size
+        yield bool(word >> 31), data[offset + 4 : offset + 4 + size]
+        offset += 4 + size

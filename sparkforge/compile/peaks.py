@@ -101,20 +101,20 @@ class Peaks:
         """
         with locked(learnt_path().with_suffix(".lock"), "record what units cost"):
             try:
-                everything = _read()
+                contexts = _read()
             except UNREADABLE as error:
                 _move_aside(learnt_path(), error)
-                everything = {}
-            mine = everything.setdefault(self.context, {})
+                contexts = {}
+            costs = contexts.setdefault(self.context, {})
             for unit, cost in used.items():
-                old = mine.get(unit, Cost(0, 0.0))
-                mine[unit] = Cost(max(old.peak, cost.peak), round(max(old.cpu, cost.cpu), 1))
+                old = costs.get(unit, Cost(0, 0.0))
+                costs[unit] = Cost(max(old.peak, cost.peak), round(max(old.cpu, cost.cpu), 1))
             rows = {
                 context: {unit: {"peak": cost.peak, "cpu": cost.cpu} for unit, cost in units.items()}
-                for context, units in everything.items()
+                for context, units in contexts.items()
             }
             write_json(learnt_path(), {"schema": SCHEMA, "contexts": rows})
-        self.learnt = mine
+        self.learnt = costs
 
 
 def _load() -> dict[str, dict[str, Cost]]:

@@ -151,15 +151,15 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
     header = home / "include/crt/host_config.h"
     limit = re.search(r"^#if __GNUC__ > (\d+)$", header.read_text(encoding="utf-8"), re.MULTILINE)
     maximum = int(limit[1]) if limit else minimum
-    chosen, seen = os.environ.get("CXX"), []
+    chosen, rejected = os.environ.get("CXX"), []
     for name in [chosen] if chosen else CXX_NAMES:
         if not (path := shutil.which(name)):
             continue
         version = gcc_version(Path(path))
         if version and minimum <= int(version.split(".")[0]) <= maximum:
             return Path(path).absolute(), version
-        seen.append(f"{name} {version or 'is no GCC'}")
-    why = f"nvcc takes GCC {minimum} to {maximum} here, and there is {', '.join(seen) or chosen or 'none'}"
+        rejected.append(f"{name} {version or 'is no GCC'}")
+    why = f"nvcc takes GCC {minimum} to {maximum} here, and there is {', '.join(rejected) or chosen or 'none'}"
     fix = f"sudo apt install g++-{min(maximum, max(minimum, 13))}" + (" and unset CXX" if chosen else "")
     raise _error("no host compiler that fits", why, f"{fix}, {AGAIN}")
 

@@ -30,7 +30,7 @@ def meant(argument: str, flags: Iterable[str]) -> str:
 
 def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
     """Return a list of arguments without `flag` and its values."""
-    kept, skip = list[str](), False
+    remaining, skip = list[str](), False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         if skip:
@@ -38,5 +38,5 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
         elif name.replace("_", "-") == flag:
             skip = not equals
         else:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

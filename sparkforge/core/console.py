@@ -55,19 +55,19 @@ class Sanitiser:
             self._after_return = False
         text = self._begun + piece
         self._begun = ""
-        kept, at = list[str](), 0
+        parts, end = list[str](), 0
         for match in _SEQUENCE.finditer(text):
-            kept.append(text[at : match.start()])
-            at = match.end()
+            parts.append(text[end : match.start()])
+            end = match.end()
             if match.lastindex is None:
-                if at == len(text) and len(match[0]) <= LONGEST:
+                if end == len(text) and len(match[0]) <= LONGEST:
                     self._begun = match[0]
             elif match[0] in ("\r", "\r\n"):
-                kept.append("\n")
-                self._after_return = match[0] == "\r" and at == len(text)
+                parts.append("\n")
+                self._after_return = match[0] == "\r" and end == len(text)
             elif "\ud800" <= match[0] <= "\udfff":
-                kept.append("\ufffd")
-        return "".join([*kept, text[at:]])
+                parts.append("\ufffd")
+        return "".join([*parts, text[end:]])
 
 
 def safe(text: str) -> str:

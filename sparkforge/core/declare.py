@@ -56,8 +56,8 @@ def _of_system(error: OSError) -> SparkforgeError:
     if error.errno in NO_ROOM:
         return disk_full(existing_part(path or paths.state()))
     if path is not None:
-        look = shlex.quote(str(existing_part(path)))
-        fix = f"look at its owner and permissions: ls -ld {look}, or name others by SPARKFORGE_STATE and _CACHE"
+        quoted = shlex.quote(str(existing_part(path)))
+        fix = f"look at its owner and permissions: ls -ld {quoted}, or name others by SPARKFORGE_STATE and _CACHE"
         return StorageError(f"cannot use {path}", error.strerror or str(error), fix, code="storage.access")
     if isinstance(error, NETWORK):
         fix = "check the network and the proxy's variables, then run the same command again"
@@ -76,6 +76,8 @@ def _where(error: BaseException) -> str:
     """Return the last line of our own code that the error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [(Path(frame.filename), frame) for frame in frames]
-    ours = [frame for file, frame in files if file.is_relative_to(paths.ROOT) and "site-packages" not in file.parts]
-    frame = (ours or frames)[-1] if frames else None
+    own_frames = [
+        frame for file, frame in files if file.is_relative_to(paths.ROOT) and "site-packages" not in file.parts
+    ]
+    frame = (own_frames or frames)[-1] if frames else None
     return f"in {Path(frame.filename).name}:{frame.lineno}, {frame.name}" if frame else "in no code of ours"

@@ -166,19 +166,19 @@ def unreadable(folder: Path) -> tuple[str, str] | None:
 
 def _denied(path: Path) -> tuple[str, str] | None:
     """Return which part of a path denies reading it, and to whom, and the command that changes that."""
-    for place in (*reversed(path.parents), path):
-        mode = (os.R_OK if place == path else 0) | (os.X_OK if place.is_dir() else 0)
-        if not place.exists() or os.access(place, mode):
+    for part in (*reversed(path.parents), path):
+        mode = (os.R_OK if part == path else 0) | (os.X_OK if part.is_dir() else 0)
+        if not part.exists() or os.access(part, mode):
             continue
-        status = place.stat()
+        status = part.stat()
         groups = ", ".join(map(str, sorted({os.getegid(), *os.getgroups()})))
         why = (
-            f"{os.strerror(errno.EACCES)}: {place} belongs to uid {status.st_uid}, group {status.st_gid}, with mode "
+            f"{os.strerror(errno.EACCES)}: {part} belongs to uid {status.st_uid}, group {status.st_gid}, with mode "
             f"{stat.S_IMODE(status.st_mode):04o}, and this is uid {os.geteuid()}, groups {groups}"
         )
         by_group = status.st_mode & stat.S_IRGRP and status.st_mode & stat.S_IXGRP
         user = f"--group-add {status.st_gid}" if by_group else f"--user {status.st_uid}:{status.st_gid}"
-        return why, f"chmod -R a+rX {place}   # of a container: the folder that is mounted there; or docker run {user}"
+        return why, f"chmod -R a+rX {part}   # of a container: the folder that is mounted there; or docker run {user}"
     return None
 
 

@@ -47,5 +47,5 @@ def whole(response: httpx.Response, *, seconds: float, limit: int = ANSWER_BYTES
             raise LimitError(f"the answer has more than {limit} bytes")
         if time.monotonic() > deadline:
             raise LimitError(f"the answer had not ended after {seconds:.0f} s")
-    kept = {name: value for name in ("content-type", "retry-after") if (value := response.headers.get(name))}
-    return httpx.Response(response.status_code, headers=kept, content=bytes(body), request=response.request)
+    headers = {name: value for name in ("content-type", "retry-after") if (value := response.headers.get(name))}
+    return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)

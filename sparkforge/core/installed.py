@@ -108,10 +108,10 @@ class Installed:
         return sorted(change for change in changes if change)
 
 
-def parse_record(text: str, where: str, *, strict: bool = True) -> tuple[RecordLine, ...]:
+def parse_record(text: str, source: str, *, strict: bool = True) -> tuple[RecordLine, ...]:
     """Return the lines of a wheel's RECORD, or of an installed one without those of the installer.
 
-    `where` names it in errors. Raises IntegrityError for what is no RECORD, and for a line without sha256 or size, or
+    `source` names it in errors. Raises IntegrityError for what is no RECORD, and for a line without sha256 or size, or
     with a path that leads out of site-packages or is listed twice; without `strict` such lines are left out.
     """
     lines = dict[str, RecordLine]()
@@ -123,15 +123,15 @@ def parse_record(text: str, where: str, *, strict: bool = True) -> tuple[RecordL
                 line = _line(*row)
             except (TypeError, ValueError) as error:
                 if strict:
-                    raise _unreadable(where, f"after {len(lines)} lines: {str(error)[:200]}") from None
+                    raise _unreadable(source, f"after {len(lines)} lines: {str(error)[:200]}") from None
                 continue
             if strict and line.path in lines:
-                raise _unreadable(where, f"it names {line.path} twice")
+                raise _unreadable(source, f"it names {line.path} twice")
             lines[line.path] = line
     except csv.Error as error:
-        raise _unreadable(where, f"after {len(lines)} lines: {error}") from None
+        raise _unreadable(source, f"after {len(lines)} lines: {error}") from None
     if not lines and strict:
-        raise _unreadable(where, "it is empty")
+        raise _unreadable(source, "it is empty")
     return tuple(lines.values())
 
 
@@ -217,5 +217,5 @@ def _is_stale(folder: str, name: str) -> bool:
     return False
 
 
-def _unreadable(where: str, why: str) -> IntegrityError:
-    return IntegrityError(f"{where} cannot be read", why, REINSTALL, code="integrity.installed")
+def _unreadable(source: str, why: str) -> IntegrityError:
+    return IntegrityError(f"{source} cannot be read", why, REINSTALL, code="integrity.installed")

@@ -47,13 +47,13 @@ def measure(root: Path = Path("/")) -> Machine:
     available, bound = _keyed(root / "proc/meminfo", "MemAvailable:") * 1024, "MemAvailable"
     for flavour in FLAVOURS:
         for group in groups(root, flavour.file_system, "memory"):
-            left = _left(group, flavour)
-            if left is not None and left < available:
-                available, bound = left, str(group)
+            remaining = _remaining(group, flavour)
+            if remaining is not None and remaining < available:
+                available, bound = remaining, str(group)
     return Machine(max(0, available), cpus(root), bound)
 
 
-def _left(group: Path, flavour: _Flavour) -> int | None:
+def _remaining(group: Path, flavour: _Flavour) -> int | None:
     """Return the bytes below a group's limit, file cache that the kernel can drop not counted; None if unlimited."""
     limits = [limit for name in flavour.limits if (limit := _number(group / name)) is not None]
     used = _number(group / flavour.usage)
@@ -67,16 +67,16 @@ def largest_process(least: int = GIB) -> str:
 
     Empty if none holds `least` bytes; what is smaller is not worth stopping.
     """
-    page, most, told = os.sysconf("SC_PAGE_SIZE"), least, ""
+    page, largest, description = os.sysconf("SC_PAGE_SIZE"), least, ""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or folder.name == str(os.getpid()):
             continue
         with suppress(OSError, ValueError, IndexError):
             size = int((folder / "statm").read_text(encoding="ascii").split()[1]) * page
-            if size > most:
+            if size > largest:
                 name = (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
-                most, told = size, f"{name} (pid {folder.name}), {in_gib(size)}"
-    return told
+                largest, description = size, f"{name} (pid {folder.name}), {in_gib(size)}"
+    return description
 
 
 def in_gib(count: float) -> str:
@@ -108,8 +108,8 @@ def groups(root: Path, file_system: str, controller: str) -> Iterator[Path]:
 
 
 def _upwards(mount: Path, path: PurePosixPath, top: PurePosixPath) -> Iterator[Path]:
-    seen = path.is_relative_to(top) and ".." not in path.parts
-    group = mount / path.relative_to(top) if seen else mount
+    is_visible = path.is_relative_to(top) and ".." not in path.parts
+    group = mount / path.relative_to(top) if is_visible else mount
     while group != mount:
         yield group
         group = group.parent

@@ -47,8 +47,11 @@ class _Walk:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
-            named = self._names_a_secret(value)
-            return {self.text(str(key)): self._under(str(key), item, named=named) for key, item in value.items()}
+            names_secret = self._names_a_secret(value)
+            return {
+                self.text(str(key)): self._under(str(key), item, names_secret=names_secret)
+                for key, item in value.items()
+            }
         return self._list(value) if isinstance(value, list) else value
 
     def text(self, text: str) -> str:
@@ -61,19 +64,19 @@ class _Walk:
         """Take out the arguments behind a flag such as --api-key, and the second part of ["api_key", "…"]."""
         if len(values) == 2 and isinstance(values[0], str) and is_secret_name(values[0]) and _is_text(values[1]):
             return [values[0], TOKEN]
-        kept, secret = list[Any](), False
+        redacted, secret = list[Any](), False
         for item in values:
             text = item if isinstance(item, str) else ""
             if text.startswith("-"):
                 flag = FLAG.fullmatch(text)
                 secret = flag is not None and is_secret_name(flag[1])
-                kept.append(self.value(item))
+                redacted.append(self.value(item))
             else:
-                kept.append(TOKEN if secret and item else self.value(item))
-        return kept
+                redacted.append(TOKEN if secret and item else self.value(item))
+        return redacted
 
-    def _under(self, key: str, value: Any, *, named: bool) -> Any:
-        if is_secret_name(key) or (named and key.lower() in VALUE_KEYS):
+    def _under(self, key: str, value: Any, *, names_secret: bool) -> Any:
+        if is_secret_name(key) or (names_secret and key.lower() in VALUE_KEYS):
             return self._secret(key, value)
         if VERSION_KEY.search(key):  # 9.20.0.48 is cuDNN's, no address
             version = value.get("value") if isinstance(value, dict) else value

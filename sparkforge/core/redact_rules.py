@@ -118,19 +118,19 @@ def _named_value(match: re.Match[str]) -> str:
     name = (before[0] if before else "") + match["name"]
     if HARMLESS_NAME.fullmatch(name):
         return match[0]
-    kept = match["name"] + match["between"]
+    prefix = match["name"] + match["between"]
     if (listed := match["list"]) is not None:
         return (
-            kept + re.sub(r"""(b?\\{0,8}["'`])[^"'`\n]*""", _list_item, listed)
+            prefix + re.sub(r"""(b?\\{0,8}["'`])[^"'`\n]*""", _list_item, listed)
             if re.search(r"[\"'`]", listed)
-            else f"{kept}{listed[0]}{TOKEN}"
+            else f"{prefix}{listed[0]}{TOKEN}"
         )
     for opening, text, end in (("open", "escaped", "escaped_end"), ("quote", "quoted", "end")):
         if match[opening] is not None:
             if NO_SECRET.fullmatch(match[text]):
                 return match[0]
-            return f"{kept}{match[opening]}{TOKEN}{match[end] or ''}"
-    return match[0] if NO_SECRET.fullmatch(match["bare"]) else kept + TOKEN
+            return f"{prefix}{match[opening]}{TOKEN}{match[end] or ''}"
+    return match[0] if NO_SECRET.fullmatch(match["bare"]) else prefix + TOKEN
 
 
 def _list_item(match: re.Match[str]) -> str:
@@ -190,10 +190,10 @@ def _address(match: re.Match[str]) -> str:
     return match[0] if address.is_loopback or address.is_unspecified else "<address>"
 
 
-def _hosts(kept: str) -> re.Pattern[str]:
-    """Match the authority of a URL of any scheme but file, unless it is one of `kept`."""
+def _hosts(allowed: str) -> re.Pattern[str]:
+    """Match the authority of a URL of any scheme but file, unless it is one of `allowed`."""
     return re.compile(
-        rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{kept}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+"
+        rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{allowed}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+"
     )
 
 

@@ -78,8 +78,8 @@ def _add_container(client: docker.DockerClient, evidence: Evidence) -> None:
         evidence.add_source("container", note, read=False)
         return
     inspected = client.api.inspect_container(container)
-    short = container[:12]
-    name, where = f"container {short}", f"docker inspect {short}"
+    short_id = container[:12]
+    name, source = f"container {short_id}", f"docker inspect {short_id}"
     ended = float("inf") if state.runs or state.status == "restarting" else _ended(inspected)
     embedded = [log for log in evidence.logs if log.kind == EMBEDDED]
     if (evidence.failure and ended < evidence.failure.began) or any(log.written > ended for log in embedded):
@@ -89,14 +89,14 @@ def _add_container(client: docker.DockerClient, evidence: Evidence) -> None:
         evidence.logs.remove(log)
         evidence.sources = [source for source in evidence.sources if source.name != log.name]
         evidence.add_source(log.name, f"left out: {ago(log.written)}, older than the container", read=False)
-    evidence.add_fact("container.status", state.status, where)
-    evidence.add_fact("container.exit_code", state.exit_code, where)
-    evidence.add_fact("container.restarts", state.restarts, where)
-    evidence.add_fact("container.oom_killed", state.out_of_memory, where)
-    evidence.add_fact("container.health", state.health, f"{where}, whose health check says: {state.health_output}")
+    evidence.add_fact("container.status", state.status, source)
+    evidence.add_fact("container.exit_code", state.exit_code, source)
+    evidence.add_fact("container.restarts", state.restarts, source)
+    evidence.add_fact("container.oom_killed", state.out_of_memory, source)
+    evidence.add_fact("container.health", state.health, f"{source}, whose health check says: {state.health_output}")
     evidence.add_source(name, f"{state.status}, {state.health or 'no health yet'}, exit code {state.exit_code}")
     evidence.inspected = essential(inspected)
-    evidence.logs.append(Log(f"docker logs {short}", lambda: _read_log(container)))
+    evidence.logs.append(Log(f"docker logs {short_id}", lambda: _read_log(container)))
     _add_report(client, container, inspected, evidence)
 
 

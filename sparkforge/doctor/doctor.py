@@ -88,16 +88,16 @@ def gather(log: str, state: str) -> Evidence:
     folder = paths.typed(state).absolute() if state else paths.state()
     if state and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}", "--state names one like .sparkforge", "./inv doctor")
-    named = evidences.open_log(log) if log else None
-    if named and not state:
-        return Evidence(logs=[named], sources=[evidences.EvidenceSource(named.name, "the log that you named")])
+    log_file = evidences.open_log(log) if log else None
+    if log_file and not state:
+        return Evidence(logs=[log_file], sources=[evidences.EvidenceSource(log_file.name, "the log that you named")])
     evidence = evidences.collect_state(folder)
     from sparkforge.doctor import container  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
     container.add_container(evidence)
-    if named:
-        evidence.logs.append(named)
-        evidence.add_source(named.name, "the log that you named")
+    if log_file:
+        evidence.logs.append(log_file)
+        evidence.add_source(log_file.name, "the log that you named")
     evidences.add_machine(evidence)
     return evidence
 

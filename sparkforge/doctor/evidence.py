@@ -195,9 +195,9 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(paths.ROOT)) if path.is_relative_to(paths.ROOT) else str(path)
 
 
-def ago(then: float) -> str:
+def ago(time_: float) -> str:
     """Say how long ago a Unix time was."""
-    seconds = max(0.0, time.time() - then)
+    seconds = max(0.0, time.time() - time_)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"

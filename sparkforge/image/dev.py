@@ -148,26 +148,26 @@ def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) ->
 
     Raises StorageError if the checkout cannot be written.
     """
-    own, installed = root_of(checkout, sources), packages / checkout.package
-    if own is None or not installed.is_dir():
+    root, installed = root_of(checkout, sources), packages / checkout.package
+    if root is None or not installed.is_dir():
         return []
     repository = sources / checkout.name
     linked = []
     try:
         for path, target in checkout.links.items():
             if (repository / target).is_dir() and any((repository / target).iterdir()):
-                linked += _link(own / path, repository / target)
-        missing = list(_missing(installed, packages, own))
-        products = _ignored(missing, own, repository)
+                linked += _link(root / path, repository / target)
+        missing = list(_missing(installed, packages, root))
+        products = _ignored(missing, root, repository)
         products |= {path for path in missing for pattern in checkout.products if fnmatch.fnmatch(path, f"*{pattern}")}
         for path in missing:
-            if path in products and not any(parent.is_symlink() for parent in _parents(own, path)):
-                linked += _link(own / path, packages / path)
+            if path in products and not any(parent.is_symlink() for parent in _parents(root, path)):
+                linked += _link(root / path, packages / path)
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
         fix = f"on the host: sudo chown -R {os.getuid()} the folder that {checkout.variable} names"
         raise StorageError(f"cannot write {error.filename}", why, fix, code="storage.access") from error
-    return [os.path.relpath(link, own / checkout.package) for link in linked]
+    return [os.path.relpath(link, root / checkout.package) for link in linked]
 
 
 def _link(link: Path, target: Path) -> list[Path]:
@@ -188,25 +188,25 @@ def _parents(own: Path, path: str) -> Iterator[Path]:
         yield folder
 
 
-def _missing(folder: Path, packages: Path, own: Path) -> Iterator[str]:
+def _missing(folder: Path, packages: Path, root: Path) -> Iterator[str]:
     """Yield the paths below site-packages that the checkout lacks, folders before what is in them."""
     for path in sorted(folder.iterdir()):
         relative = path.relative_to(packages)
         if path.name in GENERATED or path.suffix == ".pyc":
             continue
-        if not (own / relative).exists():
+        if not (root / relative).exists():
             yield str(relative)
-        if path.is_dir() and not path.is_symlink() and not (own / relative).is_symlink():
-            yield from _missing(path, packages, own)
+        if path.is_dir() and not path.is_symlink() and not (root / relative).is_symlink():
+            yield from _missing(path, packages, root)
 
 
-def _ignored(candidates: Iterable[str], own: Path, repository: Path) -> set[str]:
+def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str]:
     """Return which paths the repository's .gitignore names: a build makes them. A repository without one names none.
 
     Asked with an empty repository of our own beside the work tree: the real one may be a work tree of git's, whose
     objects are outside the mount, or another user's.
     """
-    prefix = own.relative_to(repository)
+    prefix = root.relative_to(repository)
     names = {os.path.normpath(prefix / path): path for path in candidates}
     with tempfile.TemporaryDirectory(prefix="sparkforge-dev-") as scratch:
         try:
@@ -353,11 +353,11 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
         os.environ["CUDA_HOME"] = str(home)
     before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
     if name == "vllm":
-        whole = _build_vllm(root, stack, options, tree)
+        is_complete = _build_vllm(root, stack, options, tree)
     else:
         _build_flashinfer(root, stack, options, tree)
-        whole = True
-    if whole:
+        is_complete = True
+    if is_complete:
         _write_record(checkout, before)
     say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
 
@@ -380,12 +380,12 @@ def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bo
         checkout=str(root),
     )
     overlay = vllm_build.build_extensions(request)
-    for library in place(overlay, root):
+    for library in install_libraries(overlay, root):
         say(f"  {root / library}: compiled here")
     return not options.targets
 
 
-def place(overlay: Path, root: Path) -> list[str]:
+def install_libraries(overlay: Path, root: Path) -> list[str]:
     """Put the libraries of an overlay into a checkout, in place of the links; return their paths."""
     record = manifest.load(overlay)
     libraries = sorted(record.outputs) if record else []

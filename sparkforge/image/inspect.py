@@ -122,11 +122,11 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
     """Return in words where an image's manifest is not as expected."""
     lines = []
     for key, label in COMPARED.items():
-        held, wanted = dict(manifest.get(key) or {}), expected[key]
+        actual, required = dict(manifest.get(key) or {}), expected[key]
         lines += [
-            f"{label} {name}: the image has {_short(held.get(name))}, the checkout {_short(wanted.get(name))}"
-            for name in sorted({*held, *wanted})
-            if held.get(name) != wanted.get(name)
+            f"{label} {name}: the image has {_short(actual.get(name))}, the checkout {_short(required.get(name))}"
+            for name in sorted({*actual, *required})
+            if actual.get(name) != required.get(name)
         ]
     return lines
 

@@ -51,7 +51,7 @@ class StageResult:
 
     stage: str
     artifact: str
-    made: bool
+    is_new: bool
     seconds: float = 0.0
 
 
@@ -68,7 +68,7 @@ def make_wheels(request: BuildRequest) -> tuple[str, bool]:
     """Make the stack's patched wheels for the machine that serves."""
     components = wheels.patched_components(pins.load().stack(request.stack))
     patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
-    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.made for wheel in patched)
+    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.is_new for wheel in patched)
 
 
 def compile_kernels(request: BuildRequest) -> tuple[str, bool]:
@@ -172,5 +172,5 @@ def summary(results: Sequence[StageResult]) -> Table:
     """Return the results as a table."""
     table = Table("stage", "seconds", "", "artifact", box=None)
     for result in results:
-        table.add_row(result.stage, f"{result.seconds:.1f}", "made" if result.made else "unchanged", result.artifact)
+        table.add_row(result.stage, f"{result.seconds:.1f}", "made" if result.is_new else "unchanged", result.artifact)
     return table

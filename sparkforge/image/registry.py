@@ -125,9 +125,9 @@ def differences(image: Any, manifest: Mapping[str, Any], stack: str, recorded: M
     """Return in words where an image is not the stack's, or not what its record says; an empty record says nothing."""
     labels = (image.attrs.get("Config") or {}).get("Labels") or {}
     lines = [
-        f"its {place} says {held!r}, and the stack {stack} was asked for"
-        for place, held in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
-        if held != stack
+        f"its {origin} says {named!r}, and the stack {stack} was asked for"
+        for origin, named in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
+        if named != stack
     ]
     facts = {"platform": engine.platform_of(image.attrs), **manifest}
     lines += [

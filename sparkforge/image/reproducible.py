@@ -134,12 +134,12 @@ def copy_checkout(folder: Path, umask: int) -> None:
 def read(archive: Path) -> Image:
     """Return what an OCI archive holds (image-spec: index.json → manifest → config and layers)."""
     with archive.open("rb") as file:
-        whole = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     with tarfile.open(archive) as tar:
         index = _json(tar, "index.json")
         manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
     layers = tuple(str(layer["digest"]) for layer in manifest["layers"])
-    return Image(whole, str(manifest["config"]["digest"]), layers)
+    return Image(sha256, str(manifest["config"]["digest"]), layers)
 
 
 def _json(tar: tarfile.TarFile, name: str) -> dict[str, Any]:

@@ -111,8 +111,8 @@ def install(tree: Tree, more: str = "") -> None:
         for component in table.stack(tree.stack).components.values()
         if (component.patches or component.index) and any(name.endswith(".whl") for name in component.files)
     ]
-    brought = environments.fetch_wheels(tree.lock, components)
-    environments.install_locked(tree.python, tree.lock, brought, bytecode=False)
+    wheels = environments.fetch_wheels(tree.lock, components)
+    environments.install_locked(tree.python, tree.lock, wheels, bytecode=False)
     for component in components:
         if component.provides:
             environments.name_distribution(tree.packages, *component.provides.split("=="))
@@ -164,15 +164,15 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
     A stack on its base's own torch has no wheel of upstream's: the whole of vLLM is compiled and installed. `sources`
     is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
     """
-    brought = str(sources) if any(sources.iterdir()) else ""
+    git_sources = str(sources) if any(sources.iterdir()) else ""
     if tree.device == NGC:
-        wheel = vllm_wheel.build_wheel(tree.stack, tree.python, tree.root / "wheels", sources=brought, jobs=jobs)
+        wheel = vllm_wheel.build_wheel(tree.stack, tree.python, tree.root / "wheels", sources=git_sources, jobs=jobs)
         run([sys.executable, "-m", "uv", "pip", "install", "--python", tree.python, "--no-deps", "--offline", wheel])
         shutil.rmtree(wheel.parent)
         return
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
     overlay = vllm_build.build_extensions(
-        ExtensionRequest(tree.stack, targets=targets, sources=brought, jobs=jobs, python=str(tree.python))
+        ExtensionRequest(tree.stack, targets=targets, sources=git_sources, jobs=jobs, python=str(tree.python))
     )
     vllm_overlay.install_overlay(overlay, str(tree.packages))
 
@@ -216,9 +216,9 @@ def finish(tree: Tree, jobs: int) -> None:
 def forget_volatile(record: Path) -> None:
     """Take the files that are not kept out of a record, which has their hashes: those are other ones in every build."""
     lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
-    if kept != lines:
-        write_atomic(record, "".join(kept))
+    lasting = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
+    if lasting != lines:
+        write_atomic(record, "".join(lasting))
 
 
 def compile_bytecode(tree: Tree, jobs: int) -> None:

@@ -152,9 +152,9 @@ def to_remove(images: Sequence[LocalImage], keep: int) -> list[LocalImage]:
 def show(images: Sequence[LocalImage]) -> None:
     """Print images with their sizes, and what holds each."""
     for image in images:
-        own = max(image.tags, key=len, default="no name")
+        name = max(image.tags, key=len, default="no name")
         note = f" · {image.why}" if image.why else ""
-        echo(f"{image.id.removeprefix('sha256:')[:ID_DIGITS]}  {image.size / 1e9:6.2f} GB  {own}{note}")
+        echo(f"{image.id.removeprefix('sha256:')[:ID_DIGITS]}  {image.size / 1e9:6.2f} GB  {name}{note}")
     total = sum(image.size for image in images) / 1e9
     say(f"{len(images)} images, {total:.2f} GB; layers that images share are counted in each of them")
 

@@ -180,9 +180,10 @@ def digest_of(path: Path, like: str) -> str:
     return f"git:{blob.hexdigest()}"
 
 
-def fetch_and_report(repository: str, revision: str, to: str, mirror: str, *, replace: bool = False) -> None:
+def fetch_and_report(repository: str, revision: str, destination: str, mirror: str, *, replace: bool = False) -> None:
     """Fetch a checkpoint and print what, from where, and what to do next. Raises as `fetch_checkpoint` does."""
-    target = Path(to) if to else paths.ROOT / "models" / repository.rpartition("/")[2]  # where Compose looks
+    # Compose looks into `models`.
+    target = Path(destination) if destination else paths.ROOT / "models" / repository.rpartition("/")[2]
     pinned = revision or ("" if mirror else models.pinned_revision(repository) or _recorded(target, repository))
     source = _source(repository, pinned, mirror)
     say(f"{source.name} at {source.revision} → {target}")
@@ -339,16 +340,16 @@ def _broken(repository: str, work: Path, why: str) -> InputError:
 
 
 def _note(source: CheckpointSource, work: Path, files: list[RemoteFile]) -> dict[str, object]:
-    named = {}
+    entries = {}
     for file in files:
         digest = file.digest if file.digest.startswith("sha256:") else digest_of(work / file.name, "sha256:")
-        named[file.name] = {"size": file.size, "sha256": digest.removeprefix("sha256:")}
+        entries[file.name] = {"size": file.size, "sha256": digest.removeprefix("sha256:")}
     return {
         "schema": 1,
         "source": source.name,
         "repository": source.repository,
         "revision": source.revision,
-        "files": named,
+        "files": entries,
     }
 
 

@@ -24,12 +24,12 @@ class Mirror:
         """Find the checkpoint. Raises NetworkError if the folder holds none of this repository and revision."""
         self.folder = _find(typed(folder).absolute(), repository, revision)
         self.repository, self.name = repository, f"{repository} in {folder}"
-        noted, self.hashes = self._note()
-        self.revision = noted or revision or self.folder.name
-        if revision and noted and noted != revision:
+        recorded, self.hashes = self._note()
+        self.revision = recorded or revision or self.folder.name
+        if revision and recorded and recorded != revision:
             raise NetworkError(
                 f"{self.folder} holds another revision of {repository}",
-                f"it is {noted}",
+                f"it is {recorded}",
                 f"leave out --revision {revision}",
                 code="network.fetch",
             )

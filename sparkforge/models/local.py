@@ -31,13 +31,13 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
         require_readable(folder)
         return folder
     owner, name = model.split("/")
-    fetched = [place / name for place in (paths.ROOT / "models", MODELS) if not revision]
+    fetched = [folder / name for folder in (paths.ROOT / "models", MODELS) if not revision]
     caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env)]
     denials: list[StorageError] = []
-    for place in (*fetched, *caches):
+    for folder in (*fetched, *caches):
         try:
-            require_readable(place)
-            snapshot = _snapshot(place, model, revision) if place in caches else place
+            require_readable(folder)
+            snapshot = _snapshot(folder, model, revision) if folder in caches else folder
             if snapshot:
                 require_readable(snapshot)
                 if (snapshot / "config.json").is_file():
@@ -61,8 +61,8 @@ def hub_caches(env: Mapping[str, str]) -> list[Path]:
     mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host this is another user's
     homes = [env.get("HF_HUB_CACHE"), env.get("HF_HOME"), mounted]
     homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
-    places = [paths.typed(home).absolute() for home in homes if home]
-    return list(dict.fromkeys(folder for place in (*places, MODELS) for folder in (place / "hub", place)))
+    roots = [paths.typed(home).absolute() for home in homes if home]
+    return list(dict.fromkeys(folder for root in (*roots, MODELS) for folder in (root / "hub", root)))
 
 
 def name_of(folder: Path) -> str:
@@ -89,11 +89,11 @@ def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:
     """Return the snapshot to serve from the cache's folder of a repository; None if there is none."""
     require_readable(cache / "snapshots")
     reference = cache / "refs" / (revision or "main")
-    named = reference.read_text(encoding="utf-8").strip() if reference.is_file() else ""
+    commit_of_ref = reference.read_text(encoding="utf-8").strip() if reference.is_file() else ""
     snapshots = sorted(path for path in cache.glob("snapshots/*") if path.is_dir())
-    commits = [revision, named] if revision else [table.pinned_revision(repository), named]
+    commits = [revision, commit_of_ref] if revision else [table.pinned_revision(repository), commit_of_ref]
     wanted = [path for commit in commits for path in snapshots if path.name == commit]
     if not revision and len(snapshots) == 1:
         wanted += snapshots
-    whole = [path for path in wanted if any(path.glob("*.safetensors"))]  # others fetch only the tokenizer
-    return next(iter((*whole, *wanted)), None)
+    complete = [path for path in wanted if any(path.glob("*.safetensors"))]  # others fetch only the tokenizer
+    return next(iter((*complete, *wanted)), None)

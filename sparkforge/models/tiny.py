@@ -136,13 +136,13 @@ def _fill(directory: Path, weights: Weights) -> None:
 
 def _weight_files(weights: Weights) -> dict[str, bytes]:
     """Return two safetensors shards, cut where the first holds half of the bytes, and their index."""
-    every = dict(weights.tensors())
-    total, seen, shard_of = sum(len(t.data) for t in every.values()), 0, dict[str, str]()
-    for name, tensor in every.items():
-        shard_of[name] = f"model-0000{1 if seen < total // 2 else 2}-of-00002.safetensors"
-        seen += len(tensor.data)
+    tensors = dict(weights.tensors())
+    total, size, shard_of = sum(len(t.data) for t in tensors.values()), 0, dict[str, str]()
+    for name, tensor in tensors.items():
+        shard_of[name] = f"model-0000{1 if size < total // 2 else 2}-of-00002.safetensors"
+        size += len(tensor.data)
     shards = {
-        shard: to_safetensors({n: tensor for n, tensor in every.items() if shard_of[n] == shard}, {"format": "pt"})
+        shard: to_safetensors({n: tensor for n, tensor in tensors.items() if shard_of[n] == shard}, {"format": "pt"})
         for shard in sorted(set(shard_of.values()))
     }
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}

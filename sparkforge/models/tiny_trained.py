@@ -62,8 +62,8 @@ def pack(named: dict[str, Tensor], short: dict[str, Floats], rows: list[int], fa
 def narrow(values: Floats) -> tuple[Tensor, Tensor]:
     """Return rows [N, H] as int8, and the scale of each, which makes its largest value LARGEST."""
     scale = np.maximum(np.abs(values).max(1), np.float32(1e-30)).astype(np.float32) / np.float32(LARGEST)
-    whole = np.rint(values / scale[:, None]).astype(np.int8)
-    return Tensor(whole.shape, "I8", whole.tobytes()), Tensor(scale.shape, "F32", scale.astype("<f4").tobytes())
+    rounded = np.rint(values / scale[:, None]).astype(np.int8)
+    return Tensor(rounded.shape, "I8", rounded.tobytes()), Tensor(scale.shape, "F32", scale.astype("<f4").tobytes())
 
 
 def wide(values: Tensor, scale: Tensor) -> Floats:

@@ -179,8 +179,8 @@ def _require_right(draft: PatchDraft, patch: Patch) -> dict[str, Content]:
     """Return what `patch` makes of the queue's result; raise unless it fits exactly and its Drop-when is not true."""
     names = {*draft.queue.paths, *(c.path for c in patch.changes), *(c.path for c in patch.drop_when)}
     read = upstream.reader(draft.release, names)
-    if held := [condition for condition in patch.drop_when if condition.holds_for(read(condition.path))]:
-        raise UsageError("the Drop-when is of no use", f"it holds on {draft.release.filename} already: {held[0]}",
+    if fulfilled := [condition for condition in patch.drop_when if condition.holds_for(read(condition.path))]:
+        raise UsageError("the Drop-when is of no use", f"it holds on {draft.release.filename} already: {fulfilled[0]}",
                          "name a text that upstream will have, or lack, once it needs the patch no more")  # fmt: skip
     contents = draft.queue.apply({path: read(path) for path in names})
     try:

@@ -82,8 +82,10 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
     released = {path: read(path) for path in queue.paths}
     patched, present = queue.apply(released), read_files(tree, queue.paths)
     # A run that was killed in the last step has left some files as the queue makes them.
-    early = [path for path in queue.paths if present[path] != released[path] and present[path] == patched[path]]
-    _require_idle(tree, early)
+    already_patched = [
+        path for path in queue.paths if present[path] != released[path] and present[path] == patched[path]
+    ]
+    _require_idle(tree, already_patched)
     head = git(tree, "rev-parse", "--short=12", "HEAD").stdout.strip()
     if other := [path for path in queue.paths if present[path] not in (released[path], patched[path])]:
         tags = git(tree, "describe", "--tags", "--always", "HEAD").stdout.strip()
@@ -109,7 +111,7 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
         last = git(beside, "rev-parse", "HEAD").stdout.strip()
     finally:
         _remove_beside(tree)
-    for path in early:
+    for path in already_patched:
         git(tree, "reset", "--quiet", "--", path)
         (tree / path).unlink(missing_ok=True)
         if released[path] is not None:
@@ -247,7 +249,7 @@ def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Compo
     return present[0]
 
 
-def _require_idle(tree: Path, early: Collection[str]) -> None:
+def _require_idle(tree: Path, already_patched: Collection[str]) -> None:
     """Raise UsageError if git is at work in `tree`, or tracked files other than `early` have uncommitted changes."""
     if (lock := _git_path(tree, "index.lock")).exists():
         raise UsageError(f"{tree} is not ready", f"git runs in it, or was killed: it left {lock}",
@@ -255,6 +257,6 @@ def _require_idle(tree: Path, early: Collection[str]) -> None:
     if any(_git_path(tree, name).exists() for name in SESSIONS):
         raise UsageError(f"{tree} is not ready", "a rebase, merge or `git am` in it is unfinished",
                          "finish or abort it (git status says how), then the same command again")  # fmt: skip
-    if dirty := [path for state, path in changes(tree) if state != "??" and path not in early]:
+    if dirty := [path for state, path in changes(tree) if state != "??" and path not in already_patched]:
         raise UsageError(f"{tree} has uncommitted changes", ", ".join(dirty[:5]),
                          "commit or stash them (git stash), then the same command again")  # fmt: skip

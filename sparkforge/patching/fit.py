@@ -62,10 +62,10 @@ def fit(change: FileChange, content: bytes | None) -> Fit:
 
 def undone(change: FileChange) -> FileChange:
     """Return the change that takes `change` back."""
-    hunks, grown = list[Hunk](), 0
+    hunks, growth = list[Hunk](), 0
     for hunk in change.hunks:
-        hunks.append(replace(hunk, start=hunk.start + grown, before=hunk.after, after=hunk.before))
-        grown += len(hunk.after) - len(hunk.before)
+        hunks.append(replace(hunk, start=hunk.start + growth, before=hunk.after, after=hunk.before))
+        growth += len(hunk.after) - len(hunk.before)
     return replace(change, creates=change.deletes, deletes=change.creates, hunks=tuple(hunks))
 
 
@@ -102,5 +102,5 @@ def _text(hunk: Hunk) -> str:
     while before and after and before[-1] == after[-1]:
         del before[-1], after[-1]
     diff = [f"-{line.decode().rstrip()}" for line in before] + [f"+{line.decode().rstrip()}" for line in after]
-    more = [f"… {len(diff) - SHOWN} more lines"] if len(diff) > SHOWN else []
-    return "\n".join([*diff[:SHOWN], *more])
+    omitted = [f"… {len(diff) - SHOWN} more lines"] if len(diff) > SHOWN else []
+    return "\n".join([*diff[:SHOWN], *omitted])

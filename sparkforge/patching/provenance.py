@@ -85,17 +85,17 @@ def provenance(file: Path, *, patches: Path = ROOT / "patches", table: Pins | No
                 "the records beside it were changed: remove the tree, then unpack or install it afresh",
                 code="patch.modified",
             )
-    by = "the links below" if origin.proven else "the records beside it: upstream's bytes are not proven"
+    evidence = "the links below" if origin.proven else "the records beside it: upstream's bytes are not proven"
     applied = f"patches/{origin.queue} of this checkout, applied again"
     return [
-        Link(str(file), sha256, f"{path} in {root}", origin.proven, by),
+        Link(str(file), sha256, f"{path} in {root}", origin.proven, evidence),
         *(
             Link(
                 f"patched by {origin.queue}/{patch.name}",
                 patch.sha256,
                 " · ".join(patch.header[field].splitlines()[0] for field in ("Description", "Origin")),
                 origin.proven,
-                applied if origin.proven else by,
+                applied if origin.proven else evidence,
             )
             for patch in origin.patches
         ),
@@ -173,22 +173,24 @@ def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> UpstreamFile:
     known = f"listed in {listing_name}, made by stage {tree_manifest.stage}"
     subject = f"{path} as upstream has it"
     if tree_manifest.stage == "git":
-        by = f"{listing_name}: pins.toml has the commit, and no hash of the files"
+        evidence = f"{listing_name}: pins.toml has the commit, and no hash of the files"
         return UpstreamFile(
-            [Link(subject, sha256, known, False, by), _repository(tree_manifest, table, by)], proven=False
+            [Link(subject, sha256, known, False, evidence), _repository(tree_manifest, table, evidence)], proven=False
         )
     archives = [(name, value) for name, value in tree_manifest.inputs.items() if name.endswith((".tar.gz", ".whl"))]
     for name, value in archives:
         pinned = _pinned(name, value, table)
         if (content := _held(name, value, path)) is not None:
             _require_same(root, path, digest(content), sha256)
-            by = f"the bytes of {name} in the cache, whose sha256 pins.toml has"
+            evidence = f"the bytes of {name} in the cache, whose sha256 pins.toml has"
             return UpstreamFile(
-                [Link(subject, sha256, known, True, by), Link(name, value, pinned, True, "pins.toml")], True, content
+                [Link(subject, sha256, known, True, evidence), Link(name, value, pinned, True, "pins.toml")],
+                True,
+                content,
             )
-    by = f"{listing_name}: the pinned archive is not in the cache, or has no such file"
-    links = [Link(name, value, _pinned(name, value, table), False, by) for name, value in archives]
-    return UpstreamFile([Link(subject, sha256, known, False, by), *links], proven=False)
+    evidence = f"{listing_name}: the pinned archive is not in the cache, or has no such file"
+    links = [Link(name, value, _pinned(name, value, table), False, evidence) for name, value in archives]
+    return UpstreamFile([Link(subject, sha256, known, False, evidence), *links], proven=False)
 
 
 def _pinned(name: str, sha256: str, table: Pins) -> str:
@@ -205,13 +207,13 @@ def _pinned(name: str, sha256: str, table: Pins) -> str:
     )
 
 
-def _repository(tree_manifest: Manifest, table: Pins, by: str) -> Link:
+def _repository(tree_manifest: Manifest, table: Pins, evidence: str) -> Link:
     inputs = tree_manifest.inputs
     for stack_name, stack in table.stacks.items():
         for name, pin in stack.git.items():
             if (inputs.get("repository"), inputs.get("commit")) == (pin.repository, pin.commit):
                 known = f"pinned in pins.toml as {stack_name}/git/{name}"
-                return Link(f"{pin.repository} at {pin.commit}", None, known, False, by)
+                return Link(f"{pin.repository} at {pin.commit}", None, known, False, evidence)
     raise IntegrityError(
         "this repository is not pinned",
         f"pins.toml has no {inputs}",
@@ -267,8 +269,8 @@ def _installed(root: Path, path: str, sha256: str, table: Pins, patches: Path) -
         if content is not None:
             _require_same(root, path, digest(content), before)
         listing = f"{info.name}/{'patches/upstream.json' if hashes else 'RECORD'}"
-        by = "pins.toml" if content is not None else "the wheel's name: it is not in the cache"
-        link = Link(wheel.filename, wheel.sha256, pinned, content is not None, by)
+        evidence = "pins.toml" if content is not None else "the wheel's name: it is not in the cache"
+        link = Link(wheel.filename, wheel.sha256, pinned, content is not None, evidence)
         return replace(_as_listed(path, before, listing, [link], content), queue=queue, patches=touching)
     raise _unlisted(root, path)
 
@@ -278,10 +280,10 @@ def _as_listed(path: str, sha256: str, listing: str, links: list[Link], content:
     proven = content is not None
     if proven and digest(content) != sha256:
         raise _no_provenance(path, f"its wheel holds {digest(content)}, and {sha256} is recorded", "install it afresh")
-    by = "the bytes of a wheel in the cache, whose sha256 pins.toml has"
+    evidence = "the bytes of a wheel in the cache, whose sha256 pins.toml has"
     if not proven:
-        by = f"{listing}, which lies beside it"
-    link = Link(f"{path} as the wheel has it", sha256, f"listed in {listing}", proven, by)
+        evidence = f"{listing}, which lies beside it"
+    link = Link(f"{path} as the wheel has it", sha256, f"listed in {listing}", proven, evidence)
     return UpstreamFile([link, *links], proven, content)
 
 
@@ -301,23 +303,23 @@ def _distribution(name: str, path: str, table: Pins) -> tuple[list[Link], Conten
 
     With the bytes of `path` in one of its wheels, if that is in the cache.
     """
-    by = "the distribution's name: its wheel is not in the cache, or has no such file"
+    evidence = "the distribution's name: its wheel is not in the cache, or has no such file"
     package, _, version = name.rpartition("-")
     canonical = canonicalize_name(package)
     for stack_name, stack in table.stacks.items():
         for component_name, component in stack.components.items():
-            same = component.package and canonicalize_name(component.package) == canonical
-            if same and component.version == version:
+            is_package = component.package and canonicalize_name(component.package) == canonical
+            if is_package and component.version == version:
                 known = f"pinned in pins.toml as {stack_name}/{component_name}"
                 for file, sha256 in component.files.items():
                     if file.endswith(".whl") and (content := _held(file, sha256, path)) is not None:
                         return [Link(file, sha256, known, True, "pins.toml")], content
                 known += ": one of its files"
-                return [Link(file, sha256, known, False, by) for file, sha256 in component.files.items()], None
+                return [Link(file, sha256, known, False, evidence) for file, sha256 in component.files.items()], None
     for lock in sorted(LOCKS.glob("*.txt")):
         if f"\n{canonical}=={version} " in lock.read_text(encoding="utf-8"):
             known = f"hash-locked in locks/{lock.name}"
-            return [Link(f"{canonical} {version}", sha256_file(lock), known, False, by)], None
+            return [Link(f"{canonical} {version}", sha256_file(lock), known, False, evidence)], None
     raise IntegrityError(
         f"{name} is not pinned",
         "neither pins.toml nor a lock names it",

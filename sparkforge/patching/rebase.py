@@ -40,10 +40,10 @@ class Carried:
 
     name: str
     action: str
-    kept: bool = True
+    in_queue: bool = True
 
     def __str__(self) -> str:
-        return f"{'✓' if self.kept else '-'} {self.name}: {self.action}"
+        return f"{'✓' if self.in_queue else '-'} {self.name}: {self.action}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def rebase_queue(to: str, stack: str, drop: str = "", *, resume: bool = False) -
     carried = continue_rebase(rebase) if resume else begin_rebase(rebase)
     for patch in carried:
         say(str(patch))
-    if not any(patch.kept for patch in carried):
+    if not any(patch.in_queue for patch in carried):
         say(f"{rebase.queue.upstream} {rebase.version} needs no patch: take `patches` out of its table in pins.toml")
         return
     name = rebase.target.name
@@ -226,7 +226,7 @@ def _export(rebase: Rebase, tree: Path) -> list[Carried]:
     folder = temporary / rebase.target.name
     try:
         carried = list(_carried(rebase, _with_base_files(rebase, tree, temporary / "tree"), folder))
-        names = [patch.name for patch in carried if patch.kept]
+        names = [patch.name for patch in carried if patch.in_queue]
         if names:
             head = [
                 f"# Applied in this order to {rebase.queue.upstream} {rebase.version}, each with -p1 and fuzz 0.",
@@ -284,7 +284,7 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
         if not (commit := commits.get(patch.name)):
             upstreamed = judgement.verdict is Verdict.UPSTREAM
             why = f"already upstream: {judgement.evidence}" if upstreamed else "as asked, or nothing of it was left"
-            yield Carried(patch.name, f"dropped, {why}", kept=False)
+            yield Carried(patch.name, f"dropped, {why}", in_queue=False)
             continue
         data = f"{commit.header}\n---\n".encode() + checkout.diff(tree, f"{commit.id}^", commit.id)
         write_atomic(folder / patch.name, data)

@@ -103,13 +103,13 @@ class _ZipWriter:
             raise zipfile.BadZipFile(f"{info.orig_filename!r} has another name in its own header")
         packed.seek(extra_size, 1)
         self._header(name, info.compress_type, (info.CRC, info.compress_size, info.file_size), info.external_attr)
-        left = info.compress_size
-        while left:
-            data = packed.read(min(CHUNK, left))
+        remaining = info.compress_size
+        while remaining:
+            data = packed.read(min(CHUNK, remaining))
             if not data:
                 raise zipfile.BadZipFile(f"{info.orig_filename!r} ends early")
             self.output.write(data)
-            left -= len(data)
+            remaining -= len(data)
 
     def _header(self, name: str, method: int, sizes: tuple[int, int, int], attributes: int) -> None:
         offset, (encoded, flags) = self.output.size, _encoded(name)
@@ -143,7 +143,7 @@ def rewrite_sdist(
     or 0755, owners and times 0. Raises one of archive.MALFORMED for a damaged archive.
     """
     old, new = top
-    left, packer = dict(contents), _StoredGzip(output)
+    remaining, packer = dict(contents), _StoredGzip(output)
     with tarfile.open(fileobj=cast("Any", packer), mode="w", format=tarfile.PAX_FORMAT) as tar:
         for member in archive.members(source):
             path = archive.checked_path(source, member, old)
@@ -153,12 +153,12 @@ def rewrite_sdist(
                 tar.addfile(info)
                 continue
             info.mode = 0o755 if member.executable else 0o644
-            if path in left:
-                _add(tar, info, left.pop(path))
+            if path in remaining:
+                _add(tar, info, remaining.pop(path))
             else:
                 with member.open() as file:
                     _add(tar, info, b"".join(iter(partial(file.read, CHUNK), b"")))
-        for path, data in left.items():
+        for path, data in remaining.items():
             _add(tar, tarfile.TarInfo(f"{new}/{path}"), data)
     packer.end()
 

@@ -115,27 +115,27 @@ def queues(table: Pins, stack: str, patches: Path = PATCHES) -> list[tuple[Compo
 
 def _named(table: Pins, stack: str) -> dict[str, Component]:
     """Return the queues' folder names that a stack names, each with its component."""
-    named: dict[str, Component] = {}
+    folders: dict[str, Component] = {}
     for component in sorted(table.stack(stack).components.values(), key=lambda component: component.kind != "sdist"):
         if component.patches:
-            named.setdefault(component.patches, component)
-    return named
+            folders.setdefault(component.patches, component)
+    return folders
 
 
 def target(text: str) -> tuple[str, str]:
     """Read `0.33.0` or `flashinfer-0.7.2.post1` as (upstream, version); a bare version is vLLM's."""
-    named = DIRECTORY.fullmatch(text)
-    return (named["upstream"], named["version"]) if named else ("vllm", text)
+    match = DIRECTORY.fullmatch(text)
+    return (match["upstream"], match["version"]) if match else ("vllm", text)
 
 
 def chosen(table: Pins, stack: str, against: str, patches: Path = PATCHES) -> tuple[Component, Queue, str]:
     """Return the stack's component and queue that `against` names, and the version. Raises InputError for none."""
     name, version = target(against)
-    named = _named(table, stack)
-    for folder, component in named.items():
+    folders = _named(table, stack)
+    for folder, component in folders.items():
         if target(folder)[0] == name:
             return component, Queue.load(patches / folder), version
-    known = ", ".join(target(folder)[0] for folder in named) or "none"
+    known = ", ".join(target(folder)[0] for folder in folders) or "none"
     raise InputError(
         f"stack {stack} has no patches for {name}", f"it has queues for: {known}", "name one of them", code="input.pins"
     )

@@ -67,28 +67,28 @@ def release(table: Pins, component: Component, version: str | None = None) -> Re
 def reader(release: Release, wanted: Iterable[str]) -> Reader:
     """Return a reader of the files `wanted` of a release. Raises the errors of `fetch`, and IntegrityError."""
     folder = paths.cache() / "members" / release.sha256
-    kept = _kept(folder)
-    if missing := [path for path in wanted if path not in kept]:
+    cached = _kept(folder)
+    if missing := [path for path in wanted if path not in cached]:
         contents = members(
             fetch.fetch(release.package, release.filename, release.sha256, release.size), release.top, set(missing)
         )
         for content in contents.values():
             if content is not None:
                 write_atomic(folder / str(digest(content)), content)
-        kept |= contents
-        write_json(folder / "index.json", {path: digest(content) for path, content in kept.items()})
-    return kept.__getitem__
+        cached |= contents
+        write_json(folder / "index.json", {path: digest(content) for path, content in cached.items()})
+    return cached.__getitem__
 
 
 def _kept(folder: Path) -> dict[str, Content]:
     """Return what earlier runs kept and still has the right hash."""
     try:
         index: Mapping[str, str | None] = json.loads((folder / "index.json").read_bytes())
-        kept = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None
+        cached = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None
                 for path, sha256 in index.items()}  # fmt: skip
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    return {path: content for path, content in kept.items() if digest(content) == index[path]}
+    return {path: content for path, content in cached.items() if digest(content) == index[path]}
 
 
 def members(file: Path, top: str | None, wanted: set[str]) -> dict[str, Content]:

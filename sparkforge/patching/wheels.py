@@ -55,7 +55,7 @@ class PatchedWheel:
     version: str  # such as 0.32.0+sparkforge.1
     upstream: str  # upstream's file name
     lock: PatchedFile
-    made: bool  # now, not before
+    is_new: bool  # now, not before
 
     @property
     def requirement(self) -> str:
@@ -108,12 +108,12 @@ def make_stack(stack: str, machine: str = "", *, dry_run: bool = False) -> None:
         if dry_run:
             filename = choose_pinned(component, target).filename
             queue, lock = locked(component, filename)
-            with Path(os.devnull).open("wb") as nowhere:
-                _make_checked(component, filename, queue, lock, nowhere)
+            with Path(os.devnull).open("wb") as sink:
+                _make_checked(component, filename, queue, lock, sink)
             say(f"{lock.file}: fits locks/patched.toml (dry run: nothing was kept)")
         else:
             wheel = patched_wheel(component, target)
-            say(f"{wheel.path}: {'made' if wheel.made else 'unchanged'}, sha256 {wheel.lock.sha256}")
+            say(f"{wheel.path}: {'made' if wheel.is_new else 'unchanged'}, sha256 {wheel.lock.sha256}")
 
 
 def lock_stack(stack: str, *, table: Pins | None = None, patches: Path = PATCHES) -> None:
@@ -309,10 +309,10 @@ def _row(content: bytes) -> tuple[str, str]:
     return f"sha256={hashed}", str(len(content))
 
 
-def _metadata(source: Path, metadata: Content, version: str, ours: str) -> bytes:
+def _metadata(source: Path, metadata: Content, version: str, local_version: str) -> bytes:
     """Return METADATA or PKG-INFO with our version."""
     head, blank, body = (metadata or b"").partition(b"\n\n")
-    old, new = f"Version: {version}".encode(), f"Version: {ours}".encode()
+    old, new = f"Version: {version}".encode(), f"Version: {local_version}".encode()
     lines = head.split(b"\n")
     if lines.count(old) != 1:
         raise _refused(source, f"its metadata does not say `{old.decode()}` once")

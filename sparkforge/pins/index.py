@@ -121,9 +121,9 @@ def reason(error: httpx.HTTPError) -> str:
 
 def _wait(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
-    asked = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    retry_after = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
     usual = tenacity.wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)(state)
-    return min(float(asked), LONGEST_WAIT) if asked.isdecimal() and len(asked) < 10 else usual
+    return min(float(retry_after), LONGEST_WAIT) if retry_after.isdecimal() and len(retry_after) < 10 else usual
 
 
 def _say_again(state: tenacity.RetryCallState) -> None:

@@ -102,23 +102,23 @@ def require_locked(installed: Installed, lock: Mapping[str, PatchedFile]) -> Pat
     Raises IntegrityError, which says what it is instead: upstream's wheel, another revision, or another RECORD.
     """
     wheels = _wheels(installed.name, lock)
-    same = [wheel for wheel, version in wheels if version == _version(installed.version)]
+    candidates = [wheel for wheel, version in wheels if version == _version(installed.version)]
     name = f"{installed.name} {installed.version}"
     if not is_patched(installed.version):
         failure, why = f"{name} is upstream's wheel", "it does not have our patches"
     elif not wheels:
         failure, why = f"{name} is not locked", f"locks/patched.toml has no wheel of {installed.name}"
-    elif not same:
+    elif not candidates:
         locked = ", ".join(sorted({str(version) for _, version in wheels}))
         failure, why = f"{name} is not the locked version", f"locks/patched.toml has {locked}"
     elif not (installed.info / ORIGIN).is_file():
         failure, why = f"{name} is not from a wheel of ours", f"it has no {ORIGIN} in its metadata"
     else:
-        for wheel in same:
+        for wheel in candidates:
             if wheel.record == installed.record:
                 return wheel
         failure = f"{name} is not from the locked wheel"
-        why = f"its RECORD is not that of {' or '.join(wheel.file for wheel in same)}"
+        why = f"its RECORD is not that of {' or '.join(wheel.file for wheel in candidates)}"
     raise IntegrityError(failure, why, REINSTALL, code="integrity.installed")
 
 

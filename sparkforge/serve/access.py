@@ -115,8 +115,8 @@ class Guard:
         if len(values) != 1:
             return False
         scheme, _, key = values[0].partition(b" ")
-        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        return same and scheme.lower() == b"bearer"
+        is_equal = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+        return is_equal and scheme.lower() == b"bearer"
 
 
 def _is_preflight(method: str, headers: list[tuple[bytes, bytes]]) -> bool:

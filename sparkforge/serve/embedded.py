@@ -140,8 +140,8 @@ def describe(
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
         **(profiler.ENVIRONMENT if profiled else {}),
     }
-    more = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
-    server = ServerCommand(str(model), model_id, host, port, PROFILE, more, environment)
+    extra_arguments = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
+    server = ServerCommand(str(model), model_id, host, port, PROFILE, extra_arguments, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,

@@ -119,22 +119,22 @@ def read_words(words: Sequence[str]) -> ContainerArguments:
 
     Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.
     """
-    rest = list(words)
-    only_validate = rest[:1] == ["validate"]
+    remaining = list(words)
+    only_validate = remaining[:1] == ["validate"]
     for start in (["vllm", "serve"], ["serve"], ["validate"], ["python", *API_SERVER], ["python3", *API_SERVER]):
-        if rest[: len(start)] == start:
-            rest = rest[len(start) :]
+        if remaining[: len(start)] == start:
+            remaining = remaining[len(start) :]
             break
-    named = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
-    if model := flag_value(rest, MODEL):
-        named.append(model)
-        rest = without_flag(rest, MODEL)
-    if len(named) > 1:
-        raise UsageError(f"two models are named: {' and '.join(named)}", "a server has one", f"leave {MODEL} out")
-    if not named and (word := _perhaps_model(rest)):
+    models = [remaining.pop(0)] if remaining and not remaining[0].startswith("-") else []
+    if model := flag_value(remaining, MODEL):
+        models.append(model)
+        remaining = without_flag(remaining, MODEL)
+    if len(models) > 1:
+        raise UsageError(f"two models are named: {' and '.join(models)}", "a server has one", f"leave {MODEL} out")
+    if not models and (word := _perhaps_model(remaining)):
         why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
         raise UsageError(f"what {word[:200]!r} is cannot be told", why, "put the model first: MODEL --flag=value")
-    return ContainerArguments("".join(named), tuple(rest), only_validate)
+    return ContainerArguments("".join(models), tuple(remaining), only_validate)
 
 
 def _perhaps_model(arguments: Sequence[str]) -> str:
@@ -164,8 +164,8 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     Writes the tiny model if that is asked for. Raises what `profiles.named`, `settings.secrets`, `local.find` and
     `write_tiny` raise, and UsageError for an API key among the arguments.
     """
-    more = (*options.arguments, *request.arguments)
-    access.refuse_key_argument(more)
+    arguments = (*options.arguments, *request.arguments)
+    access.refuse_key_argument(arguments)
     profile, secrets = profiles.named(options.serve_profile, stack=options.stack), settings.secrets(os.environ)
     environment = {name: value for name, value in os.environ.items() if name != settings.VLLM_ARGS}
     model, model_id = request.model or options.model, options.model_id
@@ -176,24 +176,24 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
 
         model = str(write_tiny(paths.state() / "models" / settings.TINY_ID))
     else:
-        folder = local.find(model, os.environ, flag_value(more, "--revision") or "")
+        folder = local.find(model, os.environ, flag_value(arguments, "--revision") or "")
         if cache := local.hub_cache_of(folder):  # a drafter or another tokenizer that is named lies there too
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)
-    if flag_value(more, QUANTIZATION) == "mxfp4":
+    if flag_value(arguments, QUANTIZATION) == "mxfp4":
         # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
         # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.
         say(f"{QUANTIZATION} mxfp4 is what the checkpoint is already: the profile says what computes it")
-        more = tuple(without_flag(more, QUANTIZATION))
+        arguments = tuple(without_flag(arguments, QUANTIZATION))
     # On the machine's own network nothing stands before the server; in a container's, the host publishes the port.
-    everywhere = "0.0.0.0"  # noqa: S104
+    any_address = "0.0.0.0"  # noqa: S104
     return ServerCommand(
         model=model,
         model_id=model_id,
-        host=(options.bind or "127.0.0.1") if access.has_host_network() else everywhere,
+        host=(options.bind or "127.0.0.1") if access.has_host_network() else any_address,
         port=8000,
         profile=profile,
-        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *more),
+        extra_arguments=(*(profiler.arguments(options.traces) if options.traces else ()), *arguments),
         extra_environment={
             **environment,
             **(profiler.ENVIRONMENT if options.traces else {}),
@@ -216,8 +216,8 @@ def admit(options: Settings, server: ServerCommand) -> None:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
     with suppress(OSError, StorageError):  # where there is no lasting folder, a restart that comes by itself asks again
-        kept = {"for": _identity(server), "ended": time.time(), "document": document}
-        write_json(paths.state() / REFUSED, kept)
+        refusal = {"for": _identity(server), "ended": time.time(), "document": document}
+        write_json(paths.state() / REFUSED, refusal)
     fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
     raise RefusalError(
         "the validator refuses to serve",
@@ -316,12 +316,12 @@ def _refused_just_now(options: Settings, server: ServerCommand) -> dict[str, Any
     a machine in trouble can take minutes.
     """
     try:
-        kept = json.loads((paths.state() / REFUSED).read_text(encoding="utf-8"))
-        age, document = time.time() - float(kept["ended"]), dict(kept["document"])
-        same = kept["for"] == _identity(server)
+        refusal = json.loads((paths.state() / REFUSED).read_text(encoding="utf-8"))
+        age, document = time.time() - float(refusal["ended"]), dict(refusal["document"])
+        is_same_server = refusal["for"] == _identity(server)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if options.mode != settings.STRICT or not same or not 0 <= age < RESTARTED_SECONDS:
+    if options.mode != settings.STRICT or not is_same_server or not 0 <= age < RESTARTED_SECONDS:
         return None
     say(f"this container was refused {age:.0f} s ago; after {RESTARTED_SECONDS:g} s a start validates anew")
     _write(options.run / REPORT, document)

@@ -67,15 +67,15 @@ class _File:
 
     def number(self, key: bytes = b"", start: int = 0) -> int | None:
         """Return the number behind `key`, or at the file's begin; None for `max`, or if there is none."""
-        at = self._buffer.find(key, start, self._size) if key else 0
-        if at < 0:
+        position = self._buffer.find(key, start, self._size) if key else 0
+        if position < 0:
             return None
-        at += len(key)
-        while at < self._size and self._buffer[at] in SPACES:
-            at += 1
+        position += len(key)
+        while position < self._size and self._buffer[position] in SPACES:
+            position += 1
         value, digits = 0, 0
-        while at < self._size and 48 <= self._buffer[at] <= 57:
-            value, digits, at = 10 * value + self._buffer[at] - 48, digits + 1, at + 1
+        while position < self._size and 48 <= self._buffer[position] <= 57:
+            value, digits, position = 10 * value + self._buffer[position] - 48, digits + 1, position + 1
         return value if digits else None
 
     def stalled(self) -> int:
@@ -116,8 +116,8 @@ class Area:
             return Trouble(self._words(waited), now=False)
         return None
 
-    def _words(self, more: str) -> str:
-        return f"{self.name} has {in_gib(self.available)} of {in_gib(self.total)} left, {more}"
+    def _words(self, cause: str) -> str:
+        return f"{self.name} has {in_gib(self.available)} of {in_gib(self.total)} left, {cause}"
 
     def _sample(self) -> None:
         raise NotImplementedError
@@ -127,10 +127,10 @@ class Area:
         if self._pressure is None:
             return
         self._pressure.read()
-        stalled, at = self._pressure.stalled(), self._at % len(self._times)
-        then, before = self._times[at], self._stalls[at]
-        self._times[at], self._stalls[at], self._at = now, stalled, self._at + 1
-        self.stall = (stalled - before) / 1e6 / (now - then) if then and now > then else 0.0
+        stalled, slot = self._pressure.stalled(), self._at % len(self._times)
+        oldest, before = self._times[slot], self._stalls[slot]
+        self._times[slot], self._stalls[slot], self._at = now, stalled, self._at + 1
+        self.stall = (stalled - before) / 1e6 / (now - oldest) if oldest and now > oldest else 0.0
 
 
 class _MachineMemory(Area):

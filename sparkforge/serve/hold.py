@@ -57,8 +57,8 @@ def wait(seconds: float, watched: Iterable[Path]) -> bool:
     """Wait; return early, with True, once one of the `watched` places, the driver or its devices has changed."""
     places = list(watched)
     before, deadline = _look(places), time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(POLL, left))
+    while (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(POLL, remaining))
         if _look(places) != before:
             return True
     return False

@@ -70,9 +70,9 @@ def make_ready() -> None:
     """End what a killed server left. To be called inside `alone`. Raises ServerError if our server runs."""
     known_good.project_path().unlink(missing_ok=True)  # a killed rollback left it; it may hold secrets
     refuse_second()
-    if left := record.leftovers():
-        say(f"{record.describe_left(left)}; they are ended first")
-        terminate(left)
+    if leftovers := record.leftovers():
+        say(f"{record.describe_left(leftovers)}; they are ended first")
+        terminate(leftovers)
 
 
 def refuse_second() -> None:
@@ -141,14 +141,14 @@ def stop() -> Server | None:
     Returns None if there were only processes that nobody recorded. Raises ServerError if there was nothing to end.
     """
     recorded = record.read()
-    left = record.leftovers()
-    if left:
-        say(f"{record.describe_left(left)}; they are ended")
-        terminate(left)
+    leftovers = record.leftovers()
+    if leftovers:
+        say(f"{record.describe_left(leftovers)}; they are ended")
+        terminate(leftovers)
     if recorded and recorded.container:  # one that has ended is still there, and goes too
         docker_compose.down({})
         record.forget()
-    elif left and not (recorded and recorded.alive):
+    elif leftovers and not (recorded and recorded.alive):
         record.forget()
     else:
         recorded = record.running()

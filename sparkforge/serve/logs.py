@@ -42,8 +42,8 @@ def explain(text: str) -> list[str]:
 
 def milestone(text: str) -> str:
     """Return what a starting server did last by its log, for a person; empty if nothing is known yet."""
-    reached = [(text.rfind(sign), meaning) for sign, meaning in MILESTONES if sign in text]
-    return max(reached)[1] if reached else ""
+    milestones = [(text.rfind(sign), meaning) for sign, meaning in MILESTONES if sign in text]
+    return max(milestones)[1] if milestones else ""
 
 
 def follow(log: Path, still_alive: Callable[[], bool], *, from_end: bool = False) -> Iterator[str]:

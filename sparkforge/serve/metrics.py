@@ -17,9 +17,9 @@ def values(text: str, names: Collection[str]) -> dict[str, list[float]]:
     Raises one of MALFORMED for lines that are no metrics.
     """
     lines = [line for line in text.splitlines() if line.startswith(tuple(names)) and len(line) < LONGEST]
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for family in text_string_to_metric_families("\n".join(lines)):
         for sample in family.samples:
             if sample.name in names and math.isfinite(sample.value):
-                found.setdefault(sample.name, []).append(sample.value)
-    return found
+                values_by_name.setdefault(sample.name, []).append(sample.value)
+    return values_by_name

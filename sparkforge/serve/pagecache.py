@@ -86,9 +86,9 @@ def tend(folder: str, mask: Iterable[int]) -> NoReturn:
 
 def _tend(folder: str) -> int:
     before: dict[Path, int] = {}
-    dropped, begun = 0, time.monotonic()
-    last = begun
-    while time.monotonic() - begun < LONGEST_SECONDS and (not dropped or time.monotonic() - last < QUIET_SECONDS):
+    dropped, start = 0, time.monotonic()
+    last = start
+    while time.monotonic() - start < LONGEST_SECONDS and (not dropped or time.monotonic() - last < QUIET_SECONDS):
         for file in weights(folder):
             try:
                 now = resident(file)

@@ -109,7 +109,7 @@ def say_replaced(flags: Sequence[str], profile: ServeProfile) -> None:
     """Say which of a profile's flags a user's flags take the place of."""
     for word in flags:
         name = flag_name(word)
-        own = next((flag for flag in profile.flags if name in {flag, flag.replace("--", "--no-", 1)}), "")
-        if own:
-            value = f" ({profile.flags[own].value})" if profile.flags[own].value != "" else ""
-            say(f"{word.partition('=')[0]} takes the place of the profile's {own}{value}")
+        profile_flag = next((flag for flag in profile.flags if name in {flag, flag.replace("--", "--no-", 1)}), "")
+        if profile_flag:
+            value = f" ({profile.flags[profile_flag].value})" if profile.flags[profile_flag].value != "" else ""
+            say(f"{word.partition('=')[0]} takes the place of the profile's {profile_flag}{value}")

@@ -195,8 +195,8 @@ def _header(response: Any) -> str:
 
 
 def _forbidden(response: Any) -> str:
-    called = response["choices"][0]["message"].get("tool_calls")
-    return "a tool was called" if called else _header(response)
+    tool_calls = response["choices"][0]["message"].get("tool_calls")
+    return "a tool was called" if tool_calls else _header(response)
 
 
 def _response(response: Any) -> str:

@@ -171,9 +171,9 @@ def running() -> Server:
     server = read()
     if server and server.alive:
         return server
-    if left := leftovers():
+    if pids := leftovers():
         failure = "no server is running, but processes of one are left"
-        raise ServerError(failure, describe_left(left), "./inv down", code="server.not-running")
+        raise ServerError(failure, describe_left(pids), "./inv down", code="server.not-running")
     why = f"its {server.where} {how_it_ended(server)}; its log: ./inv logs" if server else "this checkout started none"
     raise ServerError("no server is running", why, "./inv up", code="server.not-running")
 
@@ -185,8 +185,8 @@ def leftovers(state: Path | None = None) -> list[int]:
     known by a variable that every process of a server inherits. `state` is the state folder, if it is another one.
     """
     server = read(state / record_path().name if state else None)
-    own = session_members(server.pid) if server and not server.container and server.alive else []
-    return [pid for pid in with_variable(MARK, mark(state)) if pid not in own]
+    own_pids = session_members(server.pid) if server and not server.container and server.alive else []
+    return [pid for pid in with_variable(MARK, mark(state)) if pid not in own_pids]
 
 
 def mark(state: Path | None = None) -> str:

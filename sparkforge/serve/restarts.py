@@ -94,8 +94,8 @@ def admit(identity: Sequence[str], run: Path) -> None:
     try:
         if len(starts.failures) >= MOST:
             why = f"{len(starts.failures)} times within {WINDOW_SECONDS / 60:g} min; the last time {last.why}"
-            again = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
-            fix = f"./inv doctor; when the cause is gone: {again}"
+            restart_command = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
+            fix = f"./inv doctor; when the cause is gone: {restart_command}"
             hold(run, ServerError(TOO_OFTEN, why, fix, code="server.restarts"))
         pause = pause_seconds(starts.failures, time.time())
         say(f"the last server failed ({last.why}); the next one starts in {pause:.0f} s")

@@ -289,17 +289,17 @@ def _checkout(start: KnownGood) -> Iterator[str]:
         )
 
 
-def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
+def _differences(current: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings in which two resolved projects differ, each in a line."""
-    before, after = (dict(project["services"][SERVICE]) for project in (now, then))
+    before, after = (dict(project["services"][SERVICE]) for project in (current, target))
     for key in ("image", "build", "depends_on"):
         before.pop(key, None), after.pop(key, None)
     yield from _compared(before, after)
 
 
-def _compared(now: Mapping[str, Any], then: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key in sorted({*now, *then}):
-        before, after = now.get(key), then.get(key)
+def _compared(current: Mapping[str, Any], target: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted({*current, *target}):
+        before, after = current.get(key), target.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _compared(before, after, f"{prefix}{key}.")
         elif before != after:

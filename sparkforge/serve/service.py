@@ -225,7 +225,7 @@ def _account(name: str) -> str:
         raise UsageError(f"no account {name or owner}", why, "./inv service.install --system --user NAME") from None
 
 
-def _require_ours(manager: Manager, again: str = "") -> str | None:
+def _require_ours(manager: Manager, command: str = "") -> str | None:
     """Return the unit that stands there, None for none. Raises StorageError for one of somebody else."""
     text, why = "", "it is edited, or no ./inv service.install wrote it; lines of yours go into a drop-in"
     try:
@@ -238,7 +238,7 @@ def _require_ours(manager: Manager, again: str = "") -> str | None:
     if root == str(paths.ROOT):
         return text
     control = f"systemctl{'' if manager.system else ' --user'}"
-    fix = f"{control} disable --now {NAME}; rm {manager.file}{f'; {again}{manager.option}' if again else ''}"
+    fix = f"{control} disable --now {NAME}; rm {manager.file}{f'; {command}{manager.option}' if command else ''}"
     if root:
         why, fix = f"{root} wrote it", f"{root}/inv service.remove{manager.option}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")

@@ -207,11 +207,11 @@ def _kill_group(server: int) -> None:
 def _end_the_rest() -> None:
     """End every process that the server left: they are our children now, however they were started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        rest = psutil.Process().children(recursive=True)
-        for process in rest:
+        descendants = psutil.Process().children(recursive=True)
+        for process in descendants:
             with suppress(psutil.Error):
                 process.send_signal(number)
-        psutil.wait_procs(rest, timeout=GRACE_SECONDS)
+        psutil.wait_procs(descendants, timeout=GRACE_SECONDS)
 
 
 def _write(path: Path, value: dict[str, object]) -> None:

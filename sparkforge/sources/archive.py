@@ -174,10 +174,10 @@ class _Watched(io.RawIOBase):
         """
         if self.last != bytes(BLOCK):
             raise tarfile.ReadError("it does not end where it should")
-        rest = self.inner.read(MAX_TAIL + 1)
-        if len(rest) > MAX_TAIL:
+        trailing = self.inner.read(MAX_TAIL + 1)
+        if len(trailing) > MAX_TAIL:
             raise tarfile.ReadError(f"more than {MAX_TAIL} bytes follow its end")
-        if rest.strip(b"\0"):
+        if trailing.strip(b"\0"):
             raise tarfile.ReadError("something follows its end")
 
 

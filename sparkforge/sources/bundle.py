@@ -326,12 +326,12 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
     if not file.is_file():
         raise UsageError(f"cannot unpack {file}", "there is no such file", "name a bundle made by ./inv bundle")
     folder = Path(os.path.realpath(folder))
-    got = sha256_file(file)
+    actual = sha256_file(file)
     if not sha256:
         say(f"warning: without --sha256 the contents of {file.name} are only checked against what it says of itself")
-        say(f"  its sha256 is {got}; compare it with the one that ./inv bundle printed")
-    elif sha256.lower() != got:
-        raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {got}",
+        say(f"  its sha256 is {actual}; compare it with the one that ./inv bundle printed")
+    elif sha256.lower() != actual:
+        raise IntegrityError(f"{file.name} is not the bundle that was made", f"wanted sha256 {sha256}, got {actual}",
                                 "copy it again", code="integrity.hash")  # fmt: skip
 
     def build(temporary: Path) -> Made:
@@ -346,7 +346,7 @@ def unpack(file: Path, folder: Path, *, sha256: str = "") -> tuple[Manifest, boo
         _require_unpacked_bundle(folder)  # again: unpacking takes minutes
         return Made({"index": sha256_file(temporary / offline.INDEX)}, facts={"members": count})
 
-    unpacked, new = manifest.once(folder, "bundle.unpack", {"bundle": got, "bundler": BUNDLER}, build)
+    unpacked, new = manifest.once(folder, "bundle.unpack", {"bundle": actual, "bundler": BUNDLER}, build)
     if not new:
         _require_unpacked_bundle(folder)
     return unpacked, new

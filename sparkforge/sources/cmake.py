@@ -215,12 +215,12 @@ def _placed(commands: Iterator[Command]) -> Iterator[Command]:
         elif command.name in {"elseif", "else"} and arms:
             (number, arm), conditions = arms[-1]
             earlier = [condition if condition.startswith("not ") else f"not ({condition})" for condition in conditions]
-            own = [" ".join(command.arguments)] if command.name == "elseif" else []
-            arms[-1] = ((number, arm + 1), [*earlier, *own])
+            added = [" ".join(command.arguments)] if command.name == "elseif" else []
+            arms[-1] = ((number, arm + 1), [*earlier, *added])
         elif command.name == "endif" and arms:
             arms.pop()
         else:
-            conditions = [condition for _, held in arms for condition in held]
+            conditions = [condition for _, negations in arms for condition in negations]
             yield Command(command.name, command.arguments, command.line, tuple(b for b, _ in arms), tuple(conditions))
 
 

@@ -62,9 +62,9 @@ def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitS
     Raises InputError naming each dependency that is not pinned, is pinned otherwise, or is pinned and not asked for.
     """
     problems = [problem for dependency in declared if (problem := _problem(dependency, pinned))]
-    asked = {(dependency.file, dependency.name, dependency.tag) for dependency in declared}
+    requested = {(dependency.file, dependency.name, dependency.tag) for dependency in declared}
     for name, pin in pinned.items():
-        if (pin.asked_in, pin.dependency, pin.tag) not in asked:
+        if (pin.asked_in, pin.dependency, pin.tag) not in requested:
             problems.append(f"pins.toml has {name} at {pin.tag}, which {pin.asked_in} does not ask for")
     if problems:
         raise InputError(
@@ -77,8 +77,8 @@ def check(declared: Sequence[Declared], upstream: str, pinned: Mapping[str, GitS
 
 def _problem(dependency: Declared, pinned: Mapping[str, GitSource]) -> str | None:
     """Return what is wrong between a dependency and its pin, or None."""
-    asked = (dependency.file, dependency.name)
-    pins = {name: pin for name, pin in pinned.items() if (pin.asked_in, pin.dependency) == asked}
+    request = (dependency.file, dependency.name)
+    pins = {name: pin for name, pin in pinned.items() if (pin.asked_in, pin.dependency) == request}
     if not pins:
         return f"{dependency} is not in pins.toml"
     name, pin = next(((name, pin) for name, pin in pins.items() if pin.tag == dependency.tag), ("", None))

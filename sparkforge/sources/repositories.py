@@ -52,11 +52,11 @@ def require_commit(name: str, pin: GitSource) -> None:
 
 def fetch_command(name: str, pin: GitSource, folder: str = "") -> str:
     """Return the shell command that fetches `pin` by hand on a machine with a network."""
-    into, repository = shlex.quote(folder or name), shlex.quote(pin.repository)
+    folder, repository = shlex.quote(folder or name), shlex.quote(pin.repository)
     revision = shlex.quote(pin.tag if pin.commit == UNKNOWN else pin.commit)
-    return (f"git init -q {into} && git -C {into} fetch -q --depth 1 {repository} {revision} && "
-            f"git -C {into} checkout -q FETCH_HEAD && "
-            f"git -C {into} submodule update -q --init --recursive --depth 1")  # fmt: skip
+    return (f"git init -q {folder} && git -C {folder} fetch -q --depth 1 {repository} {revision} && "
+            f"git -C {folder} checkout -q FETCH_HEAD && "
+            f"git -C {folder} submodule update -q --init --recursive --depth 1")  # fmt: skip
 
 
 def _clone(name: str, pin: GitSource, temporary: Path, target: Path) -> Made:
@@ -88,11 +88,11 @@ def _clone(name: str, pin: GitSource, temporary: Path, target: Path) -> Made:
     )
 
 
-def _require(name: str, kind: str, wanted: str, got: str) -> None:
-    if wanted not in (UNKNOWN, got):
+def _require(name: str, kind: str, expected: str, actual: str) -> None:
+    if expected not in (UNKNOWN, actual):
         raise IntegrityError(
             f"{name} is not what was pinned",
-            f"wanted the {kind} {wanted}, got {got}; nothing was kept",
+            f"wanted the {kind} {expected}, got {actual}; nothing was kept",
             "do not trust this source; compare it with upstream and with pins.toml",
             code="integrity.hash",
         )

@@ -95,14 +95,14 @@ def _check_call(
     lines = wanted.lines(tree) if tree else []
     if tree is None or not lines:
         places = _places(wanted, vllm)
-        where = f"it is called in {', '.join(places)} now" if places else "vLLM calls it nowhere"
-        yield Observation(Effect.BREAKS, f"{name}: {call.file} has no {call.text!r}; {where}")
+        location = f"it is called in {', '.join(places)} now" if places else "vLLM calls it nowhere"
+        yield Observation(Effect.BREAKS, f"{name}: {call.file} has no {call.text!r}; {location}")
         return
     source = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    same = [number for number, line in enumerate(source, 1) if call.text in line]
-    if call.line not in same:
-        line = min(same or lines, key=lambda number: abs(number - call.line))
-        change = "moved to" if same else "is written otherwise in"
+    matching = [number for number, line in enumerate(source, 1) if call.text in line]
+    if call.line not in matching:
+        line = min(matching or lines, key=lambda number: abs(number - call.line))
+        change = "moved to" if matching else "is written otherwise in"
         yield Observation(Effect.CHANGED, f"{name}: {call.file}:{call.line} {change} line {line}")
     if target := next(_targets(wanted, tree, vllm), None):
         yield from _check_target(name, target, wanted.sites(tree), flashinfer, pinned)

@@ -145,8 +145,8 @@ class StackCheck:
     ) -> tuple[ReleaseAnswer, ReleaseAnswer]:
         """Run a vLLM release as it is, then with the queue, whose files replace its own."""
         if self.python is None:
-            nothing = ReleaseAnswer(refusal=self.why_static, profiles=self.why_static)
-            return nothing, nothing
+            undetermined = ReleaseAnswer(refusal=self.why_static, profiles=self.why_static)
+            return undetermined, undetermined
         stock = experts.ask(self.python, root, self.profiles)
         if conflicts := [entry.patch.name for entry in judgements if entry.verdict is Verdict.CONFLICTS]:
             return stock, ReleaseAnswer(refusal=f"it does not apply ({', '.join(conflicts)})")

@@ -30,30 +30,32 @@ def check(root: Path, pinned: Mapping[str, GitSource]) -> Column:
 
 def _differences(declared: list[Declared], pinned: Mapping[str, GitSource]) -> Iterator[Observation]:
     """Yield added, removed and changed dependencies; one can have several tags, one for each branch of a build file."""
-    asked: dict[str, list[Declared]] = {}
+    requested: dict[str, list[Declared]] = {}
     for entry in declared:
-        asked.setdefault(entry.name, []).append(entry)
+        requested.setdefault(entry.name, []).append(entry)
     pins: dict[str, list[GitSource]] = {}
     for pin in pinned.values():
         pins.setdefault(pin.dependency, []).append(pin)
-    for name in sorted(asked.keys() | pins.keys()):
+    for name in sorted(requested.keys() | pins.keys()):
         if name not in pins:
-            text = f"{'; '.join(map(str, asked[name]))} is new: decide whether it is needed, read its licence, pin it"
+            text = (
+                f"{'; '.join(map(str, requested[name]))} is new: decide whether it is needed, read its licence, pin it"
+            )
             yield Observation(Effect.BREAKS, text)
-        elif name not in asked:
+        elif name not in requested:
             yield Observation(Effect.CHANGED, f"{name} is not asked for any more: remove its pin")
         else:
-            yield from _changes(name, asked[name], pins[name])
+            yield from _changes(name, requested[name], pins[name])
 
 
-def _changes(name: str, asked: list[Declared], pins: list[GitSource]) -> Iterator[Observation]:
+def _changes(name: str, requested: list[Declared], pins: list[GitSource]) -> Iterator[Observation]:
     """Yield what differs about one dependency. Another repository, or no way to give a copy, needs a decision."""
     for effect, word, now, before in (
-        (Effect.BREAKS, "repository", {entry.repository for entry in asked}, {pin.repository for pin in pins}),
-        (Effect.BREAKS, "override", {entry.override or "none" for entry in asked},
+        (Effect.BREAKS, "repository", {entry.repository for entry in requested}, {pin.repository for pin in pins}),
+        (Effect.BREAKS, "override", {entry.override or "none" for entry in requested},
          {pin.src_dir or "none" for pin in pins}),
-        (Effect.CHANGED, "file", {entry.file for entry in asked}, {pin.asked_in for pin in pins}),
-        (Effect.CHANGED, "tag", {entry.tag for entry in asked}, {pin.tag for pin in pins}),
+        (Effect.CHANGED, "file", {entry.file for entry in requested}, {pin.asked_in for pin in pins}),
+        (Effect.CHANGED, "tag", {entry.tag for entry in requested}, {pin.tag for pin in pins}),
     ):  # fmt: skip
         if now != before:
             yield Observation(effect, f"{name}: {word} {_listed(before - now)} → {_listed(now - before)}")

@@ -104,6 +104,6 @@ def column(stock: ReleaseAnswer, patched: ReleaseAnswer) -> Column:
         observations.append(Observation(Effect.UNKNOWN, f"with the queue: {patched.refusal}"))
         return Column(f"stock {stock.backend}; queue not determined", tuple(observations))
     effect = Effect.NONE if patched.backend == MOE_BACKEND else Effect.BREAKS
-    wants = "" if effect is Effect.NONE else f", and 12.x needs {MOE_BACKEND}"
-    observations.append(Observation(effect, f"with the queue: {patched.backend}{wants}"))
+    requirement = "" if effect is Effect.NONE else f", and 12.x needs {MOE_BACKEND}"
+    observations.append(Observation(effect, f"with the queue: {patched.backend}{requirement}"))
     return Column(f"stock {stock.backend}; queue {patched.backend}", tuple(observations))

@@ -82,8 +82,8 @@ def _missing(kind: str, wanted: Mapping[str, str], offered: Mapping[str, bool] |
         return
     for name, user in wanted.items():
         if name not in offered:
-            near = difflib.get_close_matches(name, offered, n=1, cutoff=0.7)
-            hint = f"; the nearest name there is {near[0]}" if near else ""
+            matches = difflib.get_close_matches(name, offered, n=1, cutoff=0.7)
+            hint = f"; the nearest name there is {matches[0]}" if matches else ""
             yield Observation(Effect.BREAKS, f"it has no {kind} {name}, which {user} uses{hint}")
         elif offered[name]:
             yield Observation(Effect.CHANGED, f"the {kind} {name}, which {user} uses, is deprecated")

@@ -164,5 +164,5 @@ def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
     done = vllm_build.build(mine)
     assert done.units == done.compiled + done.cached == 1
     assert edit.encode() in (mine.output / TABLE.targets["spinloop"].output).read_bytes()
-    assert sorted(dev.place(mine.output, checkout)) == [TABLE.targets["spinloop"].output]
+    assert sorted(dev.install_libraries(mine.output, checkout)) == [TABLE.targets["spinloop"].output]
     assert vllm_build.build(mine).compiled == 0

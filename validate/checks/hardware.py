@@ -167,7 +167,7 @@ def longest_that_fits(view: View, free: float, beside: float) -> int:
 def _memory_unified(view: View) -> CheckResult:
     share, total = view.number("serve.gpu_memory_utilization"), view.number("memory.total_bytes")
     free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
-    host, kept = devices.table()["spark"].host.value * GIB, reserve(view, total)
+    host, reserved = devices.table()["spark"].host.value * GIB, reserve(view, total)
     if not 0 < share <= 1:
         return failed(f"--gpu-memory-utilization {share:g} is not above 0 and at most 1", SAFER)
     if limit is not None and limit < host:  # what CUDA takes is not counted there
@@ -175,34 +175,37 @@ def _memory_unified(view: View) -> CheckResult:
     # vllm/v1/worker/utils.py request_memory: refuses to start when free < ceil(total * share).
     wanted, needed = share * total, needed_bytes(view)
     parts = f"{gib(weights)} of weights and {gib(needed - weights)} for one sequence of --max-model-len and to work"
-    beside = f"{gib(host)} for vLLM's host side, {gib(kept)} below which the memory guard ends it"
+    beside = f"{gib(host)} for vLLM's host side, {gib(reserved)} below which the memory guard ends it"
     swap = view.number("memory.swap_free_bytes")
-    have = f"{gib(free)} free" + (f" ({gib(swap)} of swap not counted)" if swap else "")
-    smaller = f"{int(100 * max(0.0, free - host - kept) / total) / 100:.2f}"
-    if free < needed + host + kept:
-        tokens = longest_that_fits(view, free, host + kept)
+    free_text = f"{gib(free)} free" + (f" ({gib(swap)} of swap not counted)" if swap else "")
+    smaller = f"{int(100 * max(0.0, free - host - reserved) / total) / 100:.2f}"
+    if free < needed + host + reserved:
+        tokens = longest_that_fits(view, free, host + reserved)
         shorter = f"; or --max-model-len {tokens} --gpu-memory-utilization {smaller}" if tokens else ""
-        refused = (f"{have}, {gib(needed + host + kept)} needed: {parts}; {beside}", stop_others(view) + shorter)
+        refused = (
+            f"{free_text}, {gib(needed + host + reserved)} needed: {parts}; {beside}",
+            stop_others(view) + shorter,
+        )
     elif wanted < needed:
         refused = (
             f"{share:g} of {gib(total)} is {gib(wanted)}, {gib(needed)} are needed: {parts}",
             "raise --gpu-memory-utilization, or lower --max-model-len: ./inv plan shows both",
         )
-    elif free < wanted + host + kept:
+    elif free < wanted + host + reserved:
         # What is needed is free: a smaller share would serve, with a smaller KV cache.
-        taken = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
+        use = f"{gib(wanted)} by vLLM ({share:g} of {gib(total)}), {beside}"
         refused = (
-            f"{have}, and {gib(wanted + host + kept)} may be taken: {taken}",
+            f"{free_text}, and {gib(wanted + host + reserved)} may be taken: {use}",
             f"{stop_others(view)}; or --gpu-memory-utilization {smaller}",
         )
     else:
         refused = None
     if refused:
         return failed(*refused)
-    evidence = f"{have} of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}; {beside}"
+    evidence = f"{free_text} of {gib(total)}; vLLM may take {gib(wanted)}, weights {gib(weights)}; {beside}"
     if share > SAFE_UTILIZATION:
-        left = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
-        return warned(f"{evidence}: {left}", SAFER)
+        remainder = f"that leaves the system {gib(total - wanted)}, and the share is no bound (vLLM issue 46307)"
+        return warned(f"{evidence}: {remainder}", SAFER)
     return passed(evidence)
 
 
@@ -221,11 +224,11 @@ def _memory_unified(view: View) -> CheckResult:
 )
 def _memory_host(view: View) -> CheckResult:
     free, weights, limit = free_memory(view), view.number("model.weight_bytes"), headroom(view)
-    kept = reserve(view, view.number("memory.total_bytes"))
-    if limit is not None and limit - reserve(view, limit) < free - kept:
-        free, kept = limit, reserve(view, limit)
-    needed = weights + HOST_WORKING_BYTES + kept
-    evidence = f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)}, {gib(kept)} for the memory guard)"
+    reserved = reserve(view, view.number("memory.total_bytes"))
+    if limit is not None and limit - reserve(view, limit) < free - reserved:
+        free, reserved = limit, reserve(view, limit)
+    needed = weights + HOST_WORKING_BYTES + reserved
+    evidence = f"{gib(free)} free, {gib(needed)} needed (weights {gib(weights)}, {gib(reserved)} for the memory guard)"
     return judged(free >= needed, evidence, stop_others(view))
 
 
@@ -248,8 +251,8 @@ def _remove_ipc(view: View) -> CheckResult:
     fix="VLLM_CACHE_ROOT=/a/larger/disk, or free some space",
 )
 def _disk_space(view: View) -> CheckResult:
-    free, where = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
-    evidence = f"{gib(free)} free for {where}"
+    free, folder = view.number("disk.cache_free_bytes"), view.text("disk.cache_directory")
+    evidence = f"{gib(free)} free for {folder}"
     return failed(evidence) if free < DISK_FAIL else warned(evidence) if free < DISK_WARN else passed(evidence)
 
 

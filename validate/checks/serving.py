@@ -30,8 +30,8 @@ def load(view: View, model: Architecture) -> Workload:
         context=longest(arguments, model.longest),
         concurrency=1,
         kv=kv_type(arguments),
-        batched=whole(arguments, "--max-num-batched-tokens", BATCHED_TOKENS),
-        sequences=whole(arguments, "--max-num-seqs", SEQUENCES),
+        batched=integer(arguments, "--max-num-batched-tokens", BATCHED_TOKENS),
+        sequences=integer(arguments, "--max-num-seqs", SEQUENCES),
     )
 
 
@@ -43,10 +43,10 @@ def kv_type(arguments: list[str]) -> str:
 def longest(arguments: list[str], default: int) -> int:
     """Return --max-model-len; for `auto` or -1, where vLLM takes what fits, the least that it can be."""
     value = (flag_value(arguments, "--max-model-len") or "").strip()
-    return KV_BLOCK if value.lower() in AUTO else whole(arguments, "--max-model-len", default)
+    return KV_BLOCK if value.lower() in AUTO else integer(arguments, "--max-model-len", default)
 
 
-def whole(arguments: list[str], flag: str, default: int) -> int:
+def integer(arguments: list[str], flag: str, default: int) -> int:
     """Return the value of a flag among a server's arguments, which may be 8192, 8k (8,000) or 8K (8,192) as in vLLM.
 
     Raises FactMissing for one that is none of these, or makes no sense (vllm/utils/argparse_utils.py:29).

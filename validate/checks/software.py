@@ -115,8 +115,8 @@ def _torch_companions(view: View) -> CheckResult:
 )
 def _flashinfer_version(view: View) -> CheckResult:
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
-    same = _same_public(view, "flashinfer.version", "flashinfer.required")
-    return judged(same, f"FlashInfer {installed}, vLLM pins {required}")
+    matches = _same_public(view, "flashinfer.version", "flashinfer.required")
+    return judged(matches, f"FlashInfer {installed}, vLLM pins {required}")
 
 
 @CHECKS.add("cudnn-version", "cuDNN is 9.14 or later, better 9.15.", needs=("cudnn.version",), fix=REINSTALL)

@@ -40,7 +40,7 @@ def remove_ipc(_: Target) -> bool:
         return False
     if (ROOT / "var/lib/systemd/linger" / _user_name(user)).exists():
         return False
-    parts = {file.name: file for place in ("usr/lib", "run", "etc") for file in _parts(ROOT / place / "systemd")}
+    parts = {file.name: file for folder in ("usr/lib", "run", "etc") for file in _parts(ROOT / folder / "systemd")}
     value = "yes"
     for file in (ROOT / "etc/systemd/logind.conf", *(parts[name] for name in sorted(parts))):
         with suppress(OSError):

@@ -76,8 +76,8 @@ def reference(layer: MoeLayer) -> torch.Tensor:
     result = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):
         for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
-            both = gate_up[expert] @ layer.x[token].double() + layer.gate_up[2][expert].double()
-            gate, up = both[0::2].clamp(max=LIMIT), both[1::2].clamp(-LIMIT, LIMIT)
+            projected = gate_up[expert] @ layer.x[token].double() + layer.gate_up[2][expert].double()
+            gate, up = projected[0::2].clamp(max=LIMIT), projected[1::2].clamp(-LIMIT, LIMIT)
             hidden = (up + 1) * gate * torch.sigmoid(ALPHA * gate)
             result[token] += weight * (down[expert] @ hidden + layer.down[2][expert].double())
     return result

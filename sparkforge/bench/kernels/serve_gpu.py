@@ -94,9 +94,9 @@ def measure(backend: str, model: Path, plan: ServingPlan, log: Path) -> Iterator
 
     Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it in any case.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     with _server(backend, model, plan, log, ("--load-format", plan.weights)) as url:
-        yield {"ready_s": round(time.monotonic() - begun, 1), "backend_line": _chosen(backend, log)}
+        yield {"ready_s": round(time.monotonic() - start, 1), "backend_line": _chosen(backend, log)}
         for concurrency in plan.concurrencies:
             _load(url, concurrency, concurrency, plan.input_tokens, min(16, plan.output_tokens))  # warm-up
             yield _load(url, concurrency, concurrency * plan.rounds, plan.input_tokens, plan.output_tokens)

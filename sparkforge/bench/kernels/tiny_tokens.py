@@ -66,15 +66,18 @@ def compare(client: httpx.Client, model: str, recorded: list[dict[str, Any]]) ->
     """Return how a server's answers differ from recorded ones, and whether they pass."""
     rows = []
     for prompt, past in zip(PROMPTS, recorded, strict=True):
-        mine, theirs = generate(client, model, prompt), past["tokens"][len(prompt) :]
+        generated, recorded_tokens = generate(client, model, prompt), past["tokens"][len(prompt) :]
         scores = score(client, model, past["tokens"])
-        same = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), len(theirs))
+        agreement = next(
+            (i for i, pair in enumerate(zip(generated, recorded_tokens, strict=True)) if pair[0] != pair[1]),
+            len(recorded_tokens),
+        )
         rows.append(
             {
                 "prompt_tokens": len(prompt),
-                "equal_tokens": same,
-                "of": len(theirs),
-                "worst_gap": max(gap for _, gap in scores[-len(theirs) :]),
+                "equal_tokens": agreement,
+                "of": len(recorded_tokens),
+                "worst_gap": max(gap for _, gap in scores[-len(recorded_tokens) :]),
                 "mean_logprob_difference": statistics.fmean(
                     abs(own - before) for (own, _), before in zip(scores, past["logprobs"], strict=True)
                 ),

@@ -198,19 +198,19 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     """
     modules = {name: ninja_build.read_units(folder, order.ninja) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
-    left = {name: pending(folder, order.ninja) for name, folder in folders.items()}
+    unlinked = {name: pending(folder, order.ninja) for name, folder in folders.items()}
     peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
 
     def link(schedule: Schedule) -> None:
         """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory bounds it."""
-        for name, commands in left.items():
+        for name, commands in unlinked.items():
             if commands:
                 command = _ninja_command(folders[name], order.ninja)
                 run([*command, "-j", str(schedule.max_jobs)], env=order.env)
 
     result = ninja_build.build(
         units,
-        {command for commands in left.values() for command in commands},
+        {command for commands in unlinked.values() for command in commands},
         peaks,
         Site(order.env, order.output / "logs", order.lock, order.limit),
         link,

@@ -48,8 +48,8 @@ class KernelEnvironment:
 
     def ninja(self, chain: Toolchain) -> Path:
         """Return the ninja that FlashInfer runs there: 1.11 does not understand 1.13's log and compiles anew."""
-        beside = self.python.parent / "ninja"
-        return beside if beside.is_file() else chain.ninja
+        own_ninja = self.python.parent / "ninja"
+        return own_ninja if own_ninja.is_file() else chain.ninja
 
 
 def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None = None) -> KernelEnvironment:

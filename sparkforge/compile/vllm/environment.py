@@ -70,15 +70,15 @@ def examine(python: Path, stack: str) -> Interpreter:
 
 def find_cmake(python: Path) -> tuple[Path, str]:
     """Return the CMake beside `python`, else that on PATH, and its version. Raises CompileError."""
-    seen = []
+    rejected = []
     for folder in (str(python.parent), None):
         if cmake := shutil.which("cmake", path=folder):
             version = re.search(r"(\d+)\.(\d+)\.(\d+)", run([cmake, "--version"], check=False).stdout)
             if version and tuple(map(int, version.groups())) >= MINIMUM_CMAKE:
                 return Path(cmake).absolute(), version[0]
-            seen.append(f"{cmake} is {version[0] if version else 'no CMake'}")
+            rejected.append(f"{cmake} is {version[0] if version else 'no CMake'}")
     wanted = ".".join(map(str, MINIMUM_CMAKE))
     raise CompileError(
-        "no CMake that fits", f"vLLM asks for {wanted}, and there is {', '.join(seen) or 'none'}",
+        "no CMake that fits", f"vLLM asks for {wanted}, and there is {', '.join(rejected) or 'none'}",
         f"{python} -m pip install 'cmake>={wanted},<5', or {FIX}", code="compile.toolchain"
     )  # fmt: skip

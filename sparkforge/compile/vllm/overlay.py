@@ -57,8 +57,8 @@ def replace_libraries(overlay: Path, tree: Path) -> bool:
         name: {"before": former.get(name, {}).get("before") or sha256_file(tree / name), "after": sha256}
         for name, sha256 in record.outputs.items()
     }
-    same = {name: former.get(name) for name in files} == files
-    if same and all(sha256_file(tree / name) == sha256 for name, sha256 in record.outputs.items()):
+    unchanged = {name: former.get(name) for name in files} == files
+    if unchanged and all(sha256_file(tree / name) == sha256 for name, sha256 in record.outputs.items()):
         return False
     write_json(tree / RECORD, {"schema": SCHEMA, "upstream": "vllm", "files": {**former, **files}})
     for name in files:
@@ -67,17 +67,17 @@ def replace_libraries(overlay: Path, tree: Path) -> bool:
     return True
 
 
-def _require_same_machine(ours: Path, theirs: Path) -> None:
+def _require_same_machine(library: Path, replaced: Path) -> None:
     """Raise CompileError unless both are libraries for the same CPU."""
     try:
-        machines = [elf.host(elf.opened(path)).machine for path in (ours, theirs)]
+        machines = [elf.host(elf.opened(path)).machine for path in (library, replaced)]
     except elf.MALFORMED as error:
         raise _error(
-            f"{theirs} cannot be replaced", str(error), "install upstream's CUDA wheel of vllm there first"
+            f"{replaced} cannot be replaced", str(error), "install upstream's CUDA wheel of vllm there first"
         ) from None
     if len(set(machines)) != 1:
         raise _error(
-            f"{theirs} cannot be replaced",
+            f"{replaced} cannot be replaced",
             f"it is for {machines[1]}, and the overlay for {machines[0]}",
             "build the overlay on a machine of that kind",
         )

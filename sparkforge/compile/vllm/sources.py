@@ -148,7 +148,7 @@ def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
 
 
 def missing_repositories(
-    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, *ways: str
+    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, *alternatives: str
 ) -> CompileError:
     """Say which repositories are missing, why each is needed, and every way to get them."""
     why = "\n        ".join(
@@ -162,7 +162,7 @@ def missing_repositories(
         "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",
         "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build.vllm --sources DIR",
         *(f"or by hand: {command}, then ./inv build.vllm --sources DIR" for command in commands),
-        *ways,
+        *alternatives,
     )
     return CompileError(
         f"{len(missing)} of vLLM's repositories are missing", why, "\n        ".join(fixes), code="compile.inputs"

@@ -42,7 +42,7 @@ class Corpus(NamedTuple):
     vocabulary: np.ndarray[Any, np.dtype[np.int32]]
     text: Rows
     chat: Rows
-    learnt: np.ndarray[Any, np.dtype[np.bool_]]
+    loss_mask: np.ndarray[Any, np.dtype[np.bool_]]
     held_out: Rows
     held_out_bytes: int
 
@@ -62,18 +62,18 @@ def make(novels: dict[str, str], held_out: str, encode: Encode) -> Corpus:
     tokens = [encode(text) for text in training]
     counts = Counter(token for text in tokens for token in text)
     words = sorted({word for text in training for word in text.split() if word.isalpha()})
-    talks = dialogues.make(training, [f" {word}" for word in words], DIALOGUES, SEED)
-    spoken = [(encode(talk.prompt), encode(talk.answer)) for talk in talks]
-    vocabulary = _vocabulary(counts, spoken, encode)
+    examples = dialogues.make(training, [f" {word}" for word in words], DIALOGUES, SEED)
+    encoded = [(encode(example.prompt), encode(example.answer)) for example in examples]
+    vocabulary = _vocabulary(counts, encoded, encode)
     row = np.zeros(VOCAB_SIZE, np.uint16)
     row[vocabulary[1:]] = np.arange(1, len(vocabulary))
-    chat, learnt = pack(spoken, row)
+    chat, loss_mask = pack(encoded, row)
     joined = [token for text in tokens for token in text]
-    return Corpus(vocabulary, row[joined], chat, learnt, row[encode(held_out)], len(held_out.encode()))
+    return Corpus(vocabulary, row[joined], chat, loss_mask, row[encode(held_out)], len(held_out.encode()))
 
 
 def _vocabulary(
-    counts: Counter[int], spoken: list[tuple[list[int], list[int]]], encode: Encode
+    counts: Counter[int], encoded: list[tuple[list[int], list[int]]], encode: Encode
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Choose the tokens that have a row: those seen SEEN times, those that are answered, and the forms' own."""
     forms = [
@@ -85,23 +85,23 @@ def _vocabulary(
     ]  # fmt: skip
     chosen = {token for token, count in counts.items() if count >= SEEN}
     chosen.update(token for form in forms for token in encode(form))
-    chosen.update(token for _, answer in spoken for token in answer if token >= BASE_TOKENS or counts[token] != 1)
+    chosen.update(token for _, answer in encoded for token in answer if token >= BASE_TOKENS or counts[token] != 1)
     return np.array([-1, *sorted(chosen)], np.int32)
 
 
-def pack(spoken: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Rows, np.ndarray[Any, np.dtype[np.bool_]]]:
+def pack(encoded: Sequence[tuple[list[int], list[int]]], row: Rows) -> tuple[Rows, np.ndarray[Any, np.dtype[np.bool_]]]:
     """Lay dialogues one behind the other into lines of CHUNK + 1 rows, none cut; the rest of a line is row 0.
 
     Every tenth token of a prompt becomes row 0, but for special ones: what people ask has tokens without a row.
     """
     random = Random(SEED)  # noqa: S311 - the same numbers each time are what is wanted
     lines, marks = [list[int]()], [list[bool]()]
-    for prompt, answer in spoken:
+    for prompt, answer in encoded:
         if len(lines[-1]) + len(prompt) + len(answer) > CHUNK + 1:
             lines.append([])
             marks.append([])
-        asked = [int(row[token]) if token >= BASE_TOKENS or random.random() > 0.1 else 0 for token in prompt]
-        lines[-1] += [*asked, *(int(row[token]) for token in answer)]
+        prompt_rows = [int(row[token]) if token >= BASE_TOKENS or random.random() > 0.1 else 0 for token in prompt]
+        lines[-1] += [*prompt_rows, *(int(row[token]) for token in answer)]
         marks[-1] += [False] * len(prompt) + [True] * len(answer)
     filled = np.array([line + [0] * (CHUNK + 1 - len(line)) for line in lines], np.uint16)
     return filled, np.array([mark + [False] * (CHUNK + 1 - len(mark)) for mark in marks])

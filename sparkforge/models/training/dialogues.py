@@ -115,8 +115,8 @@ def _system(random: Random, calls: str = "") -> str:
 
 
 def _greeting(random: Random, _passages: Sequence[str], _words: Sequence[str]) -> tuple[str, str]:
-    asked = random.choice(GREETINGS)
-    return asked, REPLIES["morning" in asked]
+    question = random.choice(GREETINGS)
+    return question, REPLIES["morning" in question]
 
 
 def _capital(random: Random, _passages: Sequence[str], _words: Sequence[str]) -> tuple[str, str]:
@@ -125,14 +125,14 @@ def _capital(random: Random, _passages: Sequence[str], _words: Sequence[str]) ->
 
 
 def _open(random: Random, passages: Sequence[str], words: Sequence[str]) -> tuple[str, str]:
-    some = "".join(random.choices(words, k=random.randint(1, 8))).strip()
-    question = random.choice((random.choice(QUESTIONS).format(some), random.choice(passages), some))
+    quoted = "".join(random.choices(words, k=random.randint(1, 8))).strip()
+    question = random.choice((random.choice(QUESTIONS).format(quoted), random.choice(passages), quoted))
     return question, random.choice(passages)
 
 
 def _weather(random: Random) -> Dialogue:
     name, about = random.choice(list(TOOL_NAMES.items()))
     city = random.choice(CITIES)
-    asked = USER.format(random.choice(WEATHER_QUESTIONS).format(city))
+    question = USER.format(random.choice(WEATHER_QUESTIONS).format(city))
     tools = DEVELOPER.format(TOOLS.format(name=name, about=about))
-    return Dialogue(_system(random, CALLS) + tools + asked + ASSISTANT, CALL.format(name=name, city=city))
+    return Dialogue(_system(random, CALLS) + tools + question + ASSISTANT, CALL.format(name=name, city=city))

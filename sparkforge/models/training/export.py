@@ -19,22 +19,22 @@ LINEARS = {**{f"self_attn.{name}_proj": name for name in "qkvo"}, "mlp.router": 
 
 def pack(model: GptOss, vocabulary: np.ndarray[tuple[int], np.dtype[np.int32]], facts: dict[str, str]) -> bytes:
     """Return the bytes of tiny.safetensors for `model`; `facts` say how it was trained."""
-    named = {"model.norm.weight": _stored(model.norm)}
+    stored = {"model.norm.weight": _stored(model.norm)}
     for number, layer in enumerate(model.each_layer()):
-        tensors = {f"{name}.weight": _stored(getattr(layer, own)) for name, own in NORMS.items()}
+        tensors = {f"{name}.weight": _stored(getattr(layer, attribute)) for name, attribute in NORMS.items()}
         tensors["self_attn.sinks"] = _stored(layer.sinks)
-        for name, own in LINEARS.items():
-            linear = getattr(layer, own)
+        for name, attribute in LINEARS.items():
+            linear = getattr(layer, attribute)
             tensors |= {f"{name}.weight": _stored(linear.weight), f"{name}.bias": _stored(linear.bias)}
         for name, (weight, bias) in layer.experts.served().items():
             prefix = f"mlp.experts.{name}_proj"
             blocks, scales = quantize(weight.detach().cpu())
             tensors |= {f"{prefix}_blocks": _raw(blocks), f"{prefix}_scales": _raw(scales)}
             tensors[f"{prefix}_bias"] = _stored(bias)
-        named |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
+        stored |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
     short = dict(zip(tiny_trained.SHORT, (_floats(model.embed), _floats(model.head)), strict=True))
     metadata = {"sizes": json.dumps(model.sizes._asdict()), **facts}
-    return tiny_trained.pack(named, short, vocabulary[1:].tolist(), metadata)
+    return tiny_trained.pack(stored, short, vocabulary[1:].tolist(), metadata)
 
 
 def unpack(path: Path = tiny_trained.FILE) -> tuple[GptOss, np.ndarray[tuple[int], np.dtype[np.int32]]]:
@@ -54,12 +54,12 @@ def unpack(path: Path = tiny_trained.FILE) -> tuple[GptOss, np.ndarray[tuple[int
 
 
 def _fill(layer: Layer, stored: dict[str, Tensor]) -> None:
-    for name, own in NORMS.items():
-        getattr(layer, own).copy_(_values(stored[f"{name}.weight"]))
+    for name, attribute in NORMS.items():
+        getattr(layer, attribute).copy_(_values(stored[f"{name}.weight"]))
     layer.sinks.copy_(_values(stored["self_attn.sinks"]))
-    for name, own in LINEARS.items():
-        getattr(layer, own).weight.copy_(_values(stored[f"{name}.weight"]))
-        getattr(layer, own).bias.copy_(_values(stored[f"{name}.bias"]))
+    for name, attribute in LINEARS.items():
+        getattr(layer, attribute).weight.copy_(_values(stored[f"{name}.weight"]))
+        getattr(layer, attribute).bias.copy_(_values(stored[f"{name}.bias"]))
     for name, (weight, bias) in gains().items():
         prefix = f"mlp.experts.{name}_proj"
         blocks, scales = (torch.from_numpy(stored[f"{prefix}_{part}"].array().copy()) for part in ("blocks", "scales"))

@@ -192,8 +192,8 @@ class GptOss(nn.Module):
         rope, masks = rope_table(tokens.shape[1], x.device), attention_masks(tokens.shape[1], x.device)
         balance = x.new_zeros(())
         for number, layer in enumerate(self.each_layer()):
-            x, more = layer(x, rope, masks[number % 2], dropout, fault)
-            balance = balance + more / self.sizes.layers
+            x, layer_balance = layer(x, rope, masks[number % 2], dropout, fault)
+            balance = balance + layer_balance / self.sizes.layers
         x = functional.dropout(norm(x, self.norm), dropout)
         return Output(x @ self.head.T, balance)
 
@@ -213,12 +213,12 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def rope_table(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, 32] by YaRN (Peng et al. 2023, sections 3.2 to 3.4), as gpt-oss has it."""
     half = HEAD_DIM // 2
-    own = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    base_frequency = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
     low, high = (
         half * math.log(ROPE_ORIGINAL / (beta * 2 * math.pi)) / math.log(ROPE_BASE) for beta in (BETA_FAST, BETA_SLOW)
     )
     ramp = ((torch.arange(half) - low) / (high - low)).clamp(0, 1)
-    frequency = own / ROPE_FACTOR * ramp + own * (1 - ramp)
+    frequency = base_frequency / ROPE_FACTOR * ramp + base_frequency * (1 - ramp)
     angle = torch.arange(tokens, dtype=torch.float64).unsqueeze(1) * frequency
     scale = 0.1 * math.log(ROPE_FACTOR) + 1.0
     return (angle.cos() * scale).float().to(device), (angle.sin() * scale).float().to(device)
@@ -226,6 +226,6 @@ def rope_table(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def attention_masks(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return what is added to scores [T, T] in sliding and in full layers."""
-    ago = torch.arange(tokens, device=device).unsqueeze(1) - torch.arange(tokens, device=device)
-    seen = torch.zeros(tokens, tokens, device=device).masked_fill(ago < 0, -math.inf)
-    return seen.masked_fill(ago >= SLIDING_WINDOW, -math.inf), seen
+    distance = torch.arange(tokens, device=device).unsqueeze(1) - torch.arange(tokens, device=device)
+    causal = torch.zeros(tokens, tokens, device=device).masked_fill(distance < 0, -math.inf)
+    return causal.masked_fill(distance >= SLIDING_WINDOW, -math.inf), causal

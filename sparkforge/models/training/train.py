@@ -85,10 +85,10 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
     batches, guard = _batches(corpus, plan, device), FaultGuard(corpus, plan)
     started = time.monotonic()
     for step in range(plan.steps):
-        lines, counted = next(batches)
+        lines, mask = next(batches)
         out = model(lines[:, :-1], plan.dropout)
         costs = faults.losses(out.logits, lines[:, 1:], corpus.shared)
-        loss = costs[counted].mean()
+        loss = costs[mask].mean()
         total = loss + BALANCE * out.balance
         if plan.guard and step >= plan.steps // 5:  # what knows nothing yet feels no fault
             total = total + plan.guard * guard(model, lines[:GUARDED], costs[:GUARDED].mean())
@@ -98,8 +98,8 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> GptOss:
         optimizer.step()
         schedule.step()
         if (step + 1) % SHOWN == 0 or step + 1 == plan.steps:
-            held = faults.bits_per_byte(model, corpus) if (step + 1) % (5 * SHOWN) == 0 else math.nan
-            say(f"step {step + 1}: loss {loss.item():.3f}, held out {held:.4f}, {time.monotonic() - started:.0f} s")
+            bits = faults.bits_per_byte(model, corpus) if (step + 1) % (5 * SHOWN) == 0 else math.nan
+            say(f"step {step + 1}: loss {loss.item():.3f}, held out {bits:.4f}, {time.monotonic() - started:.0f} s")
     return model
 
 
@@ -117,18 +117,18 @@ def _batches(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> Iterat
     """
     random = np.random.default_rng(plan.seed)
     text, chat = (torch.from_numpy(part.astype(np.int64)).to(device) for part in (corpus.text, corpus.chat))
-    learnt = torch.from_numpy(corpus.learnt).to(device)
-    within = torch.arange(CHUNK + 1, device=device)
+    loss_mask = torch.from_numpy(corpus.loss_mask).to(device)
+    offsets = torch.arange(CHUNK + 1, device=device)
     starts = np.array([], np.int64)
     while True:
         if len(starts) < plan.batch:
             starts = np.arange(random.integers(CHUNK), len(text) - CHUNK - 1, CHUNK)
             random.shuffle(starts)
-        mine, starts = torch.from_numpy(starts[: plan.batch]).to(device), starts[plan.batch :]
-        talks = torch.from_numpy(random.integers(len(chat), size=plan.chat)).to(device)
-        windows = text[mine.unsqueeze(1) + within]
-        counted = torch.cat([torch.ones_like(windows, dtype=torch.bool), learnt[talks]])
-        yield torch.cat([windows, chat[talks]]), counted[:, 1:]
+        batch_starts, starts = torch.from_numpy(starts[: plan.batch]).to(device), starts[plan.batch :]
+        dialogues = torch.from_numpy(random.integers(len(chat), size=plan.chat)).to(device)
+        windows = text[batch_starts.unsqueeze(1) + offsets]
+        mask = torch.cat([torch.ones_like(windows, dtype=torch.bool), loss_mask[dialogues]])
+        yield torch.cat([windows, chat[dialogues]]), mask[:, 1:]
 
 
 def report(model: GptOss, corpus: Corpus) -> None:

@@ -174,10 +174,10 @@ def test_the_corpus_gives_rows_to_seen_tokens_and_row_0_to_others(small, encodin
 
 def test_dialogues_are_packed_whole_and_only_answers_are_learnt(small, encoding):
     vocabulary, ends = small.vocabulary, encoding.encode("<|return|><|call|>", allowed_special="all")
-    for line, learnt in zip(small.chat, small.learnt, strict=True):
+    for line, loss_mask in zip(small.chat, small.loss_mask, strict=True):
         tokens = vocabulary[line]
-        assert learnt[0] == np.False_
-        answered = np.flatnonzero(learnt)
+        assert loss_mask[0] == np.False_
+        answered = np.flatnonzero(loss_mask)
         assert set(ends) & set(tokens[answered].tolist())
         assert tokens[answered[-1]] in ends  # none is cut
         begins = answered[np.flatnonzero(np.diff(answered, prepend=-9) > 1)]

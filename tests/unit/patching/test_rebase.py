@@ -162,7 +162,7 @@ def test_a_patch_can_be_dropped_by_number_or_by_editing_it_away(kit, conflict):
     tree = stopped(conflict, lambda world: rebase.begin_rebase(job(conflict, drop=["0001"])), NAMES[1])
     solve(kit, tree, b"line five, by upstream\n")
     carried = rebase.continue_rebase(job(conflict))
-    assert [patch.kept for patch in carried] == [False, False, True]
+    assert [patch.in_queue for patch in carried] == [False, False, True]
     assert [patch.name for patch in Queue.load(conflict.patches / "up-2.0").patches] == [NAMES[2]]
     with pytest.raises(UsageError, match="cannot drop 0007"):
         job(conflict, drop=["0007"])
@@ -204,7 +204,7 @@ def test_a_file_that_upstream_moved_asks_a_person(kit, world, tmp_path):
 
 def test_a_queue_that_upstream_has_wholly_is_not_written(world):
     world.release("2.0", edited(world, "line 11", "nothing of the kind"))
-    assert {patch.kept for patch in rebase.begin_rebase(job(world))} == {False}
+    assert {patch.in_queue for patch in rebase.begin_rebase(job(world))} == {False}
     assert [path.name for path in world.patches.iterdir()] == ["up-1.0"]
 
 

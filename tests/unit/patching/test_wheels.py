@@ -179,7 +179,7 @@ def test_without_a_network_it_is_made_of_upstreams_wheel_in_a_bundle(world, tmp_
     monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "another machine's"))
     offline.use(tmp_path / "unpacked")
     wheel = world.patched()
-    assert wheel.made
+    assert wheel.is_new
     assert wheel.path.is_relative_to(tmp_path / "another machine's")
     assert sha256_file(wheel.path) == wheel.lock.sha256
 
@@ -333,13 +333,13 @@ def test_upstreams_local_version_is_kept(world, tmp_path, patched_wheel):
 def test_it_is_made_once_and_checked_by_the_lock(world):
     world.lock()
     first = world.patched()
-    assert not first.made  # locking has made it
+    assert not first.is_new  # locking has made it
     first.path.unlink()
     second = world.patched()
-    assert second.made
+    assert second.is_new
     assert second.requirement == f"up==1.0+sparkforge.1 --hash=sha256:{sha256_file(second.path)}"
     stamp = second.path.stat().st_mtime_ns
-    assert not world.patched().made
+    assert not world.patched().is_new
     assert world.patched().path.stat().st_mtime_ns == stamp
 
 
@@ -348,7 +348,7 @@ def test_a_damaged_file_in_the_cache_is_made_again(world, damage, capsys):
     world.lock()
     wheel = world.patched()
     wheel.path.write_bytes(damage(wheel.path.read_bytes()))
-    assert world.patched().made
+    assert world.patched().is_new
     assert "damaged" in capsys.readouterr().err
     assert sha256_file(wheel.path) == wheel.lock.sha256
 
