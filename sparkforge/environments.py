@@ -98,7 +98,12 @@ def build_interpreter(stack: str, purpose: Literal["kernels", "vllm"]) -> Path:
 def inputs(env: Environment, pins: Pins) -> dict[str, str]:
     """Return what the environment is made from, as name → hash or version."""
     pin = pins.environment(env.name)
-    wheels = {name.rpartition("/")[2]: _wheel_sha256(_component(name, pins)) for name in pin.wheels}
+    wheels = {}
+    for name in pin.wheels:
+        component = _component(name, pins)
+        wheel = choose_pinned(component, _here())
+        lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else wheel
+        wheels[name.rpartition("/")[2]] = lock.sha256
     project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
     return {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version, **wheels, **project}
 
@@ -108,11 +113,6 @@ def installed_version(component: Component) -> str:
     wheel = choose_pinned(component, _here())
     lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else None
     return patched_wheels.local_version(component.version, lock.revision) if lock else component.version
-
-
-def _wheel_sha256(component: Component) -> str:
-    wheel = choose_pinned(component, _here())
-    return patched_wheels.locked(component, wheel.filename)[1].sha256 if component.patches else wheel.sha256
 
 
 def _project() -> str:

@@ -77,7 +77,8 @@ class PackedExperts(nn.Module):
         """Give the kernel its layout; bytes that exist in that layout are not kept twice."""
         if self._ready is not None:
             return
-        checkpoint = self._checkpoint()
+        projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
+        checkpoint = ExpertWeights(*(p._replace(weight=p.weight.flatten(-2)) for p in projections))
         self._ready = prepare_padded(self.kernel, checkpoint, self.sizes.hidden, self.sizes.intermediate)
         if self._ready.gate_up.weight.data_ptr() != checkpoint.gate_up.weight.data_ptr():
             for name, suffix in product(PROJECTIONS, SUFFIXES[:2]):
@@ -112,10 +113,6 @@ class PackedExperts(nn.Module):
         """Return sizes and kernel for `print(model)`."""
         experts, hidden, intermediate = self.sizes
         return f"experts={experts}, hidden={hidden}, intermediate={intermediate}, kernel={self.kernel.name!r}"
-
-    def _checkpoint(self) -> ExpertWeights:
-        projections = (Projection(*(getattr(self, name + suffix).data for suffix in SUFFIXES)) for name in PROJECTIONS)
-        return ExpertWeights(*(p._replace(weight=p.weight.flatten(-2)) for p in projections))
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedExperts:
         self.unprepare()

@@ -178,7 +178,7 @@ def projection() -> dict[str, Any]:
     """Return the bytes of the Spark's tree: every file of every locked aarch64 wheel, and what the table cuts."""
     table = pins.load()
     inputs = table.image(table.default)
-    files = wheel_files(inputs.locks["aarch64"], "aarch64")
+    files = wheel_files(inputs.locks["aarch64"])
     chosen = trimming.cuts(inputs.device)
     cut = dict.fromkeys((entry.name for entry in chosen), 0)
     for path, size in files.items():  # a file that two entries name is the first one's
@@ -195,11 +195,11 @@ def projection() -> dict[str, Any]:
     }
 
 
-def wheel_files(lock: str, machine: str) -> Mapping[str, int]:
-    """Return path → bytes of all files that the lock's wheels for `machine` install. Raises NetworkError."""
+def wheel_files(lock: str) -> Mapping[str, int]:
+    """Return path → bytes of all files that the lock's wheels for aarch64 install. Raises NetworkError."""
     with index.client() as http, ThreadPoolExecutor(6) as pool:
         sizes: dict[str, int] = {}
-        for files in pool.map(lambda url: _files(url, http), wheels(locks.lock_path(lock), machine, http)):
+        for files in pool.map(lambda url: _files(url, http), wheels(locks.lock_path(lock), "aarch64", http)):
             sizes |= files
     return sizes
 

@@ -38,7 +38,8 @@ class SortableTable:
 
 def render(template: str, title: str, **values: Any) -> str:
     """Return the page that a template of `templates/` makes of `values`."""
-    style, script = (_own_file(name) for name in ("page.css", "page.js"))
+    files = (TEMPLATES / "page.css", TEMPLATES / "page.js")  # of this package, so they need no escape
+    style, script = (Markup(file.read_text(encoding="utf-8")) for file in files)  # noqa: S704
     return _environment().get_template(template).render(title=title, style=style, script=script, **values)
 
 
@@ -52,10 +53,6 @@ def format_figure(value: float) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"
-
-
-def _own_file(name: str) -> Markup:
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 (a file of this package)
 
 
 def _environment() -> Environment:

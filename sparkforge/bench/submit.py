@@ -163,18 +163,14 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
     url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
     post = {"digest": result.digest, "url": url, "team": team, "form": form}
-    if _posted(record, post):
+    earlier = read_table(record)
+    if all(earlier.get(name) == value for name, value in post.items()):
         say(f"{path.name} was posted to this URL before; it is not posted again")
         return
     figure = table.competition_figure(*config.key)
     FORMS[form](Post(url.rstrip("/"), team, result, figure), f"{later} --to {url} --form {form}")
     write_json(record, {**post, "posted_at": datetime.now(UTC).isoformat(timespec="seconds")})
     say(f"posted {path.name} to {url}")
-
-
-def _posted(record: Path, post: Mapping[str, str]) -> bool:
-    earlier = read_table(record)
-    return all(earlier.get(name) == value for name, value in post.items())
 
 
 def as_json(post: Post, retry_command: str) -> None:
@@ -187,7 +183,7 @@ def as_gradio(names: tuple[str, ...]) -> Callable[[Post, str], None]:
     """Return the competition's form with these columns: call `submit_results`, then read what became of it."""
 
     def post_form(post: Post, retry_command: str) -> None:
-        """Post the columns; `again` is the command for later. Raises NetworkError."""
+        """Post the columns; `retry_command` posts them later. Raises NetworkError."""
         call = f"{post.url}/gradio_api/call/submit_results"
         values = columns(post)
         response = send(call, {"data": [values[name] for name in names]}, retry_command, headers={}, repeatable=False)
@@ -239,12 +235,15 @@ def send(
 ) -> httpx.Response:
     """POST until it is taken. Tries again what surely did not arrive, and if `repeatable` also what may have.
 
-    Raises NetworkError; `again` is the command that tries later.
+    Raises NetworkError; `retry_command` is the one that tries later.
     """
     why = ""
     for wait in (*WAITS, None):
         try:
-            response = _request("POST", url, json=body, headers=dict(headers))
+            with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
+                response = http.request(
+                    client, "POST", url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, json=body, headers=dict(headers)
+                )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             why, retry, pause = repr(error), True, 0.0
         except httpx.HTTPError as error:
@@ -258,11 +257,6 @@ def send(
             break
         time.sleep(min(max(wait, pause), LONGEST_WAIT))
     raise NetworkError("the result was not posted; its file is kept", why, retry_command, code="network.submit")
-
-
-def _request(method: str, url: str, **options: Any) -> httpx.Response:
-    with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
-        return http.request(client, method, url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, **options)
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -362,7 +362,7 @@ def image_reproduce(_ctx: Context, stack: str = "", more: str = "") -> None:
     """Build an image twice and compare the bytes."""
     from sparkforge.image.reproducible import verify_reproducible
 
-    verify_reproducible(chosen_stack(stack), "runtime", arguments("--more", more))
+    verify_reproducible(chosen_stack(stack), arguments("--more", more))
 
 
 @task(

@@ -259,7 +259,10 @@ class _Run:
         if usage.code == 0:
             self.report.units[name] = result
             if not result.cached:
-                self._learn(name, usage)
+                self.untaught[name] = Cost(usage.peak, usage.cpu_seconds)
+                with suppress(StorageError):  # another build writes this very moment; ours goes with the next unit's
+                    self.peaks.learn(self.untaught)
+                    self.untaught.clear()
             self.watch("cached" if result.cached else "done", started.unit, result)
         elif was_killed(usage.code, self._output(name)):
             self.watch("killed", started.unit, result)
@@ -277,12 +280,6 @@ class _Run:
                 f"read all of it: less {self._log(name)}",
                 code="process.failed",
             )
-
-    def _learn(self, name: str, usage: Usage) -> None:
-        self.untaught[name] = Cost(usage.peak, usage.cpu_seconds)
-        with suppress(StorageError):  # another build writes this very moment; ours goes with the next unit's
-            self.peaks.learn(self.untaught)
-            self.untaught.clear()
 
     def _was_cached(self, name: str) -> bool:
         with suppress(OSError):

@@ -115,7 +115,7 @@ def echo_json(value: Any) -> None:
 
 
 @contextmanager
-def redrawn(*, enabled: bool = True) -> Iterator[Callable[[str], None] | None]:
+def redrawn(*, enabled: bool) -> Iterator[Callable[[str], None] | None]:
     """Yield a function that shows a text on stdout in the place of its last one; None where stdout cannot redraw."""
     screen = _SafeConsole(highlight=False, markup=False, emoji=False)
     if not enabled or not screen.is_terminal or screen.is_dumb_terminal:

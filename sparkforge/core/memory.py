@@ -84,7 +84,7 @@ def in_gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
-def cpus(root: Path = Path("/")) -> int:
+def cpus(root: Path) -> int:
     """Return how many CPUs the affinity mask and every quota leave, at least 1."""
     count = len(os.sched_getaffinity(0))
     quotas = [_words(group / "cpu.max") for group in groups(root, "cgroup2", "cpu")]

@@ -36,7 +36,6 @@ from sparkforge.core.process import run
 from sparkforge.image import compose, rootfs
 from sparkforge.image.devices import CUDA
 from sparkforge.patching import status
-from sparkforge.pins import Pins
 
 SOURCES = Path("/src")
 TREE = Path("/opt/venv")
@@ -161,7 +160,7 @@ def link_natives(checkout: Checkout, packages: Path, sources: Path = SOURCES) ->
         products = _ignored(missing, root, repository)
         products |= {path for path in missing for pattern in checkout.products if fnmatch.fnmatch(path, f"*{pattern}")}
         for path in missing:
-            if path in products and not any(parent.is_symlink() for parent in _parents(root, path)):
+            if path in products and not any((root / parent).is_symlink() for parent in Path(path).parents[:-1]):
                 linked += _link(root / path, packages / path)
     except PermissionError as error:
         why = f"{error.strerror} (running as uid {os.getuid()})"
@@ -179,13 +178,6 @@ def _link(link: Path, target: Path) -> list[Path]:
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(target)
     return [link]
-
-
-def _parents(own: Path, path: str) -> Iterator[Path]:
-    folder = own
-    for part in Path(path).parts[:-1]:
-        folder /= part
-        yield folder
 
 
 def _missing(folder: Path, packages: Path, root: Path) -> Iterator[str]:
@@ -222,7 +214,7 @@ def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str
     return {names[name] for name in result.stdout.split("\0") if name in names}
 
 
-def fingerprints(checkout: Checkout, sources: Path = SOURCES) -> dict[str, str]:
+def fingerprints(checkout: Checkout, sources: Path) -> dict[str, str]:
     """Return path → sha256 of everything that the checkout's native modules are made of."""
     root = sources / checkout.name
     files = (path for name in checkout.sources for path in _files(root / name))
@@ -266,7 +258,7 @@ def _known(checkout: Checkout) -> dict[str, str] | None:
     return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
 
 
-def stale_modules(names: Sequence[str], sources: Path = SOURCES) -> list[str]:
+def stale_modules(names: Sequence[str], sources: Path) -> list[str]:
     """Return FlashInfer's cached modules that no stack pins, or that are made from one of `names` in the checkout."""
     modules, table = cache.modules(cache.default_root()), pins.load()
     by_source = cache.made_from(modules, [sources / "flashinfer" / name for name in names])
@@ -274,7 +266,7 @@ def stale_modules(names: Sequence[str], sources: Path = SOURCES) -> list[str]:
     return sorted(stale | {module.name for module in by_source})
 
 
-def missing_patches(checkout: Checkout, stack: str, sources: Path = SOURCES) -> list[str]:
+def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
     """Return the patches of `stack` that the checkout lacks: those that could still be applied to its files."""
     queues = [queue for _, queue in status.queues(pins.load(), stack) if queue.upstream == checkout.name]
     judgements = [judgement for queue in queues for judgement in status.judge_tree(queue, sources / checkout.name)]
@@ -347,7 +339,9 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if name not in COMPILED:
         fix = checkout.rebuild or "restart the server"
         raise UsageError(f"./inv dev.build does not compile {name}", "it has a build of its own, or none", fix)
-    _require_cuda(table, stack)
+    if table.image(stack).device != CUDA:
+        fix = f"on the host: SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev"
+        raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
     packages = rootfs.Tree(tree, stack).packages
     if (home := packages / toolchain.HOME).is_dir():
         os.environ["CUDA_HOME"] = str(home)
@@ -360,12 +354,6 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if is_complete:
         _write_record(checkout, before)
     say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
-
-
-def _require_cuda(table: Pins, stack: str) -> None:
-    if table.image(stack).device != CUDA:
-        fix = f"on the host: SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev"
-        raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
 
 
 def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:

@@ -46,7 +46,11 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         why = "it takes a registry's host and a repository, without a tag"
         raise UsageError(f"{repository[:200]!r} is no repository", why, f"./inv image.publish {EXAMPLE}")
     with engine.connected() as client:
-        image = _image(client, stack, name)
+        name = name or docker_compose.resolve(docker_compose.variables(stack)).image
+        try:
+            image = client.images.get(name)
+        except ImageNotFound as error:
+            raise engine.missing(name, build_command(stack)) from error
         manifest, _ = inspect.require_ours(client, image, stack, expected)
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
@@ -103,7 +107,11 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
         why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
         raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
     with engine.connected() as client:
-        before = _reference(client, reference)
+        was_here = True
+        try:
+            client.images.get(reference)
+        except ImageNotFound:
+            was_here = False
     with Steps(1).step("pull", reference) as tell:
         docker_logged(["pull", reference], paths.state() / "logs" / "pull.log", tell)
     try:
@@ -114,7 +122,7 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
             name = docker_compose.resolve(docker_compose.variables(stack)).image
             version = versions.move_tags(client, image, name)
     except BaseException:
-        if before is None:
+        if not was_here:
             with suppress(SparkforgeError):  # the refusal is the one to report
                 run_docker(["image", "rm", reference])
         raise
@@ -142,22 +150,6 @@ def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded:
     if problems := differences(image, manifest, stack, recorded):
         why, fix = "; ".join(problems), build_command(stack)
         raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
-
-
-def _image(client: docker.DockerClient, stack: str, name: str) -> Any:
-    name = name or docker_compose.resolve(docker_compose.variables(stack)).image
-    try:
-        return client.images.get(name)
-    except ImageNotFound as error:
-        raise engine.missing(name, build_command(stack)) from error
-
-
-def _reference(client: docker.DockerClient, reference: str) -> Any:
-    """Return the image that is here under a reference; None if there is none."""
-    try:
-        return client.images.get(reference)
-    except ImageNotFound:
-        return None
 
 
 def _digest(image: Any, repository: str) -> str:

@@ -64,7 +64,7 @@ def report_path(stack: str) -> Path:
     return paths.state() / f"reproducible-{stack}.json"
 
 
-def verify_reproducible(stack: str, target: str, more: Sequence[str]) -> None:
+def verify_reproducible(stack: str, more: Sequence[str]) -> None:
     """Build twice, compare, write `.sparkforge/reproducible-STACK.json`.
 
     Raises IntegrityError, EngineError without buildx, UsageError for a stack that the Dockerfile does not make.
@@ -81,7 +81,7 @@ def verify_reproducible(stack: str, target: str, more: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="reproducible-", dir=state) as name:
         work = Path(name)
         require_space(work, needed, "two images")
-        archives = [build(stack, target, circumstances, work, more) for circumstances in BUILDS]
+        archives = [build(stack, circumstances, work, more) for circumstances in BUILDS]
         images = [read(archive) for archive in archives]
         report = compare(images)
         if not report["identical"]:
@@ -95,7 +95,7 @@ def verify_reproducible(stack: str, target: str, more: Sequence[str]) -> None:
     say("identical: the archives are the same, byte for byte")
 
 
-def build(stack: str, target: str, circumstances: Circumstances, work: Path, more: Sequence[str]) -> Path:
+def build(stack: str, circumstances: Circumstances, work: Path, more: Sequence[str]) -> Path:
     """Build an OCI archive of a copy of this checkout and return its path.
 
     `more` are further arguments of `docker buildx build`. Raises EngineError.
@@ -104,7 +104,7 @@ def build(stack: str, target: str, circumstances: Circumstances, work: Path, mor
     copy_checkout(checkout, circumstances.umask)
     output = work / f"{circumstances.name}.tar"
     epoch = checkout_git(paths.ROOT, "log", "-1", "--format=%ct").strip()  # every file's time in the image
-    command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", target]
+    command = ["buildx", "build", "--no-cache", "--provenance=false", "--target", "runtime"]
     for name, value in {"STACK": stack, "JOBS": circumstances.jobs, "SOURCE_DATE_EPOCH": epoch}.items():
         command += ["--build-arg", f"{name}={value}"]
     # Level 1: bytes are compared, not sizes, and level 6 takes minutes of one core for 6 GB.

@@ -250,7 +250,7 @@ def _queue_of(table: Pins, stack: str, tree: Path, patches: Path) -> tuple[Compo
 
 
 def _require_idle(tree: Path, already_patched: Collection[str]) -> None:
-    """Raise UsageError if git is at work in `tree`, or tracked files other than `early` have uncommitted changes."""
+    """Raise UsageError if git is at work in `tree`, or other tracked files than `already_patched` are changed."""
     if (lock := _git_path(tree, "index.lock")).exists():
         raise UsageError(f"{tree} is not ready", f"git runs in it, or was killed: it left {lock}",
                          f"if no git runs: rm {shlex.quote(str(lock))}, then the same command again")  # fmt: skip

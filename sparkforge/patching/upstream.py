@@ -61,7 +61,9 @@ def release(table: Pins, component: Component, version: str | None = None) -> Re
             sha256, size = pinned.files[names[0]], pinned.size_of(names[0])
             return Release(package, version, names[0], sha256, pinned=True, size=size)
     filename = f"{package.replace('-', '_')}-{version}.tar.gz"  # PEP 625
-    return Release(package, version, filename, _seen(filename) or _listed(package, filename), pinned=False)
+    downloads = list((paths.cache() / "files").glob(f"*/{filename}"))  # `fetch` checks the hash of an earlier one again
+    sha256 = downloads[0].parent.name if len(downloads) == 1 else _listed(package, filename)
+    return Release(package, version, filename, sha256, pinned=False)
 
 
 def reader(release: Release, wanted: Iterable[str]) -> Reader:
@@ -115,12 +117,6 @@ def members(file: Path, top: str | None, wanted: set[str]) -> dict[str, Content]
             code="integrity.archive",
         ) from error
     return contents
-
-
-def _seen(filename: str) -> str | None:
-    """Return the hash of an earlier download of that name, if there is exactly one; `fetch` checks it again."""
-    downloads = list((paths.cache() / "files").glob(f"*/{filename}"))
-    return downloads[0].parent.name if len(downloads) == 1 else None
 
 
 def _order(version: str) -> tuple[bool, Version]:

@@ -98,8 +98,8 @@ def patched_wheel(component: Component, target: TargetMachine) -> PatchedWheel:
     return patched(component, choose_pinned(component, target).filename)
 
 
-def make_stack(stack: str, machine: str = "", *, dry_run: bool = False) -> None:
-    """Make the patched wheels of a stack for a machine (as `uname -m` has it; default: this one), and report them.
+def make_stack(stack: str, machine: str, *, dry_run: bool) -> None:
+    """Make the patched wheels of a stack for a machine (as `uname -m` has it; empty: this one), and report them.
 
     With `dry_run` they are made and compared with the lock, and nothing of them is kept. Raises as `patched`.
     """

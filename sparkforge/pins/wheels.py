@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import httpx
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName, default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -172,8 +171,11 @@ def picks(lock: Path, target: TargetMachine) -> list[Pick]:
     def make(temporary: Path) -> Made:
         """Ask the index. Raises InputError and NetworkError."""
         with client() as http:
-            chosen = _ask(lock.read_text(encoding="utf-8"), target, http)
-        write_json(temporary, [asdict(pick) for pick in chosen])
+            chosen = [
+                choose(requirement, hashes, project_page(requirement.name, http).packages, target)
+                for requirement, hashes in requirements(lock.read_text(encoding="utf-8"), target)
+            ]
+        write_json(temporary, [asdict(pick) for pick in sorted(chosen, key=lambda pick: pick.filename)])
         return Made({cached.name: sha256_file(temporary)})
 
     once(cached, "picks", inputs, make)
@@ -183,11 +185,3 @@ def picks(lock: Path, target: TargetMachine) -> list[Pick]:
         cached.unlink()
         once(cached, "picks", inputs, make)
         return [Pick(**pick) for pick in json.loads(cached.read_text(encoding="utf-8"))]
-
-
-def _ask(text: str, target: TargetMachine, http: httpx.Client) -> list[Pick]:
-    chosen = [
-        choose(requirement, hashes, project_page(requirement.name, http).packages, target)
-        for requirement, hashes in requirements(text, target)
-    ]
-    return sorted(chosen, key=lambda pick: pick.filename)

@@ -95,7 +95,7 @@ def _no_message(why: str) -> UsageError:
     return UsageError("stdin holds no message", why, './inv chat "TEXT"; or ./inv chat on a terminal')
 
 
-def converse(server: Server, system: str, max_tokens: int = TOKENS) -> None:
+def converse(server: Server, system: str, max_tokens: int) -> None:
     """Talk until the user ends it. Raises ServerError once the server has ended."""
     with suppress(ImportError):  # a Python without it reads plain lines
         import readline  # noqa: F401, PLC0415 - `input` uses it once it is imported

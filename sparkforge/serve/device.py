@@ -33,16 +33,11 @@ def choose(name: str) -> Choice:
         return Choice(name, "you asked for it")
     if name != AUTO:
         raise UsageError(f"unknown device {name!r}", f"the devices are {', '.join(NAMES)}", "./inv up --device auto")
-    if missing := _no_spark():
-        return Choice(EMBEDDED, f"{missing}; vLLM's CPU build serves")
-    return _by_engine()
-
-
-def _no_spark() -> str:
-    """Say what this machine lacks to be a Spark or a relative of it; empty if it is one."""
     if platform.machine() != "aarch64":
-        return f"this machine is {platform.machine()}, a Spark is aarch64"
-    return "" if NVIDIA_DRIVER.exists() else "no NVIDIA driver is loaded"
+        return Choice(EMBEDDED, f"this machine is {platform.machine()}, a Spark is aarch64; vLLM's CPU build serves")
+    if not NVIDIA_DRIVER.exists():
+        return Choice(EMBEDDED, "no NVIDIA driver is loaded; vLLM's CPU build serves")
+    return _by_engine()
 
 
 def _by_engine() -> Choice:

@@ -191,7 +191,11 @@ class MemoryWatch:
     def __init__(self, limits: Thresholds, root: Path = Path("/"), *, around: bool = False) -> None:
         self.limits = limits
         self.areas: list[Area] = [_MachineMemory(root, limits)]
-        self.areas += list(_limited(root, limits)) if around else []
+        for flavour in FLAVOURS if around else ():  # innermost group first, whether it has a limit now or not
+            for folder in groups(root, flavour.file_system, "memory"):
+                with suppress(OSError):
+                    usage = (flavour.limits[0], flavour.usage)
+                    self.areas.append(_Group(folder, flavour.file_system, usage, limits))
         self._turned = time.monotonic()
         self.look(self._turned)
         # The innermost cgroup counts this server's own processes; the machine's counter is everybody's.
@@ -326,14 +330,6 @@ def _is_supervisor(pid: int) -> bool:
 
 def _processes() -> Iterator[Path]:
     return (folder for folder in Path("/proc").iterdir() if folder.name.isdecimal())
-
-
-def _limited(root: Path, limits: Thresholds) -> Iterator[Area]:
-    """Yield the cgroups around this process, innermost first, whether they have a limit now or not."""
-    for flavour in FLAVOURS:
-        for folder in groups(root, flavour.file_system, "memory"):
-            with suppress(OSError):
-                yield _Group(folder, flavour.file_system, (flavour.limits[0], flavour.usage), limits)
 
 
 def _opened(path: Path) -> _File | None:

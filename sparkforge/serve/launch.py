@@ -89,7 +89,7 @@ def check_free(port: int, host: str = LOOPBACK) -> None:
     check_port(port, host)
 
 
-def check_port(port: int, host: str = LOOPBACK) -> None:
+def check_port(port: int, host: str) -> None:
     """Raise ServerError if a program has the port, UsageError for a number that is none."""
     if not 0 < port < 65536:
         raise UsageError(f"{port} is no port", "ports are 1 to 65535", "./inv up --port 8000")

@@ -131,7 +131,8 @@ class _Keeper:
             print(f"memory guard: {trouble.why}; the server is ended", flush=True)
             _send(self._server, signal.SIGTERM)
         if self.trouble and ((trouble and trouble.now) or now - self._since > self._grace):
-            _kill_group(self._server)
+            with suppress(ProcessLookupError, PermissionError):  # what left the group is ended afterwards
+                os.killpg(self._server, signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -196,12 +197,6 @@ def _reap(server: int) -> int | None:
 def _send(server: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(server, number)
-
-
-def _kill_group(server: int) -> None:
-    """Kill the server's process group in one call; what left it is ended afterwards."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(server, signal.SIGKILL)
 
 
 def _end_the_rest() -> None:

@@ -57,7 +57,7 @@ def fetch_sources(stack: str, *, table: Pins | None = None, git: bool = True) ->
     return [*trees, *(fetch_repository(name, pin, git=git) for name, pin in chosen.git.items())]
 
 
-def print_sources(stack: str, *, git: bool = True) -> None:
+def print_sources(stack: str, *, git: bool) -> None:
     """Fetch every source of `stack` and print where each is. Raises as `fetch_sources` and `require_all` do."""
     table = pins.load()
     trees = fetch_sources(stack, table=table, git=git)

@@ -23,7 +23,7 @@ from sparkforge.patching import status, upstream
 from sparkforge.patching.hunks import Content
 from sparkforge.patching.status import Judgement, Verdict
 from sparkforge.patching.upstream import Release
-from sparkforge.pins import Component, GitSource, Pins, Stack
+from sparkforge.pins import Component, Pins
 from sparkforge.serve import profiles
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.upstream import calls, dependencies, experts, options
@@ -68,18 +68,26 @@ class StackCheck:
         Raises UsageError for a `python` that cannot be run, InputError for an unknown stack or a malformed table.
         """
         interpreter = None if static else _interpreter(python)
-        kernels, flags = _kernels(table.stack(stack)), profiles.load(stack=stack)
+        pinned, kernels = table.stack(stack), None  # a stack that compiles no kernels has no table of them
+        if FLASHINFER in pinned.components and pinned.image and pinned.image.kernels:
+            kernels = sets.load(pinned.components[FLASHINFER].version)
+        flags = profiles.load(stack=stack)
         return cls(table, stack, status.PATCHES, kernels, flags, interpreter, STATIC if static else NO_PYTHON)
 
     def run(self, candidate: Candidate) -> ReleaseReport:
         """Check one release. Raises the errors of `unpacked`; what only a part lacks leaves that part undetermined."""
         with unpacked(candidate.release, candidate.queue) as root:
             requires = exact_requirements(root)
-            judgements, contents = status.carry(candidate.queue, lambda path: _content(root, path))
+            judgements, contents = status.carry(
+                candidate.queue, lambda path: (root / path).read_bytes() if (root / path).is_file() else None
+            )
             columns = dict.fromkeys(PARTS, NOT_APPLICABLE)
             columns["patches"] = _patches(judgements)
             if candidate.release.top:
-                columns["git dependencies"] = dependencies.check(root, self._git(candidate.component))
+                stack = self.table.stack(self.stack)
+                names = [name for name, component in stack.components.items() if component is candidate.component]
+                pins_by_git = {name: pin for name, pin in stack.git.items() if pin.of in names}
+                columns["git dependencies"] = dependencies.check(root, pins_by_git)
             partner = ""
             if candidate.queue.upstream == VLLM:
                 partner, columns["kernel calls"] = self._calls_of_vllm(root, requires)
@@ -97,12 +105,6 @@ class StackCheck:
         return ReleaseReport(
             candidate.name, release.filename, release.sha256, release.pinned, partner, requires, columns
         )
-
-    def _git(self, component: Component) -> dict[str, GitSource]:
-        """Return the pins of what the component's build fetches by git."""
-        stack = self.table.stack(self.stack)
-        names = [name for name, entry in stack.components.items() if entry is component]
-        return {name: pin for name, pin in stack.git.items() if pin.of in names}
 
     def _calls_of_vllm(self, root: Path, requires: Mapping[str, str]) -> tuple[str, Column]:
         """Check a vLLM release with the FlashInfer that it requires; the pinned one where it names none."""
@@ -166,10 +168,6 @@ def _or_undetermined(look: Callable[[], Column]) -> Column:
         return undetermined(f"{error.what}: {error.why}" if isinstance(error, SparkforgeError) else str(error))
 
 
-def _content(root: Path, path: str) -> Content:
-    return (root / path).read_bytes() if (root / path).is_file() else None
-
-
 def _patches(judgements: Sequence[Judgement]) -> Column:
     """Return the verdicts on a queue; the summary counts them."""
     counts = {verdict: sum(entry.verdict is verdict for entry in judgements) for verdict in Verdict}
@@ -212,13 +210,6 @@ def check_stack(
     else:
         echo(result.text())
     return result.can_move
-
-
-def _kernels(stack: Stack) -> KernelTable | None:
-    """Return the kernel table of a stack's FlashInfer; None for a stack that compiles no kernels."""
-    if FLASHINFER not in stack.components or not (stack.image and stack.image.kernels):
-        return None
-    return sets.load(stack.components[FLASHINFER].version)
 
 
 def _interpreter(python: str) -> Path | None:

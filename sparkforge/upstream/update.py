@@ -45,7 +45,7 @@ class Proposal:
         return not self.missing
 
 
-def proposals(table: Pins, only: str = "") -> list[Proposal]:
+def proposals(table: Pins, only: str) -> list[Proposal]:
     """Ask the index for the newest release of every package, or of those in the stack `only`. Raises NetworkError."""
     with client() as http:
         candidates = [

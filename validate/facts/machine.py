@@ -40,7 +40,8 @@ def remove_ipc(_: Target) -> bool:
         return False
     if (ROOT / "var/lib/systemd/linger" / _user_name(user)).exists():
         return False
-    parts = {file.name: file for folder in ("usr/lib", "run", "etc") for file in _parts(ROOT / folder / "systemd")}
+    folders = [ROOT / top / "systemd/logind.conf.d" for top in ("usr/lib", "run", "etc")]
+    parts = {file.name: file for folder in folders for file in folder.glob("*.conf")}
     value = "yes"
     for file in (ROOT / "etc/systemd/logind.conf", *(parts[name] for name in sorted(parts))):
         with suppress(OSError):
@@ -48,10 +49,6 @@ def remove_ipc(_: Target) -> bool:
                 name, _equals, text = line.strip().partition("=")
                 value = (text.strip().lower() or "yes") if name.strip() == "RemoveIPC" else value
     return value not in {"no", "false", "off", "0", "n", "f"}
-
-
-def _parts(folder: Path) -> list[Path]:
-    return list((folder / "logind.conf.d").glob("*.conf"))
 
 
 def _user_name(user: int) -> str:

@@ -35,7 +35,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint16]]
 class Corpus(NamedTuple):
     """`vocabulary` i32 [rows]: the token of each row, -1 for row 0. All others hold row numbers, u16.
 
-    `text` [N]: the novels. `chat` [M, 513]: dialogues one behind the other, with `learnt` (bool, same shape) true on
+    `text` [N]: the novels. `chat` [M, 513]: dialogues one behind the other, with `loss_mask` (bool, same shape) true on
     what the assistant says. `held_out` [K]: the text that is never learnt, of `held_out_bytes` bytes.
     """
 

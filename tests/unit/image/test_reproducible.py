@@ -107,14 +107,14 @@ def test_a_copy_has_the_modes_of_its_umask(tmp_path):
 
 def test_an_unknown_stack_is_refused():
     with pytest.raises(InputError, match="there is no stack gpu"):
-        reproducible.verify_reproducible("gpu", "runtime", ())
+        reproducible.verify_reproducible("gpu", ())
 
 
 def test_without_buildx_nothing_is_built_and_the_package_is_named(docker_command):
     docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
     docker_command.answers("buildx build", err="unknown flag: --no-cache", code=125)
     with pytest.raises(EngineError, match="docker-buildx-plugin", check=lambda error: error.code == "engine.tool"):
-        reproducible.verify_reproducible("embedded", "runtime", ())
+        reproducible.verify_reproducible("embedded", ())
     assert docker_command.calls == ["buildx version"]
 
 
