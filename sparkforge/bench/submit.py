@@ -213,8 +213,8 @@ def columns(post: Post) -> dict[str, str | float]:
         "gsm8k": gsm8k,
     }
     for name in ("e2e", "tput", "interactivity"):
-        ours, theirs = figures[name], figures[f"cited_{name}"]
-        figures[f"{name}_ratio"] = ours / theirs if ours is not None and theirs else None
+        measured, published = figures[name], figures[f"cited_{name}"]
+        figures[f"{name}_ratio"] = measured / published if measured is not None and published else None
     return {"team": post.team, **{name: ZERO_COLUMNS if v is None else v for name, v in figures.items()}}
 
 

@@ -125,13 +125,13 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """A run of an operator, or a phase; microseconds. `called` is the time of the operators that it calls."""
+    """A run of an operator, or a phase; microseconds. `callee_time` is the time of the operators that it calls."""
 
     name: str
     begin: float
     end: float
     is_span: bool = False
-    called: float = field(default=0.0)
+    callee_time: float = field(default=0.0)
     group: str = OTHER
     whole: bool = False
 
@@ -223,7 +223,7 @@ def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:
             event.group, event.whole = caller.group, True
         if not event.is_span:  # of a phase only what runs in it counts
             if operator := next((above for above in reversed(callers) if not above.is_span), None):
-                operator.called += min(event.end, operator.end) - event.begin
+                operator.callee_time += min(event.end, operator.end) - event.begin
             yield event
         callers.append(event)
 
@@ -233,7 +233,7 @@ def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> B
     waiting = max(0.0, window - sum(_merged(events)))
     times, calls = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
     for event in events:
-        times[event.name, event.group] += max(0.0, event.end - event.begin - event.called)
+        times[event.name, event.group] += max(0.0, event.end - event.begin - event.callee_time)
         calls[event.name, event.group] += 1
     total = sum(times.values()) + waiting or 1.0
     sums = defaultdict[str, float](float, {WAITING: waiting})

@@ -338,8 +338,8 @@ def _require_alive(client: docker.DockerClient, server: Server, state: State | N
     if state.status in {"exited", "dead", "restarting"} or state.restarts:
         raise _end_of(client, server, state)
     if state.health_output.startswith(TOO_OFTEN):
-        what, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
-        raise ServerError(what, state.health_output, fix, code="server.restarts")
+        failure, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
+        raise ServerError(failure, state.health_output, fix, code="server.restarts")
     if state.health_output.startswith(container_health.REFUSED):  # SPARKFORGE_REFUSED=hold: it waits, we do not
         raise _refusal(log_text(client, server), server)
     if state.health == "unhealthy":

@@ -60,8 +60,8 @@ def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str
         return
     finding = evaluate(CHECKS[CHECK], facts, required=True)
     if finding.status is Status.FAIL:
-        what = f"{model.name} does not fit the memory that is free now"
-        raise RefusalError(what, finding.evidence, finding.fix, code="validation.too-large")
+        failure = f"{model.name} does not fit the memory that is free now"
+        raise RefusalError(failure, finding.evidence, finding.fix, code="validation.too-large")
 
 
 def _unified() -> bool:

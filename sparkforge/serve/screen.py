@@ -53,8 +53,8 @@ def stay(server: Server) -> None:
         launch.stop()
         return
     end = record.ended(server)
-    asked = record.read() != server or (end is not None and end.asked)  # `./inv down` elsewhere forgets the record
-    if not server.container and not asked:
+    was_asked = record.read() != server or (end is not None and end.asked)  # `./inv down` elsewhere forgets the record
+    if not server.container and not was_asked:
         record.forget()
         why, fix = "\n        ".join(logs.explain(logs.read(log))), f"./inv doctor   # the whole log: less {log}"
         raise ServerError("the server ended by itself", why, fix, code="server.start")

@@ -87,7 +87,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
     if watch:
         guard.lock_memory()
     keeper = _Keeper(server, watch)
-    asked: int | None = None
+    stop_signal: int | None = None
     code: int | None = None
     while code is None:
         info = signal.sigtimedwait(WAITED_FOR, keeper.period)
@@ -95,15 +95,15 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
         if number == signal.SIGCHLD:
             code = _reap(server)
         elif number in STOPS:
-            asked = asked or number
+            stop_signal = stop_signal or number
             _send(server, number)
         if code is None:
             keeper.look(time.monotonic(), signalled=number == guard.TELL)
     _end_the_rest()
     if keeper.trouble:
         return Outcome(ENDED, asked=False, why=keeper.trouble.why)
-    if asked:
-        return Outcome(SIGNALLED + asked if code else 0, asked=True)
+    if stop_signal:
+        return Outcome(SIGNALLED + stop_signal if code else 0, asked=True)
     why = watch.killed() if watch and code else ""
     return Outcome((code if code > 0 else SIGNALLED - code) if code else ENDED, asked=False, why=why)
 
