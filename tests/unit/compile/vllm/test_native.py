@@ -91,7 +91,7 @@ def ready(small, order, tmp_path, monkeypatch):
 
 
 def states(done):
-    return {one.stage: one.is_new for one in done}
+    return {one.stage: one.made for one in done}
 
 
 def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
