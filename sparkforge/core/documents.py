@@ -27,9 +27,9 @@ DEEPEST = 64  # tables and lists inside each other; what writes such a value aga
 class DocumentError(StorageError, ValueError):
     """A file is not the JSON or TOML that it should be; as text, only the reason."""
 
-    def __init__(self, where: str, why: str) -> None:
+    def __init__(self, origin: str, why: str) -> None:
         fix = "correct or remove that file, then run the same command again"
-        super().__init__(f"cannot read {where}", why, fix, code="storage.access")
+        super().__init__(f"cannot read {origin}", why, fix, code="storage.access")
 
     def __str__(self) -> str:
         return self.why
@@ -71,42 +71,42 @@ def read_json(path: Path, *, largest: int = LARGEST, finite: bool = True) -> Any
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the table in a TOML file. Raises OSError, DocumentError."""
-    where = str(path)
-    text = _text(read_bytes(path, largest=LARGEST_TOML), where).replace("\r\n", "\n")
+    origin = str(path)
+    text = _text(read_bytes(path, largest=LARGEST_TOML), origin).replace("\r\n", "\n")
     if sum(line.count(".") ** 2 for line in text.splitlines()) > MOST_DOTS:
-        raise DocumentError(where, f"it is nested deeper than {DEEPEST} levels, by dotted keys")
-    value: dict[str, Any] = _parsed(tomllib.loads, text, where, "TOML")
+        raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels, by dotted keys")
+    value: dict[str, Any] = _parsed(tomllib.loads, text, origin, "TOML")
     return value
 
 
-def parse_json(data: bytes | str, where: str, *, finite: bool = True) -> Any:
-    """Return the value in JSON text; `where` names its origin. Raises DocumentError.
+def parse_json(data: bytes | str, origin: str, *, finite: bool = True) -> Any:
+    """Return the value in JSON text; `origin` says in errors where it is from. Raises DocumentError.
 
     Without `finite` NaN and infinity are let through, which Python's own writer writes where there is no figure.
     """
-    text = _text(data, where) if isinstance(data, bytes) else data
-    return _parsed(json.loads, text, where, "JSON", finite=finite)
+    text = _text(data, origin) if isinstance(data, bytes) else data
+    return _parsed(json.loads, text, origin, "JSON", finite=finite)
 
 
-def _text(data: bytes, where: str) -> str:
+def _text(data: bytes, origin: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DocumentError(where, f"it is no text: byte {error.start} is {data[error.start]:#x}") from None
+        raise DocumentError(origin, f"it is no text: byte {error.start} is {data[error.start]:#x}") from None
 
 
-def _parsed(parse: Callable[[str], Any], text: str, where: str, form: str, *, finite: bool = True) -> Any:
+def _parsed(parse: Callable[[str], Any], text: str, origin: str, form: str, *, finite: bool = True) -> Any:
     try:
         value = parse(text)
     except RecursionError:
-        raise DocumentError(where, f"it is nested deeper than {DEEPEST} levels") from None
+        raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels") from None
     except ValueError as error:
-        raise DocumentError(where, f"it is no {form}: {' '.join(str(error).split())[:200]}") from None
-    _check(value, where, finite=finite)
+        raise DocumentError(origin, f"it is no {form}: {' '.join(str(error).split())[:200]}") from None
+    _check(value, origin, finite=finite)
     return value
 
 
-def _check(value: Any, where: str, *, finite: bool) -> None:
+def _check(value: Any, origin: str, *, finite: bool) -> None:
     """Raise DocumentError for a value that is too deep, or holds a number that is none or is beyond 64 bits."""
     levels: list[Any] = [value]
     for _ in range(DEEPEST + 1):
@@ -119,8 +119,8 @@ def _check(value: Any, where: str, *, finite: bool) -> None:
             elif isinstance(item, list):
                 inner += item
             elif finite and isinstance(item, float) and not math.isfinite(item):
-                raise DocumentError(where, f"it holds the number {item}")
+                raise DocumentError(origin, f"it holds the number {item}")
             elif isinstance(item, int) and abs(item) >> 64:
-                raise DocumentError(where, f"it holds a number of {item.bit_length()} bits")
+                raise DocumentError(origin, f"it holds a number of {item.bit_length()} bits")
         levels = inner
-    raise DocumentError(where, f"it is nested deeper than {DEEPEST} levels")
+    raise DocumentError(origin, f"it is nested deeper than {DEEPEST} levels")

@@ -178,7 +178,7 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
     for signature in known:
         if signature.holds(evidence.facts):
             text = ", ".join(f"{name} = {evidence.facts[name]}" for name in signature.facts)
-            source = one_line(evidence.where[next(iter(signature.facts))])
+            source = one_line(evidence.fact_sources[next(iter(signature.facts))])
             yield _of_signature(signature, {}, Place(source=source, text=_short(text)))
 
 

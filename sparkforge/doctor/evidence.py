@@ -114,16 +114,16 @@ class Log:
 
 @dataclass
 class Evidence:
-    """All evidence. `facts` is a flat table for signatures, `where` names the source of each fact.
+    """All evidence. `facts` is a flat table for signatures, `fact_sources` names the source of each.
 
     `reports` are the validator's, `documents` other JSON files, by name; `wheels` are installed patched packages, with
-    what differs from their wheels; `errors` are what the Docker engine refused,
-    after the question; `machine` and `inspected` go into a support archive unchanged.
+    what differs from their wheels; `errors` are what the Docker engine refused, each after the question; `machine` and
+    `inspected` go into a support archive unchanged.
     """
 
     logs: list[Log] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
+    fact_sources: dict[str, str] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     documents: dict[str, Any] = field(default_factory=dict)
     wheels: list[AuditedWheel] = field(default_factory=list)
@@ -138,9 +138,9 @@ class Evidence:
         """Note what came of a source."""
         self.sources.append(EvidenceSource(name, note, read))
 
-    def add_fact(self, name: str, value: Any, where: str) -> None:
+    def add_fact(self, name: str, value: Any, source: str) -> None:
         """Note a fact and its source."""
-        self.facts[name], self.where[name] = value, where
+        self.facts[name], self.fact_sources[name] = value, source
 
 
 def open_log(name: str) -> Log:
@@ -334,18 +334,18 @@ def _add_server(state: Path, evidence: Evidence) -> None:
     """Add the embedded server's log, whether it runs, and what killed servers left."""
     server = evidence.server
     with suppress(StorageError):  # a record that is not believed
-        if left := record.leftovers(state):
-            evidence.add_fact("server.leftovers", len(left), record.describe_left(left))
+        if leftovers := record.leftovers(state):
+            evidence.add_fact("server.leftovers", len(leftovers), record.describe_left(leftovers))
     if server and server.container:
         return  # the Docker engine has its log
     _add_log(Path(server.log) if server else state / "logs" / record.log_path().name, evidence, EMBEDDED)
     if server is None:
         return
-    where = f"{name_of(state / record.record_path().name)}, {server.where}"
+    source = f"{name_of(state / record.record_path().name)}, {server.where}"
     if not server.alive:
-        where += f" {record.how_it_ended(server, state)}"
-    evidence.add_fact("server.alive", server.alive, where)
+        source += f" {record.how_it_ended(server, state)}"
+    evidence.add_fact("server.alive", server.alive, source)
     if server.alive:
         evidence.add_fact("server.healthy", client.healthy(server.url), f"{server.url}/health")
-        evidence.add_fact("server.age_seconds", round(time.time() - server.started), where)
+        evidence.add_fact("server.age_seconds", round(time.time() - server.started), source)
     evidence.add_source("server", f"{server.model_id} at {server.url}, {'runs' if server.alive else 'has ended'}")
