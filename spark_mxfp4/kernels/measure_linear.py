@@ -66,11 +66,13 @@ def _fp8(matrices: list[torch.Tensor], tokens: tuple[int, ...], copy: float) -> 
     scale = torch.ones(1, matrices[0].shape[0], device="cuda")
 
     def multiply(x: torch.Tensor, x_scale: torch.Tensor, i: int) -> torch.Tensor:
+        """Return the product of E4M3 `x` [M, K] with matrix `i`, bfloat16 [M, N]."""
         return torch._scaled_mm(  # noqa: SLF001 (torch has no other name for it)
             x, weights[i % len(weights)].T, x_scale, scale, out_dtype=torch.bfloat16
         )
 
     def with_quantisation(x: torch.Tensor, i: int) -> torch.Tensor:
+        """Quantise bfloat16 `x` [M, K] by rows to E4M3, then multiply."""
         x_scale = x.abs().amax(1, keepdim=True).float() / E4M3_LARGEST
         return multiply((x / x_scale).to(torch.float8_e4m3fn), x_scale, i)
 

@@ -332,10 +332,10 @@ def _ask(question: str) -> bool:
 def print_cache(pins: Pins, root: Path | None = None) -> None:
     """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
     for cache in [root] if root else default_roots():
-        _print_one(pins, cache)
+        _print_modules(pins, cache)
 
 
-def _print_one(pins: Pins, root: Path) -> None:
+def _print_modules(pins: Pins, root: Path) -> None:
     cached = modules(root)
     for module in cached:
         _, cpu, _ = rebuild_cost([module])

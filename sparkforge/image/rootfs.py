@@ -230,14 +230,14 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
     """
     env = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def compile_one(path: Path) -> None:
+    def compile_package(path: Path) -> None:
         """Compile one package, or one module beside the packages."""
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
         run([tree.python, "-m", "compileall", *flags, path], env=env, check=False)
 
     packages = sorted(path for path in tree.packages.iterdir() if path.suffix in ("", ".py") and _holds_python(path))
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(compile_one, packages))
+        list(pool.map(compile_package, packages))
 
 
 def _holds_python(path: Path) -> bool:

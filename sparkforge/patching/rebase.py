@@ -280,7 +280,7 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
     pristine = {path: rebase.new(path) for path in status.paths_of(rebase.queue)}
     now = dict(pristine)
     for patch in rebase.queue.patches:
-        judgement, fitted = status.judge_one(patch, pristine, now)
+        judgement, fitted = status.judge_patch(patch, pristine, now)
         if not (commit := commits.get(patch.name)):
             upstreamed = judgement.verdict is Verdict.UPSTREAM
             why = f"already upstream: {judgement.evidence}" if upstreamed else "as asked, or nothing of it was left"

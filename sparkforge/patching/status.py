@@ -59,13 +59,13 @@ def carry(queue: Queue, read: Reader) -> tuple[list[Judgement], dict[str, Conten
     contents: dict[str, Content] = {path: read(path) for path in paths_of(queue)}
     now, judgements = dict(contents), list[Judgement]()
     for patch in queue.patches:
-        judgement, changed = judge_one(patch, contents, now)
+        judgement, changed = judge_patch(patch, contents, now)
         now |= changed
         judgements.append(judgement)
     return judgements, now
 
 
-def judge_one(
+def judge_patch(
     patch: Patch, pristine: Mapping[str, Content], now: Mapping[str, Content]
 ) -> tuple[Judgement, dict[str, Content]]:
     """Judge one patch; return the verdict and the files that it changes where it applies.
