@@ -55,7 +55,7 @@ def test_a_machine_that_nobody_builds_for_is_named(lock):
 
 def test_a_file_that_two_cuts_name_counts_once(monkeypatch):
     files = {"a/lib/cu12/x.so": 5, "a/lib/cu13/x.so": 7, "b/y.py": 11}
-    monkeypatch.setattr(image, "wheel_files", lambda _lock, _machine: files)
+    monkeypatch.setattr(image, "wheel_files", lambda _lock: files)
     cuts = [Cut("old", ("*/lib/cu12",), ""), Cut("all", ("a",), "")]
     monkeypatch.setattr(image.trimming, "cuts", lambda _device: cuts)
     sizes = image.projection()
