@@ -31,6 +31,7 @@ from sparkforge.patching import status
 from sparkforge.serve import client, conversation, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
 
+
 @pytest.fixture
 def port(free_port):
     return free_port()
@@ -113,11 +114,12 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
     ],
 )
 def test_a_server_that_answers_wrongly_is_not_ready(behaviour, told):
-    with misbehaving.answering(behaviour) as port:
-        url = f"http://127.0.0.1:{port}"
-        with pytest.raises(ServerError, match="cannot generate") as caught:
-            client.wait_until_serving(url, "m", time.monotonic() + 60, lambda: True)
-            proof.prove(url, "m", 60)
+    def ready(url):
+        client.wait_until_serving(url, "m", time.monotonic() + 60, lambda: True)
+        proof.prove(url, "m", 60)
+
+    with misbehaving.answering(behaviour) as port, pytest.raises(ServerError, match="cannot generate") as caught:
+        ready(f"http://127.0.0.1:{port}")
     assert told in caught.value.why
 
 

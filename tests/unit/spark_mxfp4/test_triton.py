@@ -9,7 +9,6 @@ import pytest
 
 from sparkforge.core.paths import ROOT
 
-
 CHECKS = ("sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxfp8")
 
 
