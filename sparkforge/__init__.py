@@ -1,7 +1,6 @@
 """Reproducible builds of vLLM and gpt-oss for NVIDIA DGX Spark; docs/concepts/architecture.md shows the packages."""
 
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
 
@@ -10,6 +9,8 @@ def _version() -> str:
     try:
         text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
+        from importlib import metadata  # noqa: PLC0415 - 40 ms, which a checkout need not pay
+
         try:
             return metadata.version("sparkforge")
         except metadata.PackageNotFoundError:

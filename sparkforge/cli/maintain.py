@@ -231,7 +231,8 @@ def test(
 def check(_ctx: Context) -> None:
     """Run every linter, mypy and the import contracts.
 
-    ruff format, ruff check, mypy, import-linter, codespell, shellcheck and hadolint; needs neither vLLM nor torch.
+    ruff format, ruff check, mypy, import-linter, codespell, shellcheck, hadolint and jactionlint; needs neither vLLM
+    nor torch.
     """
     from sparkforge.cli import suite
 

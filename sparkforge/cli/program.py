@@ -18,7 +18,6 @@ from invoke.parser.argument import Argument
 from invoke.parser.context import ParserContext
 
 import sparkforge
-from sparkforge import pins
 from sparkforge.cli import namespace
 from sparkforge.cli.command import DEFAULT_STACK, SIGNALLED, CommandTask
 from sparkforge.core.console import echo, say, show_error
@@ -276,6 +275,8 @@ def command_help(context: ParserContext, name: str) -> str:
         default = f" (default: {argument.default})" if argument.takes_value and argument.default else ""
         text = argument.help or ""
         if DEFAULT_STACK in text:
+            from sparkforge import pins  # 100 ms, which the list of commands need not pay
+
             text = text.replace(DEFAULT_STACK, pins.load().default)
         rows.append((", ".join(flags) + value, text + default))
     rows.append(("--help, -h", "print this"))

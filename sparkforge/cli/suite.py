@@ -35,6 +35,8 @@ CHECKS = {
     "spelling": ("codespell",),
     "shell": ("shellcheck", "--severity=warning"),
     "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"),
+    # `correctness`: actionlint's rules. The actions' commits could not be looked up yet (.github/workflows/ci.yml).
+    "workflows": ("jactionlint", "--profile=correctness"),
 }
 
 
@@ -62,7 +64,8 @@ def check() -> None:
 
 def _run_check(program: Path, *arguments: str | Path) -> None:
     """Run one check. Raises ProcessError with all that it printed."""
-    result = run([program, *arguments], cwd=ROOT, env={"PYTHONPATH": ""}, check=False)
+    path = f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
+    result = run([program, *arguments], cwd=ROOT, env={"PYTHONPATH": "", "PATH": path}, check=False)
     if result.returncode:
         raise ProcessError(f"{program.name} failed", (result.stdout + result.stderr).strip(), "")
 

@@ -14,13 +14,25 @@ from sparkforge.core.paths import ROOT
 
 
 @pytest.fixture
-def inv(tmp_path):
-    """Run `./inv` in another folder, on a terminal of 80 columns."""
+def launcher(tmp_path):
+    """Run `./inv` in another folder."""
 
     def run(*arguments):
-        command = [ROOT / "inv", *arguments]
-        environment = {**os.environ, "COLUMNS": "80"}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run([ROOT / "inv", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.fixture
+def inv(tmp_path, monkeypatch, capsys):
+    """Run what `./inv` runs in this process, on a terminal of 80 columns."""
+
+    def run(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", "80")
+            code = program.main(arguments)
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
 
     return run
 
@@ -85,8 +97,10 @@ def test_help_shows_the_name_that_was_typed_and_the_default_stack(name, monkeypa
     assert f"a stack of pins.toml (default: {pins.load().default})" in out
 
 
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("arguments", [("--list",), ("plan", "gpt-oss-120b", "--json"), ("lgos",)], ids=str)
+# The program's own text, a command's, and an error: the reader of one stream is gone, or that of both.
+@pytest.mark.parametrize(
+    ("arguments", "both"), [(("--list",), False), (("plan", "gpt-oss-120b", "--json"), True), (("lgos",), False)]
+)
 def test_a_closed_pipe_ends_quietly_with_the_code_of_sigpipe(arguments, both, tmp_path):
     """As `./inv … 2>&1 | head` does: the reader is gone before the first line is printed."""
     reader, writer = os.pipe()
@@ -138,8 +152,8 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, what
     assert lines[2] == f"  next: {fix}"
 
 
-def test_a_mistyped_command_ends_with_our_exit_code(inv):
-    done = inv("stauts")
+def test_a_mistyped_command_ends_with_our_exit_code(launcher):
+    done = launcher("stauts")
     assert (done.returncode, done.stdout) == (2, "")
     assert "./inv status" in done.stderr
 
@@ -153,9 +167,9 @@ def test_an_old_name_runs_the_new_command_with_a_hint_of_one_line(inv, old, new)
     assert f"./inv {new}" in done.stderr
 
 
-def test_a_relative_path_starts_in_the_callers_folder(inv, tmp_path):
+def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
     (tmp_path / "mine.py").write_text("")
-    done = inv("provenance", "mine.py")
+    done = launcher("provenance", "mine.py")
     assert done.returncode == IntegrityError.exit_code
     assert str(tmp_path / "mine.py") in done.stderr
 

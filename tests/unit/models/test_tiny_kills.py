@@ -58,8 +58,11 @@ def fail():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [kill, fail])
-@pytest.mark.parametrize("before", ["absent", "empty", "damaged", "of another recipe"])
+@pytest.mark.parametrize(
+    ("harm", "before"),
+    [(kill, "absent"), (kill, "empty"), (kill, "damaged"), (kill, "of another recipe"),
+     (fail, "absent"), (fail, "damaged")],
+)  # fmt: skip
 def test_the_next_run_heals_what_a_run_left_at_any_step(small, tmp_path, harm, before):
     code = step = 0
     while code != UNHARMED:

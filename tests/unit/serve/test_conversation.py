@@ -1,6 +1,7 @@
 """`./inv chat` as a user has it: on a terminal, in a pipe, and with one message; a small server answers by script."""
 
 import http.server
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from terminal import Terminal
 
+from sparkforge.cli import program
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import started_at
 from sparkforge.serve import record
@@ -162,33 +164,47 @@ def test_a_refused_or_empty_answer_is_told_and_forgotten_and_a_cut_one_is_told(t
     assert terminal.end() == 128 + signal.SIGTERM
 
 
-def once(served, *options, stdin=""):
-    command = [*CHAT, *options]
-    return subprocess.run(
-        command, cwd=ROOT, env=served.environment, input=stdin, capture_output=True, text=True, check=False
+@pytest.fixture
+def once(served, monkeypatch, capsys):
+    """Return a function: run `./inv chat` in this process, with `stdin` from a pipe."""
+
+    def once(*options, stdin=""):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", io.StringIO(stdin))
+            code = program.main(["chat", *options])
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(options, code, printed.out, printed.err)
+
+    return once
+
+
+def test_one_message_gets_one_answer_on_stdout_alone(served):
+    command = [*CHAT, "hello"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=served.environment, input="not read", capture_output=True, text=True, check=False
     )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hmanswer 1\n", "")
+    assert messages(served.asked[0]) == [("user", "hello")]
 
 
-@pytest.mark.parametrize(
-    ("options", "stdin"), [(("hello",), ""), (("--once", "hello"), ""), ((), "hello"), (("hello",), "not read")]
-)
-def test_one_message_gets_one_answer_on_stdout_alone(served, options, stdin):
-    done = once(served, *options, stdin=stdin)
+@pytest.mark.parametrize(("options", "stdin"), [(("hello",), ""), (("--once", "hello"), ""), ((), "hello")])
+def test_a_message_is_an_argument_an_option_or_stdin(once, served, options, stdin):
+    done = once(*options, stdin=stdin)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
     assert served.asked[0]["max_tokens"] == 64
 
 
-def test_a_cut_answer_is_told_on_stderr(served):
-    done = once(served, "long", "--system", "be brief", "--max-tokens", "7")
+def test_a_cut_answer_is_told_on_stderr(once, served):
+    done = once("long", "--system", "be brief", "--max-tokens", "7")
     assert (done.returncode, done.stdout) == (0, "hmanswer 1\n")
     assert "the answer was cut: --max-tokens is 7" in done.stderr
     assert messages(served.asked[0])[0] == ("system", "be brief")
 
 
 @pytest.mark.parametrize(("options", "stdin"), [(("a", "--once", "b"), ""), ((), " \n"), ((), "x" * (1 << 20) + "y")])
-def test_no_message_and_two_are_refused(served, options, stdin):
-    done = once(served, *options, stdin=stdin)
+def test_no_message_and_two_are_refused(once, served, options, stdin):
+    done = once(*options, stdin=stdin)
     assert done.returncode == 2
     assert "next: ./inv chat" in done.stderr
     assert served.asked == []

@@ -1,10 +1,13 @@
 """The container's program, run as a container runs it: real validator, real exec, real signals.
 
+What it decides before it becomes the server is asked of the same `main` in this process (`Container.decides`).
+
 `site` stands for the image's site-packages: metadata of a patched vLLM with our plugin, and in the API server's place
 a small program that writes down what it was started with. Everything else that the validator judges is this machine.
 """
 
 import errno
+import io
 import json
 import os
 import signal
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import httpx
@@ -140,6 +143,26 @@ class Container:
         assert "Traceback" not in out
         return child.returncode, out
 
+    def decides(self, *words, **variables):
+        """Run `main` in this process up to the moment at which it becomes the server, without a validation.
+
+        Returns its exit code (None for a server), what it printed, and the server's command and environment.
+        """
+        printed, servers = io.StringIO(), []
+        with pytest.MonkeyPatch.context() as patch, redirect_stderr(printed), redirect_stdout(printed):
+            patch.setattr(os, "environ", {**self.environ, "SPARKFORGE_VALIDATE": "off", **variables})
+            patch.setattr(signal, "signal", lambda *_words: None)
+            patch.setattr(entrypoint, "become", servers.append)
+            code = entrypoint.main(["--port", str(self.port), *words])
+        server = servers[0] if servers else None
+        return code, printed.getvalue(), server
+
+    def serves(self, *words, **variables):
+        """Return the arguments and the environment of the server that it would become."""
+        code, printed, server = self.decides(*words, **variables)
+        assert code is None, printed
+        return list(server.arguments), server.environment
+
     def serving(self, child):
         """Wait until the stand-in server runs and return what it was started with."""
         deadline = time.monotonic() + 120
@@ -225,17 +248,17 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
 def test_a_held_container_stays_says_so_and_validates_again_when_the_model_changes(container, model):
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_REFUSED="hold")
-    health, report = container.healthy, container.run / "validation.json"
+    report = container.run / "validation.json"
 
     def until(condition):
         deadline = time.monotonic() + 120
         while not condition():
             assert child.poll() is None, child.communicate()[0]
             assert time.monotonic() < deadline
-            time.sleep(0.2)
+            time.sleep(0.05)
 
-    until(lambda: health().stdout.startswith("refused: "))
-    assert "model-files" in health().stdout
+    until(lambda: healthy.look(container.run).startswith("refused: "))
+    assert "model-files" in healthy.look(container.run)
     first = report.stat().st_ino
     (model / "tokenizer.json").write_text("{")
     until(lambda: report.stat().st_ino != first)
@@ -296,7 +319,9 @@ def test_off_serves_without_asking(container):
     assert "port-free" not in out
 
 
-def test_secrets_reach_the_server_but_not_its_arguments(container, tmp_path):
+def test_secrets_reach_the_server_but_not_its_arguments_and_the_health_check_knows_the_key(
+    container, tmp_path, monkeypatch
+):
     (tmp_path / "key").write_text("sesame\n")
     (tmp_path / "token").write_text("hf_x\n")
     files = {"SPARKFORGE_API_KEY_FILE": tmp_path / "key", "SPARKFORGE_HF_TOKEN_FILE": tmp_path / "token"}
@@ -304,31 +329,11 @@ def test_secrets_reach_the_server_but_not_its_arguments(container, tmp_path):
     assert told["env"]["VLLM_API_KEY"] == "sesame"
     assert told["env"]["HF_TOKEN_PATH"] == str(tmp_path / "token")
     assert "sesame" not in " ".join(told["argv"])
-
-
-def test_the_guard_stands_before_every_server(container, tmp_path):
-    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_ALLOWED_HOSTS="vllm,"))
-    assert told["argv"][-2:] == ["--middleware", "sparkforge.serve.access.Guard"]
-    assert "--profiler-config" not in told["argv"]
-    assert told["env"]["SPARKFORGE_ALLOWED_HOSTS"] == "localhost,127.0.0.1,[::1],vllm"
-    assert not told["env"].get("VLLM_API_KEY")
-
-
-def test_a_folder_for_traces_starts_the_server_with_its_profiler(container, tmp_path):
-    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_PROFILER=str(tmp_path / "traces")))
-    config = json.loads(told["argv"][told["argv"].index("--profiler-config") + 1])
-    assert (config["profiler"], config["torch_profiler_dir"]) == ("torch", str(tmp_path / "traces"))
-    assert told["env"]["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] == "1"
-
-
-def test_with_a_key_the_documentation_is_off_and_the_health_check_knows_the_key(container, tmp_path, monkeypatch):
-    (tmp_path / "key").write_text("sesame\n")
-    monkeypatch.setenv("SPARKFORGE_API_KEY_FILE", str(tmp_path / "key"))
-    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key")))
     assert "--disable-fastapi-docs" in told["argv"]
     ready = container.run / "ready"
     assert ready.stat().st_mode & 0o777 == 0o600
     assert "sesame" not in ready.read_text()
+    monkeypatch.setenv("SPARKFORGE_API_KEY_FILE", str(tmp_path / "key"))
     assert healthy.look(container.run) == ""
     (tmp_path / "key").write_text("open\n")
     assert "is not the one that the server started with" in healthy.look(container.run)
@@ -336,31 +341,43 @@ def test_with_a_key_the_documentation_is_off_and_the_health_check_knows_the_key(
     assert "it is empty" in healthy.look(container.run)
 
 
+def test_the_guard_stands_before_every_server(container, tmp_path):
+    arguments, environment = container.serves(SPARKFORGE_ALLOWED_HOSTS="vllm,")
+    assert arguments[-2:] == ["--middleware", "sparkforge.serve.access.Guard"]
+    assert "--profiler-config" not in arguments
+    assert environment["SPARKFORGE_ALLOWED_HOSTS"] == "localhost,127.0.0.1,[::1],vllm"
+    assert not environment.get("VLLM_API_KEY")
+
+
+def test_a_folder_for_traces_starts_the_server_with_its_profiler(container, tmp_path):
+    arguments, environment = container.serves(SPARKFORGE_PROFILER=str(tmp_path / "traces"))
+    config = json.loads(arguments[arguments.index("--profiler-config") + 1])
+    assert (config["profiler"], config["torch_profiler_dir"]) == ("torch", str(tmp_path / "traces"))
+    assert environment["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] == "1"
+
+
 def test_an_empty_token_is_none(container, tmp_path):
     (tmp_path / "token").write_text("\n")
-    child = container.start(SPARKFORGE_VALIDATE="off", SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "token"))
-    assert "HF_TOKEN_PATH" not in container.serving(child)["env"]
+    assert "HF_TOKEN_PATH" not in container.serves(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "token"))[1]
 
 
 def test_a_key_file_that_is_named_and_empty_stops_the_start(container, tmp_path):
     (tmp_path / "key").write_text("\n")
-    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
-    assert code == 28
+    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
+    assert (code, server) == (28, None)
     assert "it is empty" in out
-    assert not container.told.exists()
 
 
 def test_a_key_among_the_arguments_is_refused(container):
-    code, out = container.ends("--api-key", "sesame", SPARKFORGE_VALIDATE="off")
-    assert code == 2
+    code, out, server = container.decides("--api-key", "sesame")
+    assert (code, server) == (2, None)
     assert "sesame" not in out
-    assert not container.told.exists()
 
 
 @pytest.mark.parametrize("where", ["absent", "."])
 def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where):
-    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_API_KEY_FILE=str(tmp_path / where))
-    assert code == 28
+    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / where))
+    assert (code, server) == (28, None)
     assert "cannot read the API key" in out
 
 
@@ -376,10 +393,9 @@ def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where
     ],
 )
 def test_a_word_without_meaning_is_refused(container, name, value):
-    code, out = container.ends(**{name: value})
-    assert code == 2
+    code, out, server = container.decides(**{name: value})
+    assert (code, server) == (2, None)
     assert value in out
-    assert not container.told.exists()
 
 
 def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
@@ -439,25 +455,21 @@ def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7"])  # noqa: S104 - what is refused
 def test_an_address_for_other_machines_needs_a_key(container, tmp_path, bind):
-    code, out = container.ends(SPARKFORGE_VALIDATE="off", SPARKFORGE_BIND=bind)
-    assert (code, f"{bind} would open the server without an API key" in out) == (2, True)
-    assert not container.told.exists()
+    code, out, server = container.decides(SPARKFORGE_BIND=bind)
+    assert (code, server) == (2, None)
+    assert f"{bind} would open the server without an API key" in out
     (tmp_path / "key").write_text("sesame\n")
-    key = str(tmp_path / "key")
-    words = ("--host", "127.0.0.1")  # not what is tested; on this machine's network SPARKFORGE_BIND is where it listens
-    container.serving(
-        container.start(*words, SPARKFORGE_VALIDATE="off", SPARKFORGE_BIND=bind, SPARKFORGE_API_KEY_FILE=key)
-    )
+    assert container.serves(SPARKFORGE_BIND=bind, SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
 
 
 def test_a_port_that_is_none_is_refused(container):
-    code, out = container.ends("--port", "many")
-    assert (code, "'many' is no port" in out) == (2, True)
+    code, out, server = container.decides("--port", "many")
+    assert (code, server, "'many' is no port" in out) == (2, None, True)
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(container):
-    code, out = container.ends(SPARKFORGE_RUN="/proc/none")
-    assert code == 28
+    code, out, server = container.decides(SPARKFORGE_RUN="/proc/none")
+    assert (code, server) == (28, None)
     assert "cannot write into /proc/none" in out
 
 

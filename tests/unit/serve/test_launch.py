@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import PIPE
 
-import fake_api
 import httpx
+import misbehaving
 import psutil
 import pytest
 
@@ -31,71 +31,6 @@ from sparkforge.patching import status
 from sparkforge.serve import client, conversation, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
 
-FAKE_API = str(Path(fake_api.__file__).parent)
-
-# argv: port, behaviour, the folder of fake_api.py, and JSON that takes its choice's place where a request has the key.
-SERVER = textwrap.dedent("""
-    import http.server, json, os, subprocess, sys, time
-    port, behaviour = int(sys.argv[1]), sys.argv[2]
-    key, changes = json.loads(sys.argv[4]) if len(sys.argv) > 4 else ("", {})
-    sys.path.insert(0, sys.argv[3])
-    import fake_api
-    print("INFO 11-21 03:40:12 [core.py:1] Starting to load model x", flush=True)
-    if behaviour == "dies":
-        print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
-        sys.exit(1)
-    if behaviour == "has children":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-
-    class Api(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path == "/end":  # as vLLM when its engine has died
-                os._exit(0)
-            self.reply(200 if behaviour != "unhealthy" else 503, {})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if body.get("stream"):
-                return self.stream(behaviour if body["messages"][0]["content"] == "hello" else "good")
-            if behaviour.startswith("fails at ") and behaviour.removeprefix("fails at ") in body:
-                return self.reply(500, {"error": {"message": "g++: not found"}})
-            if behaviour == "cannot generate":
-                return self.reply(500, {"error": {"message": "no kernel image is available"}})
-            if behaviour == "answers a list":
-                return self.reply(200, ["hi"])
-            if behaviour == "answers null":
-                return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
-            if behaviour == "keeps stop strings":
-                body.pop("stop", None)
-            status, value = fake_api.answer(body)
-            if behaviour == "lies":
-                value = {**value, "usage": {"completion_tokens": 0}}
-            if key in body and "choices" in value and "stop" not in body:
-                value = {**value, "choices": [{**value["choices"][0], **changes}]}
-            self.reply(status, value)
-
-        def stream(self, behaviour):
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-            self.end_headers()
-            pieces = [{"role": "assistant"}, {"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}]
-            for piece in [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]:
-                self.wfile.write(b"data: " + json.dumps({"choices": [piece]}).encode() + b"\\n\\n")
-            if behaviour.startswith("{") or behaviour.startswith("["):
-                self.wfile.write(b"data: " + behaviour.encode() + b"\\n\\n")
-            self.wfile.write(b"" if behaviour == "truncates" else b"data: [DONE]\\n\\n")
-
-        def reply(self, status, value):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(value).encode())
-
-        def log_message(self, *args):
-            pass
-
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Api).serve_forever()
-""")
-
 
 @pytest.fixture
 def port(free_port):
@@ -103,10 +38,12 @@ def port(free_port):
 
 
 @pytest.fixture
-def begin(port, tmp_path, ended):
+def begin(port, tmp_path, ended, monkeypatch):
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
+
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
-        command = (sys.executable, "-c", SERVER, str(port), behaviour, FAKE_API, json.dumps(changes))
+        command = (sys.executable, misbehaving.__file__, str(port), behaviour, json.dumps(changes))
         return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
 
     told = []
@@ -153,13 +90,7 @@ def test_every_process_of_a_server_ends_with_it(begin):
     [
         ("dies", "RuntimeError: no such kernel"),
         ("cannot generate", "no kernel image is available"),
-        ("lies", "completion_tokens"),
-        ("answers a list", "TypeError"),
-        ("answers null", "TypeError"),
-        ("fails at top_logprobs", "the request for log probabilities: the server answered 500: g++: not found"),
-        ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
-        ("fails at response_format", "the request for a JSON answer: the server answered 500: g++: not found"),
-        ("fails at tools", "the request for a tool call: the server answered 500"),
+        ("fails at tools", "the request for a tool call: the server answered 500: g++: not found"),
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, told):
@@ -169,6 +100,27 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
     assert "03:40:13" not in caught.value.why  # vLLM's log prefix says nothing to a user
     assert str(record.log_path()) in caught.value.fix
     nothing_is_left(begin, port)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ("lies", "completion_tokens"),
+        ("answers a list", "TypeError"),
+        ("answers null", "TypeError"),
+        ("fails at top_logprobs", "the request for log probabilities: the server answered 500: g++: not found"),
+        ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
+        ("fails at response_format", "the request for a JSON answer: the server answered 500: g++: not found"),
+    ],
+)
+def test_a_server_that_answers_wrongly_is_not_ready(behaviour, told):
+    def ready(url):
+        client.wait_until_serving(url, "m", time.monotonic() + 60, lambda: True)
+        proof.prove(url, "m", 60)
+
+    with misbehaving.answering(behaviour) as port, pytest.raises(ServerError, match="cannot generate") as caught:
+        ready(f"http://127.0.0.1:{port}")
+    assert told in caught.value.why
 
 
 FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "finish_reason": "length"})
@@ -191,11 +143,10 @@ FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "
         ),
     ],
 )
-def test_an_answer_that_clients_cannot_use_is_named(begin, port, changes, told):
-    with pytest.raises(ServerError, check=lambda error: error.code == "server.start") as caught:
-        begin(changes=changes)
-    assert told in str(caught.value)
-    nothing_is_left(begin, port)
+def test_an_answer_that_clients_cannot_use_is_named(changes, told):
+    with misbehaving.answering("good", changes) as port, pytest.raises(ServerError) as caught:
+        proof.prove(f"http://127.0.0.1:{port}", "m", 60)
+    assert told in caught.value.why
 
 
 def test_status_shows_what_the_start_proved(begin, capsys):
@@ -203,6 +154,8 @@ def test_status_shows_what_the_start_proved(begin, capsys):
     assert server.proof == dict.fromkeys(proof.CALLS, "")
     screen.show_status(record.running())
     assert "proved: a JSON answer, a JSON response, a chat, a completion, " in capsys.readouterr().out
+    screen.show_status(dataclasses.replace(server, proved=0.0, proof={}))  # its start has not ended
+    assert "proved nothing" in capsys.readouterr().out
 
 
 def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, monkeypatch):
@@ -216,13 +169,10 @@ def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, mo
     assert "of the prompt; known limit: a JSON answer (lost, #1) · at its start, 2" in capsys.readouterr().out
 
 
-def test_a_stop_string_that_stays_is_a_known_limit(begin):
-    assert [name for name, limit in begin("keeps stop strings").proof.items() if limit] == ["a stop string"]
-
-
-def test_a_start_that_has_not_ended_proved_nothing(begin, capsys):
-    screen.show_status(dataclasses.replace(begin(), proved=0.0, proof={}))
-    assert "proved nothing" in capsys.readouterr().out
+def test_a_stop_string_that_stays_is_a_known_limit():
+    with misbehaving.answering("keeps stop strings") as port:
+        outcome = proof.prove(f"http://127.0.0.1:{port}", "m", 60)
+    assert [name for name, limit in outcome.items() if limit] == ["a stop string"]
 
 
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
@@ -364,7 +314,7 @@ def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
 import os, pathlib, signal
 from sparkforge.serve import launch, record
 record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
-command = {(sys.executable, "-c", SERVER, str(port), "good", FAKE_API)!r}
+command = {(sys.executable, misbehaving.__file__, str(port))!r}
 launch.start(launch.Launch(command, {{}}, pathlib.Path("x"), "m", "embedded", {port}), print)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
@@ -423,17 +373,28 @@ def test_a_record_of_a_dead_process_or_broken_json_is_no_server(begin):
     assert record.read() is None
 
 
-def test_a_stream_that_breaks_off_is_an_error_after_what_came(begin, capsys):
-    server = begin("truncates")
+@pytest.fixture
+def recorded():
+    """Return a function: the record of a server in a thread of this process."""
+    with ExitStack() as stack:
+
+        def recorded(behaviour):
+            port = stack.enter_context(misbehaving.answering(behaviour))
+            return record.Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "/m", "m", "embedded", "")
+
+        yield recorded
+
+
+def test_a_stream_that_breaks_off_is_an_error_after_what_came(recorded, capsys):
     with pytest.raises(ServerError, match="DONE", check=lambda error: error.code == "server.reply"):
-        conversation.answer_once(server, "hello", 8)
+        conversation.answer_once(recorded("truncates"), "hello", 8)
     assert "Hello" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("event", ["{not json", "[1]", '{"choices": 5}', '{"choices": [{"delta": null}]}'])
-def test_a_stream_of_another_shape_is_an_error(begin, event):
+def test_a_stream_of_another_shape_is_an_error(recorded, event):
     with pytest.raises(ServerError, match="broke off", check=lambda error: error.code == "server.reply"):
-        conversation.answer_once(begin(event), "hello", 8)
+        conversation.answer_once(recorded(event), "hello", 8)
 
 
 def test_the_log_of_the_last_start_is_kept_and_shown(begin, capsys):

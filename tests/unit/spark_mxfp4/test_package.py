@@ -59,18 +59,24 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
         assert set(again.namelist()) == set(wheel.namelist())
 
 
-def test_it_works_from_a_bare_folder(installed, tmp_path):
+def test_it_works_from_a_bare_folder_and_without_transformers_says_what_to_install(installed, tmp_path):
     example = re.search(r"## torch\n\n```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)[1]
     program = tmp_path / "example.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(installed)!r})\n{example}\n"
         "import spark_mxfp4\n"
         "print(tuple(y.shape), spark_mxfp4.__file__, [n for n in sys.modules if n.split('.')[0] == 'sparkforge'])\n"
+        "sys.modules['transformers'] = None\n"
+        "try:\n    from spark_mxfp4 import hf\n"
+        "except ImportError as error:\n    print(error)\n"
     )
     done = python("-P", program, cwd=tmp_path)
     assert done.stdout.split(" ", 2)[:2] == ["(5,", "64)"], done.stderr
     assert str(installed) in done.stdout
-    assert done.stdout.strip().endswith("[]")
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("[]")
+    assert "spark_mxfp4.hf cannot be used" in done.stdout, done.stderr
+    assert lines[-1].endswith("pip install 'spark-mxfp4[hf]'")
 
 
 def test_vllm_and_pip_find_its_entry_point_and_version(installed, tmp_path):
@@ -96,14 +102,3 @@ def test_the_extra_and_the_readme_name_the_releases_that_the_plugin_supports(ins
     assert all(extra.specifier.contains(f"{release}+sparkforge.1") for release in SUPPORTED)
     rows = re.findall(r"^\| (\d[\d.]*) \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
     assert tuple(dict.fromkeys(rows)) == SUPPORTED
-
-
-def test_without_transformers_the_import_says_what_to_install(installed, tmp_path):
-    program = (
-        f"import sys; sys.path.insert(0, {str(installed)!r}); sys.modules['transformers'] = None\n"
-        "try:\n    from spark_mxfp4 import hf\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    done = python("-P", "-c", program, cwd=tmp_path)
-    assert "spark_mxfp4.hf cannot be used" in done.stdout, done.stderr
-    assert done.stdout.strip().endswith("pip install 'spark-mxfp4[hf]'")

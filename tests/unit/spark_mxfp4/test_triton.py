@@ -9,16 +9,25 @@ import pytest
 
 from sparkforge.core.paths import ROOT
 
+CHECKS = ("sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxfp8")
 
-@pytest.mark.parametrize("check", ["sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxfp8"])
-def test_interpreted(check):
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """What one process of the interpreter says; it runs every check, so that torch and Triton are imported once."""
     seed = str(int.from_bytes(os.urandom(3)))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted.py")), check, seed],
+        [sys.executable, str(Path(__file__).with_name("interpreted.py")), seed, *CHECKS],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    return done.stdout.splitlines(), f"seed {seed}: {done.stderr}"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_interpreted(interpreted, check):
+    passed, why = interpreted
+    assert check in passed, why
 
 
 def test_weights_and_sizes_that_it_cannot_take_are_refused_by_name():

@@ -1,6 +1,7 @@
 """The command as a user or a container runs it: exit codes, the log, the JSON report, and what it never imports."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,20 @@ def command(environment, *words, flags=(), **more):
     )
 
 
+@pytest.fixture
+def ask(environment, monkeypatch, capsys):
+    """Return a function: run the command in this process, with the same variables."""
+
+    def ask(*words, **more):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", environment(**more))
+            code = main(list(words))
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, printed.out, printed.err)
+
+    return ask
+
+
 def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
     sheet = sheets / "gb10-from-public-documents.json"
     done = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", str(tmp_path / "r.json"))
@@ -37,10 +52,10 @@ def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
     assert done.stderr == ""
 
 
-def test_report_can_be_rehearsed_again(environment, sheets, tmp_path):
+def test_report_can_be_rehearsed_again(ask, sheets, tmp_path):
     out = tmp_path / "deep" / "r.json"
     words = ("--profile", "spark", "--json", str(out), "--facts")
-    command(environment, *words, str(sheets / "gb10-from-public-documents.json"))
+    ask(*words, str(sheets / "gb10-from-public-documents.json"))
     document = json.loads(out.read_text())
     assert set(document) == {
         "schema",
@@ -75,28 +90,24 @@ def test_real_validator_on_this_machine(environment, tmp_path):
     assert all(entry["source"] for entry in document["facts"].values())
 
 
-def test_facts_never_import_torch_or_vllm(environment, tmp_path):
+def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_nor_vllm(environment, tmp_path):
     for name in ("torch", "vllm", "transformers", "numpy"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
     path = f"{tmp_path}:{ROOT}"
-    done = command(environment, "--profile", "spark", "--no-deep", flags=("-X", "importtime"), PYTHONPATH=path)
+    variables = {"PYTHONPATH": path, "PATH": "/nonexistent"}
+    done = command(environment, "--profile", "spark", "--no-deep", flags=("-X", "importtime"), **variables)
     assert done.returncode == 30
+    assert "cannot run nvidia-smi" in done.stdout
+    assert "next: nvidia-smi" in done.stdout
+    assert "read: docs/reference/checks.md#gpu-name" in done.stdout
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "validate" in imported
     assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4", "forge", "serve"}
     assert not imported & {"httpx", "tenacity", "pypi_simple"}  # of our own tools, and not where a server runs
 
 
-def test_spark_profile_without_gpu_refuses_and_says_why(environment):
-    done = command(environment, "--profile", "spark", "--no-deep", PATH="/nonexistent")
-    assert done.returncode == 30
-    assert "cannot run nvidia-smi" in done.stdout
-    assert "next: nvidia-smi" in done.stdout
-    assert "read: docs/reference/checks.md#gpu-name" in done.stdout
-
-
-def test_python_o_is_seen(environment, tmp_path):
-    done = command(environment, "--profile", "embedded", "--json", str(tmp_path / "r.json"), flags=("-O",))
+def test_python_o_is_seen(environment):
+    done = command(environment, "--profile", "embedded", "--no-deep", flags=("-O",))
     assert "FAIL python-optimize" in done.stdout
     assert done.returncode == 30
 
@@ -111,31 +122,31 @@ def test_python_o_is_seen(environment, tmp_path):
         (("--profile", "spark", "--port", "x"), 2, "cannot read its arguments"),
     ],
 )
-def test_wrong_arguments_are_one_named_error(environment, words, code, said):
-    done = command(environment, *words)
+def test_wrong_arguments_are_one_named_error(ask, words, code, said):
+    done = ask(*words)
     assert done.returncode == code
     assert said in done.stderr
     assert "next:" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_malformed_sheet_is_no_traceback(environment, tmp_path):
+def test_malformed_sheet_is_no_traceback(ask, tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "facts": {"a": 3}}')
-    done = command(environment, "--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    done = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
     assert done.returncode == 10
     assert "Traceback" not in done.stderr
 
 
-def test_empty_sheet_fails_closed(environment, tmp_path):
+def test_empty_sheet_fails_closed(ask, tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "facts": {}}')
-    done = command(environment, "--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    done = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
     assert done.returncode == 30
     assert "0 passed" in done.stdout
 
 
-def test_report_that_cannot_be_written_is_not_green(environment, sheets):
+def test_report_that_cannot_be_written_is_not_green(ask, sheets):
     sheet = sheets / "gb10-from-public-documents.json"
-    done = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
+    done = ask("--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
     assert done.returncode == 2
     assert "cannot write the report" in done.stderr
 
@@ -180,12 +191,12 @@ def test_api_raises_what_the_command_returns(good, monkeypatch, with_values):
         report.require_green()
 
 
-def test_another_stack_than_the_profiles_has_other_pins(environment, tmp_path):
+def test_another_stack_than_the_profiles_has_other_pins(ask, tmp_path):
     out = tmp_path / "r.json"
-    done = command(environment, "--profile", "embedded", "--stack", "ngc-25.12", "--no-deep", "--json", str(out))
+    done = ask("--profile", "embedded", "--stack", "ngc-25.12", "--no-deep", "--json", str(out))
     assert done.returncode == 30
     facts = json.loads(out.read_text())["facts"]
     assert facts["pins.vllm"]["value"] == "0.13.0"
-    done = command(environment, "--profile", "embedded", "--stack", "none", "--no-deep", "--json", str(out))
+    done = ask("--profile", "embedded", "--stack", "none", "--no-deep", "--json", str(out))
     assert done.returncode == 30
     assert "none" in json.loads(out.read_text())["facts"]["patches.expected"]["error"]

@@ -1,11 +1,13 @@
 """The numerics check notices what a wrong kernel does: each mutation is one that a kernel's author could make."""
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from spark_mxfp4 import experts
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
@@ -55,11 +57,11 @@ def kernel(x, weights, ids, topk, expert_map=None):
 def gathered(tmp_path, environment):
     """Facts of the check with a kernel of the given body in the registry."""
 
-    def gathered(body, seconds=60.0):
+    def gathered(body):
         (tmp_path / "mutant.py").write_text(MODULE.format(body=body))
         env = environment(SPARK_MXFP4_KERNEL="mutant:kernel")
         env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-        return numerics.gather(Target(Options(environ=env, numerics_seconds=seconds), "embedded"))
+        return numerics.gather(Target(Options(environ=env), "embedded"))
 
     return gathered
 
@@ -77,23 +79,49 @@ def test_the_kernel_of_this_checkout_is_right(environment):
     assert "differs from the reference by 0.30%" in finding.evidence
 
 
+@pytest.fixture
+def computed(tmp_path, monkeypatch):
+    """The same facts, by the child's program in this process, which has imported torch already."""
+
+    def run(_child, _target, _what, _seconds, **request):
+        answers = tmp_path / "answers"
+        child.main(json.dumps(request), str(answers))
+        entries = map(json.loads, answers.read_text().splitlines())
+        return {entry["name"]: entry for entry in entries}, ""
+
+    def computed(body):
+        name = f"mutant_{tmp_path.name}"  # a name of its own: what is imported stays
+        (tmp_path / f"{name}.py").write_text(MODULE.format(body=body))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("SPARK_MXFP4_KERNEL", f"{name}:kernel")
+        monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # put back what a mutation changes
+        monkeypatch.setattr(numerics, "run_child", run)
+        return numerics.gather(Target(Options(), "embedded"))
+
+    return computed
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_wrong_kernel_is_refused(gathered, name):
-    facts = gathered(MUTATIONS[name])
-    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"
+def test_a_wrong_kernel_is_refused(computed, name):
+    facts = computed(MUTATIONS[name])
+    assert facts["numerics.kernel"].value.startswith("spark_mxfp4 mutant")
     finding = judge(facts)
     assert finding.status is Status.FAIL, finding.evidence
     assert not facts["numerics.difference"].value <= child.TOLERANCE["mxfp8"] * 1.5  # MXFP8 would not hide it; NaN too
 
 
-def test_a_kernel_that_hangs_is_given_up(gathered):
+def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
+    """The program here names its kernel as the child does before it computes (the next test), and hangs."""
+    fact = json.dumps({"name": "numerics.kernel", "value": "slow"})
+    (tmp_path / "child.py").write_text(f"import sys, time; open(sys.argv[2], 'w').write({fact!r}); time.sleep(600)")
+    monkeypatch.setattr(numerics, "CHILD", tmp_path / "child.py")
     begun = time.monotonic()
-    facts = gathered("time.sleep(600)", seconds=30.0)
-    assert time.monotonic() - begun < 120
-    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it hung
+    facts = numerics.gather(Target(Options(environ=environment(), numerics_seconds=5.0), "embedded"))
+    assert time.monotonic() - begun < 60
+    assert facts["numerics.kernel"].value == "slow"
     finding = judge(facts)
     assert finding.status is Status.FAIL
-    assert "did not answer within 30 s" in finding.evidence
+    assert "did not answer within 5 s" in finding.evidence
 
 
 @pytest.mark.parametrize(
@@ -101,7 +129,9 @@ def test_a_kernel_that_hangs_is_given_up(gathered):
     [("os.abort()", "killed by signal 6"), ("raise RuntimeError('no kernel image')", "RuntimeError: no kernel image")],
 )
 def test_a_kernel_that_crashes_says_how(gathered, body, told):
-    finding = judge(gathered(body))
+    facts = gathered(body)
+    assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it crashed
+    finding = judge(facts)
     assert finding.status is Status.FAIL
     assert told in finding.evidence
 

@@ -1,0 +1,100 @@
+"""A small server in vLLM's place: an OpenAI-shaped program that behaves or misbehaves as a test says.
+
+`python misbehaving.py PORT BEHAVIOUR [JSON]` is a process; `answering` is a thread. JSON is [key, changes]: the changes
+take the choice's place in the answer to every request that has the key.
+"""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import fake_api
+
+REFUSALS = {
+    "cannot generate": (500, {"error": {"message": "no kernel image is available"}}),
+    "answers a list": (200, ["hi"]),
+    "answers null": (200, {"choices": [{"text": "hi"}], "usage": None}),
+}
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/end":  # as vLLM when its engine has died
+            os._exit(0)
+        self.reply(200 if self.server.behaviour != "unhealthy" else 503, {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("stream"):
+            self.stream(self.server.behaviour if body["messages"][0]["content"] == "hello" else "good")
+        else:
+            self.reply(*self.answer(body))
+
+    def answer(self, body):
+        behaviour, (key, changes) = self.server.behaviour, self.server.changes
+        if behaviour in REFUSALS:
+            return REFUSALS[behaviour]
+        if behaviour.startswith("fails at ") and behaviour.removeprefix("fails at ") in body:
+            return 500, {"error": {"message": "g++: not found"}}
+        if behaviour == "keeps stop strings":
+            body.pop("stop", None)
+        status, value = fake_api.answer(body)
+        if behaviour == "lies":
+            value = {**value, "usage": {"completion_tokens": 0}}
+        if key in body and "choices" in value and "stop" not in body:
+            value = {**value, "choices": [{**value["choices"][0], **changes}]}
+        return status, value
+
+    def stream(self, behaviour):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.end_headers()
+        pieces = [{"role": "assistant"}, {"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}]
+        for piece in [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]:
+            self.wfile.write(b"data: " + json.dumps({"choices": [piece]}).encode() + b"\n\n")
+        if behaviour.startswith(("{", "[")):
+            self.wfile.write(b"data: " + behaviour.encode() + b"\n\n")
+        self.wfile.write(b"" if behaviour == "truncates" else b"data: [DONE]\n\n")
+
+    def reply(self, status, value):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Listens on `port`; `changes` is (key, what takes the choice's place)."""
+
+    def __init__(self, port, behaviour="good", changes=("", {})):
+        super().__init__(("127.0.0.1", port), Api)
+        self.behaviour, self.changes = behaviour, changes
+
+
+@contextmanager
+def answering(*arguments):
+    """Serve in a thread; yield the port."""
+    with Server(0, *arguments) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def main(port, behaviour="good", changes='["", {}]'):
+    print("INFO 11-21 03:40:12 [core.py:1] Starting to load model x", flush=True)
+    if behaviour == "dies":
+        print("(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: no such kernel", flush=True)
+        sys.exit(1)
+    if behaviour == "has children":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Server(int(port), behaviour, json.loads(changes)).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
