@@ -3,7 +3,8 @@
 A second argument stands for the variable FLASHINFER_MOE_SM120_DTYPES.
 
 `spec` on stdin prints the SM120 fused MoE's module name, flags and units (path → text of a generated one, else null),
-or {"error": …} for a ValueError. `ninja` runs whatever `ninja` is on PATH as FlashInfer does for a build.
+or {"error": …} for a ValueError. `dense` prints the same of the SM120 FP4 product, NVFP4 (`fp4`) and MXFP4 (`mxfp4`,
+null where FlashInfer has no generator of it). `ninja` runs whatever `ninja` is on PATH as FlashInfer does for a build.
 The packages flashinfer and flashinfer.jit are entered without their __init__, which load every operator and a GPU
 library.
 """
@@ -27,9 +28,20 @@ from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module  # noqa:
 
 def spec():
     try:
-        module = gen_cutlass_fused_moe_sm120_module()
+        return described(gen_cutlass_fused_moe_sm120_module())
     except ValueError as error:
         return {"error": str(error)}
+
+
+def dense():
+    env.FLASHINFER_CSRC_DIR = tree / "csrc"  # where an sdist has the templates that these generators read
+    from flashinfer.jit.gemm import core
+
+    generators = {name: getattr(core, f"gen_gemm_sm120_module_cutlass_{name}", None) for name in ("fp4", "mxfp4")}
+    return {name: generator and described(generator()) for name, generator in generators.items()}
+
+
+def described(module):
     generated = str(env.FLASHINFER_GEN_SRC_DIR)
     units = {
         str(source).replace(str(tree), "").replace(generated, ""): source.read_text() if source.exists() else None
@@ -42,5 +54,5 @@ def ninja():
     cpp_ext.run_ninja(Path.cwd(), Path("build.ninja"), verbose=True)
 
 
-answer = {"spec": spec, "ninja": ninja}[sys.stdin.read()]()
+answer = {"spec": spec, "dense": dense, "ninja": ninja}[sys.stdin.read()]()
 print(json.dumps(answer))

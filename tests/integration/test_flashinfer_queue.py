@@ -29,7 +29,10 @@ from sparkforge.sources import fetch
 pytestmark = [pytest.mark.integration, pytest.mark.needs("git", "c++")]
 
 HERE = Path(__file__).parent
-NEEDED = ("flashinfer/", "csrc/fused_moe/cutlass_backend/", "csrc/nv_internal/")  # of 210 MB
+NEEDED = (  # of 210 MB
+    "flashinfer/", "csrc/fused_moe/cutlass_backend/", "csrc/nv_internal/", "csrc/fp4_gemm_cutlass_sm120",
+    "include/flashinfer/gemm/",
+)  # fmt: skip
 MOE = "csrc/fused_moe/cutlass_backend/"
 KERNELS = "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/"
 NAMES = {
@@ -165,7 +168,7 @@ def test_the_patched_wheel_has_the_same_files_with_csrc_elsewhere(component, pat
     wheel = wheels.patched_wheel(component, TargetMachine("aarch64"))
     with zipfile.ZipFile(wheel.path) as archive:
         for path in queue.paths:
-            installed = f"flashinfer/data/{path}" if path.startswith("csrc/") else path
+            installed = f"flashinfer/data/{path}" if path.startswith(("csrc/", "include/")) else path
             assert archive.read(installed) == (patched / path).read_bytes()
 
 
@@ -302,6 +305,104 @@ def test_every_runner_goes_through_the_filter(pristine, patched):
     direct = re.compile(r"^(?!\s*//).*std::make_(?:unique|shared)<\s*kernels::CutlassMoeFCRunner", re.MULTILINE)
     assert len(direct.findall((pristine / binding).read_text())) >= 10
     assert direct.findall((patched / binding).read_text()) == []
+
+
+# ---- MXFP4 x MXFP4 by CUTLASS
+
+
+@pytest.fixture(scope="module")
+def dense(run_forked, pristine, patched, tmp_path_factory):
+    """Return the modules of dense FP4 that FlashInfer's JIT would build, as it came and patched."""
+
+    def asked(tree):
+        folder = tmp_path_factory.mktemp("workspace")
+        env = {"FLASHINFER_WORKSPACE_BASE": str(folder), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+        (output,) = run_forked(
+            ["torch.utils.cpp_extension"], [(HERE / "flashinfer_jit.py", (tree,), "dense")], cwd=folder, env=env
+        )
+        return json.loads(output.splitlines()[-1])
+
+    return SimpleNamespace(pristine=asked(pristine), patched=asked(patched))
+
+
+KERNEL = re.compile(r"mxfp4GemmKernelLauncherSm120<(.+?)>\(")
+
+
+def test_nvfp4_is_built_as_before(dense):
+    def without_the_shared_source(spec):
+        assert spec["units"].pop("/csrc/fp4_gemm_cutlass_sm120.cu")
+        return spec
+
+    ours = without_the_shared_source(dense.patched["fp4"])
+    assert ours == without_the_shared_source(dense.pristine["fp4"])
+    assert len(ours["units"]) == 16
+    assert dense.pristine["mxfp4"] is None  # the next release may have it
+
+
+def test_every_tactic_of_mxfp4_reaches_a_kernel_that_is_built(patched, dense, tmp_path):
+    """FlashInfer's own list of tactics and its dispatcher, compiled for the host with the kernels as stubs."""
+    (tmp_path / "cute").mkdir()
+    (tmp_path / "cute/tensor.hpp").write_text(
+        "namespace cute { template <int> struct C {}; template <class...> struct Shape {};\n"
+        + "".join(f"using _{size} = C<{size}>;\n" for size in (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 768))
+        + "}\n"
+    )
+    (tmp_path / "cuda_runtime_api.h").write_text("typedef void* cudaStream_t;\n")
+    (tmp_path / "tactics.cpp").write_text("""
+#include <cstddef>
+#include "flashinfer/gemm/mxfp4_gemm_dispatch_sm120.h"
+namespace flashinfer::gemm {
+template <typename T, int M, int N, int K, bool Swap, bool Pingpong, bool StreamK>
+size_t mxfp4GemmKernelLauncherSm120(void*, void const*, void const*, void const*, void const*, float const*, int m,
+                                    int n, int k, int, char*, size_t, cudaStream_t) {
+  std::cout << M << ", " << N << ", " << K << ", " << std::boolalpha << Swap << ", " << Pingpong << ", " << StreamK
+            << "\\n";
+  return m * 10000 + n * 100 + k;
+}
+}
+int main() {
+  using namespace flashinfer::gemm;
+  auto run = [](CutlassGemmConfig const& config) {
+    return dispatchMXFP4xMXFP4GemmCTAShapeSm120<float>(
+        config, static_cast<void*>(nullptr), static_cast<void const*>(nullptr), static_cast<void const*>(nullptr),
+        static_cast<void const*>(nullptr), static_cast<void const*>(nullptr), static_cast<float const*>(nullptr),
+        3, 5, 7, 1, static_cast<char*>(nullptr), size_t(0), cudaStream_t(nullptr));
+  };
+  for (auto const& config : getMxfp4GemmConfigsSm120())
+    if (config.cluster_shape != ClusterShape::ClusterShape_1x1x1 || run(config) != 30507) return 1;
+  // What is not built is refused, and the tile of tactic -1 (fp4_gemm_cutlass_sm120.cu) is built.
+  auto with = [](CutlassTileConfigSM120 tile, MainloopScheduleType schedule, bool stream_k) {
+    return CutlassGemmConfig(tile, schedule, EpilogueScheduleType::AUTO, ClusterShape::ClusterShape_1x1x1, false,
+                             stream_k);
+  };
+  for (auto const& config : {with(CutlassTileConfigSM120::CtaShape256x128x64B, MainloopScheduleType::AUTO, false),
+                             with(CutlassTileConfigSM120::CtaShape128x64x64B, MainloopScheduleType::PINGPONG, true)})
+    try { run(config); return 2; } catch (std::runtime_error const&) {}
+  run(with(CutlassTileConfigSM120::CtaShape128x128x128B, MainloopScheduleType::AUTO, false));
+}
+""")
+    program = tmp_path / "tactics"
+    include = [f"-I{tmp_path}", f"-I{patched / 'include'}"]
+    run(["c++", "-std=c++17", *include, tmp_path / "tactics.cpp", "-o", program])
+    *reached, default = run([program]).stdout.splitlines()
+    built = [KERNEL.findall(text) for text in dense.patched["mxfp4"]["units"].values() if text]
+    built = [kernel for kernels in built for kernel in kernels]
+    assert len(reached) == len(set(reached)) == 14
+    assert sorted(built) == sorted(f"{dtype}, {kernel}" for dtype in ("__nv_bfloat16", "half") for kernel in reached)
+    assert default == "128, 128, 256, false, false, false"
+
+
+def test_both_releases_compile_the_same_kernels():
+    """The C++ of the patch is the same text in both queues, so one compilation of it stands for both."""
+
+    def cpp(stack):
+        folder = ROOT / "patches" / pins.load().component(stack, "flashinfer").patches
+        (patch,) = folder.glob("*-multiply-mxfp4-by-cutlass-on-sm120.patch")
+        files = re.split(r"^diff --git ", patch.read_text(), flags=re.MULTILINE)[1:]
+        return [text for text in files if text.startswith(("a/csrc/", "a/include/"))]
+
+    assert cpp("spark") == cpp("spark-next")
+    assert len(cpp("spark")) == 7
 
 
 # ---- jobs

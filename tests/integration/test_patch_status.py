@@ -32,13 +32,14 @@ EXPECTED = {
         (A, C, O, A, C, C, O, C, A, O),
         {1: f"{ORACLE}:55: the text", 2: "vllm/compilation/decorators.py +9 lines"},
     ),
-    ("spark", "flashinfer-0.7.0.post1"): ((A, A, A), {}),
+    ("spark", "flashinfer-0.7.0.post1"): ((A, A, A, A), {}),
     ("spark", "flashinfer-0.7.2.post1"): (
-        (O, C, O),
+        (O, C, O, O),
         {
             0: "flashinfer/jit/cpp_ext.py +22 lines",
             1: "flashinfer/jit/fused_moe.py:14: the text",
             2: "flashinfer/attention/_core.py +56 lines",
+            3: "flashinfer/jit/gemm/__init__.py +6 lines",
         },
     ),
     ("ngc-25.12", "0.13.0"): ((A, A, A, A), {}),
