@@ -29,17 +29,17 @@ INSTALL = {
 }
 
 # Where pytest has several workers (sparkforge/cli/suite.py) a file stays with one of them, and so do the files of one
-# kind here: they share a server and its ports, the installed compilers (one process at a time), or copies of a tree.
-# The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its server.
+# kind here: they share a server and its ports, the installed compilers (one process at a time), or trees with what
+# Python compiled of them. The longest come first; what runs on an engine or a GPU comes when test_road.py has ended its
+# server.
 KINDS = {
     "serves": ("engine/", "device/", *(f"integration/test_{name}.py" for name in ("bench", "doctor", "road"))),
     "compiles": tuple(
         f"integration/test_{name}.py" for name in ("audit", "classic_failure", "kernels", "toolchain", "vllm_build")
     ),
-    "asks vLLM": (
-        "integration/test_routing_patch.py",
-        "integration/test_upstream_check.py",
-        "integration/test_validate_deep.py",
+    "asks vLLM": tuple(
+        f"integration/test_{name}.py"
+        for name in ("routing_patch", "serve_profiles", "submissions", "upstream_check", "validate_deep")
     ),
     "asks the scripted model": ("integration/test_conversations.py", "integration/test_harmony_forms.py"),
 }

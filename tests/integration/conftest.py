@@ -1,5 +1,6 @@
 """What several files use: the whole road, vLLM as upstream ships it and patched, and a tiny checkpoint."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ import scripted
 from sparkforge import pins
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run, spawn, started_at, terminate_session
+from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
@@ -64,6 +66,35 @@ class Checkout:
     def inv(self, *args):
         command = ["./inv", *args]
         return subprocess.run(command, cwd=self.path, env=self.environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_cache(tmp_path_factory):
+    """One folder for what vLLM learns of a model's class, by a process that imports vLLM: it learns it once in a run.
+
+    `./inv up` has its own folder, as it has for a user.
+    """
+    base = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:  # pytest's workers share the folder that theirs are in
+        patch.setenv("VLLM_CACHE_ROOT", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def forking():
+    """Return a function: a Launch → the same server, whose processes are forks of one that has imported vLLM.
+
+    It starts in a third of the time. For tests of what a server does, not of how vLLM starts its processes.
+    """
+
+    def forking(launch):
+        python, _module, *words = launch.command
+        # vLLM sets the worker's threads for an interpreter that has not begun; a fork keeps its parent's.
+        more = {"VLLM_CACHE_ROOT": os.environ["VLLM_CACHE_ROOT"], "OMP_NUM_THREADS": "1"}
+        command = (python, str(Path(__file__).with_name("forking.py")), *words)
+        return dataclasses.replace(launch, command=command, environment={**launch.environment, **more})
+
+    return forking
 
 
 @pytest.fixture(scope="session")
@@ -130,16 +161,14 @@ def link_or_copy(source, target):
 
 
 @pytest.fixture(scope="session")
-def scripted_server(request, tmp_path_factory, free_port):
+def scripted_server(request, tmp_path_factory, free_port, forking):
     """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM; return its URL and model's name."""
     modules = {item.module for item in request.session.items if "scripted_server" in item.fixturenames}
     scripts = {cue: text for module in modules for cue, text in module.SCRIPTS.items()}
     work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
-    launch = embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port)
-    environment = {
-        **os.environ, **launch.environment, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(work / "cache"),
-    }  # fmt: skip
+    launch = forking(embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port))
+    environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
     started, url = started_at(pid), f"http://127.0.0.1:{port}"
     try:
@@ -150,21 +179,52 @@ def scripted_server(request, tmp_path_factory, free_port):
         terminate_session(pid)
 
 
-@pytest.fixture(scope="session")
-def run_forked():
-    """Return a function: run programs in forks of one process that has imported what they share; see forked.py.
+@dataclass
+class Forks:
+    """A process that has imported what programs share, and runs them in forks of itself; see forked.py."""
 
-    Each of `programs` is a path, its arguments and what it reads on stdin; returned is what each wrote. One that fails
-    fails the test.
+    process: subprocess.Popen
+    log: Path
+
+    def run(self, program, arguments=(), stdin="", codes=(0,), **environment):
+        """Return what the program wrote to stdout and stderr; its exit code must be one of `codes`."""
+        request = {"program": str(program), "arguments": list(map(str, arguments)), "stdin": stdin}
+        self.process.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text(errors="replace")[-3000:]
+        answer = json.loads(line)
+        assert answer["code"] in codes, answer["output"]
+        return answer["output"]
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Return a context manager that gives `Forks`: what they import, their whole environment, their folder."""
+
+    @contextmanager
+    def forks(imports, env, cwd=None):
+        log, pipe = tmp_path_factory.mktemp("forks") / "log", subprocess.PIPE
+        command = [sys.executable, "-P", ROOT / "tests/integration/forked.py", *imports]
+        streams = {"stdin": pipe, "stdout": pipe, "text": True}
+        with log.open("wb") as errors:
+            process = subprocess.Popen(command, env=env, cwd=cwd or log.parent, stderr=errors, **streams)
+        with process:  # it ends when its stdin is closed
+            yield Forks(process, log)
+
+    return forks
+
+
+@pytest.fixture(scope="session")
+def run_forked(forks):
+    """Return a function: run programs, each a path, its arguments and its stdin; return what they wrote. See `Forks`.
+
+    `env` is added to our environment.
     """
 
-    def run_forked(imports, programs, **options):
-        parts = [{"program": str(p), "arguments": list(map(str, a)), "stdin": text} for p, a, text in programs]
-        request = json.dumps({"imports": imports, "programs": parts})
-        done = run([sys.executable, "-P", ROOT / "tests/integration/forked.py"], stdin=request, **options)
-        answers = json.loads(done.stdout.splitlines()[-1])
-        assert not any(answer["code"] for answer in answers), answers
-        return [answer["output"] for answer in answers]
+    def run_forked(imports, programs, env, cwd):
+        with forks(imports, {**os.environ, **env}, cwd) as process:
+            return [process.run(*program) for program in programs]
 
     return run_forked
 

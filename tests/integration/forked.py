@@ -1,7 +1,7 @@
 """Run programs, each in a fork of this process, which has imported what they share: that takes longer than they do.
 
-Reads {"imports": [module, …], "programs": [{"program": PATH, "arguments": […], "stdin": TEXT}, …]} from stdin; the last
-line of stdout is [{"code": exit code, "output": what it wrote to stdout and stderr}, …].
+The arguments are the modules to import. Each line of stdin is {"program": PATH, "arguments": […], "stdin": TEXT,
+"environment": {…}}; each is answered by a line {"code": exit code, "output": what it wrote to stdout and stderr}.
 """
 
 import importlib
@@ -14,19 +14,21 @@ import tempfile
 import traceback
 
 
-def run(program, arguments, stdin):
+def run(program, arguments, stdin, environment):
     """Run `program` as `python PROGRAM ARGUMENTS…` would; return its exit code and what it wrote."""
     with tempfile.TemporaryFile("w+b") as output:
-        sys.stdout.flush()
         child = os.fork()
         if not child:
             code = 1
             try:
                 for stream in (1, 2):
                     os.dup2(output.fileno(), stream)
+                os.environ |= environment
                 sys.argv, sys.stdin = [program, *arguments], io.StringIO(stdin)
                 runpy.run_path(program, run_name="__main__")
                 code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
             except BaseException:  # noqa: BLE001 - as an interpreter, it prints whatever ends the program
                 traceback.print_exc()
             finally:  # it must not return into its parent
@@ -38,7 +40,10 @@ def run(program, arguments, stdin):
         return {"code": code, "output": output.read().decode(errors="replace")}
 
 
-request = json.load(sys.stdin)
-for name in request["imports"]:
-    importlib.import_module(name)
-print(json.dumps([run(**program) for program in request["programs"]]))
+with os.fdopen(os.dup(1), "w") as answers:
+    os.dup2(2, 1)  # what an import prints is no answer
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        answers.write(json.dumps(run(**json.loads(line))) + "\n")
+        answers.flush()

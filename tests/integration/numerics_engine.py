@@ -13,20 +13,30 @@ from pathlib import Path
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_CI_ENV": "1",  # trace the model whole, but do not spend minutes in a C++ compiler
 }  # fmt: skip
 
 # vLLM reads the settings above when it is imported.
+import forking  # noqa: F401 - the ranks are forks of this process
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from spark_mxfp4 import experts
 
-GENERATED = 16
+GENERATED = 8
+PACKED = ("float32", "packed", "torch", False)
+# Two ranks, each in a process of its own, that share the layers' columns or the experts. They are forked, so they come
+# before this process has computed anything.
+RANKS = {
+    "two ranks, tensor": {"tensor_parallel_size": 2},
+    "two ranks, expert": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
 # name of the run → model dtype, mode, kernel, whether torch.compile traces the model
 ENGINES = {
-    "float32": ("float32", "packed", "torch", False),
+    **dict.fromkeys(RANKS, PACKED),
+    "float32": PACKED,
     "float32 dequant padded": ("float32", "dequant", "numerics_kernels:Padded", False),
     "bfloat16": ("bfloat16", "packed", "torch", False),
     "float32 traced": ("float32", "packed", "torch", True),
@@ -85,20 +95,20 @@ def complete(llm, prompts):
     return results
 
 
-def run(model, prompts, dtype, mode, kernel, traced, *, faults):
+def run(model, prompts, dtype, mode, kernel, traced, *, faults=False, **ranks):
     os.environ |= {"SPARK_MXFP4_MODE": mode, "SPARK_MXFP4_KERNEL": kernel}
     llm = LLM(
         model, dtype=dtype, quantization="spark-mxfp4", max_model_len=512, max_num_seqs=4, enforce_eager=not traced,
-        enable_prefix_caching=False, distributed_executor_backend="uni", disable_log_stats=True,
+        enable_prefix_caching=False, distributed_executor_backend="mp" if ranks else "uni", disable_log_stats=True,
+        **ranks,
     )  # fmt: skip
-    loaded = []
-    llm.apply_model(loaded.append)
-    results = {"": complete(llm, prompts)}
-    for name, fault in FAULTS.items() if faults else ():
-        with fault(loaded[0]):
-            results[name] = complete(llm, prompts)
-    if faults:  # every fault was taken back
-        results["again"] = complete(llm, prompts)
+    results, loaded = {"": complete(llm, prompts)}, []
+    if faults:
+        llm.apply_model(loaded.append)
+        for name, fault in FAULTS.items():
+            with fault(loaded[0]):
+                results[name] = complete(llm, prompts)
+        results["again"] = complete(llm, prompts)  # every fault was taken back
     del llm, loaded
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -107,7 +117,10 @@ def run(model, prompts, dtype, mode, kernel, traced, *, faults):
 
 def main(model, prompts_file, out):
     prompts = json.loads(Path(prompts_file).read_text())
-    results = {name: run(model, prompts, *engine, faults=name == "float32") for name, engine in ENGINES.items()}
+    results = {
+        name: run(model, prompts, *engine, faults=name == "float32", **RANKS.get(name, {}))
+        for name, engine in ENGINES.items()
+    }
     Path(out).write_text(json.dumps(results))
 
 

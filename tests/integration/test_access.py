@@ -31,7 +31,7 @@ CLOSED = {"/scale_elastic_ep", "/is_scaling_elastic_ep"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port):
+def served(tmp_path_factory, free_port, forking):
     work = tmp_path_factory.mktemp("access")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKFORGE_STATE", str(work / "state"))
@@ -44,7 +44,7 @@ def served(tmp_path_factory, free_port):
         model = tiny.write_tiny(work / "model")
         command = embedded.describe(Path(sys.executable), model, TINY_ID, free_port(), allowed, profiled=True)
         words = (*command.command, "--middleware", "list_routes.ListRoutes")
-        server = launch.start(dataclasses.replace(command, command=words), lambda _text: None)
+        server = launch.start(forking(dataclasses.replace(command, command=words)), lambda _text: None)
         try:
             with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as api:
                 yield SimpleNamespace(server=server, api=api, work=work, routes=work / "routes.json")

@@ -15,7 +15,7 @@ from sparkforge.serve import embedded, failure, launch
 pytestmark = pytest.mark.integration
 
 
-def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port):
+def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port, forking):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
     made = embedded.describe(python, model, model.name, free_port())
@@ -25,7 +25,7 @@ def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch,
         pytest.raises(ServerError, match="inv doctor", check=lambda error: error.code == "server.start"),
         failure.remembered(),
     ):
-        launch.start(dataclasses.replace(made, command=command, environment=environment), lambda _: None)
+        launch.start(forking(dataclasses.replace(made, command=command, environment=environment)), lambda _: None)
 
     words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
     told = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ PROGRAM = """
 import json, sys
 from types import SimpleNamespace as Some
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils as utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
@@ -38,7 +40,12 @@ for dtype, length, batched in json.loads(sys.argv[1]):
     pages = {spec.page_size_bytes for spec in specs.values()}
     block = max(len(g.layer_names) for g in groups) * pages.pop()
     told.append([block, per_request * block, [len(g.layer_names) for g in groups], len(pages)])
-print("TOLD" + json.dumps(told))
+configs = [
+    Some(parallel_config=Some(pipeline_parallel_size=1), use_v2_model_runner=runner,
+         scheduler_config=Some(async_scheduling=True))
+    for runner in (True, False)
+]
+print("TOLD" + json.dumps([told, list(map(VllmConfig.max_concurrent_batches.fget, configs))]))
 """
 CASES = [
     ("bfloat16", 131_072, 8_192),
@@ -54,25 +61,19 @@ def told():
         [sys.executable, "-c", PROGRAM, json.dumps(CASES)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(CASES, json.loads(done.stdout.partition("TOLD")[2]), strict=True))
+    requests, steps = json.loads(done.stdout.partition("TOLD")[2])
+    return SimpleNamespace(requests=dict(zip(CASES, requests, strict=True)), steps=steps)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_request_takes_what_vllm_reserves_for_it(told, case):
     dtype, length, batched = case
     kv = "bf16" if dtype == "bfloat16" else "fp8"
-    block, reserved, groups, other_pages = told[case]
+    block, reserved, groups, other_pages = told.requests[case]
     assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding ones, pages of one size
     assert block == 18 * KV_BLOCK * MODEL.kv_layer_token(kv)
     assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
 
 
-def test_two_steps_are_under_way():
-    program = (
-        "from types import SimpleNamespace as S\nfrom vllm.config import VllmConfig\n"
-        "made = [S(parallel_config=S(pipeline_parallel_size=1), use_v2_model_runner=runner, "
-        "scheduler_config=S(async_scheduling=True)) for runner in (True, False)]\n"
-        "print('TOLD', *map(VllmConfig.max_concurrent_batches.fget, made))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.split("TOLD")[-1].split() == [str(STEPS_UNDER_WAY)] * 2, done.stderr[-2000:]
+def test_two_steps_are_under_way(told):
+    assert told.steps == [STEPS_UNDER_WAY] * 2

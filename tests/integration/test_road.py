@@ -15,7 +15,7 @@ from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.patching.series import Queue
-from sparkforge.serve import proof
+from sparkforge.serve import embedded, launch, proof
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -225,8 +225,11 @@ def test_a_dead_engine_ends_the_server_with_a_code(up):
     assert "exit code 24" in done.stderr
 
 
-def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
-    assert up.inv("up", "--port", str(up.port)).returncode == 0
+def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up, forking, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(up.state))
+    python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / MODEL
+    launch.start(forking(embedded.describe(python, model, MODEL, up.port)), lambda _: None)
+    monkeypatch.undo()
     pid = server(up)["pid"]
     members = session_members(pid)
     api = psutil.Process(pid).children()

@@ -7,7 +7,6 @@ They run in a process of their own. FlashInfer is its real package from the pinn
 import os
 import re
 import shutil
-import sys
 import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from sparkforge import pins
-from sparkforge.core.process import run
 from sparkforge.patching import status, upstream
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component
@@ -32,6 +30,7 @@ SUBMISSIONS = sorted(status.PATCHES.glob("*/upstream/*.md"))
 # Not for upstream: torch 2.10.0 alphas exist in NVIDIA's NGC images alone.
 LEFT_OUT = {"0003-guard-assume-32bit-indexing-on-ngc-torch"}
 HEADINGS = ["Why", "What changes", "Evidence", "How it was tested", "What it does not do", "Related work"]
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
 WITHOUT_DRIVER = "import sys\nfrom unittest.mock import MagicMock\nsys.modules['pynvml'] = MagicMock()\n"
 
 
@@ -50,6 +49,7 @@ class Package:
 
     folder: Path
     scratch: Path
+    process: object
     component: Component
     queue: Queue
     place: Callable[[str], str] = str
@@ -71,7 +71,7 @@ class Package:
             )
             self.write(files)
             tested = [self._submission(patch) for patch in self.queue.patches[max(0, count - 1) : count + 1]]
-            self.results[count] = outcomes(self.folder, [*filter(None, tested)], self.scratch / str(count))
+            self.results[count] = outcomes(self.process, [*filter(None, tested)], self.scratch / str(count))
         return self.results[count]
 
     def _submission(self, patch):
@@ -90,15 +90,34 @@ class Package:
                 file.write_bytes(content)
 
 
+# What the packages import of others: more than half of the time that importing vLLM takes.
+OTHERS = ["torch._inductor", "transformers", "openai", "fastapi", "mcp", "compressed_tensors", "numba", "pytest"]
+
+
 @pytest.fixture(scope="module")
-def vllm(installed_vllm, tmp_path_factory):
-    component = TABLE.component(STACK, "vllm")
+def running(forks):
+    """Return a context manager: a tree → a process that runs tests on it in its forks."""
+
+    def running(tree):
+        settings = {
+            "PYTHONPATH": str(tree), "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1",
+            "FLASHINFER_CUDA_ARCH_LIST": "12.1a", "PYTEST_ADDOPTS": "",
+        }  # fmt: skip
+        return forks(OTHERS, {**os.environ, **settings})
+
+    return running
+
+
+@pytest.fixture(scope="module")
+def vllm(installed_vllm, running, tmp_path_factory):
+    component, folder = TABLE.component(STACK, "vllm"), installed_vllm("submissions")
     queue = Queue.load(status.PATCHES / component.patches)
-    return Package(installed_vllm("submissions"), tmp_path_factory.mktemp("runs"), component, queue)
+    with running(folder) as process:
+        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue)
 
 
 @pytest.fixture(scope="module")
-def flashinfer(tmp_path_factory):
+def flashinfer(running, tmp_path_factory):
     component = TABLE.component(STACK, "flashinfer")
     queue = Queue.load(status.PATCHES / component.patches)
     folder = tmp_path_factory.mktemp("flashinfer")
@@ -113,17 +132,14 @@ def flashinfer(tmp_path_factory):
         top, _, rest = path.partition("/")
         return f"{queue.installed.get(top, top)}/{rest}"
 
-    return Package(folder, tmp_path_factory.mktemp("runs"), component, queue, place)
+    with running(folder) as process:
+        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, place)
 
 
-def outcomes(tree, submissions, scratch):
-    """Run the tests of submissions on the package in `tree`; return {submission: {test: passed?}}."""
+def outcomes(process, submissions, scratch):
+    """Run the tests of submissions in a fork of `process`; return {submission: {test: passed?}}."""
     shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # of a run cut short
     report = scratch / "report.xml"
-    environment = {
-        "PYTHONPATH": str(tree), "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1",
-        "FLASHINFER_WORKSPACE_BASE": str(scratch), "FLASHINFER_CUDA_ARCH_LIST": "12.1a", "PYTEST_ADDOPTS": "",
-    }  # fmt: skip
     options = (
         "-q",
         "-p",
@@ -136,9 +152,9 @@ def outcomes(tree, submissions, scratch):
         "junit_family=xunit1",
     )  # fmt: skip - xunit1 names the file of a test
     named = {submission: named_tests(submission) for submission in submissions}
-    done = run([sys.executable, "-m", "pytest", *options, *chain(*named.values())], cwd=scratch, env=environment,
-               check=False)  # fmt: skip
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: a test failed; above: pytest itself
+    words = (*options, *(scratch / path for path in chain(*named.values())))
+    # Exit code 1: a test failed; above: pytest itself.
+    process.run(PYTEST, words, codes=(0, 1), FLASHINFER_WORKSPACE_BASE=str(scratch))
     cases = list(ET.parse(report).iter("testcase"))  # noqa: S314 - pytest wrote it just now
     return {
         submission: {f"{c.get('file')}::{c.get('name')}": not len(c) for c in cases if c.get("file") in files}
@@ -159,13 +175,14 @@ def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
     assert f"{total} tests; without the patch {failing} of them fail" in text, (failing, total)
 
 
-def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, tmp_path):
+def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, running, tmp_path):
     """vLLM 0.33.0 has no CPU build: its own Python, without a server, passes the tests of 0004 to 0010."""
     submissions = [path for path in SUBMISSIONS if "vllm" in path.parent.parent.name and path.stem >= "0004"]
     results = {}
     for kind, tree in vars(next_trees).items():
         (tmp_path / kind).mkdir()
-        results[kind] = outcomes(tree, submissions, tmp_path / kind)
+        with running(tree) as process:
+            results[kind] = outcomes(process, submissions, tmp_path / kind)
     assert len(results["patched"]) == len(submissions)
     assert all(tests and all(tests.values()) for tests in results["patched"].values()), results["patched"]
     assert not any(all(tests.values()) for tests in results["upstream"].values())  # each patch is missed

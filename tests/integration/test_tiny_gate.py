@@ -26,16 +26,15 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port):
+def served(tmp_path_factory, free_port, forking):
     """One server for all faults: its experts read in a file how to compute; see faulty_experts.py."""
     work = tmp_path_factory.mktemp("gate")
     (work / "fault").write_text("none")
     port = free_port()
-    launch = embedded.describe(Path(sys.executable), write_tiny(work / "tiny"), TINY_ID, port)
+    launch = forking(embedded.describe(Path(sys.executable), write_tiny(work / "tiny"), TINY_ID, port))
     environment = {
         **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
         "SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault"),
-        "VLLM_CACHE_ROOT": str(work / "cache"),
     }  # fmt: skip
     # What one fault has left in the cache must not answer for another.
     command = [*launch.command, "--no-enable-prefix-caching"]

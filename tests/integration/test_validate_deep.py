@@ -5,15 +5,21 @@ CUDA), then answers "CUDA, 12.1"; a made-up FlashInfer has the names that vLLM l
 selector are vLLM's own.
 """
 
+import contextlib
+import functools
+import hashlib
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from sparkforge.core.bounded import entries
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
-from validate.facts import deep, numerics
+from validate.facts import checkpoint, deep, numerics
 from validate.facts.fact import Fact
 from validate.facts.target import Target
 
@@ -69,16 +75,56 @@ def claim(tmp_path_factory):
     return directory
 
 
-def told(model, *path, args=()):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    env |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
-    options = Options(model=model, serve_args=("--dtype", "bfloat16", *args), environ=env)
-    return deep.gather(Target(options, "spark"))
+def environment(*path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    ours = {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    # vLLM keeps one answer about the model's class, by the hash of its file: trees that differ there would replace it.
+    (model,) = (tree / "vllm/model_executor/models/gpt_oss.py" for tree in path if (tree / "vllm").is_dir())
+    cache = Path(os.environ["VLLM_CACHE_ROOT"], hashlib.sha256(model.read_bytes()).hexdigest()[:8])
+    return {**kept, **ours, "VLLM_CACHE_ROOT": str(cache)}
+
+
+def target(model, *path, args=(), **limits):
+    options = Options(model=model, serve_args=("--dtype", "bfloat16", *args), environ=environment(*path), **limits)
+    return Target(options, "spark")
+
+
+# What deep_child.py imports before it has a configuration.
+IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms"]
+
+
+@pytest.fixture(scope="module")
+def told(forks):
+    """Return a function: model, path, arguments → deep facts. The validator's program runs in a fork, one for each.
+
+    For each path there is one process that has imported vLLM: that takes most of the program's time.
+    """
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def process(path):
+            return stack.enter_context(forks(IMPORTS, environment(*path)))
+
+        @functools.cache
+        def told(model, *path, args=()):
+            asked = target(model, *path, args=args)
+            request = {"model": checkpoint.path(asked), "serve_args": list(asked.options.serve_args)}
+
+            def run_in_a_fork(program, *_):
+                with tempfile.TemporaryDirectory() as folder:
+                    process(path).run(program, (json.dumps(request), Path(folder) / "facts"))
+                    return {entry["name"]: entry for entry in entries(Path(folder) / "facts")}, ""
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(deep, "run_child", run_in_a_fork)
+                return deep.gather(asked)
+
+        yield told
 
 
 def test_cpu_is_told_as_it_is(model, trees):
     # Named, because without it the plugin claims the checkpoint on a CPU without AMX and leaves it on one with AMX.
-    facts = told(model, trees["upstream"], args=("--quantization", "spark-mxfp4"))
+    facts = deep.gather(target(model, trees["upstream"], args=("--quantization", "spark-mxfp4")))
     assert facts["deep.platform"].value == "CpuPlatform"
     assert facts["deep.quantization"].value == "spark-mxfp4"
     assert facts["deep.attention_backend"].value == ["CPU_ATTN"]
@@ -96,7 +142,7 @@ def test_cpu_is_told_as_it_is(model, trees):
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )
-def test_moe_backend_on_a_claimed_gb10(request, model, release, claim, tree, args, backend):
+def test_moe_backend_on_a_claimed_gb10(request, told, model, release, claim, tree, args, backend):
     facts = told(model, vars(request.getfixturevalue(release))[tree], claim, args=args)
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
@@ -113,7 +159,7 @@ def test_moe_backend_on_a_claimed_gb10(request, model, release, claim, tree, arg
     ],
 )
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
-    model, next_trees, claim, gb10_sheet, tree, verdict, evidence
+    told, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
 ):
     """The sheet of spark-next, with what this vLLM answers in place of what is recorded."""
     answers = told(model, vars(next_trees)[tree], claim)
@@ -127,8 +173,8 @@ def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
 
 
-def test_argument_that_vllm_does_not_know_is_an_unknown_fact(model, trees):
-    facts = told(model, trees["upstream"], args=("--no-such-option",))
+def test_argument_that_vllm_does_not_know_is_an_unknown_fact(told, model, trees, claim):
+    facts = told(model, trees["upstream"], claim, args=("--no-such-option",))
     assert facts["deep.moe_backend"].value is None
     assert facts["deep.moe_backend"].error.startswith("SystemExit")
 
@@ -192,10 +238,7 @@ def computing(tmp_path):
 
 
 def computed(model, *path):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    env |= {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
-    args = ("--dtype", "bfloat16")
-    return numerics.gather(Target(Options(model=model, serve_args=args, environ=env, numerics_seconds=400), "spark"))
+    return numerics.gather(target(model, *path, numerics_seconds=400))
 
 
 def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(model, trees, claim, computing):

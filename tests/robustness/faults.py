@@ -247,7 +247,7 @@ class Runner:
         return first
 
     def cases(self, dice: random.Random) -> tuple[list[Case], list[Case]]:
-        """Return every fault and every kill of this scenario, shuffled."""
+        """Return every fault and every kill of this scenario, shuffled, but the first are of each kind of operation."""
         self.reset()
         begun = time.monotonic()
         counted = self.run(self.scenario.act, Case("count"))
@@ -268,7 +268,7 @@ class Runner:
         dice.shuffle(faults)
         dice.shuffle(kills)
         kills += [Case("after", dice.randrange(int(took * 1e6))) for _ in range(len(kills))]
-        return faults, kills
+        return _of_each_kind_first(faults, kinds), _of_each_kind_first(kills, kinds)
 
     def attack(self, case: Case, reference: dict[str, str], counts: Counts) -> Ended:
         """Break one run, judge what it left, heal, and judge again."""
@@ -391,6 +391,17 @@ def campaign(scenario: Scenario, base: Path, options: argparse.Namespace) -> Cou
                 runner.attack(case, reference, counts)
     counts.seconds = round(time.monotonic() - begun, 1)
     return counts
+
+
+def _of_each_kind_first(cases: list[Case], kinds: Sequence[int]) -> list[Case]:
+    """Return the cases in rounds: each has one case of each kind of operation, and one kill at any moment."""
+    seen = Counter[str]()
+    rounds = []
+    for case in cases:
+        kind = case.mode if case.mode == "after" else KINDS[kinds[case.number - 1]]
+        rounds.append(seen[kind])
+        seen[kind] += 1
+    return [case for _, case in sorted(zip(rounds, cases, strict=True), key=lambda pair: pair[0])]
 
 
 def _interleaved(faults: list[Case], kills: list[Case]) -> list[Case]:

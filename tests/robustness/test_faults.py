@@ -1,4 +1,4 @@
-"""Disk operations that fail: an error of ours, nothing lost, and the next run heals."""
+"""Disk operations that fail and SIGKILL at steps and moments: nothing lost, and the next run heals."""
 
 import pytest
 
@@ -12,12 +12,14 @@ SEED = 13
 def rows(attack):
     """The counts of every scenario: one process runs them all, for starting it takes as long as thirty runs.
 
-    `./inv test --robustness` runs as many as its time allows.
+    So many take each kind of operation once. `./inv test --robustness` runs as many as its time allows.
     """
-    return attack("faults", *SCENARIOS, "--faults", 16, "--kills", 0, "--seed", SEED)
+    return attack("faults", *SCENARIOS, "--faults", 12, "--kills", 8, "--seed", SEED)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_disk_that_fails(rows, name):
+def test_a_disk_that_fails_and_a_kill_at_any_step(rows, name):
+    """An error of ours or an end at once, no half artifact accepted."""
     assert not rows[name]["failures"], rows[name]["shown"]
     assert rows[name]["faults"]
+    assert rows[name]["kills"]
