@@ -65,7 +65,7 @@ SERVER = textwrap.dedent("""
                 return self.reply(200, ["hi"])
             if behaviour == "answers null":
                 return self.reply(200, {"choices": [{"text": "hi"}], "usage": None})
-            if behaviour == "keeps stop strings":
+            if behaviour == "keeps stop strings" and "tools" not in body:
                 body.pop("stop", None)
             status, value = fake_api.answer(body)
             if behaviour == "lies":
