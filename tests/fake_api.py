@@ -48,6 +48,12 @@ def _message(content: str | None, **more: Any) -> dict[str, Any]:
     return {**GOOD, "choices": [{**GOOD["choices"][0], "message": message}]}
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """Takes the proof's requests, which come side by side; http.server's own queue has 5 places."""
+
+    request_queue_size = 64
+
+
 class Api(http.server.BaseHTTPRequestHandler):
     """A server of that API without a key: health, and an answer to every request."""
 

@@ -165,6 +165,7 @@ def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, 
     results = {}
     for kind, tree in vars(next_trees).items():
         (tmp_path / kind).mkdir()
+        (tree / "orjson.py").touch()  # 0.33.0 writes HTTP answers with it; the tests import that and send none
         results[kind] = outcomes(tree, submissions, tmp_path / kind)
     assert len(results["patched"]) == len(submissions)
     assert all(tests and all(tests.values()) for tests in results["patched"].values()), results["patched"]

@@ -93,7 +93,7 @@ SERVER = textwrap.dedent("""
         def log_message(self, *args):
             pass
 
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Api).serve_forever()
+    fake_api.Server(("127.0.0.1", port), Api).serve_forever()
 """)
 
 

@@ -78,7 +78,11 @@ CALL = "<|channel|>commentary to=functions.f json<|message|>"
         (f"{FINAL}I have a toy", "a toy", ("", "I have ", [])),
         (f"{FINAL}toy", ["toy"], ("", "", [])),
         (f"{THOUGHT}I have a toy", ["long string", "toy"], ("I have a ", "", [])),
-        (f"{THOUGHT}Hm.<|end|><|start|>assistant{FINAL}Yes.", ["."], ("Hm.", "Yes", [])),
+        (
+            f"{THOUGHT}Hm.<|end|><|start|>assistant{FINAL}Yes.",
+            ["."],
+            ("Hm.", "Yes", []),
+        ),
         (f'{CALL}{{"a": "toy', ["toy"], ("", "", [("f", '{"a": "')])),
         (f"{CALL}toy", ["toy"], ("", "", [("f", "")])),
         (f"{CALL}{JSON}<|call|>", ["toy"], ("", "", [("f", JSON)])),

@@ -106,7 +106,9 @@ def test_forbidden_call_is_a_message_in_responses(tool_choice, expected, streame
         input="x", tools=[RESPONSES_TOOL], tool_choice=tool_choice
     )
     names = frozenset({"f"})
-    context = HarmonyContext([], [], names, response_parser=make_parser(), request=request)
+    context = HarmonyContext(
+        [], [], names, response_parser=make_parser(), request=request
+    )
     token_ids = get_encoding().encode(CALL, allowed_special="all")
     pieces = [[token_id] for token_id in token_ids] if streamed else [token_ids]
     recipients = set()
@@ -144,6 +146,4 @@ def test_responses_prompt_lists_no_forbidden_tools_on_request(exclude):
         tool_server=None,
     )
     roles = [message.author.role.value for message in result.messages]
-    assert roles == (
-        ["system", "user"] if exclude else ["system", "developer", "user"]
-    )
+    assert roles == (["system", "user"] if exclude else ["system", "developer", "user"])
