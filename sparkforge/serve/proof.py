@@ -83,7 +83,8 @@ def prove(url: str, model: str, timeout: float, key: str = "", patches: Collecti
     each call that failed, if one is answered wrongly, or not within `timeout` seconds.
     """
     names = [name for name, call in CALLS.items() if not call.patch or call.patch in patches]
-    outcome, faults = {}, {}
+    outcome: dict[str, str] = {}
+    faults: dict[str, ServerError] = {}
     executor = ThreadPoolExecutor(len(names), "proof")
     try:
         answers = {name: executor.submit(fault_of, name, url, model, timeout, key) for name in names}
@@ -100,9 +101,10 @@ def prove(url: str, model: str, timeout: float, key: str = "", patches: Collecti
     finally:
         executor.shutdown(wait=False, cancel_futures=True)  # at Ctrl-C the server is ended, and with it the requests
     if faults:
-        (_, error), *others = faults.items()
-        also = f"; failed, too: {', '.join(other for other, _ in others)}" if others else ""
-        raise ServerError(error.what, f"{error.why}{also}", error.fix, code=error.code) from error
+        first, *others = faults
+        cause = faults[first]
+        also = f"; failed, too: {', '.join(others)}" if others else ""
+        raise ServerError(cause.what, f"{cause.why}{also}", cause.fix, code=cause.code) from cause
     return outcome
 
 
