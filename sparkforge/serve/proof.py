@@ -225,7 +225,7 @@ def _cut_call(response: Any) -> str:
 
 def _forbidden_response(response: Any) -> str:
     types = [item["type"] for item in response["output"]]
-    return "" if types == ["message"] else f"its items are {types} instead of one message"
+    return "" if set(types) == {"message"} else f"its items are {types} instead of messages"
 
 
 def _unknown_response(message: str) -> str:

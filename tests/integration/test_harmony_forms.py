@@ -195,8 +195,10 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
     assert length("none") == length("plain") < length("auto")
 
 
-# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space.
-CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name != "limited white space"]
+# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
+# begin a call. `./inv up` proves both with the trained model (test_road.py).
+BIASED = {"limited white space", "a stop string in a tool call"}
+CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name not in BIASED]
 
 
 @pytest.mark.parametrize("name", CANARIES)
