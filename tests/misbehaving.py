@@ -40,7 +40,7 @@ class Api(http.server.BaseHTTPRequestHandler):
             return REFUSALS[behaviour]
         if behaviour.startswith("fails at ") and behaviour.removeprefix("fails at ") in body:
             return 500, {"error": {"message": "g++: not found"}}
-        if behaviour == "keeps stop strings":
+        if behaviour == "keeps stop strings" and "tools" not in body:
             body.pop("stop", None)
         status, value = fake_api.answer(body)
         if behaviour == "lies":
@@ -69,7 +69,7 @@ class Api(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(fake_api.Server):
     """Listens on `port`; `changes` is (key, what takes the choice's place)."""
 
     def __init__(self, port, behaviour="good", changes=("", {})):

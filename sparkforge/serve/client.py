@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import httpx
@@ -81,13 +82,15 @@ def request(name: str, url: str, path: str, body: Mapping[str, Any], timeout: fl
         raise unanswered(name, repr(error)) from error
 
 
-def refusal(name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str) -> str:
-    """Send a request that the server is to refuse, and return the message of its error 400. Raises ServerError."""
+def refusal(
+    name: str, url: str, path: str, body: Mapping[str, Any], timeout: float, key: str, status: HTTPStatus
+) -> str:
+    """Send a request that the server is to refuse with `status`; return the error's message. Raises ServerError."""
     try:
         request(name, url, path, body, timeout, key)
     except ServerError as error:
         cause = error.__cause__
-        if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.BAD_REQUEST:
+        if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == status:
             return error.why
         raise
     raise unanswered(name, "it was answered, where the server must refuse it")

@@ -6,15 +6,19 @@ speaks little sense proves a server too: what it writes is forced, by a grammar 
 for the tokens that the grammar leaves it a choice of. Random weights may fail: the grammar lets them spell Harmony's
 special tokens as text.
 
+The calls are sent side by side: a server answers them all in little more time than the longest takes.
+
 A call with a `patch` is the canary of that patch: it fails on upstream's release, and is sent where the stack has it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from sparkforge.core.documents import parse_json
@@ -22,7 +26,7 @@ from sparkforge.core.errors import ServerError
 from sparkforge.serve import client
 
 TOKENS = 64  # three times what the forced answers take
-CHAT_TOKENS = 16
+CHAT_TOKENS = 4
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
 # Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name; ` to`, which begins a call;
 # ` json`, a content type; `{`, and 16 spaces; and the special `<|start|>`, `<|channel|>`, `<|message|>`, `<|end|>`.
@@ -54,15 +58,15 @@ class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
     It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream, or, where the server
-    is to refuse the request (`refused`), the message of its error 400. It may raise one of `client.NO_ANSWER` for an
-    answer of another shape. `patch` names the patch without which there is a fault.
+    is to refuse the request with the status `refused`, the error's message. It may raise one of `client.NO_ANSWER` for
+    an answer of another shape. `patch` names the patch without which there is a fault.
     """
 
     path: str
     body: Mapping[str, Any]
     fault: Callable[[Any], str]
     patch: str = ""
-    refused: bool = False
+    refused: HTTPStatus | None = None
 
 
 class Limit(NamedTuple):
@@ -75,17 +79,32 @@ class Limit(NamedTuple):
 def prove(url: str, model: str, timeout: float, key: str = "", patches: Collection[str] = ()) -> dict[str, str]:
     """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
-    `key` is the server's API key, if it has one. Raises ServerError, which names the call, at the first one that is
-    answered wrongly, or if they are not all answered within `timeout` seconds.
+    The calls are in the order of CALLS. `key` is the server's API key, if it has one. Raises ServerError, which names
+    each call that failed, if one is answered wrongly, or not within `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
-    outcome = {}
-    for name in [name for name, call in CALLS.items() if not call.patch or call.patch in patches]:
-        fault = fault_of(name, url, model, max(1.0, deadline - time.monotonic()), key)
-        limit = LIMITS.get(name)
-        if fault and (limit is None or fault != limit.fault):
-            raise client.unanswered(name, fault)
-        outcome[name] = limit.reason if fault and limit else ""
+    names = [name for name, call in CALLS.items() if not call.patch or call.patch in patches]
+    outcome: dict[str, str] = {}
+    faults: dict[str, ServerError] = {}
+    executor = ThreadPoolExecutor(len(names), "proof")
+    try:
+        answers = {name: executor.submit(fault_of, name, url, model, timeout, key) for name in names}
+        for name, answer in answers.items():
+            try:
+                fault = answer.result()
+            except ServerError as error:
+                faults[name] = error
+                continue
+            limit = LIMITS.get(name)
+            if fault and (limit is None or fault != limit.fault):
+                faults[name] = client.unanswered(name, fault)
+            outcome[name] = limit.reason if fault and limit else ""
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)  # at Ctrl-C the server is ended, and with it the requests
+    if faults:
+        first, *others = faults
+        cause = faults[first]
+        also = f"; failed, too: {', '.join(others)}" if others else ""
+        raise ServerError(cause.what, f"{cause.why}{also}", cause.fix, code=cause.code) from cause
     return outcome
 
 
@@ -102,7 +121,7 @@ def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> 
     body = {"model": model, "temperature": 0, **call.body}
     try:
         if call.refused:
-            return call.fault(client.refusal(name, url, call.path, body, timeout, key))
+            return call.fault(client.refusal(name, url, call.path, body, timeout, key, call.refused))
         if not body.get("stream"):
             return call.fault(client.request(name, url, call.path, body, timeout, key))
         try:
@@ -199,6 +218,20 @@ def _forbidden(response: Any) -> str:
     return "a tool was called" if tool_calls else _header(response)
 
 
+def _cut_call(response: Any) -> str:
+    arguments = response["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    return "" if arguments.strip() == "{" else f"the arguments {arguments[:60]!r} do not end before the stop string"
+
+
+def _forbidden_response(response: Any) -> str:
+    types = [item["type"] for item in response["output"]]
+    return "" if set(types) == {"message"} else f"its items are {types} instead of messages"
+
+
+def _unknown_response(message: str) -> str:
+    return "" if "`input`" in message else f"the refusal does not say what to do: {message[:80]!r}"
+
+
 def _response(response: Any) -> str:
     types = [item["type"] for item in response["output"]]
     if types != ["message"]:
@@ -219,15 +252,25 @@ def _image(message: str) -> str:
     return "" if "text only" in message else f"the refusal does not name the fault: {message[:80]!r}"
 
 
-def _written(text: str) -> dict[str, Any]:
-    """What forces the model to begin a final message and to write `text` there, special tokens too."""
-    format_ = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
-    return {"logit_bias": dict.fromkeys((FINAL, *SPECIAL), ALWAYS), "response_format": format_}
+# What forces the model to begin a final message and to write a text there, special tokens too.
+_WRITE = dict.fromkeys((FINAL, *SPECIAL), ALWAYS)
+_CALL = f"<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary<|message|>{CITIES[0]}"
+
+
+def _tag(text: str) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
 
 
 _COMPLETIONS, _CHAT, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": _SCHEMA}}
 _JSON_REQUEST = {"messages": ASK, "max_tokens": TOKENS, "logit_bias": {FINAL: ALWAYS}, "response_format": _FORMAT}
+_TOOL_REQUEST = {
+    "messages": ASK,
+    "max_tokens": TOKENS,
+    "logit_bias": {TO: ALWAYS},
+    "tools": [_STRICT_TOOL],
+    "tool_choice": "required",
+}
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
     "a completion": ProofRequest(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
@@ -243,16 +286,12 @@ CALLS: Mapping[str, ProofRequest] = {
     ),
     "a JSON answer": ProofRequest(_CHAT, _JSON_REQUEST, _json),
     "a stop string": ProofRequest(_CHAT, {**_JSON_REQUEST, "stop": ['"city']}, _stop),
-    "a tool call": ProofRequest(
+    "a tool call": ProofRequest(_CHAT, _TOOL_REQUEST, _tool_call),
+    "a stop string in a tool call": ProofRequest(
         _CHAT,
-        {
-            "messages": ASK,
-            "max_tokens": TOKENS,
-            "logit_bias": {TO: ALWAYS},
-            "tools": [_STRICT_TOOL],
-            "tool_choice": "required",
-        },
-        _tool_call,
+        {**_TOOL_REQUEST, "stop": ['"city']},
+        _cut_call,
+        patch="0006-leave-stop-strings-out-of-harmony-text.patch",
     ),
     "a JSON response": ProofRequest(
         _RESPONSES,
@@ -267,7 +306,12 @@ CALLS: Mapping[str, ProofRequest] = {
     ),
     "a malformed header": ProofRequest(
         _CHAT,
-        {"messages": ASK, "max_tokens": TOKENS, **_written(f"<|end|><|channel|>final<|message|>{CITIES[0]}")},
+        {
+            "messages": ASK,
+            "max_tokens": TOKENS,
+            "logit_bias": _WRITE,
+            "response_format": _tag(f"<|end|><|channel|>final<|message|>{CITIES[0]}"),
+        },
         _header,
         patch="0005-recover-malformed-harmony-headers.patch",
     ),
@@ -278,11 +322,23 @@ CALLS: Mapping[str, ProofRequest] = {
             "max_tokens": TOKENS,
             "tools": [TOOL],
             "tool_choice": "none",
-            **_written(
-                f"<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary<|message|>{CITIES[0]}"
-            ),
+            "logit_bias": _WRITE,
+            "response_format": _tag(_CALL),
         },
         _forbidden,
+        patch="0007-give-forbidden-harmony-calls-as-content.patch",
+    ),
+    "a forbidden call in a response": ProofRequest(
+        _RESPONSES,
+        {
+            "input": ASK[0]["content"],
+            "max_output_tokens": TOKENS,
+            "tools": [{"type": "function", **TOOL["function"]}],
+            "tool_choice": "none",
+            "logit_bias": _WRITE,
+            "structured_outputs": {"structural_tag": json.dumps(_tag(_CALL))},
+        },
+        _forbidden_response,
         patch="0007-give-forbidden-harmony-calls-as-content.patch",
     ),
     "a refused schema": ProofRequest(
@@ -294,20 +350,27 @@ CALLS: Mapping[str, ProofRequest] = {
         },
         _schema,
         patch="0008-name-the-fault-of-a-structural-tag.patch",
-        refused=True,
+        refused=HTTPStatus.BAD_REQUEST,
     ),
     "a refused image": ProofRequest(
         _CHAT,
         {"messages": [{"role": "user", "content": [_IMAGE]}], "max_tokens": 1},
         _image,
         patch="0009-refuse-harmony-content-that-is-not-text.patch",
-        refused=True,
+        refused=HTTPStatus.BAD_REQUEST,
     ),
     "limited white space": ProofRequest(
         _CHAT,
         {**_JSON_REQUEST, "max_tokens": SPACE_TOKENS, "logit_bias": dict.fromkeys((FINAL, BRACE, SPACES), ALWAYS)},
         _white_space,
         patch="0010-limit-white-space-in-harmony-json.patch",
+    ),
+    "an unknown response": ProofRequest(
+        _RESPONSES,
+        {"input": "Go on.", "max_output_tokens": 1, "previous_response_id": "resp_0"},
+        _unknown_response,
+        patch="0011-bound-the-store-of-responses.patch",
+        refused=HTTPStatus.NOT_FOUND,
     ),
 }
 # Patches 0004 and 0006 of the queues for 0.32.0 and 0.33.0 cure them; the vLLM of the stack ngc-25.12 is older.

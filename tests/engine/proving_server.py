@@ -1,14 +1,13 @@
 """Stands for vLLM in a container: it answers what a start must prove, so that a start takes seconds, not minutes."""
 
-import http.server
 import os
 import sys
 from pathlib import Path
 
-from fake_api import Api  # tests/fake_api.py, copied beside this file
+from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
 if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":
     sys.exit(1)
 # The folder of compiled code, as deploy/start names it.
 Path("/var/cache/sparkforge", Path("/opt/sparkforge/key").read_text().strip()).mkdir(exist_ok=True)
-http.server.ThreadingHTTPServer(("0.0.0.0", 8000), Api).serve_forever()  # noqa: S104
+Server(("0.0.0.0", 8000), Api).serve_forever()  # noqa: S104

@@ -3,7 +3,6 @@
 In its folder, `refuse` makes the validator refuse and `die` the server end at once; `validations` counts.
 """
 
-import http.server
 import sys
 from pathlib import Path
 
@@ -23,9 +22,9 @@ def main(arguments):
     if (HERE / "die").exists():
         return 1
     port = next(word.partition("=")[2] or arguments[at + 1] for at, word in enumerate(arguments) if "--port" in word)
-    from fake_api import Api  # tests/fake_api.py, which test_service.py copies here
+    from fake_api import Api, Server  # tests/fake_api.py, which test_service.py copies here
 
-    http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Api).serve_forever()
+    Server(("127.0.0.1", int(port)), Api).serve_forever()
     return 0
 
 

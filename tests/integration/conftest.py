@@ -35,6 +35,7 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 
 
+STORED_RESPONSES = 3  # that the scripted server keeps
 COMPILER = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|cpp|c89|c99|clang|clang\+\+|ld|as)([-.].*)?")
 
 
@@ -169,12 +170,13 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
     launch = forking(embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port))
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
+    environment["VLLM_RESPONSES_API_STORE_MAX_ENTRIES"] = str(STORED_RESPONSES)
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
     started, url = started_at(pid), f"http://127.0.0.1:{port}"
     try:
         up = client.wait_until_serving(url, model, time.monotonic() + 600, lambda: started_at(pid) == started)
         assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield SimpleNamespace(url=url, model=model)
+        yield SimpleNamespace(url=url, model=model, stored_responses=STORED_RESPONSES)
     finally:
         terminate_session(pid)
 

@@ -1,6 +1,6 @@
 """What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
 
-Patches 0004 to 0010 of the queue make these answers right (docs/reference/answers.md).
+Patches 0004 to 0012 of the queue make these answers right (docs/reference/answers.md).
 """
 
 import json
@@ -46,6 +46,10 @@ FORMS = {
     "channel without a name": "<|channel|><|message|>All done.<|return|>",
     "two channels": f"<|channel|>commentary<|channel|>commentary to=functions.weather json<|message|>{JSON}<|call|>",
     "a name as role": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>final<|message|>All done.<|return|>",
+    "role twice": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistantassistant"
+    "<|channel|>final<|message|>All done.<|return|>",
+    "start twice": "<|channel|>analysis<|message|>Let me think.<|end|><|start|><|start|>assistant"
+    "<|channel|>final<|message|>All done.<|return|>",
     "special token in a message": "<|channel|>analysis<|message|>Let me think.<|channel|>final<|message|>"
     "All done.<|return|>",
 }
@@ -75,6 +79,7 @@ REQUESTS = {
     "required": {"tools": [TOOL], "tool_choice": "required"},
     "named": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     "none": {"tools": [TOOL], "tool_choice": "none"},
+    "stop in a call": {"tools": [TOOL], "stop": ["Oslo"]},
     "no end": {"extra_body": {"ignore_eos": True}},
 }
 
@@ -89,6 +94,7 @@ class Answer(NamedTuple):
 
 
 CALL = (("weather", JSON),)
+CUT = JSON.partition("Oslo")[0]
 DONE, THOUGHT, LOOK_UP = "All done.", "Let me think.", "I look it up."
 CALLED = Answer(calls=CALL, finish="tool_calls")
 # Form, request → the right answer, streamed or not.
@@ -105,6 +111,8 @@ RIGHT = {
     ("special token in a message", "plain"): Answer(DONE, THOUGHT),
     ("channel without a name", "plain"): Answer(DONE),
     ("a name as role", "plain"): Answer(DONE, THOUGHT),
+    ("role twice", "plain"): Answer(DONE, THOUGHT),
+    ("start twice", "plain"): Answer(DONE, THOUGHT),
     ("final", "no end"): Answer("I have a toy and a book.", finish="length"),
     ("ends in a channel", "plain"): Answer(),
     ("ends before a channel", "plain"): Answer("", THOUGHT),
@@ -123,6 +131,8 @@ RIGHT = {
     ("recipient in the channel", "named"): Answer(calls=CALL),
     ("final", "stop"): Answer("I have a "),
     ("two messages", "stop"): Answer("", "Let me "),
+    ("recipient in the channel", "stop in a call"): Answer(calls=(("weather", CUT),), finish="tool_calls"),
+    ("recipient in the role", "stop in a call"): Answer(calls=(("weather", CUT),), finish="tool_calls"),
     ("final json", "schema"): Answer(JSON),
     ("final json", "object"): Answer(JSON),
     ("final constrain", "schema"): Answer(JSON),
@@ -185,8 +195,10 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
     assert length("none") == length("plain") < length("auto")
 
 
-# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space.
-CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name != "limited white space"]
+# The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
+# begin a call. `./inv up` proves both with the trained model (test_road.py).
+BIASED = {"limited white space", "a stop string in a tool call"}
+CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name not in BIASED]
 
 
 @pytest.mark.parametrize("name", CANARIES)
@@ -269,8 +281,92 @@ def test_the_responses_api_keeps_to_stop_strings(served):
     assert events[-1].response.output_text == text
 
 
-def test_no_response_can_be_continued(served):
-    """vLLM's fault: `store` is off unless VLLM_ENABLE_RESPONSES_API_STORE is set, and then nothing is ever removed."""
-    first = served.responses.create(model=MODEL, input=CUE_OF["final"], max_output_tokens=TOKENS)
-    with pytest.raises(openai.NotFoundError):
-        served.responses.create(model=MODEL, input="go on", previous_response_id=first.id, max_output_tokens=TOKENS)
+RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA}
+
+
+def respond(served, form, **options):
+    return served.responses.create(model=MODEL, input=CUE_OF[form], max_output_tokens=TOKENS, **options)
+
+
+def respond_streamed(served, form, **options):
+    """Ask for a stream, and return its last event's response; the deltas must add up to the same."""
+    events = list(respond(served, form, stream=True, **options))
+    response = events[-1].response
+    deltas = {kind: "".join(event.delta for event in events if event.type == kind) for kind in DELTAS}
+    calls = [item.arguments for item in response.output if item.type == "function_call"]
+    assert list(deltas.values()) == [response.output_text, "".join(calls)]
+    return response
+
+
+DELTAS = ["response.output_text.delta", "response.function_call_arguments.delta"]
+
+
+@pytest.mark.parametrize("ask", [respond, respond_streamed])
+@pytest.mark.parametrize("form", ["recipient in the channel", "recipient in the role"])
+def test_the_responses_api_gives_a_forbidden_call_as_a_message(served, form, ask):
+    response = ask(served, form, tools=[RESPONSES_TOOL], tool_choice="none")
+    assert [item.type for item in response.output] == ["message"]
+    assert response.output_text == JSON
+    assert response.usage.input_tokens == ask(served, form).usage.input_tokens  # the prompt lists no tool
+
+
+@pytest.mark.parametrize("ask", [respond, respond_streamed])
+def test_the_responses_api_cuts_a_stop_string_off_a_call(served, ask):
+    response = ask(served, "recipient in the channel", tools=[RESPONSES_TOOL], extra_body={"stop": ["Oslo"]})
+    assert [(item.type, item.arguments) for item in response.output] == [("function_call", CUT)]
+
+
+@pytest.mark.parametrize("ask", [respond, respond_streamed])
+def test_a_response_can_be_continued(served, ask):
+    """The second turn has the first one's messages; instructions and tools are those of each request."""
+    words = {"instructions": "Speak like a pirate.", "tools": [RESPONSES_TOOL]}
+    first = ask(served, "recipient in the channel", **words)
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+    shown = {"extra_body": {"enable_response_messages": True}}
+    options = {"model": MODEL, "max_output_tokens": TOKENS, **shown}
+    text = {"role": "user", "content": CUE_OF["two messages"]}
+    second = served.responses.create(
+        input=[result, text], previous_response_id=first.id, instructions="Be brief.", **options
+    )
+    assert [item.type for item in second.output] == ["reasoning", "message"]
+    assert second.output_text == DONE
+    prompt = json.dumps(second.input_messages)
+    assert "It rains." in prompt
+    assert json.dumps(JSON)[1:-1] in prompt
+    assert ("Be brief." in prompt, "pirate" in prompt, '"weather"' in prompt) == (True, False, False)
+    third = served.responses.create(input=CUE_OF["final"], previous_response_id=second.id, tools=[RESPONSES_TOOL],
+                                    **options)  # fmt: skip
+    prompt = json.dumps(third.input_messages)
+    assert DONE in prompt
+    assert ("Be brief." in prompt, '"weather"' in prompt) == (False, True)
+
+
+def test_the_last_responses_are_kept(scripted_server, served):
+    """One that is used again is kept longer. The refusal says why there is none, and what to do."""
+    kept, *_rest, lost = (respond(served, "final") for _ in range(2))
+    for _ in range(scripted_server.stored_responses):
+        assert served.responses.retrieve(kept.id).output_text == kept.output_text
+        respond(served, "final")
+    for ask in (served.responses.retrieve, lambda id_: respond(served, "final", previous_response_id=id_)):
+        with pytest.raises(openai.NotFoundError, match=f"{lost.id}.*not one of the last 3 .*conversation in `input`"):
+            ask(lost.id)
+    assert respond(served, "final", previous_response_id=kept.id).output_text == RIGHT["final", "plain"].content
+    with pytest.raises(openai.NotFoundError, match="No events"):
+        list(served.responses.retrieve(kept.id, stream=True))
+
+
+def test_a_response_that_is_not_stored_cannot_be_continued(served):
+    first = respond(served, "final", store=False)
+    with pytest.raises(openai.NotFoundError, match="store=False"):
+        respond(served, "final", previous_response_id=first.id)
+
+
+def test_a_background_response_is_kept_while_it_runs(scripted_server, served):
+    running = served.responses.create(
+        model=MODEL, input=CUE_OF["final"], background=True, extra_body={"ignore_eos": True}, max_output_tokens=2000
+    )
+    for _ in range(scripted_server.stored_responses + 1):
+        respond(served, "final")
+    assert served.responses.retrieve(running.id).status in {"queued", "in_progress"}
+    assert served.responses.cancel(running.id).status == "cancelled"

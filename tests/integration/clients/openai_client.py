@@ -168,6 +168,23 @@ def _(url, model):
     equal([item.type for item in events[-1].response.output], ["function_call"])
 
 
+@feature("Responses: tools: none")
+def _(url, model):
+    options = {"max_output_tokens": TOKENS, "tools": [RESPONSES_TOOL], "tool_choice": "none"}
+    response = client(url).responses.create(model=model, input=CALL, **options)
+    equal(([item.type for item in response.output], response.output_text), (["message"], '{"city": "Oslo"}'))
+
+
+@feature("Responses: previous_response_id")
+def _(url, model):
+    options = {"model": model, "max_output_tokens": TOKENS, "tools": [RESPONSES_TOOL]}
+    first = client(url).responses.create(input=CALL, **options)
+    output = [{"type": "function_call_output", "call_id": first.output[0].call_id, "output": f"7 degrees, {ANSWER}"}]
+    second = client(url).responses.create(input=output, previous_response_id=first.id, **options)
+    equal((second.output_text, second.previous_response_id), (DONE, first.id))
+    equal(second.usage.input_tokens > first.usage.input_tokens, True)
+
+
 @feature("log probabilities")
 def _(url, model):
     response = chat(url, model, ANSWER, logprobs=True, top_logprobs=2)
@@ -187,6 +204,11 @@ def _(url, model):
 def _(url, model):
     choice = chat(url, model, TOY, stop=["toy"]).choices[0]
     equal((choice.message.content, choice.finish_reason), ("I have a ", "stop"))
+
+
+@feature("stop in the arguments of a call")
+def _(url, model):
+    equal(calls(chat(url, model, CALL, tools=[TOOL], stop=["Oslo"])), [("weather", '{"city": "')])
 
 
 def metric(url, name):

@@ -47,7 +47,7 @@ def api():
         def log_message(self, *args):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    server = fake_api.Server(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield server.server_address[1]
     server.shutdown()

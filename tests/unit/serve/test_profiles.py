@@ -8,6 +8,7 @@ import pytest
 from sparkforge import pins
 from sparkforge.compile import toolchain
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.patching import status
 from sparkforge.pins import locks
 from sparkforge.serve import profiles
 
@@ -132,7 +133,7 @@ def test_a_profile_for_the_spark_takes_the_hardware_path_and_graphs_for_5_and_10
     assert flags["--moe-backend"] == "flashinfer_cutlass"
     assert flags["--quantization-config.moe.activation"] == "mxfp8"
     assert flags["--attention-backend"] == "FLASHINFER"
-    assert profile.variables() == {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    assert profile.variables() == {"VLLM_HAS_FLASHINFER_CUBIN": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     assert {"--quantization", "--enable-lora", "--enforce-eager"}.isdisjoint(flags)
     sizes = json.loads(flags["--compilation-config"])["cudagraph_capture_sizes"]
     assert {1, 5, 10} <= set(sizes)
@@ -164,3 +165,13 @@ def test_every_profile_calls_tools_and_lets_answers_end(name):
     assert flags["--enable-auto-tool-choice"] == ""
     assert flags["--tool-call-parser"] == "openai"
     assert 0 < int(flags["--shutdown-timeout"]) < 60  # Compose kills after 60 s
+
+
+@pytest.mark.parametrize("stack", pins.load().stacks)
+def test_responses_are_stored_where_the_store_is_bounded(stack):
+    """By patch 0011; without it the server's memory grows."""
+    names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
+    bounded = "0011-bound-the-store-of-responses.patch" in names
+    for name in ["embedded"] if stack == "embedded" else ["safe", "fast", "long-context", "fast-load"]:
+        stored = profiles.named(name, stack=stack).variables()["VLLM_ENABLE_RESPONSES_API_STORE"]
+        assert bounded == (stored == "1")

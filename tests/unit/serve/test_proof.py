@@ -1,6 +1,7 @@
 """What a start proves: requests whose answers are forced, for every model of the vocabulary."""
 
 import re
+import threading
 
 import fake_api
 import pytest
@@ -32,6 +33,12 @@ FAULTS = {
     "a JSON response": ({"output": [{"type": "mcp_call"}]}, r"its items are \['mcp_call'\]"),
     "a malformed header": (LOST, "content is None and not 'Paris'"),
     "a forbidden call": (LOST, "content is None and not 'Paris'"),
+    "a forbidden call in a response": ({"output": [{"type": "function_call"}]}, r"its items are \['function_call'\]"),
+    "a stop string in a tool call": (
+        {"choices": [{"message": {"tool_calls": [{"function": {"arguments": '{"city'}}]}}]},
+        "do not end before the stop string",
+    ),
+    "an unknown response": ("the server answered 404: Response with id 'resp_0' not found.", "does not say what to do"),
     "a refused schema": ("the server answered 400: Invalid grammar specification", "does not name the fault"),
     "a refused image": ("the server answered 400: no", "does not name the fault"),
     "limited white space": ({"choices": [{"finish_reason": "length"}]}, "does not end within 32 tokens"),
@@ -39,11 +46,10 @@ FAULTS = {
 
 
 def test_every_patch_of_the_answers_has_a_canary():
-    """0001 to 0003 are the hardware's; 0006 is proved by a call that every stack is sent."""
+    """0001 to 0003 are the hardware's; what 0012 changes is seen in a prompt, not in an answer."""
     for stack in ("embedded", "spark-next"):
         names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
-        answers = {name for name in names if "harmony" in name or "structural-tag" in name or "final-json" in name}
-        assert {name for name in answers if "stop-strings" not in name} == PATCHES
+        assert {name for name in names if "0004" <= name < "0012"} == PATCHES
     assert set(FAULTS) == {name for name, call in proof.CALLS.items() if call.patch}
 
 
@@ -62,9 +68,10 @@ def sent(monkeypatch, patches):
             raise client.unanswered(name, f"the server answered {code}: {value['error']['message']}")
         return value
 
-    def refusal(name, *rest):
+    def refusal(name, url, path, body, timeout, key, status):
+        assert fake_api.answer(body)[0] == status
         with pytest.raises(ServerError) as caught:
-            request(name, *rest)
+            request(name, url, path, body)
         return caught.value.why
 
     monkeypatch.setattr(client, "request", request)
@@ -77,3 +84,24 @@ def sent(monkeypatch, patches):
 def test_canaries_are_sent_for_the_patches_that_a_stack_has(monkeypatch):
     assert set(sent(monkeypatch, PATCHES)) == set(proof.CALLS)
     assert set(sent(monkeypatch, ())) == set(proof.CALLS) - set(FAULTS)
+
+
+def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
+    """The calls are answered side by side, in any order: none of them waits for another."""
+    everyone = threading.Barrier(len(proof.CALLS))
+    broken = {"a chat": "role", "a tool call": "content"}
+
+    def fault_of(name, *_):
+        everyone.wait(timeout=60)
+        if name == "a streamed chat":
+            raise client.unanswered(name, "the server answered 500")
+        return broken.get(name, "")
+
+    monkeypatch.setattr(proof, "fault_of", fault_of)
+    with pytest.raises(ServerError) as caught:
+        proof.prove("http://127.0.0.1:1", "m", 60.0, patches=PATCHES)
+    assert caught.value.why == "the request for a chat: role; failed, too: a streamed chat, a tool call"
+
+
+def test_what_was_proved_is_in_the_order_of_the_calls(monkeypatch):
+    assert list(sent(monkeypatch, PATCHES)) == list(proof.CALLS)

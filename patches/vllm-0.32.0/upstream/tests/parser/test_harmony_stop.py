@@ -67,6 +67,7 @@ JSON = '{"a": 1}'
 
 
 FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+CALL = "<|channel|>commentary to=functions.f json<|message|>"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -77,7 +78,14 @@ FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
         (f"{FINAL}I have a toy", "a toy", ("", "I have ", [])),
         (f"{FINAL}toy", ["toy"], ("", "", [])),
         (f"{THOUGHT}I have a toy", ["long string", "toy"], ("I have a ", "", [])),
-        (f"{THOUGHT}Hm.<|end|><|start|>assistant{FINAL}Yes.", ["."], ("Hm.", "Yes", [])),
+        (
+            f"{THOUGHT}Hm.<|end|><|start|>assistant{FINAL}Yes.",
+            ["."],
+            ("Hm.", "Yes", []),
+        ),
+        (f'{CALL}{{"a": "toy', ["toy"], ("", "", [("f", '{"a": "')])),
+        (f"{CALL}toy", ["toy"], ("", "", [("f", "")])),
+        (f"{CALL}{JSON}<|call|>", ["toy"], ("", "", [("f", JSON)])),
         (f"{FINAL}I have a", ["a toy"], ("", "I have a", [])),
         (f"{FINAL}I have a toy<|return|>", ["a toys"], ("", "I have a toy", [])),
     ],
