@@ -339,3 +339,30 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     assert json.loads((release.state / "known-good.json").read_text()) == document
     assert release.id() == served
     assert release.running() == []
+
+
+def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
+    """Two images of the embedded stack, each with its own settings, and vLLM itself in both."""
+    folder = tmp_path_factory.mktemp("real")
+    release = release_of(engine, folder, free_port(), "sparkforge-real/vllm")
+    images = [
+        release.id("sparkforge/vllm:embedded"),
+        derive(engine, folder / "next", "sparkforge/vllm:embedded", "LABEL org.sparkforge.test=next"),
+    ]
+    try:
+        for image, length in zip(images, ("1024", "2048"), strict=True):
+            release.inv("down")
+            engine.docker("tag", image, release.name)
+            release.up(MAX_MODEL_LEN=length)
+        for number in range(figures.repeats):
+            with figures.measured("rollback to the first answers"):
+                said = release.good("rollback")
+            assert "first answers received, proved: " in said
+            (container,) = release.running()
+            assert container["Image"] == release.id() == images[number % 2]
+            assert f"SPARKFORGE_MAX_MODEL_LEN={1024 * (1 + number % 2)}" in container["Config"]["Env"]
+            assert first_token(release.port, "tiny-gpt-oss")
+    finally:
+        release.inv("down")
+        engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
+        release.remove()
