@@ -89,7 +89,8 @@ def variables(
         folder = paths.typed(model).absolute()
         served_name(folder)
         if cache := local.hub_cache_of(folder):  # a snapshot's files are links to elsewhere in the cache
-            environment |= {"HF_HOME": str(cache), "SPARKFORGE_MODEL": f"{local.MOUNTED / folder.relative_to(cache)}"}
+            mounted = local.MOUNTED / "hub" / folder.relative_to(cache)
+            environment |= {"HF_HUB_CACHE": str(cache), "SPARKFORGE_MODEL": str(mounted)}
         else:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
     settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start

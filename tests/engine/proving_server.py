@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from fake_api import Api  # tests/fake_api.py, copied beside this file
+sys.path.insert(0, str(Path(__file__).parent))  # the image's PYTHONSAFEPATH leaves it out
+from fake_api import Api  # noqa: E402 - tests/fake_api.py, copied beside this file
 
 if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":
     sys.exit(1)

@@ -18,6 +18,7 @@ CHECKOUT = "/srv/spark forge 100% ä"
 STATE = "/var/lib/state of ä"
 MODEL = "/srv/models %h/tiny"
 UNIT = "/etc/systemd/system/sparkforge.service"
+SERVER = "^/usr/bin/python3 .*api_server"  # its command line; its supervisor's begins with another interpreter
 BASE = os.environ.get("ENGINE_SYSTEMD_BASE") or "docker.io/sparkforge-ci/debian:bookworm-slim"
 MAKE_STATE = """
 import json
@@ -149,13 +150,13 @@ def test_a_killed_server_comes_back_and_one_that_always_dies_stays_stopped(machi
     machine.sh(f"mkdir -p {UNIT}.d && printf '[Service]\\nRestartSec=1\\nRestartSteps=0\\n' > {UNIT}.d/fast.conf")
     machine.sh("systemctl daemon-reload")
 
-    machine.sh("kill -9 $(pgrep -f 'api[_]server' | tail -n 1)")  # the server, the newest of them
+    machine.sh(f"kill -9 $(pgrep -f '{SERVER}')")
     machine.until("NRestarts", "1")
     machine.until("ActiveState", "active")
     machine.sh("kill -9 $(systemctl show -p MainPID --value sparkforge.service)")  # `./inv up` itself
     machine.until("NRestarts", "2")
     machine.until("ActiveState", "active")
-    assert machine.sh("pgrep -fc 'supervise[.]py'").strip() == "1", "the killed launcher's server is gone"
+    assert machine.sh(f"pgrep -fc '{SERVER}'").strip() == "1", "the killed launcher's server is gone"
 
     machine.sh("touch /var/lib/stand-in/die; systemctl reset-failed; systemctl restart --no-block sparkforge.service")
     machine.until("ActiveState", "failed", seconds=900)
