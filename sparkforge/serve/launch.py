@@ -21,7 +21,7 @@ from sparkforge.core.process import spawn, started_at, terminate, terminate_sess
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
 from sparkforge.patching import status
-from sparkforge.serve import client, known_good, logs, proof, record
+from sparkforge.serve import client, hold, known_good, logs, proof, record
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
@@ -30,7 +30,8 @@ LOOPBACK = "127.0.0.1"
 # The mark of a server stands there.
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
 READY_SECONDS = 900.0  # a slow disk and two cores; a broken start ends by itself long before
-LOCK, START = "serve.lock", "start a server"
+LOCK, START = "serve.lock", hold.START
+STOP = "stop the server"
 CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container 60 s (stop_grace_period)
 
 
@@ -142,7 +143,7 @@ def proved(server: Server, seconds: float, key: str, stack: str) -> Server:
 
 
 def down() -> Server | None:
-    """End a start or a rollback that is under way, then do what `stop` does.
+    """End a start or a rollback that is under way, or waits after a refusal, then do what `stop` does.
 
     Raises what `stop` raises, and StorageError if another command holds the lock that long.
     """
@@ -150,15 +151,15 @@ def down() -> Server | None:
     if not lock.exists():  # nothing was ever started here
         return stop()
     deadline = time.monotonic() + CANCEL_SECONDS
-    asked = None
+    asked: set[int] = set()
     while True:
-        if (pid := holder(lock, START)) and pid != asked:
+        for pid in {holder(path, START) for path in (lock, lock.with_name(hold.LOCK))} - {None, *asked}:
             say(f"pid {pid} is starting a server; it is asked to end, which may take a minute")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)  # as Ctrl-C: it ends what it has started
-            asked = pid
+            asked.add(pid)
         try:
-            with locked(lock, "stop the server"):
+            with locked(lock.with_name(hold.LOCK), STOP), locked(lock, STOP):
                 return stop()
         except StorageError as error:
             if error.code != "storage.busy" or time.monotonic() > deadline:

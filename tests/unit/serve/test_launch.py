@@ -487,10 +487,13 @@ def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):
 
 
 STARTING = """
-import signal, sys, time
-from sparkforge.core import interrupt
-from sparkforge.serve import launch
-with interrupt.caught(), launch.starting():
+import sys, time
+from sparkforge.core import interrupt, paths
+from sparkforge.core.files import locked
+from sparkforge.serve import hold, launch
+waits = sys.argv[1] == "waits"
+(paths.state() / launch.LOCK).touch()  # a start that waits has held it
+with interrupt.caught(), locked(paths.state() / hold.LOCK, hold.START) if waits else launch.starting():
     try:
         print("starting", flush=True)
         time.sleep(600)
@@ -500,8 +503,11 @@ with interrupt.caught(), launch.starting():
 """
 
 
-def test_down_ends_a_start_that_is_under_way_and_waits_for_it(capsys):
-    with subprocess.Popen([sys.executable, "-c", STARTING], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as start:
+@pytest.mark.parametrize("kind", ["starts", "waits"])
+def test_down_ends_a_start_that_is_under_way_and_waits_for_it(kind, capsys):
+    state().mkdir(exist_ok=True)
+    command = [sys.executable, "-c", STARTING, kind]
+    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as start:
         assert start.stdout.readline() == "starting\n"
         with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
             launch.down()
