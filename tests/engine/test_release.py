@@ -405,6 +405,7 @@ def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, 
     """Two images of the embedded stack, each with its own settings, and vLLM itself in both."""
     folder = tmp_path_factory.mktemp("real")
     release = release_of(engine, folder, free_port(), "sparkforge-real/vllm")
+    release.environment["SPARKFORGE_COMPOSE_FILES"] = str(folder / "override.yml")  # the product's own health check
     images = [
         release.id("sparkforge/vllm:embedded"),
         derive(engine, folder / "next", "sparkforge/vllm:embedded", "LABEL org.sparkforge.test=next"),
