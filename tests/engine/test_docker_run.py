@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -116,6 +117,19 @@ def test_a_stop_while_the_model_loads_ends_with_143(project, run):
     wait_for(lambda: "non-default args" in project.engine.docker("logs", name, both=True))
     project.engine.docker("stop", "--time", "120", name)
     assert project.engine.inspect(name)["State"]["ExitCode"] == 143
+
+
+def test_a_server_that_always_fails_waits_longer_each_time_and_is_then_held(project, run):
+    docker, inspect = project.engine.docker, project.engine.inspect
+    options = ("--restart", "on-failure:3", "-e", "SPARKFORGE_VALIDATE=off")
+    name = run.start("tiny", "--no-such-flag", options=options)
+    wait_for(lambda: "the server ended too often" in docker("logs", name, both=True))
+    log = docker("logs", name, both=True)
+    first, second = map(int, re.findall(r"the next one starts in (\d+) s", log))
+    assert first <= 2 < second <= 8
+    assert log.count("vLLM's API server starts") == 3
+    assert (inspect(name)["State"]["Running"], inspect(name)["RestartCount"]) == (True, 3)
+    wait_for(lambda: any("ended too often" in look["Output"] for look in inspect(name)["State"]["Health"]["Log"]))
 
 
 def test_a_validation_needs_no_privilege_and_writes_nothing_outside(run, cache):
