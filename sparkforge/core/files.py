@@ -217,10 +217,11 @@ def holder(path: Path, purpose: str) -> int | None:
     """
     try:
         pid, _, what = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")
-        files = [os.readlink(entry) for entry in Path("/proc", str(int(pid)), "fd").iterdir()]
+        descriptors = list(Path("/proc", str(int(pid)), "fd").iterdir())
     except (OSError, ValueError):  # no such process, or another user's
         return None
-    return int(pid) if what == purpose and str(path.resolve()) in files else None
+    is_open = str(path.resolve()) in map(os.path.realpath, descriptors)
+    return int(pid) if is_open and what == purpose else None
 
 
 def _holder(path: Path) -> str:
