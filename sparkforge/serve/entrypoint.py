@@ -181,8 +181,8 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)
         if token := local.visible_token():
-            hub = f"{local.MOUNTED}/hub"
-            say(f"NOTE: the server can read your token {token}; without it: docker run -v ~/.cache/huggingface/hub:{hub}:ro")
+            mount = f"-v ~/.cache/huggingface/hub:{local.MOUNTED}/hub:ro"
+            say(f"NOTE: the server can read your token {token}; without it: docker run {mount}")
     if flag_value(more, QUANTIZATION) == "mxfp4":
         # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
         # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.

@@ -44,7 +44,8 @@ def until_admitted(
 ) -> T:
     """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
 
-    `waiting` is entered while it waits. `watched` are the model's folder and other places whose change is a reason to validate at once.
+    `waiting` is entered while it waits. `watched` are the model's folder and other places whose change is a reason to
+    validate at once.
     """
     places = list(watched)
     for seconds in pauses():

@@ -153,7 +153,8 @@ def down() -> Server | None:
     deadline = time.monotonic() + CANCEL_SECONDS
     asked: set[int] = set()
     while True:
-        for pid in {holder(path, START) for path in (lock, lock.with_name(hold.LOCK))} - {None, *asked}:
+        holders = [holder(path, START) for path in (lock, lock.with_name(hold.LOCK))]
+        for pid in [pid for pid in holders if pid is not None and pid not in asked]:
             say(f"pid {pid} is starting a server; it is asked to end, which may take a minute")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)  # as Ctrl-C: it ends what it has started

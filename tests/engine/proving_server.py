@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # the image's PYTHONSAFEPATH leaves it out
-from fake_api import Api  # noqa: E402 - tests/fake_api.py, copied beside this file
+from fake_api import Api
 
 if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":
     sys.exit(1)

@@ -84,8 +84,9 @@ def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
     def require_running():
         assert project.engine.inspect(name)["State"]["Status"] == "running", log()[-6000:]
 
-    for number in range(figures.repeats):
-        if number:
+    name = ""
+    for _ in range(figures.repeats):
+        if name:
             project.engine.docker("stop", "--time", "60", name)
         port = free_port()
         options = ("--gpus", "all", "-p", f"127.0.0.1:{port}:8000", "-v", f"{cache}:{MOUNTED}", "--shm-size", "1g")

@@ -167,7 +167,7 @@ def shipped(engine, tmp_path_factory, free_port):
 
 @contextlib.contextmanager
 def serving_registry(folder, address, tls=None, auth=None):
-    """Run Debian's docker-registry on `address`, a host and a port; `tls` and `auth` are tables of its configuration."""
+    """Run Debian's docker-registry on `address`, HOST:PORT; `tls` and `auth` are tables of its configuration."""
     storage = {"filesystem": {"rootdirectory": str(folder / "data")}, "delete": {"enabled": True}}
     http = {"addr": address, **({"tls": tls} if tls else {})}
     config = {"version": 0.1, "log": {"level": "error"}, "http": http, "storage": storage}
@@ -204,7 +204,7 @@ HTPASSWD = "spark:$2b$05$J4.slEh6GAsoEbsfsPUWeOvETGcIQsbEBLZKOnDjXc2WAvSmljUZ2\n
 
 @pytest.fixture
 def closed_registry(engine, tmp_path, free_port):
-    """A registry with a certificate of its own and a login, on the engine's bridge: docker trusts the loopback address."""
+    """A registry with a certificate of its own and a login, on the engine's bridge: loopback needs no certificate."""
     bridge = json.loads(engine.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
     words = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{bridge}"
     files = {"certificate": str(tmp_path / "ca.crt"), "key": str(tmp_path / "key.pem")}
