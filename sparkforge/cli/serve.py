@@ -104,12 +104,12 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
 def down(_ctx: Context) -> None:
     """Stop the server and every process it started.
 
-    Where nothing runs it says so, and ends with 0 all the same.
+    It ends a start or a rollback that is under way, too. Where nothing runs it says so, and ends with 0 all the same.
     """
     from sparkforge.serve import launch, screen
 
     try:
-        stopped = launch.stop()
+        stopped = launch.down()
     except ServerError as error:
         if error.code != "server.not-running":
             raise

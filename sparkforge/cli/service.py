@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from invoke.context import Context
@@ -27,6 +28,8 @@ SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
     allow_hosts="more names for the Host header, with commas",
     stack="a stack of pins.toml; default: the device's",
     now="start it too",
+    rest="vllm_flags",
+    vllm_flags="vLLM's own flags, as for up",
 )
 def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
@@ -42,6 +45,7 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     allow_hosts: str = "",
     stack: str = "",
     now: bool = False,
+    vllm_flags: Sequence[str] = (),
 ) -> None:
     """Have systemd start the server at boot and after a crash.
 
@@ -59,12 +63,13 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     model = caller_path(model) or settings.checkpoint(named, caller_path(named))
     key_file = caller_path(api_key_file) if api_key_file else api_key_file
     address = passed.address(host, key_file)
-    variables = passed.with_context(os.environ, context, ())
+    variables = passed.with_context(os.environ, context, vllm_flags)
     choice = choose(device)
+    flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
     say(f"device: {choice.device}, because {choice.why}")
     if choice.container:
         container.variables(model, profile, number, key_file, allow_hosts, stack)
-        container.passed_on(variables, host and address, number, allow_hosts, ())
+        container.passed_on(variables, host and address, number, allow_hosts, flags)
     else:
         embedded.check(model, profile, key_file, allow_hosts)
         embedded.vllm_arguments(variables)
@@ -81,7 +86,7 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
         "stack": stack,
     }
     service.install(
-        tuple(f"--{name}={value}" for name, value in options.items() if value),
+        (*(f"--{name}={value}" for name, value in options.items() if value), *(("--", *flags) if flags else ())),
         system=system,
         account=user,
         container=choice.container,

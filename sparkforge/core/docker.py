@@ -17,6 +17,7 @@ INSTALL = "install Docker Engine: https://docs.docker.com/engine/install"
 POLL_SECONDS = 0.2
 LOG_END = 8192  # characters of a build's log that show how it ended; programs may print anything before
 # BuildKit's plain progress: "#12 [runtime 3/5] RUN …", and what a step prints: "#12 4.21 text".
+_REGISTRY = re.compile(r"https?://([^/\s\"]+)/v2/")  # in a message; takes the place of HOST in a fix
 _BUILD_STEP = re.compile(r"^#\d+ (\[[^\]]+\] .{0,60})", re.MULTILINE)
 
 
@@ -57,6 +58,13 @@ COMPLAINTS = (
         "engine.registry",
         "the registry speaks plain HTTP, which docker accepts on the loopback address only",
         "give it TLS; or, in a network of your own, name it in insecure-registries of /etc/docker/daemon.json",
+    ),
+    _means(
+        r"x509: |failed to verify certificate",
+        errors.EngineError,
+        "engine.registry",
+        "the registry's certificate is not trusted",
+        "put the certificate of its authority into /etc/docker/certs.d/HOST/ca.crt, then run the same command again",
     ),
     # A build's base has the same words, on another line, and a fix of its own above.
     Complaint(
@@ -142,7 +150,9 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
         return StorageError("the Docker engine has no space left", match[0].strip()[:500], PRUNE, code="storage.full")
     for complaint in COMPLAINTS:
         if match := complaint.pattern.search(text):
-            return complaint.error(complaint.failure, match[0].strip()[:500], complaint.fix, code=complaint.code)
+            host = _REGISTRY.search(match[0])
+            fix = complaint.fix.replace("HOST", host[1]) if host else complaint.fix
+            return complaint.error(complaint.failure, match[0].strip()[:500], fix, code=complaint.code)
     tail = "\n        ".join(line for line in text.strip().splitlines()[-TAIL_LINES:] if line.strip())
     return EngineError(failure, tail or "it printed nothing", fix, code="engine.failed")
 

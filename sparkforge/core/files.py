@@ -210,6 +210,20 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
                 os.ftruncate(file.fileno(), 0)
 
 
+def holder(path: Path, purpose: str) -> int | None:
+    """Return the id of the process of ours that holds the lock `path` for `purpose`; None if there is none.
+
+    A killed holder leaves its line in the file, so the process must have the file open, too.
+    """
+    try:
+        pid, _, what = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")
+        descriptors = list(Path("/proc", str(int(pid)), "fd").iterdir())
+    except (OSError, ValueError):  # no such process, or another user's
+        return None
+    is_open = str(path.resolve()) in map(os.path.realpath, descriptors)
+    return int(pid) if is_open and what == purpose else None
+
+
 def _holder(path: Path) -> str:
     """Return who holds the lock `path`, as it wrote it there: " (pid 12: start a server)"; empty if it did not yet."""
     deadline = time.monotonic() + HOLDER_SECONDS

@@ -22,6 +22,7 @@ from pathlib import Path
 from sparkforge import pins
 from sparkforge.compile import cache, toolchain
 from sparkforge.compile.flashinfer import build as flashinfer_build
+from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.jobs import make_schedule
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.vllm import build as vllm_build
@@ -326,6 +327,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     Raises UsageError where there is nothing to compile, and the errors of both builds.
     """
     checkout, table = named(name), pins.load()
+    _require_meaningful(name, stack, options, table)
     root = root_of(checkout, sources)
     if root is None:
         why = f"{sources / name} holds none; the stack {stack} serves the installed package"
@@ -354,6 +356,17 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if is_complete:
         _write_record(checkout, before)
     say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
+
+
+def _require_meaningful(name: str, stack: str, options: BuildOptions, table: Pins) -> None:
+    """Raise UsageError for an option of the other build, or for a set that the stack's kernel table does not have."""
+    values = {"set": options.set_name, "targets": options.targets, "sources": options.git_sources}
+    for option, value in values.items():
+        owner = "flashinfer" if option == "set" else "vllm"
+        if value and name != owner:
+            raise UsageError(f"--{option} has no meaning for {name}", f"it is for {owner}", "leave it out")
+    if options.set_name:
+        sets.load(table.component(stack, "flashinfer").version).chosen(options.set_name)
 
 
 def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:

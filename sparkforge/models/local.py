@@ -17,7 +17,8 @@ from sparkforge.models import table
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODELS = Path("/models")  # where Compose mounts a folder of models
-MOUNTED = Path("/root/.cache/huggingface")  # where people mount their cache with `docker run`, and Compose does
+MOUNTED = Path("/root/.cache/huggingface")  # where people mount their cache with `docker run`; Compose mounts its hub
+TOKENS = ("token", "stored_tokens")  # what `hf auth login` writes beside the folder hub
 
 
 def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
@@ -63,6 +64,11 @@ def hub_caches(env: Mapping[str, str]) -> list[Path]:
     homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
     roots = [paths.typed(home).absolute() for home in homes if home]
     return list(dict.fromkeys(folder for root in (*roots, MODELS) for folder in (root / "hub", root)))
+
+
+def visible_token() -> Path | None:
+    """Return a Hugging Face token that was mounted with the cache and that this process can read; None for none."""
+    return next((MOUNTED / name for name in TOKENS if os.access(MOUNTED / name, os.R_OK)), None)
 
 
 def name_of(folder: Path) -> str:

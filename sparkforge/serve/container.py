@@ -19,7 +19,7 @@ from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
-from sparkforge.core.files import write_json
+from sparkforge.core.files import write_atomic, write_json
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
 from sparkforge.image.compose import SERVICE, Service
@@ -89,7 +89,8 @@ def variables(
         folder = paths.typed(model).absolute()
         served_name(folder)
         if cache := local.hub_cache_of(folder):  # a snapshot's files are links to elsewhere in the cache
-            environment |= {"HF_HOME": str(cache), "SPARKFORGE_MODEL": f"{local.MOUNTED / folder.relative_to(cache)}"}
+            mounted = local.MOUNTED / "hub" / folder.relative_to(cache)
+            environment |= {"HF_HUB_CACHE": str(cache), "SPARKFORGE_MODEL": str(mounted)}
         else:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
     settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start
@@ -257,6 +258,8 @@ def _start(
 ) -> Server:
     """Start the service of our Compose files, or of `file`, and return the server that proved itself."""
     try:
+        paths.secure_state()
+        write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
         docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file)
         with engine.connected() as client:
             container = _find_container(client)
@@ -275,11 +278,13 @@ def _start(
                 profile=container_settings.serve_profile,
             )
             record.write(server)
+            record.begun_path().unlink()
             server = _wait(client, server, service.stack, tell)
-    except BaseException:  # also Ctrl-C: a server that nobody waits for must not stay
-        record.forget()
+    except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
         with suppress(SparkforgeError):  # the first error is the one to report
-            docker_compose.stop(env)
+            (docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)(env)
+            record.begun_path().unlink(missing_ok=True)
+        record.forget()
         raise
     tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     return server

@@ -180,6 +180,9 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
         if cache := local.hub_cache_of(folder):  # a drafter or another tokenizer that is named lies there too
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)
+        if token := local.visible_token():
+            mount = f"-v ~/.cache/huggingface/hub:{local.MOUNTED}/hub:ro"
+            say(f"NOTE: the server can read your token {token}; without it: docker run {mount}")
     if flag_value(arguments, QUANTIZATION) == "mxfp4":
         # It names the checkpoint's own format. Beside a profile it would do more: with a flag of --quantization-config
         # vLLM takes it for the linear layers too, and on a CPU it stands for stock vLLM's method, which needs AMX.

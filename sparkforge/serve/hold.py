@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from sparkforge.core import notify, paths
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import RefusalError
+from sparkforge.core.files import locked
 
+LOCK, START = "hold.lock", "start a server"  # held while a start waits, so that `./inv down` finds it
 FIRST, LONGEST = 30.0, 1800.0  # seconds before a refused start validates again: the first pause, and the longest
 POLL = 2.0  # seconds between two looks at what may have changed
 DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), ("nvidia*", "dri/*")
@@ -34,10 +36,16 @@ def pauses() -> Iterator[float]:
         seconds = min(2 * seconds, LONGEST)
 
 
-def until_admitted(start: Callable[[], T], watched: Iterable[Path], tell: Callable[[str], None]) -> T:
+def until_admitted(
+    start: Callable[[], T],
+    watched: Iterable[Path],
+    tell: Callable[[str], None],
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> T:
     """Call `start` until no validator refuses, and return its value; `tell` gets what is waited for, in one line.
 
-    `watched` are the model's folder and other places whose change is a reason to validate at once.
+    `waiting` is entered while it waits. `watched` are the model's folder and other places whose change is a reason to
+    validate at once.
     """
     places = list(watched)
     for seconds in pauses():
@@ -48,7 +56,9 @@ def until_admitted(start: Callable[[], T], watched: Iterable[Path], tell: Callab
             when = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
             reason = " ".join(error.why.split())
             tell(f"refused: {error.what}: {reason}; validates again at {when}, or when model, driver or devices change")
-        if wait(seconds, places):
+        with waiting():
+            changed = wait(seconds, places)
+        if changed:
             say("something has changed; validating again")
     raise AssertionError("pauses never end")  # pragma: no cover
 
@@ -69,12 +79,14 @@ def held(command: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises what the command raises."""
+        """Raises what the command raises, and StorageError if another start of this checkout waits."""
         if not kwargs.get("hold"):
             return command(*args, **kwargs)
         model = str(kwargs.get("model") or "")
         watched = [paths.typed(model)] if model else [paths.ROOT / "models"]
-        return until_admitted(lambda: command(*args, **kwargs), watched, _tell)
+        return until_admitted(
+            lambda: command(*args, **kwargs), watched, _tell, lambda: locked(paths.state() / LOCK, START)
+        )
 
     return wrapped
 

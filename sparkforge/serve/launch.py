@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkforge import pins
 from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say
-from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.core.files import locked
+from sparkforge.core.errors import ServerError, StorageError, UsageError
+from sparkforge.core.files import holder, locked
 from sparkforge.core.process import spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
 from sparkforge.patching import status
-from sparkforge.serve import client, known_good, logs, proof, record
+from sparkforge.serve import client, hold, known_good, logs, proof, record
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
@@ -29,6 +30,9 @@ LOOPBACK = "127.0.0.1"
 # The mark of a server stands there.
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
 READY_SECONDS = 900.0  # a slow disk and two cores; a broken start ends by itself long before
+LOCK, START = "serve.lock", hold.START
+STOP = "stop the server"
+CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container 60 s (stop_grace_period)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def starting() -> Iterator[None]:
 @contextmanager
 def alone() -> Iterator[None]:
     """Be the only command of this checkout that starts a server. Raises StorageError, which names the other one."""
-    with locked(paths.state() / "serve.lock", "start a server"):
+    with locked(paths.state() / LOCK, START):
         yield
 
 
@@ -73,6 +77,9 @@ def make_ready() -> None:
     if leftovers := record.leftovers():
         say(f"{record.describe_left(leftovers)}; they are ended first")
         terminate(leftovers)
+    if record.begun_path().exists():
+        say("a killed start left a container; it is removed first")
+        _remove_container()
 
 
 def refuse_second() -> None:
@@ -135,18 +142,45 @@ def proved(server: Server, seconds: float, key: str, stack: str) -> Server:
     return server
 
 
+def down() -> Server | None:
+    """End a start or a rollback that is under way, or waits after a refusal, then do what `stop` does.
+
+    Raises what `stop` raises, and StorageError if another command holds the lock that long.
+    """
+    lock = paths.state() / LOCK
+    if not lock.exists():  # nothing was ever started here
+        return stop()
+    deadline = time.monotonic() + CANCEL_SECONDS
+    asked: set[int] = set()
+    while True:
+        holders = [holder(path, START) for path in (lock, lock.with_name(hold.LOCK))]
+        for pid in [pid for pid in holders if pid is not None and pid not in asked]:
+            say(f"pid {pid} is starting a server; it is asked to end, which may take a minute")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)  # as Ctrl-C: it ends what it has started
+            asked.add(pid)
+        try:
+            with locked(lock.with_name(hold.LOCK), STOP), locked(lock, STOP):
+                return stop()
+        except StorageError as error:
+            if error.code != "storage.busy" or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 def stop() -> Server | None:
     """End the running server with all its children, and what killed servers left; return the server's record.
 
-    Returns None if there were only processes that nobody recorded. Raises ServerError if there was nothing to end.
+    Returns None if there were only processes, or a container, that nobody recorded. Raises ServerError if there was
+    nothing to end.
     """
     recorded = record.read()
     leftovers = record.leftovers()
     if leftovers:
         say(f"{record.describe_left(leftovers)}; they are ended")
         terminate(leftovers)
-    if recorded and recorded.container:  # one that has ended is still there, and goes too
-        docker_compose.down({})
+    if (recorded and recorded.container) or record.begun_path().exists():  # one that has ended goes too
+        _remove_container()
         record.forget()
     elif leftovers and not (recorded and recorded.alive):
         record.forget()
@@ -154,6 +188,11 @@ def stop() -> Server | None:
         recorded = record.running()
         _end(recorded)
     return recorded
+
+
+def _remove_container() -> None:
+    docker_compose.down({})
+    record.begun_path().unlink(missing_ok=True)
 
 
 def _end(server: Server) -> None:

@@ -124,6 +124,11 @@ def end_path(state: Path | None = None) -> Path:
     return (state or paths.state()) / "server.end.json"
 
 
+def begun_path() -> Path:
+    """Return the file that is there while a container is started and `server.json` does not name it yet."""
+    return paths.state() / "container.begun"
+
+
 def log_path() -> Path:
     """Return where the server's output goes."""
     return paths.state() / "logs" / "server.log"

@@ -8,12 +8,17 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from sparkforge.bench.machine import facts
+from sparkforge.core.files import write_json
 from sparkforge.core.paths import ROOT
+from sparkforge.serve import client
 
 HERE = ROOT / "tests/engine"
 PROJECT = os.environ.get("ENGINE_PROJECT", "sparkforge-test")  # another one where two use the same engine
@@ -91,6 +96,47 @@ class Project:
                 return
             time.sleep(1)
         pytest.fail(f"{service} is not healthy: {self.state(service)}\n{self.logs(service)[-6000:]}")
+
+
+@dataclass
+class Figures:
+    """Times that a user waits for, in seconds, with the machine's load when each began."""
+
+    repeats: int
+    times: dict = field(default_factory=dict)
+
+    @contextmanager
+    def measured(self, name):
+        load, began = os.getloadavg()[0], time.monotonic()
+        yield
+        seconds = round(time.monotonic() - began, 1)
+        self.times.setdefault(name, []).append({"seconds": seconds, "load": round(load, 1)})
+        print(f"{name}: {seconds} s, load {load:.1f}")
+
+
+@pytest.fixture(scope="session")
+def figures():
+    """Measure once; with ENGINE_FIGURES=FILE thrice, and write the times and the machine's facts into that file."""
+    file = os.environ.get("ENGINE_FIGURES")
+    measured = Figures(3 if file else 1)
+    yield measured
+    if file and measured.times:
+        write_json(Path(file), {"machine": facts(), "seconds_to": measured.times})
+
+
+@pytest.fixture(scope="session")
+def first_token():
+    """Return what waits for the first token of a server on this machine; `check` raises if it can never come."""
+
+    def wait(port, model, check=lambda: None, seconds=900):
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
+        while not client.healthy(url):
+            check()
+            assert time.monotonic() < end, "no server became healthy"
+            time.sleep(0.25)
+        return client.first_token(url, model, 60)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

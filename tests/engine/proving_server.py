@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # the image's PYTHONSAFEPATH leaves it out
 from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
 if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":

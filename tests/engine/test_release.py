@@ -11,11 +11,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -164,13 +165,14 @@ def shipped(engine, tmp_path_factory, free_port):
     release.remove()
 
 
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory, free_port):
-    folder, port = tmp_path_factory.mktemp("registry"), free_port()
-    (folder / "config.yml").write_text(
-        f"version: 0.1\nlog: {{level: error}}\nhttp: {{addr: '127.0.0.1:{port}'}}\n"
-        f"storage: {{filesystem: {{rootdirectory: {folder / 'data'}}}, delete: {{enabled: true}}}}\n"
-    )
+@contextlib.contextmanager
+def serving_registry(folder, address, tls=None, auth=None):
+    """Run Debian's docker-registry on `address`, HOST:PORT; `tls` and `auth` are tables of its configuration."""
+    storage = {"filesystem": {"rootdirectory": str(folder / "data")}, "delete": {"enabled": True}}
+    http = {"addr": address, **({"tls": tls} if tls else {})}
+    config = {"version": 0.1, "log": {"level": "error"}, "http": http, "storage": storage}
+    (folder / "config.yml").write_text(json.dumps({**config, **({"auth": auth} if auth else {})}))
+    host, _, port = address.partition(":")
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             ["docker-registry", "serve", str(folder / "config.yml")],  # noqa: S607
@@ -180,14 +182,72 @@ def registry(tmp_path_factory, free_port):
     try:
         deadline = time.monotonic() + 60
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=5):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
                 break
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory, free_port):
+    with serving_registry(tmp_path_factory.mktemp("registry"), f"127.0.0.1:{free_port()}") as address:
+        yield address
+
+
+# Of the password "sesame", by bcrypt, which is all that the registry reads.
+HTPASSWD = "spark:$2b$05$J4.slEh6GAsoEbsfsPUWeOvETGcIQsbEBLZKOnDjXc2WAvSmljUZ2\n"
+
+
+@pytest.fixture
+def closed_registry(engine, tmp_path, free_port):
+    """A registry with a certificate of its own and a login, on the engine's bridge: loopback needs no certificate."""
+    bridge = json.loads(engine.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
+    words = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{bridge}"
+    files = {"certificate": str(tmp_path / "ca.crt"), "key": str(tmp_path / "key.pem")}
+    command = [*words.split(), "-out", files["certificate"], "-keyout", files["key"]]
+    subprocess.run(command, check=True, capture_output=True)
+    (tmp_path / "htpasswd").write_text(HTPASSWD)
+    auth = {"htpasswd": {"realm": "tests", "path": str(tmp_path / "htpasswd")}}
+    with serving_registry(tmp_path, f"{bridge}:{free_port()}", files, auth) as address:
+        yield address, Path(files["certificate"])
+
+
+@pytest.mark.needs("docker-registry", "openssl")
+def test_a_registry_with_tls_and_a_login(shipped, closed_registry, tmp_path):
+    """Each thing that is missing is named with the command that adds it; with all of them an image goes and comes."""
+    docker, original = shipped.engine.docker, shipped.id()
+    address, certificate = closed_registry
+    repository, trusted = f"{address}/sparkforge/vllm", Path("/etc/docker/certs.d", address)
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "cli-plugins").symlink_to(Path(shipped.environment["DOCKER_CONFIG"], "cli-plugins"))
+    env = {"DOCKER_CONFIG": str(config)}
+
+    def refused(*words):
+        code, said = shipped.inv(*words, **env)
+        assert (code, "engine.registry" in said) == (62, True), said
+        return said
+
+    said = refused("image.publish", repository)
+    assert "certificate is not trusted" in said
+    assert "/etc/docker/certs.d/" in said
+    trusted.mkdir(parents=True)
+    try:
+        shutil.copy(certificate, trusted / "ca.crt")
+        assert f"docker login {address}" in refused("image.publish", repository)
+        assert f"docker login {address}" in refused("image.pull", f"{repository}@sha256:{'0' * 64}")
+        docker("login", "--username", "spark", "--password", "sesame", address, env=env)
+        said = shipped.good("image.publish", repository, **env)
+        (reference,) = re.findall(rf"^{re.escape(repository)}@sha256:[0-9a-f]{{64}}$", said, re.MULTILINE)
+        docker("image", "rm", "--force", original)
+        shipped.good("image.pull", reference, **env)
+        assert shipped.id() == original
+    finally:
+        shutil.rmtree(trusted)
 
 
 @pytest.mark.needs("docker-registry")
@@ -339,3 +399,31 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     assert json.loads((release.state / "known-good.json").read_text()) == document
     assert release.id() == served
     assert release.running() == []
+
+
+def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
+    """Two images of the embedded stack, each with its own settings, and vLLM itself in both."""
+    folder = tmp_path_factory.mktemp("real")
+    release = release_of(engine, folder, free_port(), "sparkforge-real/vllm")
+    release.environment["SPARKFORGE_COMPOSE_FILES"] = str(folder / "override.yml")  # the product's own health check
+    images = [
+        release.id("sparkforge/vllm:embedded"),
+        derive(engine, folder / "next", "sparkforge/vllm:embedded", "LABEL org.sparkforge.test=next"),
+    ]
+    try:
+        for image, length in zip(images, ("1024", "2048"), strict=True):
+            release.inv("down")
+            engine.docker("tag", image, release.name)
+            release.up(MAX_MODEL_LEN=length)
+        for number in range(figures.repeats):
+            with figures.measured("rollback to the first answers"):
+                said = release.good("rollback")
+            assert "first answers received, proved: " in said
+            (container,) = release.running()
+            assert container["Image"] == release.id() == images[number % 2]
+            assert f"SPARKFORGE_MAX_MODEL_LEN={1024 * (1 + number % 2)}" in container["Config"]["Env"]
+            assert first_token(release.port, "tiny-gpt-oss")
+    finally:
+        release.inv("down")
+        engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
+        release.remove()

@@ -1,11 +1,14 @@
-"""`./inv service.install` on a real systemd, as process 1 of a container; the server behind it is a stand-in.
+"""`./inv service.install` on a real systemd, as process 1 of a container.
 
-The launcher, the hold and the supervisor are ours. The checkout is mounted read-only, under a path that must be quoted.
+The launcher, the hold and the supervisor are ours. The checkout is mounted read-only, under a path that must be quoted,
+and a stand-in serves. In the test of the unit for Docker the embedded image serves, on the engine of these tests.
 """
 
 import os
+import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ CHECKOUT = "/srv/spark forge 100% ä"
 STATE = "/var/lib/state of ä"
 MODEL = "/srv/models %h/tiny"
 UNIT = "/etc/systemd/system/sparkforge.service"
+SERVER = "^/usr/bin/python3 .*api_server"  # its command line; its supervisor's begins with another interpreter
 BASE = os.environ.get("ENGINE_SYSTEMD_BASE") or "docker.io/sparkforge-ci/debian:bookworm-slim"
 MAKE_STATE = """
 import json
@@ -32,20 +36,19 @@ env.python.chmod(0o755)
 class Machine:
     """A container that systemd runs, with our commands in it."""
 
-    def __init__(self, engine, name):
-        self.engine, self.name = engine, name
+    def __init__(self, engine, name, checkout=CHECKOUT, state=STATE, variables=()):
+        self.engine, self.name, self.checkout = engine, name, checkout
+        self.variables = (f"SPARKFORGE_STATE={state}", "XDG_RUNTIME_DIR=/run/user/0", *variables)
 
     def run(self, *words, check=True):
-        variables = [
-            word for pair in (f"SPARKFORGE_STATE={STATE}", "XDG_RUNTIME_DIR=/run/user/0") for word in ("-e", pair)
-        ]
-        return self.engine.docker("exec", *variables, "-w", CHECKOUT, self.name, *words, check=check, both=True)
+        variables = [word for pair in self.variables for word in ("-e", pair)]
+        return self.engine.docker("exec", *variables, "-w", self.checkout, self.name, *words, check=check, both=True)
 
     def sh(self, line, check=True):
         return self.run("sh", "-c", line, check=check)
 
     def inv(self, *words, code=0):
-        output = self.sh(f'"{CHECKOUT}/inv" {" ".join(words)} 2>&1; echo "code $?"')
+        output = self.sh(f'"{self.checkout}/inv" {" ".join(words)} 2>&1; echo "code $?"')
         assert output.rstrip().endswith(f"code {code}"), output
         return output
 
@@ -85,16 +88,23 @@ def image(engine):
     engine.docker("rmi", tag, check=False)
 
 
-@pytest.fixture
-def machine(engine, image):
+def boot(engine, image, name, mounts, *options):
+    """Start a container that systemd runs, with the interpreter of the checkout's .venv; `mounts` are read-only."""
     python = ROOT / ".venv/bin/python"
     base = subprocess.run(
         [python, "-c", "import sys; print(sys.base_prefix)"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    mounts = ["-v", f"{ROOT}:{CHECKOUT}:ro", *(["-v", f"{base}:{base}:ro"] if base != "/usr" else [])]
-    name = f"sparkforge-service-{os.getpid()}"
+    mounts = {**mounts, **({base: base} if base != "/usr" else {})}
+    binds = [word for source, target in mounts.items() for word in ("-v", f"{source}:{target}:ro")]
     places = ["--tmpfs", "/run", "--tmpfs", "/run/lock"]
-    engine.docker("run", "-d", "--name", name, "--privileged", "--cgroupns=private", *places, *mounts, image)
+    options = (*options, "--privileged", "--cgroupns=private", *places, *binds)
+    engine.docker("run", "-d", "--name", name, *options, image)
+
+
+@pytest.fixture
+def machine(engine, image):
+    name = f"sparkforge-service-{os.getpid()}"
+    boot(engine, image, name, {ROOT: CHECKOUT})
     booted = Machine(engine, name)
     booted.sh(f"mkdir -p /var/lib/stand-in '{MODEL}' '{STATE}' && chmod 700 '{STATE}'")
     booted.sh("cp tests/fake_api.py /var/lib/stand-in")
@@ -140,13 +150,13 @@ def test_a_killed_server_comes_back_and_one_that_always_dies_stays_stopped(machi
     machine.sh(f"mkdir -p {UNIT}.d && printf '[Service]\\nRestartSec=1\\nRestartSteps=0\\n' > {UNIT}.d/fast.conf")
     machine.sh("systemctl daemon-reload")
 
-    machine.sh("kill -9 $(pgrep -f 'api[_]server' | tail -n 1)")  # the server, the newest of them
+    machine.sh(f"kill -9 $(pgrep -f '{SERVER}')")
     machine.until("NRestarts", "1")
     machine.until("ActiveState", "active")
     machine.sh("kill -9 $(systemctl show -p MainPID --value sparkforge.service)")  # `./inv up` itself
     machine.until("NRestarts", "2")
     machine.until("ActiveState", "active")
-    assert machine.sh("pgrep -fc 'supervise[.]py'").strip() == "1", "the killed launcher's server is gone"
+    assert machine.sh(f"pgrep -fc '{SERVER}'").strip() == "1", "the killed launcher's server is gone"
 
     machine.sh("touch /var/lib/stand-in/die; systemctl reset-failed; systemctl restart --no-block sparkforge.service")
     machine.until("ActiveState", "failed", seconds=900)
@@ -194,3 +204,51 @@ def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
     for command in (("service.remove", "--system"), INSTALL):
         assert "drop-in" in machine.inv(*command, code=28)
     assert machine.sh(f"tail -n 1 {UNIT}") == "# mine\n"
+
+
+@pytest.fixture
+def docker_machine(engine, project, image):
+    """A machine whose docker is the engine of these tests, so that all paths are this machine's, as is the network."""
+    docker = shutil.which("docker", path=engine.environment["PATH"])
+    config = Path(engine.environment["DOCKER_CONFIG"])
+    plugins = {plugin.resolve().parent for plugin in (config / "cli-plugins").iterdir()}
+    socket = engine.environment["DOCKER_HOST"].removeprefix("unix://")
+    mounts = {path: path for path in (ROOT, config, socket, *plugins)}
+    name, compose = f"sparkforge-boot-{os.getpid()}", f"sparkforge-boot-{os.getpid()}"
+    boot(engine, image, name, {**mounts, docker: "/usr/bin/docker"}, "--network", "host")
+    variables = (f"DOCKER_HOST=unix://{socket}", f"DOCKER_CONFIG={config}", f"COMPOSE_PROJECT_NAME={compose}")
+    yield Machine(engine, name, ROOT, "/var/lib/sparkforge", variables)
+    engine.docker("rm", "-f", "-v", name, check=False)
+    engine.docker("compose", "-p", compose, "down", "--volumes", check=False)
+
+
+def test_figures_of_a_boot_that_starts_the_container(docker_machine, figures, first_token, free_port):
+    machine, port, restarts = docker_machine, free_port(), f"{UNIT}.d"
+    containers = ("ps", "--quiet", "--filter", f"label=com.docker.compose.project={machine.name}")
+
+    def running():
+        return machine.engine.docker(*containers).split()
+
+    machine.inv("service.install", "--system", "--device", "docker-cpu", "--port", str(port), "--", "--max-num-seqs=3")
+    assert machine.run("systemd-analyze", "verify", UNIT) == ""
+    for _ in range(figures.repeats):
+        machine.engine.docker("kill", machine.name, *running())  # the power goes
+        with figures.measured("power-on to the first token"):
+            machine.engine.docker("start", machine.name)
+            assert first_token(port, "tiny-gpt-oss")
+        machine.until("ActiveState", "active")
+    (container,) = running()
+    assert "--max-num-seqs=3" in machine.engine.docker("inspect", container)
+    assert "next start: at boot" in machine.inv("service.status")
+
+    machine.sh(f"mkdir -p {restarts} && printf '[Service]\\nRestartSec=1\\nRestartSteps=0\\n' > {restarts}/fast.conf")
+    machine.sh("systemctl daemon-reload; kill -9 $(systemctl show -p MainPID --value sparkforge.service)")
+    machine.until("NRestarts", "1")
+    assert container not in running(), "a killed `./inv up` must not leave its container"
+    machine.until("ActiveState", "active", seconds=900)
+    assert len(running()) == 1
+
+    machine.inv("down")
+    machine.until("ActiveState", "inactive")
+    assert running() == []
+    machine.inv("service.remove", "--system")

@@ -66,6 +66,18 @@ def test_a_base_that_cannot_be_pulled_is_named_and_not_taken_for_an_image_of_our
     assert "docker login" in error.fix
 
 
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [("no basic auth credentials", "docker login 10.0.0.2:5000"),
+     ("tls: failed to verify certificate: x509: certificate signed by unknown authority",
+      "/etc/docker/certs.d/10.0.0.2:5000/ca.crt")],
+)  # fmt: skip
+def test_what_a_registry_lacks_is_named_with_the_registry(message, fix):
+    error = docker_cli.explained(f'Head "https://10.0.0.2:5000/v2/x/manifests/1": {message}', "docker failed", "")
+    assert error.code == "engine.registry"
+    assert fix in error.fix
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """A `docker` command that runs the given shell lines."""

@@ -260,10 +260,10 @@ def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monke
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "volume"))
     asked = []
     monkeypatch.setattr(dev.flashinfer_build, "build_kernels", lambda stack, **options: asked.append(options))
-    options = dev.BuildOptions(set_name="trial")
+    options = dev.BuildOptions(set_name="gpt-oss")
     dev.build("flashinfer", "spark", options, tree=tmp_path / "venv", sources=tmp_path / "src")
     (told,) = asked
-    assert (told["checkout"], told["set_name"]) == (str(checkout), "trial")
+    assert (told["checkout"], told["set_name"]) == (str(checkout), "gpt-oss")
     assert told["output"] == str(tmp_path / "volume")
     assert cache.default_root().is_relative_to(told["output"])
 
@@ -276,6 +276,18 @@ def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monke
 def test_what_cannot_be_compiled_is_refused_with_the_next_command(places, name, stack, reason):
     with pytest.raises(UsageError, match=reason):
         dev.build(name, stack, dev.BuildOptions(), sources=places[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [("flashinfer", {"set_name": "gpt-os"}, "there is no set gpt-os"),
+     ("flashinfer", {"set_name": "gpt-os", "accept": True}, "there is no set gpt-os"),
+     ("flashinfer", {"targets": "_C"}, "--targets has no meaning for flashinfer"),
+     ("vllm", {"set_name": "gpt-oss"}, "--set has no meaning for vllm")],
+)  # fmt: skip
+def test_an_option_without_meaning_is_refused_before_anything_else(places, name, options, reason):
+    with pytest.raises(UsageError, match=reason):
+        dev.build(name, "spark", dev.BuildOptions(**options), sources=places[0])
 
 
 def test_the_private_copy_of_a_checkout_has_its_edits_and_no_queue(places, tmp_path):

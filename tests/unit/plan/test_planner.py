@@ -78,7 +78,8 @@ RECOMMENDED = [
     ({"concurrency": "17"}, "fast"),
     ({"concurrency": "64"}, "fast"),
     ({"context": "32769", "concurrency": "1"}, "long-context"),
-    ({"context": "131072", "concurrency": "7"}, "long-context"),
+    ({"context": "131072", "concurrency": "6"}, "long-context"),
+    ({"context": "131072", "concurrency": "7"}, ""),
     ({"context": "131072", "concurrency": "10", "kv_dtype": "fp8"}, "long-context"),
     ({"concurrency": "65"}, ""),
     ({"resident": "30", "concurrency": "64"}, ""),
@@ -99,7 +100,7 @@ def test_a_share_that_cannot_be_had_speaks_against_a_profile(capsys):
     made = show(capsys, resident="24")
     against = {verdict.name: " ".join(verdict.against) for verdict in made.profiles}
     assert against["safe"] == ""
-    assert "0.85 is more than the 0.77 that can be had" in against["fast"]
+    assert "0.83 is more than the 0.77 that can be had" in against["fast"]
 
 
 def plan_for(request, device):

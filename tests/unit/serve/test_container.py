@@ -225,7 +225,33 @@ def test_ctrl_c_while_waiting_stops_the_container(checkout, fake_engine, docker_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(proof, "prove", interrupted)
-    fails(KeyboardInterrupt, docker_command)
+    with pytest.raises(KeyboardInterrupt):
+        up()
+    assert called(docker_command, " down"), "who ends a start wants nothing of it to stay"
+    assert record.read() is None
+
+
+def test_a_container_that_a_killed_start_did_not_record_is_removed(checkout, fake_engine, docker_command, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    def killed(_server):
+        raise KilledError
+
+    monkeypatch.setattr(record, "write", killed)
+    monkeypatch.setattr(docker_compose, "stop", killed)  # a killed start cleans up nothing
+    with pytest.raises(KilledError):
+        up()
+    assert record.read() is None
+    assert launch.down() is None
+    assert called(docker_command, " down")
+    with pytest.raises(errors.ServerError, check=lambda error: error.code == "server.not-running"):
+        launch.down()
+
+    record.begun_path().write_text("")
+    with launch.starting():
+        assert not record.begun_path().exists()
+    assert len(called(docker_command, " down")) == 2
 
 
 def test_a_missing_image_is_built_first(checkout, fake_engine):

@@ -445,3 +445,53 @@ def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):
     )
     assert logs.explain(logs.read(log)) == ["disk: No space left"]
     assert logs.explain(logs.read(tmp_path / "absent")) == []
+
+
+STARTING = """
+import sys, time
+from sparkforge.core import interrupt, paths
+from sparkforge.core.files import locked
+from sparkforge.serve import hold, launch
+waits = sys.argv[1] == "waits"
+(paths.state() / launch.LOCK).touch()  # a start that waits has held it
+with interrupt.caught(), locked(paths.state() / hold.LOCK, hold.START) if waits else launch.starting():
+    try:
+        print("starting", flush=True)
+        time.sleep(600)
+    finally:
+        time.sleep(0.3)  # it takes a while to end what was started
+        (paths.state() / "ended").touch()
+"""
+
+
+@pytest.mark.parametrize("kind", ["starts", "waits"])
+def test_down_ends_a_start_that_is_under_way_and_waits_for_it(kind, capsys):
+    state().mkdir(exist_ok=True)
+    command = [sys.executable, "-c", STARTING, kind]
+    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as start:
+        assert start.stdout.readline() == "starting\n"
+        try:
+            with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+                launch.down()
+        finally:
+            start.kill()
+        assert (state() / "ended").exists(), "down returned before the start had ended what it started"
+    assert f"pid {start.pid} is starting a server" in capsys.readouterr().err
+
+
+def test_down_signals_no_process_that_a_killed_start_named(monkeypatch):
+    with launch.starting():
+        stale = (state() / launch.LOCK).read_text()
+    (state() / launch.LOCK).write_text(stale)  # as SIGKILL leaves it; the id may be another program's by now
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("nobody starts a server"))
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.not-running"):
+        launch.down()
+
+
+def test_down_says_who_holds_the_lock_for_something_else(monkeypatch):
+    monkeypatch.setattr(launch, "CANCEL_SECONDS", 0.0)
+    with (
+        locked(state() / launch.LOCK, "do another thing"),
+        pytest.raises(StorageError, match="do another thing", check=lambda error: error.code == "storage.busy"),
+    ):
+        launch.down()

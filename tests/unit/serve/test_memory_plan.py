@@ -56,7 +56,7 @@ def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch)
     memory_plan.require_room(service(**environment), project(model.parent))
     ((folder, arguments, variables),) = judged
     assert folder == model
-    assert "--gpu-memory-utilization=0.85" in arguments
+    assert "--gpu-memory-utilization=0.83" in arguments
     assert arguments[-1] == "--max-model-len=4096"
     assert variables["SPARKFORGE_GUARD_GIB"] == "5"  # of .env, which only Compose reads
 

@@ -194,7 +194,16 @@ class TestOptionsOfUp:
         install(Context(), device="embedded", host="localhost", context="4096")
         assert {"--host=127.0.0.1", "--context=4096"} <= set(installed[0])
 
-    @pytest.mark.parametrize("option", [{"host": "0.0.0.0"}, {"context": "many"}])  # noqa: S104 - it is refused
+    def test_vllms_flags_come_behind_two_dashes_with_the_callers_paths(self, installed, monkeypatch, tmp_path):
+        monkeypatch.setenv("INV_CWD", str(tmp_path))
+        install(Context(), device="embedded", vllm_flags=("--max-num-seqs", "4", "--chat-template=./x"))
+        assert installed[0][-4:] == ("--", "--max-num-seqs", "4", f"--chat-template={tmp_path}/x")
+        assert '"--" "--max-num-seqs" "4"' in written(arguments=installed[0])
+
+    @pytest.mark.parametrize(
+        "option",
+        [{"host": "0.0.0.0"}, {"context": "many"}, {"vllm_flags": ("--api-key", "x")}],  # noqa: S104 - it is refused
+    )
     def test_what_up_refuses_is_not_installed(self, installed, option):
         with pytest.raises(Exit) as refused:
             install(Context(), device="embedded", **option)

@@ -9,6 +9,7 @@ from sparkforge.core.arguments import without_flag
 from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.image import compose
+from sparkforge.models import local
 from sparkforge.serve import access, container, embedded, entrypoint, settings
 from sparkforge.serve.entrypoint import ContainerArguments
 
@@ -101,6 +102,18 @@ def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
     named = plan([], SPARKFORGE_MODEL=MODEL)
     assert (named.model, named.model_id) == (str(image), MODEL)
     assert "8192" not in named.arguments
+
+
+def test_a_token_that_was_mounted_with_the_cache_is_named(image, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "MOUNTED", tmp_path)
+    plan([MODEL])
+    assert "token" not in capsys.readouterr().err
+    (tmp_path / "token").write_text("hf_secret")
+    plan([MODEL])
+    noted = capsys.readouterr().err
+    assert f"the server can read your token {tmp_path}/token" in noted
+    assert f":{tmp_path}/hub:ro" in noted
+    assert "hf_secret" not in noted
 
 
 def test_the_checkpoints_own_format_changes_nothing(image, capsys):
