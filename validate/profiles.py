@@ -48,6 +48,7 @@ SPARK = Profile(
         "unknown-environment",
         "blackwell-class",
         "moe-backend",
+        "dense-kernels",
         "attention-backend",
         "numerics",
         "model-files",

@@ -23,6 +23,7 @@ from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8,
 ROWS, COLUMNS = 16, 64  # of a chunk
 MOST_TOKENS = 64
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
+ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
 SOURCE = Path(__file__).with_name("linear.cu")
 NO_FIT = -1  # linear.cu: this variant cannot take the size
@@ -67,6 +68,13 @@ class Weight:
                 f"cannot pack a matrix of shape {tuple(matrix.shape)} · it is not [N, K] with K a multiple of {BLOCK} "
                 "· pad its columns with zeros"
             )
+        parts = [cls._pack_rows(rows, format_) for rows in matrix.split(ROWS_AT_ONCE)]
+        scales = [part.row_scales for part in parts if part.row_scales is not None]
+        data = torch.cat([part.data for part in parts])
+        return cls(data, torch.cat(scales) if scales else None, format_, *matrix.shape)
+
+    @classmethod
+    def _pack_rows(cls, matrix: torch.Tensor, format_: Format) -> Weight:
         if format_ == Format.MXFP4:
             return cls.from_mxfp4(*quantize(matrix))
         if format_ == Format.MXFP8:
@@ -110,6 +118,10 @@ class Weight:
 
 def reference(matrix: torch.Tensor, format_: Format) -> torch.Tensor:
     """Return the float32 matrix [N, K] that `Weight.pack` of the same arguments stands for."""
+    return torch.cat([_reference_rows(rows, format_) for rows in matrix.split(ROWS_AT_ONCE)])
+
+
+def _reference_rows(matrix: torch.Tensor, format_: Format) -> torch.Tensor:
     if format_ == Format.MXFP4:
         return dequantize(*quantize(matrix))
     if format_ == Format.MXFP8:

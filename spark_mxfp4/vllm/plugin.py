@@ -17,12 +17,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from spark_mxfp4 import registry
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
-from spark_mxfp4.vllm import versions
+from spark_mxfp4.vllm import formats, versions
+from spark_mxfp4.vllm.formats import AS_STORED, HEAD_VARIABLE, LINEAR_VARIABLE
 
 NAME = "spark-mxfp4"
 MODEL_TYPE = "gpt_oss"
 MODE_VARIABLE = "SPARK_MXFP4_MODE"
 MODES = ("packed", "dequant")
+STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
 # What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
 CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
 
@@ -42,6 +44,18 @@ def chosen_mode() -> str:
     if mode not in MODES:
         raise ValueError(f"{MODE_VARIABLE} is {mode!r} · it must be one of {', '.join(MODES)} · set or unset it")
     return mode
+
+
+def chosen_kernel() -> str:
+    """Return the name of the experts' kernel; raises ValueError for one that there is not, or that cannot run here."""
+    name = registry.chosen_name(device_type())
+    if name != STOCK:
+        registry.load(name)  # refuse a wrong name before gigabytes are read
+    elif not stock_has_backend():
+        raise ValueError(
+            f"{registry.KERNEL_VARIABLE} is {STOCK!r} · vLLM has no MXFP4 experts on a CPU without AMX · unset it"
+        )
+    return name
 
 
 def stock_has_backend() -> bool:
@@ -93,15 +107,15 @@ def refuse_other_activations(hf_config: Any) -> None:
 
 
 class SparkMxfp4Config(QuantizationConfig):
-    """MXFP4 experts by our kernels; every other layer stays as it is in the checkpoint."""
+    """MXFP4 experts by our kernels, or vLLM's; attention and LM head as stored, or in the formats that are chosen."""
 
     def __init__(self) -> None:
         super().__init__()
         versions.refuse_other_releases()
         self.mode = chosen_mode()
         # Its name only: this object travels to worker processes, which cannot always import a function by its name.
-        self.kernel_name = registry.chosen_name(device_type())
-        registry.load(self.kernel_name)  # refuse a wrong name before gigabytes are read
+        self.kernel_name = chosen_kernel()
+        self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
 
     @classmethod
     def get_name(cls) -> str:
@@ -132,7 +146,7 @@ class SparkMxfp4Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim a gpt-oss MXFP4 checkpoint if the user named us, or named nothing and stock vLLM cannot run it.
+        """Claim a gpt-oss MXFP4 checkpoint if the user named us or our formats, or nothing, and stock cannot run it.
 
         Raises ValueError if the user named us for another checkpoint.
         """
@@ -141,21 +155,42 @@ class SparkMxfp4Config(QuantizationConfig):
             refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
             return NAME
         ours = method in CHECKPOINT_METHODS and getattr(hf_config, "model_type", None) == MODEL_TYPE
-        return NAME if ours and user_quant is None and not stock_has_backend() else None
+        named = {formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)} if ours else {AS_STORED}
+        needed = named != {AS_STORED} or not stock_has_backend()
+        return NAME if ours and user_quant is None and needed else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:  # noqa: ARG002 (vLLM's signature)
-        """Raise ValueError for a checkpoint without quantization, which vLLM does not show to the override above."""
+        """Raise ValueError for a checkpoint without quantization, which vLLM does not show to the override above.
+
+        Raises it too where both we and vLLM's `--quantization-config` are to quantise the linear layers.
+        """
         method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
         refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
         refuse_other_activations(hf_config)
+        online = getattr(self.online_quantization_config, "args", None)
+        if self.linear_format != AS_STORED and online and (online.linear or online.targets):
+            raise ValueError(
+                f"linear layers cannot be quantised twice · {LINEAR_VARIABLE} is {self.linear_format!r}, and "
+                "--quantization-config names a format too · leave one of them out"
+            )
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:  # noqa: ARG002 (vLLM's signature)
-        """Return our method for experts, the unquantized one for linear layers, None for the rest."""
-        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415 (heavy; needs the platform)
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: PLC0415
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Return the method of experts, linear layers and LM heads; None, which leaves it to vLLM, for the rest."""
+        # Imported here: heavy, and what they import needs the platform.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415
+        from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
+        from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
 
+        from spark_mxfp4.vllm import linear  # noqa: PLC0415
         from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod  # noqa: PLC0415
 
+        if self.head_format != AS_STORED:
+            linear.show_heads_to_the_configuration()  # heads are made after the layers
         if isinstance(layer, RoutedExperts):
+            if self.kernel_name == STOCK:
+                return GptOssMxfp4MoEMethod(layer.moe_config)
             return SparkMxfp4MoEMethod(layer, registry.load(self.kernel_name), self.mode)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if isinstance(layer, LinearBase):
+            return linear.linear_method(self.linear_format, prefix)
+        return linear.head_method(self.head_format, prefix) if isinstance(layer, ParallelLMHead) else None

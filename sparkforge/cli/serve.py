@@ -21,7 +21,7 @@ PORT = "8000"
     example="./inv up --device docker --profile fast",
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
     model="folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
-    profile="docker: a table of sparkforge/serve/profiles.toml, such as safe, fast or long-context",
+    profile="a table of sparkforge/serve/profiles.toml: safe, fast or long-context with docker, or embedded-…",
     port="port to listen on; default 8000 [PORT]",
     host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
     context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
@@ -86,13 +86,14 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
                 server = container.up(choice.device, wanted, Steps(4), build_image)
             else:
                 access = embedded.check(model, profile, key_file, allow_hosts)
-                passed.say_replaced(flags, embedded.PROFILE)
+                passed.say_replaced(flags, embedded.profile_named(profile))
                 arguments = (*embedded.vllm_arguments(variables), *flags)
                 steps = Steps(4)
                 python = environment.prepare(steps, Environment(served)).python
                 server = embedded.up(
-                    python, model, number, steps, access, profiled=profiler, arguments=arguments, host=address
-                )
+                    python, model, number, steps, access, profiled=profiler, arguments=arguments, host=address,
+                    profile=profile,
+                )  # fmt: skip
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
     if foreground:

@@ -17,15 +17,11 @@ from sparkforge.environments import Environment
 from sparkforge.serve import access, command_line, known_good, launch, profiler, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
+from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
 
-PROFILE = profiles.named("embedded")
-ENVIRONMENT = {
-    **command_line.ENVIRONMENT,
-    **PROFILE.variables(),
-    "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
-}
+DEVICE = "embedded"  # also the name of its first profile
 
 # Below site-packages: what vLLM's CPU build preloads.
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
@@ -45,10 +41,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
 
     Raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
     """
-    if profile:
-        why = "the embedded device has one set of flags, [profiles.embedded] of sparkforge/serve/profiles.toml"
-        fix = f"./inv up --device docker --profile {profile}"
-        raise UsageError(f"--profile {profile} is for containers", why, fix)
+    profile_named(profile)
     if model:
         served_name(paths.typed(model).absolute())
     access.refuse_inherited_key(os.environ)
@@ -58,7 +51,26 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
 
 
-def up(
+def profile_named(name: str) -> ServeProfile:
+    """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
+    profile = profiles.named(name or DEVICE)
+    if profile.device != DEVICE:
+        own = ", ".join(known for known, one in profiles.load().items() if one.device == DEVICE)
+        fix = f"./inv up --device docker --profile {name}"
+        raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
+    return profile
+
+
+def environment_of(profile: ServeProfile) -> dict[str, str]:
+    """Return the variables that the validator and the server get with a profile."""
+    return {
+        **command_line.ENVIRONMENT,
+        **profile.variables(),
+        "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
+    }
+
+
+def up(  # noqa: PLR0913 - a parameter an option of `./inv up`
     python: Path,
     model: str,
     port: int,
@@ -68,11 +80,13 @@ def up(
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    profile: str = "",
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
-    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind.
+    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind;
+    an empty `profile` means `embedded`.
     Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
@@ -80,11 +94,12 @@ def up(
         model_id = served_name(directory) if model else TINY_ID
         tell(f"{model_id} in {directory}")
     with steps.step("validation", "profile embedded") as tell:
-        tell(validate(python, directory, port, host, arguments))
+        tell(validate(python, directory, port, host, arguments, profile))
     with steps.step("server", "vLLM starts") as tell:
         described = describe(
-            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host
-        )
+            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host,
+            profile=profile,
+        )  # fmt: skip
         server = launch.start(described, tell)
         tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
@@ -100,7 +115,7 @@ def _remember(
     if environment.python != python or not (inputs := environments.stamp(environment)):
         return
     entry = replace(
-        known_good.started(server, environment.name, "embedded"),
+        known_good.started(server, environment.name, server.profile or DEVICE),
         environment=known_good.hashed(inputs),
         settings={
             "model": str(paths.typed(model).absolute()) if model else "",
@@ -114,7 +129,7 @@ def _remember(
     known_good.remember(entry)
 
 
-def describe(
+def describe(  # noqa: PLR0913 - a parameter an option of `./inv up`
     python: Path,
     model: Path,
     model_id: str,
@@ -124,15 +139,16 @@ def describe(
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    profile: str = "",
 ) -> Launch:
     """Return what starts vLLM's API server for `model` on the address `host`, behind `access.Guard`.
 
     A `profiled` one has vLLM's torch profiler, with the routes that start and stop it; `arguments` come behind the
     profile's.
     """
-    allowed = allowed or Access()
+    allowed, serve_profile = allowed or Access(), profile_named(profile)
     environment = {
-        **ENVIRONMENT,
+        **environment_of(serve_profile),
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
         **access.variables(allowed.key, allowed.key_file),
@@ -141,7 +157,7 @@ def describe(
         **(profiler.ENVIRONMENT if profiled else {}),
     }
     extra_arguments = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
-    server = ServerCommand(str(model), model_id, host, port, PROFILE, extra_arguments, environment)
+    server = ServerCommand(str(model), model_id, host, port, serve_profile, extra_arguments, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,
@@ -150,7 +166,7 @@ def describe(
         device="embedded",
         port=port,
         host=host,
-        profile="embedded",
+        profile=profile or DEVICE,
         key_file=allowed.key_file,
         key=allowed.key,
     )
@@ -194,13 +210,17 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def validate(python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = ()) -> str:
+def validate(
+    python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = (), profile: str = ""
+) -> str:
     """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
+    serve_profile = profile_named(profile)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
     command += ["--model", model, "--host", host, "--port", str(port)]
-    command += ["--serve-args", *PROFILE.arguments(), *arguments]
-    process = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # the environment that the server gets
+    command += ["--serve-args", *serve_profile.arguments(), *arguments]
+    environment = environment_of(serve_profile)  # what the server gets
+    process = run(command, cwd=paths.ROOT, env=environment, check=False)
     if process.returncode:
         say(process.stdout + process.stderr)
         failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]

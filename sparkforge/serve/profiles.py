@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints, model_validator
 
@@ -28,6 +28,7 @@ class ServeProfile(Record):
 
     about: str = ""
     extends: str = ""
+    device: Literal["", "embedded"] = ""  # empty: containers; what extends a profile is for its device
     flags: dict[Flag, Setting] = Field(default_factory=dict)
     environment: dict[str, Setting] = Field(default_factory=dict)
 
@@ -36,6 +37,7 @@ class ServeProfile(Record):
         return ServeProfile(
             about=self.about or base.about,
             extends=self.extends or base.extends,
+            device=self.device or base.device,
             flags={**base.flags, **self.flags},
             environment={**base.environment, **self.environment},
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.bounded import entries
+from sparkforge.models import dummy
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
@@ -31,6 +32,7 @@ FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activ
 FLASHINFER = {
     "__init__": ("fp4_quantize", "nvfp4_block_scale_interleave"),
     "fused_moe": ("cutlass_fused_moe", "trtllm_fp4_block_scale_moe"),
+    "cute_dsl": (),  # has_flashinfer_cutedsl asks whether it is there
 }
 PLATFORM = """
 from vllm.platforms.cpu import CpuPlatform
@@ -46,6 +48,16 @@ class ClaimedGB10(CpuPlatform):
         super().check_and_update_config(vllm_config)
         cls._enum = PlatformEnum.CUDA
         cls.device_name = cls.device_type = "cuda"
+        # What the compiled functions of a CUDA build say of 12.1 (csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu),
+        # and what vLLM made of the second when it was imported.
+        from vllm import _custom_ops
+        from vllm.model_executor.kernels.linear.scaled_mm import cutlass
+        _custom_ops.cutlass_scaled_mm_supports_fp8 = lambda capability: capability >= 89
+        cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = True
+
+    @classmethod
+    def support_deep_gemm(cls):
+        return True  # as vllm/platforms/cuda.py for the family 120
 """
 
 
@@ -149,6 +161,30 @@ def test_moe_backend_on_a_claimed_gb10(request, told, model, release, claim, tre
     assert facts["deep.moe_backend"].value == backend
     # Asked before the configuration stands, the plugin is still the CPU's platform: the method is there, and says no.
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The 120b shape, for which vLLM chooses by size; without weights."""
+    return dummy.write_dummy(tmp_path_factory.mktemp("large"), "120b")
+
+
+@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize(
+    ("args", "kernel"),
+    [
+        ((), "bf16"),
+        (("--quantization-config.linear", "fp8_per_channel"), "CutlassFP8ScaledMMLinearKernel"),
+        (("--quantization-config.linear", "fp8_per_block"), "CutlassFp8BlockScaledMMKernel"),
+        (("--quantization-config.linear", "mxfp8"), "FlashInferCutlassMxfp8LinearKernel"),
+        (("--quantization-config.linear", "mxfp4"), "FlashInferMxFp4LinearKernel"),
+        (("--quantization-config.linear", "mxfp4", "--linear-backend", "marlin"), "MarlinMxFp4LinearKernel"),
+    ],
+)
+def test_dense_kernels_on_a_claimed_gb10(request, large, release, claim, args, kernel):
+    facts = told(large, vars(request.getfixturevalue(release))["upstream"], claim, args=args)
+    assert facts["deep.dense_kernels"].error is None
+    assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
 @pytest.mark.parametrize(

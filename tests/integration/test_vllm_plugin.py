@@ -483,3 +483,221 @@ def test_the_platform_chooses_the_kernel_or_is_refused(monkeypatch, cuda, cpu, d
             device_type()
     else:
         assert registry.chosen_name(device_type()) == {"cuda": "triton", "cpu": "torch"}[device]
+
+
+# Dense formats: attention's projections and the LM head in 4 or 8 bits.
+
+DENSE = {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 32}
+DENSE_LAYERS = ("model.layers.0.attn.qkv_proj", "model.layers.0.attn.o_proj", "lm_head")
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    """Every tensor of a tiny checkpoint; its dense weights have heavy tails."""
+    torch.manual_seed(19)
+    stored = {}
+    for name, shape, packed in tensors(configuration(**DENSE)):
+        stored[name] = (
+            torch.randint(110, 120, shape, dtype=torch.uint8) if packed else torch.randn(shape).pow(3).bfloat16() / 64
+        )
+    return stored
+
+
+@pytest.fixture
+def formats(monkeypatch):
+    def choose(linear="", head=""):
+        monkeypatch.setenv("SPARK_MXFP4_LINEAR", linear)
+        monkeypatch.setenv("SPARK_MXFP4_LM_HEAD", head)
+
+    yield choose
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from spark_mxfp4.vllm.linear import show_heads_to_the_configuration
+
+    op_registry_oot.pop("ParallelLMHead", None)
+    show_heads_to_the_configuration.cache_clear()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let the layers take the road to the GPU's kernel; the kernel itself is stood in for, and records its calls."""
+    from spark_mxfp4.kernels import linear as kernels
+    from spark_mxfp4.vllm import linear
+
+    calls = []
+    monkeypatch.setattr(linear, "_runs_our_kernels", lambda _weight: True)
+    monkeypatch.setattr(kernels, "_start", lambda x, weight, bias, out: (calls.append((x, weight, bias)), out.fill_(2)))
+    monkeypatch.setattr(kernels, "dense", lambda weight: torch.full((weight.rows, weight.columns), 3.0).bfloat16())
+    return calls
+
+
+def dense_model(vllm_config, checkpoint):
+    model = build(vllm_config, whole_model)
+    model.load_weights((name, tensor.clone()) for name, tensor in checkpoint.items())
+    return model
+
+
+def process(model, names=DENSE_LAYERS):
+    layers = [model.get_submodule(name) for name in names]
+    for layer in layers:
+        layer.quant_method.process_weights_after_loading(layer)
+    return layers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("linear", "head"), [("fp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp4", "fp8")])
+def test_a_cpu_multiplies_by_the_formats_values(one_process, configure, formats, checkpoint, linear, head, ranks):
+    from spark_mxfp4.kernels.linear import Format, reference
+
+    formats(linear, head)
+    vllm_config = configure(DENSE)
+    for rank in range(ranks):
+        with as_rank(one_process, rank, ranks):
+            model = dense_model(vllm_config, checkpoint)
+            loaded = [model.get_submodule(name).weight.data.clone() for name in DENSE_LAYERS]
+            layers = process(model)
+        assert loaded[2].shape == (VOCABULARY // ranks, 64)
+        assert torch.equal(loaded[2], checkpoint["lm_head.weight"].float().chunk(ranks)[rank])
+        for layer, matrix, name in zip(layers, loaded, (linear, linear, head), strict=True):
+            x = torch.randn(5, matrix.shape[1])
+            expected = x @ reference(matrix, Format[name.upper()]).T
+            torch.testing.assert_close(layer.quant_method.apply(layer, x), expected, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(expected, x @ matrix.T, rtol=1e-3, atol=1e-3)
+        embedding = checkpoint["model.embed_tokens.weight"].float().chunk(ranks)[rank]
+        assert torch.equal(model.model.embedding.weight, embedding)
+        assert model.model.layers[0].mlp.router.weight.dtype == torch.float32
+
+
+def test_without_formats_dense_layers_stay_as_stored(one_process, configure, formats, checkpoint):
+    formats()
+    model = dense_model(configure(DENSE), checkpoint)
+    assert type(model.lm_head).__name__ == "ParallelLMHead"
+    names = [type(model.get_submodule(name).quant_method).__name__ for name in DENSE_LAYERS]
+    assert names == ["UnquantizedLinearMethod", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"]
+
+
+@pytest.mark.parametrize("format_name", ["fp8", "mxfp8", "mxfp4"])
+def test_a_gpu_gets_the_kernels_bytes_and_calls(one_process, configure, formats, checkpoint, on_a_gpu, format_name):
+    from spark_mxfp4.kernels.linear import Format, Weight
+
+    formats(format_name, format_name)
+    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    loaded = [model.get_submodule(name).weight.data.clone() for name in DENSE_LAYERS]
+    for layer, matrix in zip(process(model), loaded, strict=True):
+        packed = Weight.pack(matrix, Format[format_name.upper()])
+        assert torch.equal(layer.weight, packed.data)
+        assert (packed.row_scales is None) is not hasattr(layer, "row_scales")
+        x, bias = torch.randn(2, 3, matrix.shape[1]).bfloat16(), torch.randn(len(matrix)).bfloat16()
+        assert torch.equal(layer.quant_method.apply(layer, x, bias), torch.full((2, 3, len(matrix)), 2.0).bfloat16())
+        seen, weight, seen_bias = on_a_gpu.pop()
+        assert torch.equal(seen, x.flatten(0, 1))
+        assert seen_bias is bias
+        assert (weight.rows, weight.columns, weight.format) == (packed.rows, packed.columns, packed.format)
+        if packed.row_scales is not None:
+            assert torch.equal(weight.row_scales, packed.row_scales)
+
+
+def test_many_tokens_are_handed_over_but_for_a_heads(one_process, configure, formats, checkpoint, on_a_gpu):
+    formats("mxfp4", "mxfp4")
+    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    qkv, *_ = process(model)
+    x = torch.ones(150, 64).bfloat16()
+    assert torch.equal(qkv.quant_method.apply(qkv, x), torch.full((150, 384), 192.0).bfloat16())
+    assert not on_a_gpu
+    assert torch.equal(model.compute_logits(x), torch.full((150, VOCABULARY), 2.0).bfloat16())
+    assert [len(call[0]) for call in on_a_gpu] == [64, 64, 22]
+
+
+def test_torch_compile_sees_our_operator(one_process, configure, formats, checkpoint, on_a_gpu):
+    formats("fp8", "")
+    vllm_config = configure(DENSE, dtype="bfloat16")
+    attention = dense_model(vllm_config, checkpoint).model.layers[0].attn
+    for layer in (attention.qkv_proj, attention.o_proj):
+        layer.quant_method.process_weights_after_loading(layer)
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    forward = torch.compile(lambda x: attention.qkv_proj(x)[0], backend=keep, fullgraph=True, dynamic=True)
+    assert torch.equal(forward(torch.ones(4, 64).bfloat16()), torch.full((4, 384), 2.0).bfloat16())
+    assert sum(node.target is torch.ops.spark_mxfp4.linear.default for node in graphs[0].graph.nodes) == 1
+    assert vllm_config.additional_config["spark_mxfp4:SPARK_MXFP4_LINEAR"] == "FP8"
+
+
+def test_a_tied_head_leaves_the_embedding_as_it_is(one_process, configure, formats, checkpoint):
+    formats("", "mxfp4")
+    model = dense_model(configure(DENSE), checkpoint)
+    embedding = model.model.embedding
+    before = embedding.weight.data.clone()
+    head = model.lm_head.tie_weights(embedding)
+    head.quant_method.process_weights_after_loading(head)
+    assert torch.equal(embedding.weight, before)
+    assert not torch.equal(head.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("linear", "head", "options", "message"),
+    [
+        ("fp16", "", {}, "SPARK_MXFP4_LINEAR is 'fp16' · it must be one of bf16, fp8, mxfp8, mxfp4"),
+        ("", "int4", {}, "SPARK_MXFP4_LM_HEAD is 'int4'"),
+        ("fp8", "", {"quantization_config": {"linear": "mxfp8"}}, "linear layers cannot be quantised twice"),
+    ],
+)
+def test_formats_that_cannot_be_are_refused(configure, formats, linear, head, options, message):
+    formats(linear, head)
+    with pytest.raises(ValueError, match=message):
+        configure(DENSE, dtype="bfloat16", **options)
+
+
+def test_vllms_own_formats_go_with_our_experts(one_process, configure, formats):
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+
+    formats()
+    vllm_config = configure(DENSE, dtype="bfloat16", quantization_config={"linear": "fp8_per_channel"})
+    online = vllm_config.quant_config.online_quantization_config
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    assert online.resolve_quant_method_cls(QKVParallelLinear, DENSE_LAYERS[0])[-1] is Fp8PtpcOnlineLinearMethod
+
+
+def test_a_format_alone_claims_the_checkpoint(configure, formats, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)  # stock vLLM would serve it
+    formats("", "fp8")
+    assert configure(DENSE, quantization=None).quant_config.head_format == "fp8"
+
+
+def test_shares_of_broken_blocks_are_refused_by_name(configure, formats):
+    from vllm.config import set_current_vllm_config
+
+    from spark_mxfp4.vllm.linear import linear_method
+
+    with set_current_vllm_config(configure(DENSE)):
+        method = linear_method("mxfp8", "model.layers.0.attn.o_proj")
+    with pytest.raises(ValueError, match=r"attn\.o_proj cannot be served in MXFP8 · .* 48 columns, .*multiple of 32"):
+        method.create_weights(torch.nn.Module(), 48, [64], 96, 64, torch.float32, weight_loader=None)
+
+
+def test_values_that_a_format_cannot_hold_are_refused_by_the_layers_name(
+    one_process, configure, formats, checkpoint, on_a_gpu
+):
+    formats("mxfp4", "")
+    model = dense_model(configure(DENSE, dtype="bfloat16"), checkpoint)
+    layer = model.get_submodule(DENSE_LAYERS[1])
+    layer.weight.data[0, 0] = 1e30
+    with pytest.raises(ValueError, match=r"attn\.o_proj cannot be served in MXFP4 · .*unset SPARK_MXFP4_LINEAR"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_the_experts_can_be_vllms(configure, formats, monkeypatch, amx):
+    formats("fp8", "")
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    if amx:
+        assert configure(DENSE, dtype="bfloat16").quant_config.kernel_name == "vllm"
+    else:
+        with pytest.raises(ValueError, match="no MXFP4 experts on a CPU without AMX"):
+            configure(DENSE)

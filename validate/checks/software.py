@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from packaging.version import Version
 
+from sparkforge.core.arguments import flag_value
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 
@@ -14,6 +15,12 @@ CVE_FLOOR = Version("0.31.0")  # nothing below is safe to expose (docs/reference
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # pyproject.toml requires-python; torch 2.13.0 has aarch64 wheels for all three
 MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
 MOE_BACKEND = "FLASHINFER_CUTLASS_MXFP4_MXFP8"  # the only hardware FP4 path that takes gpt-oss on 12.x
+# Kernels that vLLM 0.32.0 takes for dense formats on 12.1 and that run there (docs/hardware.md); ours and bf16 do too.
+DENSE_KERNELS = (
+    "CutlassFP8ScaledMMLinearKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "FlashInferCutlassMxfp8LinearKernel",
+)
 MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
@@ -276,6 +283,27 @@ def _moe_backend(view: View) -> CheckResult:
     if backend != MOE_BACKEND:
         return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {MOE_BACKEND}")
     return passed(f"vLLM selects {backend}")
+
+
+@CHECKS.add(
+    "dense-kernels",
+    "vLLM's own selector takes kernels for attention and LM head that run on 12.x, and no other than was asked for.",
+    needs=("deep.dense_kernels", "serve.args"),
+    fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear out",
+)
+def _dense_kernels(view: View) -> CheckResult:
+    kernels = view.table("deep.dense_kernels")
+    evidence = ", ".join(f"{layer} by {kernel}" for layer, kernel in kernels.items())
+    for kernel in map(str, kernels.values()):
+        if kernel == "FlashInferMxFp4LinearKernel":
+            return failed(f"{evidence}: FlashInfer refuses that kernel's backend, cute-dsl, on 12.x at the first step")
+        if kernel.startswith("Marlin"):
+            if flag_value(view.names("serve.args"), "--linear-backend") == "marlin":
+                continue
+            return failed(f"{evidence}: vLLM falls back to MARLIN without saying so")
+        if kernel not in ("bf16", *DENSE_KERNELS) and not kernel.startswith("spark-mxfp4 "):
+            return failed(f"{evidence}: nobody established what {kernel} does on 12.x")
+    return passed(evidence)
 
 
 @CHECKS.add(

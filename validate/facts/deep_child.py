@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,10 @@ class Questions:
         return bool(method())
 
     def quantization(self) -> str | None:
-        """Quantization method that vLLM resolved for the model."""
+        """Quantization method that vLLM resolved for the model's experts."""
         method = self.config.model_config.quantization
+        if getattr(self.config.quant_config, "kernel_name", "") == "vllm":  # our plugin leaves them to vLLM
+            return str(self.config.quant_config.get_name())
         return None if method is None else str(method)
 
     def moe_backend(self) -> str:
@@ -121,6 +124,53 @@ class Questions:
             is_lora_enabled=config.lora_config is not None,
         )
 
+    def dense_kernels(self) -> dict[str, str]:
+        """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by its weights on one device.
+
+        It is `bf16` for weights that stay as they are, our own format's name, or the class that vLLM's own selection
+        takes for the layer's size. Nothing is loaded: weights are made on the meta device.
+        """
+        from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear  # noqa: PLC0415
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
+
+        hf, quantization = self.config.model_config.hf_config, self.config.quant_config
+        heads = hf.num_attention_heads * hf.head_dim
+        sizes = {
+            "qkv_proj": (QKVParallelLinear, heads + 2 * hf.num_key_value_heads * hf.head_dim, hf.hidden_size),
+            "o_proj": (RowParallelLinear, hf.hidden_size, heads),
+            "lm_head": (ParallelLMHead, hf.vocab_size, hf.hidden_size),
+        }
+        ours = {"lm_head": getattr(quantization, "head_format", "bf16")}
+        kernels = {}
+        for name, (layer_class, rows, columns) in sizes.items():
+            own = ours.get(name, getattr(quantization, "linear_format", "bf16"))
+            kernels[name] = f"spark-mxfp4 {own}" if own != "bf16" else self.kernel_of(layer_class, name, rows, columns)
+        return kernels
+
+    def kernel_of(self, layer_class: type, name: str, rows: int, columns: int) -> str:
+        """The class of vLLM's kernel for one layer, by vLLM's own online quantization; `bf16` if it takes none."""
+        import torch  # noqa: PLC0415
+        from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+        online = getattr(self.config.quant_config, "online_quantization_config", None)
+        prefix = name if name == "lm_head" else f"model.layers.0.attn.{name}"
+        resolved = online and online.resolve_quant_method_cls(layer_class, prefix)
+        if not resolved:
+            return "bf16"
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.config.model_config.dtype)
+        try:
+            with set_current_vllm_config(self.config):
+                _join_a_world_of_one()
+                method, layer = resolved[-1](), torch.nn.Module()
+                dtype = self.config.model_config.dtype
+                # Where the kernel depends on the layer's size it is chosen here.
+                method.create_weights(layer, columns, [rows], columns, rows, dtype, weight_loader=lambda *_: None)
+        finally:
+            torch.set_default_dtype(before)
+        package = "vllm.model_executor.kernels.linear"
+        return next(type(part).__name__ for part in vars(method).values() if type(part).__module__.startswith(package))
+
     def attention_backend(self) -> list[str]:
         """Names of the backends vLLM selects for gpt-oss's full and sliding-window layers, both with sinks."""
         from vllm.config import set_current_vllm_config  # noqa: PLC0415
@@ -144,6 +194,16 @@ class Questions:
             )
 
 
+@functools.cache
+def _join_a_world_of_one() -> None:
+    """Set up vLLM's process groups, which a parameter asks for its rank."""
+    from vllm.distributed import parallel_state  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+
+
 # The order is the order of risk: what can crash the process comes last.
 QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
     ("deep.torch_cuda", "torch.version.cuda", Questions.torch_cuda),
@@ -152,6 +212,7 @@ QUESTIONS: tuple[tuple[str, str, Callable[[Questions], Any]], ...] = (
     ("deep.is_blackwell_class", "current_platform.is_blackwell_class()", Questions.is_blackwell_class),
     ("deep.quantization", "VllmConfig.model_config.quantization", Questions.quantization),
     ("deep.moe_backend", "vLLM's select_mxfp4_moe_backend()", Questions.moe_backend),
+    ("deep.dense_kernels", "vLLM's resolver and selection of linear kernels", Questions.dense_kernels),
     ("deep.attention_backend", "vLLM's get_attn_backend()", Questions.attention_backend),
 )
 

@@ -65,8 +65,22 @@ def backend_of(name: str) -> Backend:
     return Backend(BACKENDS[known].arguments, log, {"SPARK_MXFP4_KERNEL": kernel})
 
 
+def _dense(linear: str, head: str) -> Backend:
+    """Return our experts with attention and LM head in two formats of the plugin."""
+    log = f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
+    formats = {"SPARK_MXFP4_LINEAR": linear, "SPARK_MXFP4_LM_HEAD": head}
+    return Backend(("--quantization", "spark-mxfp4"), log, formats)
+
+
 BACKENDS: Mapping[str, Backend] = {
     "spark": Backend(("--quantization", "spark-mxfp4"), "Using 'SPARK_"),
+    "spark-dense-8": _dense("mxfp8", "mxfp8"),
+    "spark-dense-4": _dense("mxfp4", "mxfp8"),
+    "spark-all-4": _dense("mxfp4", "mxfp4"),
+    "triton-fp8": Backend(
+        ("--moe-backend", "triton", "--quantization-config.linear", "fp8_per_channel"),
+        "for Fp8PtpcOnlineLinearMethod",
+    ),
     "triton": Backend(("--moe-backend", "triton"), "Using 'TRITON"),
     "marlin": Backend(("--moe-backend", "marlin"), "Using 'MARLIN"),
     "flashinfer_cutlass": Backend(("--moe-backend", "flashinfer_cutlass"), "Using 'FLASHINFER_CUTLASS"),

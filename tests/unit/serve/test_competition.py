@@ -99,19 +99,23 @@ def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
     assert started == [
-        (str(tmp_path), 8888, {"profiled": False, "arguments": ("--max-model-len=999",), "host": "127.0.0.1"})
+        (
+            str(tmp_path),
+            8888,
+            {"profiled": False, "arguments": ("--max-model-len=999",), "host": "127.0.0.1", "profile": ""},
+        )
     ]
 
 
 def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
     monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [("", 8001, {"profiled": False, "arguments": (), "host": "127.0.0.1"})]
+    assert started == [("", 8001, {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": ""})]
 
 
 def test_up_without_variables_is_as_ever(started):
     assert program.main(UP) == 0
-    assert started == [("", 8000, {"profiled": False, "arguments": (), "host": "127.0.0.1"})]
+    assert started == [("", 8000, {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": ""})]
 
 
 def test_a_wrong_variable_is_named(started, monkeypatch, capsys):

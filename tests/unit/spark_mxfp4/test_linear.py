@@ -149,3 +149,15 @@ def test_a_variant_that_fits_99_kb_is_among_those_tried(format_, rows, tokens):
                 if warps <= most and size <= 99 * 1024:
                     fitting.append(number)
         assert fitting, (chunks, format_)
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_rows_packed_in_parts_are_those_packed_at_once(format_, monkeypatch):
+    matrix = torch.randn(70, 96)
+    whole, exact = Weight.pack(matrix, format_), reference(matrix, format_)
+    monkeypatch.setattr(linear, "ROWS_AT_ONCE", 32)
+    parts = Weight.pack(matrix, format_)
+    assert torch.equal(parts.data, whole.data)
+    assert (parts.rows, parts.columns) == (70, 96)
+    assert parts.row_scales is whole.row_scales is None or torch.equal(parts.row_scales, whole.row_scales)
+    assert torch.equal(reference(matrix, format_), exact)

@@ -154,6 +154,28 @@ SPARK_CASES = {
     "no series to compare with": ("patches-intact", {"patches.outdated": None}, Status.PASS),
     "TRITON_ATTN warns": ("attention-backend", {"deep.attention_backend": ["TRITON_ATTN"]}, Status.WARN),
     "mixed attention fails": ("attention-backend", {"deep.attention_backend": ["FLASHINFER", "X"]}, Status.FAIL),
+    "fp8 by CUTLASS": (
+        "dense-kernels",
+        {"deep.dense_kernels": {"o_proj": "CutlassFP8ScaledMMLinearKernel"}},
+        Status.PASS,
+    ),
+    "our dense kernels": ("dense-kernels", {"deep.dense_kernels": {"lm_head": "spark-mxfp4 mxfp8"}}, Status.PASS),
+    "mxfp4 that FlashInfer refuses": (
+        "dense-kernels",
+        {"deep.dense_kernels": {"o_proj": "FlashInferMxFp4LinearKernel"}},
+        Status.FAIL,
+    ),
+    "MARLIN without a word": (
+        "dense-kernels",
+        {"deep.dense_kernels": {"o_proj": "MarlinMxFp4LinearKernel"}},
+        Status.FAIL,
+    ),
+    "MARLIN as asked": (
+        "dense-kernels",
+        {"deep.dense_kernels": {"o_proj": "MarlinMxFp4LinearKernel"}, "serve.args": ["--linear-backend=marlin"]},
+        Status.PASS,
+    ),
+    "a dense kernel that nobody knows": ("dense-kernels", {"deep.dense_kernels": {"o_proj": "NewKernel"}}, Status.FAIL),
     "our own quantization": ("moe-backend", {"deep.quantization": "spark-mxfp4"}, Status.FAIL),
     "share 0.88 warns": (
         "memory-unified",

@@ -98,6 +98,7 @@ def test_no_deep_is_never_green(monkeypatch, environment, good):
     assert {f.check for f in report.of(Status.SKIPPED)} == {
         "blackwell-class",
         "moe-backend",
+        "dense-kernels",
         "attention-backend",
         "numerics",
     }
