@@ -60,6 +60,11 @@ def print_tables(plan: Plan) -> None:
     console().print(_decode(plan))
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     console().print(_prefill(plan))
+    console().print(_formats(plan))
+    console().print(_caches(plan))
+    if plan.for_users:
+        console().print(_for_users(plan))
+        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
     if plan.loading:
         console().print(_loading(plan))
     if plan.profiles:
@@ -121,6 +126,37 @@ def _prefill(plan: Plan) -> Table:
     for row in plan.prefill:
         speed = _speed(row.rate)
         table.add_row(str(row.prompt), _ms(row.seconds), speed, f"{row.intensity:.0f}", row.bound)
+    return table
+
+
+def _formats(plan: Plan) -> Table:
+    users = plan.formats[0].users
+    columns = ("GB a token", *(f"tok/s, {count}" for count in users), "GiB won", "KV tokens")
+    title = f"attention and LM head by format · computed · {plan.asked.context} tokens behind each, tok/s a user"
+    table = Table("format", *(_right(name) for name in columns), "profiles", title=title, box=SIMPLE)
+    for row in plan.formats:
+        speeds, won = (_speed(each) for each in row.each), f"{row.kv_tokens:+,}" if row.kv_tokens else ""
+        profiles = ", ".join(row.profiles)
+        table.add_row(row.name, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes), won, profiles)
+    return table
+
+
+def _caches(plan: Plan) -> Table:
+    title = f"KV cache by type · computed · sequences of {plan.asked.context} tokens that fit"
+    columns = ("bytes a token", "sequences", "tokens")
+    table = Table("type", *(_right(name) for name in columns), title=title, box=SIMPLE)
+    for row in plan.caches:
+        table.add_row(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}")
+    return table
+
+
+def _for_users(plan: Plan) -> Table:
+    title = f"profile by users · computed · {plan.asked.context} tokens behind each, tok/s a user at most"
+    table = Table(_right("users"), "first that fits", _right("tok/s"), "highest bound", _right("tok/s"), title=title)
+    table.box = SIMPLE
+    for row in plan.for_users:
+        cautious, fastest = row.cautious or "none", row.fastest if row.fastest != row.cautious else "the same"
+        table.add_row(str(row.users), cautious, _speed(row.cautious_each), fastest, _speed(row.fastest_each))
     return table
 
 
