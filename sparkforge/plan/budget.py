@@ -21,7 +21,7 @@ LOGIT_COPIES = 2  # bf16 → float32, and the sampler's own copy of it
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be served: tokens a sequence, sequences at once, the types of KV cache and dense layers; a step's bounds."""
+    """What is to be served: tokens a sequence, sequences at once, formats of KV cache and dense layers, bounds."""
 
     context: int
     concurrency: int

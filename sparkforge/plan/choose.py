@@ -59,7 +59,7 @@ class ServerOptions(Record):
         return CPU_SPACE in self.variables
 
     def load(self, asked: Workload) -> Workload:
-        """Return the workload with this profile's bounds of a step and its formats; an FP8 KV cache may be asked for."""
+        """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either says so."""
         batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
         kv = "fp8" if "fp8" in {asked.kv, formats.kv_type(self.arguments)} else asked.kv
         sequences = int(self.number("--max-num-seqs", SEQUENCES))

@@ -17,13 +17,13 @@ from sparkforge.environments import Environment
 from sparkforge.serve import access, command_line, known_good, launch, profiler, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
+from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
 
-PROFILE = profiles.named("embedded")
+PROFILE = "embedded"  # by default
 ENVIRONMENT = {
     **command_line.ENVIRONMENT,
-    **PROFILE.variables(),
     "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
 }
 
@@ -40,15 +40,22 @@ class Access:
     hosts: tuple[str, ...] = ()
 
 
+def profile_named(name: str) -> ServeProfile:
+    """Return a profile for processors; an empty name means PROFILE. Raises UsageError for another one."""
+    profile = profiles.named(name or PROFILE)
+    if not profile.for_processors:
+        known = ", ".join(other for other, row in profiles.load().items() if row.for_processors)
+        why = f"its flags are for a GPU; for vLLM's CPU build there are {known} (sparkforge/serve/profiles.toml)"
+        raise UsageError(f"--profile {name} is for containers", why, f"./inv up --device docker --profile {name}")
+    return profile
+
+
 def check(model: str, profile: str, key_file: str | None = None, allow_hosts: str = "") -> Access:
     """Check the arguments before minutes go into an environment; return who may ask the server.
 
     Raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
     """
-    if profile:
-        why = "the embedded device has one set of flags, [profiles.embedded] of sparkforge/serve/profiles.toml"
-        fix = f"./inv up --device docker --profile {profile}"
-        raise UsageError(f"--profile {profile} is for containers", why, fix)
+    profile_named(profile)
     if model:
         served_name(paths.typed(model).absolute())
     access.refuse_inherited_key(os.environ)
@@ -58,7 +65,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
 
 
-def up(
+def up(  # noqa: PLR0913 - a parameter an option
     python: Path,
     model: str,
     port: int,
@@ -68,27 +75,40 @@ def up(
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    profile: str = "",
+    trial: bool = False,
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
     a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind.
-    Raises InputError, RefusalError, and what `launch.start` raises.
+    A `trial` ends with this process, and is not recorded as known good. Raises InputError, RefusalError, and what
+    `launch.start` raises.
     """
+    serve_profile = profile_named(profile)
     with steps.step("model") as tell:
         directory = paths.typed(model).absolute() if model else write_tiny(python)
         model_id = served_name(directory) if model else TINY_ID
         tell(f"{model_id} in {directory}")
     with steps.step("validation", "profile embedded") as tell:
-        tell(validate(python, directory, port, host, arguments))
+        tell(validate(python, directory, port, host, arguments, serve_profile))
     with steps.step("server", "vLLM starts") as tell:
         described = describe(
-            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host
+            python,
+            directory,
+            model_id,
+            port,
+            allowed,
+            profiled=profiled,
+            arguments=arguments,
+            host=host,
+            profile=profile,
         )
-        server = launch.start(described, tell)
+        server = launch.start(replace(described, trial=trial), tell)
         tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
-    _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
+    if not trial:
+        _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
     return server
 
 
@@ -100,7 +120,7 @@ def _remember(
     if environment.python != python or not (inputs := environments.stamp(environment)):
         return
     entry = replace(
-        known_good.started(server, environment.name, "embedded"),
+        known_good.started(server, environment.name, server.profile),
         environment=known_good.hashed(inputs),
         settings={
             "model": str(paths.typed(model).absolute()) if model else "",
@@ -114,7 +134,7 @@ def _remember(
     known_good.remember(entry)
 
 
-def describe(
+def describe(  # noqa: PLR0913 - a parameter an option
     python: Path,
     model: Path,
     model_id: str,
@@ -124,15 +144,17 @@ def describe(
     profiled: bool = False,
     arguments: tuple[str, ...] = (),
     host: str = LOOPBACK,
+    profile: str = "",
 ) -> Launch:
     """Return what starts vLLM's API server for `model` on the address `host`, behind `access.Guard`.
 
     A `profiled` one has vLLM's torch profiler, with the routes that start and stop it; `arguments` come behind the
     profile's.
     """
-    allowed = allowed or Access()
+    allowed, serve_profile = allowed or Access(), profile_named(profile)
     environment = {
         **ENVIRONMENT,
+        **serve_profile.variables(),
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
         **access.variables(allowed.key, allowed.key_file),
@@ -141,7 +163,7 @@ def describe(
         **(profiler.ENVIRONMENT if profiled else {}),
     }
     more = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
-    server = ServerCommand(str(model), model_id, host, port, PROFILE, more, environment)
+    server = ServerCommand(str(model), model_id, host, port, serve_profile, more, environment)
     return Launch(
         command=server.command(python),
         environment=server.environment,
@@ -150,7 +172,7 @@ def describe(
         device="embedded",
         port=port,
         host=host,
-        profile="embedded",
+        profile=profile or PROFILE,
         key_file=allowed.key_file,
         key=allowed.key,
     )
@@ -194,13 +216,14 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def validate(python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = ()) -> str:
+def validate(python: Path, model: Path, port: int, host: str, arguments: tuple[str, ...], profile: ServeProfile) -> str:
     """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
     command += ["--model", model, "--host", host, "--port", str(port)]
-    command += ["--serve-args", *PROFILE.arguments(), *arguments]
-    process = run(command, cwd=paths.ROOT, env=ENVIRONMENT, check=False)  # the environment that the server gets
+    command += ["--serve-args", *profile.arguments(), *arguments]
+    variables = {**ENVIRONMENT, **profile.variables()}  # what the server gets
+    process = run(command, cwd=paths.ROOT, env=variables, check=False)
     if process.returncode:
         say(process.stdout + process.stderr)
         failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]

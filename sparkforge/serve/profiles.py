@@ -11,6 +11,7 @@ from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
+from sparkforge.plan.choose import CPU_SPACE
 
 TABLE = Path(__file__).with_name("profiles.toml")
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
@@ -39,6 +40,11 @@ class ServeProfile(Record):
             flags={**base.flags, **self.flags},
             environment={**base.environment, **self.environment},
         )
+
+    @property
+    def for_processors(self) -> bool:
+        """Whether it is for vLLM's CPU build, which alone reads this variable."""
+        return CPU_SPACE in self.environment
 
     def arguments(self) -> tuple[str, ...]:
         """Return the flags as arguments."""
