@@ -49,7 +49,7 @@ CODE = ("*.py", "*.cu", "*.cuh", "*.json")  # of spark_mxfp4: plugin, kernels an
 Starter = Callable[[StartRequest], Server]
 
 
-class Trial(Record):
+class ProfileTrial(Record):
     """A profile's flags and variables when it was measured, and how it did."""
 
     settings: dict[str, str]
@@ -63,7 +63,7 @@ class BakeOff(Record):
     identity: dict[str, str]
     shape: dict[str, str]
     profiles: list[str]
-    trials: dict[str, Trial] = Field(default={})
+    trials: dict[str, ProfileTrial] = Field(default={})
     machine: dict[str, Any] = Field(default={})
     complete: bool = False
 
@@ -149,7 +149,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, s
     for name, own in settings.items():
         if name not in done.trials:
             standing = _try(replace(request, profile=name, trial=True), flags, start, python, folder / name)
-            trial = Trial(settings=own, standing=standing)
+            trial = ProfileTrial(settings=own, standing=standing)
             done = done.model_copy(update={"trials": {**done.trials, name: trial}})
             _write(done)
     done = done.model_copy(update={"complete": True})

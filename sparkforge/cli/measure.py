@@ -129,7 +129,7 @@ def accept(_ctx: Context, result: str) -> None:
 
 @with_options((*LOAD, *START), "file", example="./inv bench.bakeoff --profiles safe,fast", optional="file")
 def bakeoff(options: Options) -> None:
-    """Gate and load serve profiles, or the servers of a TOML file, and rank them.
+    """Gate, load and rank serve profiles, or a TOML file of servers.
 
     They run one after another; those that fail the gate are not ranked. ./inv up --profile auto takes the profile that
     won. An interrupted bake-off of profiles goes on with the same command.
@@ -242,6 +242,25 @@ def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") 
     from sparkforge.bench.kernels.layer import main
 
     main(caller_path(output) or "bench/results/linear.json", caller_path(python), tokens, module="measure_linear")
+
+
+@task(
+    example="./inv bench.formats --python .sparkforge/envs/embedded/bin/python",
+    output="JSON file for the figures; default bench/results/formats.json in the checkout",
+    python="interpreter with torch; default: the embedded device's",
+    states="hidden states; default 256",
+)
+def formats(_ctx: Context, output: str = "", python: str = "", states: str = "") -> None:
+    """Measure what 4 and 8 bit weights cost in accuracy.
+
+    It runs on the processor: errors of weights and products against float32, and how often gpt-oss-120b's LM head
+    chooses the same token, for normal and heavy-tailed weights and hidden states. It takes minutes and 2 GB.
+    """
+    from sparkforge.bench.kernels.layer import main
+
+    count = str(whole_number("--states", states)) if states else ""
+    interpreter = caller_path(python) or str(_python())
+    main(caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats")
 
 
 @task(

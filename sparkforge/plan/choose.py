@@ -111,6 +111,11 @@ def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[st
     return first + packed if first else []
 
 
+def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list[DenseFormat]:
+    """Return the formats to compare, and those of the device's profiles."""
+    return list(dict.fromkeys([*formats.COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
+
+
 def _is_packed(profile: ServerOptions) -> bool:
     return profile.dense != BF16 or formats.kv_type(profile.arguments) != "bf16"
 

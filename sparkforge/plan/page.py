@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sparkforge.plan import budget, devices, formats, roofline, speed
-from sparkforge.plan.architecture import Architecture
+from sparkforge.plan import budget, devices, roofline, speed
+from sparkforge.plan.architecture import Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
-from sparkforge.plan.choose import ServerOptions, candidates
+from sparkforge.plan.choose import ServerOptions, candidates, dense_formats
 from sparkforge.plan.devices import GIB, Device
 
 DEVICE = "spark"
@@ -23,7 +23,7 @@ def tables(model: Architecture, profiles: Mapping[str, ServerOptions]) -> str:
     flags = {name: profiles[name] for name in candidates(device, profiles)}
     return "\n\n".join(
         (
-            _formats(model, device),
+            _formats(model, device, dense_formats(device, profiles)),
             _experts(model, device),
             _decode(model, device, flags),
             _prefill(model, device, flags),
@@ -32,11 +32,11 @@ def tables(model: Architecture, profiles: Mapping[str, ServerOptions]) -> str:
     )
 
 
-def _formats(model: Architecture, device: Device) -> str:
+def _formats(model: Architecture, device: Device, compared: Sequence[DenseFormat]) -> str:
     """A row a format of attention and LM head: bytes of a token's weights, speeds, and memory that is free for KV."""
     rows = []
     alone = device.bytes_a_second or 1.0
-    for dense in formats.COMPARED:
+    for dense in compared:
         named = {part.name: part.bytes for part in model.parts(dense)}
         read = sum(named[name] for name in ("attention qkv", "attention o", "lm_head"))
         read += int(model.layers * model.top_k * model.expert_bytes)

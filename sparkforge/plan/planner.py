@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cited, devices, formats, roofline, speed
+from sparkforge.plan import architecture, budget, choose, cited, devices, roofline, speed
 from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
@@ -191,7 +191,7 @@ def make_plan(
         ),
         decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
-        formats=[_format(model, device, load, profiles, dense) for dense in formats.COMPARED],
+        formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
         caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
         for_users=list(_for_users(model, device, load, profiles)),
         loading=_loading(device, subject.on_disk or model.weight_bytes()),

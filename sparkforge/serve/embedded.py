@@ -21,11 +21,7 @@ from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
 
-PROFILE = "embedded"  # by default
-ENVIRONMENT = {
-    **command_line.ENVIRONMENT,
-    "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
-}
+DEVICE = "embedded"  # also the name of its first profile
 
 # Below site-packages: what vLLM's CPU build preloads.
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
@@ -38,16 +34,6 @@ class Access:
     key_file: str = ""
     key: str = field(default="", repr=False)
     hosts: tuple[str, ...] = ()
-
-
-def profile_named(name: str) -> ServeProfile:
-    """Return a profile for processors; an empty name means PROFILE. Raises UsageError for another one."""
-    profile = profiles.named(name or PROFILE)
-    if not profile.for_processors:
-        known = ", ".join(other for other, row in profiles.load().items() if row.for_processors)
-        why = f"its flags are for a GPU; for vLLM's CPU build there are {known} (sparkforge/serve/profiles.toml)"
-        raise UsageError(f"--profile {name} is for containers", why, f"./inv up --device docker --profile {name}")
-    return profile
 
 
 def check(model: str, profile: str, key_file: str | None = None, allow_hosts: str = "") -> Access:
@@ -63,6 +49,25 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
     hosts = tuple(access.named_hosts(allow_hosts or os.environ.get(access.HOSTS, "")))
     path = access.key_path(key_file)
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
+
+
+def profile_named(name: str) -> ServeProfile:
+    """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
+    profile = profiles.named(name or DEVICE)
+    if profile.device != DEVICE:
+        own = ", ".join(known for known, one in profiles.load().items() if one.device == DEVICE)
+        fix = f"./inv up --device docker --profile {name}"
+        raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
+    return profile
+
+
+def environment_of(profile: ServeProfile) -> dict[str, str]:
+    """Return the variables that the validator and the server get with a profile."""
+    return {
+        **command_line.ENVIRONMENT,
+        **profile.variables(),
+        "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
+    }
 
 
 def up(  # noqa: PLR0913 - a parameter an option
@@ -81,29 +86,21 @@ def up(  # noqa: PLR0913 - a parameter an option
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
-    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind.
-    A `trial` ends with this process, and is not recorded as known good. Raises InputError, RefusalError, and what
-    `launch.start` raises.
+    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind;
+    an empty `profile` means `embedded`. A `trial` ends with this process, and is not recorded as known good.
+    Raises InputError, RefusalError, and what `launch.start` raises.
     """
-    serve_profile = profile_named(profile)
     with steps.step("model") as tell:
         directory = paths.typed(model).absolute() if model else write_tiny(python)
         model_id = served_name(directory) if model else TINY_ID
         tell(f"{model_id} in {directory}")
     with steps.step("validation", "profile embedded") as tell:
-        tell(validate(python, directory, port, host, arguments, serve_profile))
+        tell(validate(python, directory, port, host, arguments, profile))
     with steps.step("server", "vLLM starts") as tell:
         described = describe(
-            python,
-            directory,
-            model_id,
-            port,
-            allowed,
-            profiled=profiled,
-            arguments=arguments,
-            host=host,
+            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host,
             profile=profile,
-        )
+        )  # fmt: skip
         server = launch.start(replace(described, trial=trial), tell)
         tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
@@ -120,7 +117,7 @@ def _remember(
     if environment.python != python or not (inputs := environments.stamp(environment)):
         return
     entry = replace(
-        known_good.started(server, environment.name, server.profile),
+        known_good.started(server, environment.name, server.profile or DEVICE),
         environment=known_good.hashed(inputs),
         settings={
             "model": str(paths.typed(model).absolute()) if model else "",
@@ -153,8 +150,7 @@ def describe(  # noqa: PLR0913 - a parameter an option
     """
     allowed, serve_profile = allowed or Access(), profile_named(profile)
     environment = {
-        **ENVIRONMENT,
-        **serve_profile.variables(),
+        **environment_of(serve_profile),
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
         **access.variables(allowed.key, allowed.key_file),
@@ -172,7 +168,7 @@ def describe(  # noqa: PLR0913 - a parameter an option
         device="embedded",
         port=port,
         host=host,
-        profile=profile or PROFILE,
+        profile=profile or DEVICE,
         key_file=allowed.key_file,
         key=allowed.key,
     )
@@ -216,14 +212,17 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def validate(python: Path, model: Path, port: int, host: str, arguments: tuple[str, ...], profile: ServeProfile) -> str:
+def validate(
+    python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = (), profile: str = ""
+) -> str:
     """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
+    serve_profile = profile_named(profile)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
     command += ["--model", model, "--host", host, "--port", str(port)]
-    command += ["--serve-args", *profile.arguments(), *arguments]
-    variables = {**ENVIRONMENT, **profile.variables()}  # what the server gets
-    process = run(command, cwd=paths.ROOT, env=variables, check=False)
+    command += ["--serve-args", *serve_profile.arguments(), *arguments]
+    environment = environment_of(serve_profile)  # what the server gets
+    process = run(command, cwd=paths.ROOT, env=environment, check=False)
     if process.returncode:
         say(process.stdout + process.stderr)
         failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints, model_validator
 
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
-from sparkforge.plan.choose import CPU_SPACE
 
 TABLE = Path(__file__).with_name("profiles.toml")
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
@@ -29,6 +28,7 @@ class ServeProfile(Record):
 
     about: str = ""
     extends: str = ""
+    device: Literal["", "embedded"] = ""  # empty: containers; what extends a profile is for its device
     flags: dict[Flag, Setting] = Field(default_factory=dict)
     environment: dict[str, Setting] = Field(default_factory=dict)
 
@@ -37,14 +37,10 @@ class ServeProfile(Record):
         return ServeProfile(
             about=self.about or base.about,
             extends=self.extends or base.extends,
+            device=self.device or base.device,
             flags={**base.flags, **self.flags},
             environment={**base.environment, **self.environment},
         )
-
-    @property
-    def for_processors(self) -> bool:
-        """Whether it is for vLLM's CPU build, which alone reads this variable."""
-        return CPU_SPACE in self.environment
 
     def arguments(self) -> tuple[str, ...]:
         """Return the flags as arguments."""

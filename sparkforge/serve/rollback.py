@@ -229,16 +229,9 @@ def _start_embedded(start: KnownGood, steps: Steps) -> Server:
     arguments, profiled = tuple(settings.get("arguments") or ()), bool(settings.get("profiled"))
     model = str(settings.get("model") or "")
     return embedded.up(
-        python,
-        model,
-        start.port,
-        steps,
-        allowed,
-        profiled=profiled,
-        arguments=arguments,
-        host=_host(start),
+        python, model, start.port, steps, allowed, profiled=profiled, arguments=arguments, host=_host(start),
         profile=start.profile,
-    )
+    )  # fmt: skip
 
 
 def _host(start: KnownGood) -> str:
