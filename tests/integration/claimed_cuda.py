@@ -1,7 +1,7 @@
 """Ask vLLM's own selector for the attention backend of gpt-oss on a made-up NVIDIA GPU; run as a program.
 
 Reads JSON from stdin, {"capability": [major, minor], "questions": [[kv_cache_dtype, backend or null], …]}, and prints
-one answer each: {"FULL": …, "SLIDING": …} with the backend's name, or why there is none. vLLM's CUDA platform is imported
+one answer each: {"FULL": …, "SLIDING": …} with the backend's name, or a refusal. vLLM's CUDA platform is imported
 without its compiled extensions; FlashInfer's names are there and empty. No kernel runs.
 """
 
