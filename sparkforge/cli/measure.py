@@ -139,7 +139,7 @@ def bakeoff(options: Options) -> None:
     from sparkforge.serve.device import choose
     from sparkforge.serve.start import StartRequest, start
 
-    names = listed(options["profiles"])
+    names = listed(options.get("profiles", ""))
     if bool(names) == bool(options["file"]):
         why = "it compares serve profiles or the servers of a file"
         raise UsageError("name profiles or a file", why, "./inv bench.bakeoff --profiles safe,fast")
