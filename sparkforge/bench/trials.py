@@ -197,8 +197,8 @@ def _short(text: str) -> str:
 def _checked(names: Sequence[str]) -> list[str]:
     unique = list(dict.fromkeys(names))
     if not unique or AUTO in unique:
-        fix = "./inv bench.bakeoff --profiles safe,fast"
-        raise UsageError("there are no profiles to compare", "--profiles takes names with commas", fix)
+        why = f"{AUTO} is the winner of a bake-off" if unique else "--profiles takes names with commas"
+        raise UsageError("these are no profiles to compare", why, "./inv bench.bakeoff --profiles safe,fast")
     return unique
 
 

@@ -61,6 +61,10 @@ def print_tables(plan: Plan) -> None:
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     console().print(_prefill(plan))
     console().print(_formats(plan))
+    say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
+    for row in plan.formats[1:]:
+        if row.profiles:
+            say(f"{row.attention}/{row.head}: {', '.join(row.profiles)}")
     console().print(_caches(plan))
     if plan.for_users:
         console().print(_for_users(plan))
@@ -130,14 +134,13 @@ def _prefill(plan: Plan) -> Table:
 
 
 def _formats(plan: Plan) -> Table:
-    users = plan.formats[0].users
-    columns = ("GB a token", *(f"tok/s, {count}" for count in users), "GiB won", "KV tokens")
-    title = f"attention and LM head by format · computed · {plan.asked.context} tokens behind each, tok/s a user"
-    table = Table("format", *(_right(name) for name in columns), "profiles", title=title, box=SIMPLE)
+    columns = ("GB", *(str(count) for count in plan.formats[0].users), "GiB", "KV tokens")
+    title = f"by format of attention/LM head · computed · tok/s a user for so many, {plan.asked.context} tokens behind"
+    table = Table("format", *(_right(name) for name in columns), title=title, box=SIMPLE)
     for row in plan.formats:
-        speeds, won = (_speed(each) for each in row.each), f"{row.kv_tokens:+,}" if row.kv_tokens else ""
-        profiles = ", ".join(row.profiles)
-        table.add_row(row.name, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes), won, profiles)
+        speeds, won = (_speed(each) for each in row.each), f"{row.kv_tokens:,}" if row.kv_tokens else ""
+        form = f"{row.attention}/{row.head}"
+        table.add_row(form, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes) if won else "", won)
     return table
 
 
