@@ -62,9 +62,9 @@ def print_tables(plan: Plan) -> None:
     console().print(_prefill(plan))
     console().print(_formats(plan))
     say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
-    for row in plan.formats[1:]:
-        if row.profiles:
-            say(f"{row.attention}/{row.head}: {', '.join(row.profiles)}")
+    for packed in plan.formats[1:]:
+        if packed.profiles:
+            say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
     console().print(_caches(plan))
     if plan.for_users:
         console().print(_for_users(plan))
