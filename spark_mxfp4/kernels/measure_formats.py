@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,15 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--output", required=True, help="JSON file for the figures")
     flags.add_argument("--tokens", help="hidden states; default 256")
+    flags.add_argument("--shapes", help=f"with commas, of {', '.join(SHAPES)}; default: all")
     arguments = flags.parse_args()
+    names = arguments.shapes.split(",") if arguments.shapes else list(SHAPES)
+    if unknown := [name for name in names if name not in SHAPES]:
+        sys.exit(f"cannot measure {', '.join(unknown)} · there are {', '.join(SHAPES)} · name some of these")
     count = int(arguments.tokens) if arguments.tokens else STATES
     result: dict[str, Any] = {"torch": torch.__version__, "states": count, "seed": SEED, "shapes": {}}
-    for name, (rows, columns) in SHAPES.items():
+    for name in names:
+        rows, columns = SHAPES[name]
         for weights, draw in DRAWS.items():
             figures = measure(rows, columns, draw, count)
             key = f"{name}, {weights} weights"

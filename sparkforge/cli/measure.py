@@ -249,8 +249,9 @@ def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") 
     output="JSON file for the figures; default bench/results/formats.json in the checkout",
     python="interpreter with torch; default: the embedded device's",
     states="hidden states; default 256",
+    shapes="qkv, o and head, with commas; default: all",
 )
-def formats(_ctx: Context, output: str = "", python: str = "", states: str = "") -> None:
+def formats(_ctx: Context, output: str = "", python: str = "", states: str = "", shapes: str = "") -> None:
     """Measure what 4 and 8 bit weights cost in accuracy.
 
     It runs on the processor: errors of weights and products against float32, and how often gpt-oss-120b's LM head
@@ -260,7 +261,9 @@ def formats(_ctx: Context, output: str = "", python: str = "", states: str = "")
 
     count = str(whole_number("--states", states)) if states else ""
     interpreter = caller_path(python) or str(_python())
-    main(caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats")
+    main(
+        caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats", shapes=shapes
+    )
 
 
 @task(

@@ -22,10 +22,10 @@ FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has 
 FORMATS_FIX = "name an interpreter that has torch: --python PATH"
 
 
-def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "") -> None:
+def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "", shapes: str = "") -> None:
     """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
 
-    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
+    `shapes` are some of the matrices that `measure_formats` knows. `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
     `measure_formats` for the accuracy of their formats, which needs no GPU.
 
     Raises ProcessError where there is no GPU, torch or triton.
@@ -39,7 +39,7 @@ def main(output: str, python: str, tokens: str, *, module: str = "measure", peer
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command: list[str | Path] = [interpreter, "-m", f"spark_mxfp4.kernels.{module}", "--output", figures]
-        for option, value in (("--peer", peer), ("--tokens", tokens)):
+        for option, value in (("--peer", peer), ("--tokens", tokens), ("--shapes", shapes)):
             command += [option, value] if value else []
         say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=fix).stdout.rstrip())
         result = {"machine": facts(), **read_json(figures)}
