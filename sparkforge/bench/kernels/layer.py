@@ -25,8 +25,8 @@ FORMATS_FIX = "name an interpreter that has torch: --python PATH"
 def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "", shapes: str = "") -> None:
     """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
 
-    `shapes` are some of the matrices that `measure_formats` knows. `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
-    `measure_formats` for the accuracy of their formats, which needs no GPU.
+    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
+    `measure_formats` for the accuracy of their formats, which needs no GPU; `shapes` are some of the latter's matrices.
 
     Raises ProcessError where there is no GPU, torch or triton.
     """
