@@ -67,6 +67,11 @@ class Standing(Record):
     results: list[Result]
     why: str = ""
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The gate's figure; None if nothing was measured."""
+        return self.results[0].gate.bits_per_byte if self.results else None
+
 
 def load(path: Path) -> list[Contestant]:
     """Read the file. Raises UsageError."""
@@ -87,19 +92,41 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
     """Measure all of them, print and write the ranking. Raises BenchmarkError if none passed."""
     output = batch.output_folder(flags.get("output", "")) / "bakeoff"
     measured = [measure(contestant, flags, python, output) for contestant in load(Path(flags["file"]))]
-    standings = sorted(measured, key=lambda standing: -(standing.score or 0.0))  # failed ones last, as in the file
+    standings = ranked(measured)
+    show(standings, output, "server")
+    if standings[0].score is None:
+        raise nobody_passed(standings, "server", f"less {output}/*/server.log")
+
+
+def ranked(standings: Sequence[Standing]) -> list[Standing]:
+    """Return them with the fastest first and those that failed last, in the order that they came."""
+    return sorted(standings, key=lambda standing: -(standing.score or 0.0))
+
+
+def show(standings: Sequence[Standing], output: Path, kind: str) -> None:
+    """Print the ranking and write it below `output` as JSON and as a page. `kind` is what was ranked."""
     write_json(output / "bakeoff.json", [standing.model_dump(mode="json") for standing in standings])
-    write_atomic(output / "bakeoff.html", render(standings))
-    table = Table("rank", "server", page.PER_GPU, "", title="bakeoff: geometric mean over all configurations")
+    write_atomic(output / "bakeoff.html", render(standings, kind))
+    table = Table("rank", kind, page.PER_GPU, "bits/byte", "", title="bakeoff: geometric mean over all configurations")
     for rank, standing in enumerate(standings, 1):
         passed = standing.score is not None
-        score = page.format_optional(standing.score)
-        table.add_row(str(rank) if passed else "-", standing.name, score, standing.why[:200])
+        score, bits = page.format_optional(standing.score), page.format_optional(standing.bits_per_byte)
+        table.add_row(str(rank) if passed else "-", standing.name, score, bits, standing.why[:200])
     console().print(table)
     say(f"report:  {output / 'bakeoff.html'}")
-    if standings[0].score is None:
-        why = "\n        ".join(f"{standing.name}: {standing.why}" for standing in standings)
-        raise BenchmarkError("no server passed", why, f"less {output}/*/server.log", code="benchmark.bakeoff")
+
+
+def nobody_passed(standings: Sequence[Standing], kind: str, fix: str) -> BenchmarkError:
+    """Return the error for a bake-off without a winner."""
+    why = "\n        ".join(f"{standing.name}: {standing.why}" for standing in standings)
+    return BenchmarkError(f"no {kind} passed", why, fix, code="benchmark.bakeoff")
+
+
+def standing(name: str, results: Sequence[Result]) -> Standing:
+    """Return how a server with these results did."""
+    reasons = [reason for result in results for reason in result.reasons]
+    score = None if reasons else mean_throughput(results)
+    return Standing(name=name, score=score, results=list(results), why="; ".join(reasons))
 
 
 def measure(contestant: Contestant, flags: Mapping[str, Any], python: Path, output: Path) -> Standing:
@@ -119,9 +146,7 @@ def measure(contestant: Contestant, flags: Mapping[str, Any], python: Path, outp
     finally:
         if child:
             child.end()
-    reasons = [reason for result in results for reason in result.reasons]
-    score = None if reasons else mean_throughput(results)
-    return Standing(name=contestant.name, score=score, results=results, why="; ".join(reasons))
+    return standing(contestant.name, results)
 
 
 def _wait(contestant: Contestant, child: Child, log: Path) -> None:
@@ -141,13 +166,13 @@ def mean_throughput(results: Sequence[Result]) -> float | None:
     return math.exp(sum(map(math.log, figures)) / len(figures)) if figures and min(figures) > 0 else None
 
 
-def render(standings: Sequence[Standing]) -> str:
+def render(standings: Sequence[Standing], kind: str) -> str:
     """Return the ranking as a page."""
     rows: list[list[Cell]] = [
-        [rank if passed else None, standing.name, passed, standing.score, standing.why]
+        [rank if passed else None, standing.name, passed, standing.score, standing.bits_per_byte, standing.why]
         for rank, standing in enumerate(standings, 1)
         for passed in [standing.score is not None]
     ]
-    headings = ("rank", "server", "verdict", page.PER_GPU, "why")
+    headings = ("rank", kind, "verdict", page.PER_GPU, "bits/byte", "why")
     ranking = SortableTable("geometric mean over all configurations", headings, rows)
     return page.render("bakeoff.html.jinja", "Bakeoff", ranking=ranking)

@@ -31,7 +31,12 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "form": ("", "json, or the competition's gradio or gradio-gsm8k; default json, for --to board gradio"),
     "result": ("", "post this result, run nothing"),
     "title": ("", "of the page"),
+    "profiles": ("", "serve profiles with commas: each is started, gated, loaded and stopped"),
+    "device": ("auto", "with --profiles: auto, embedded, docker or docker-cpu, as with ./inv up"),
+    "stack": ("", "with --profiles: a stack of pins.toml; default: the device's"),
+    "replace": (False, "with --profiles: end the server of this checkout that runs"),
 }
+START = ("profiles", "device", "stack", "replace")
 SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
 SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
 LOAD = (*SERVER, *SHAPE, "warmups", "seed", "client", "tokenizer", "limit", "fresh", "cited")

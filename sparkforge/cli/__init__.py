@@ -65,6 +65,7 @@ for _collection in (
         measure.compare,
         measure.accept,
         measure.bakeoff,
+        measure.formats,
         measure.leaderboard,
         measure.export,
         measure.profile,

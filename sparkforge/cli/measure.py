@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.bench.options import LOAD, OPTIONS, SERVER
+from sparkforge.bench.options import LOAD, OPTIONS, SERVER, START
+from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task, whole_number
+from sparkforge.core.console import say
+from sparkforge.core.errors import UsageError
 
+PORT = "8000"
 Options = Mapping[str, Any]
 
 # How a path among them is read: relative ones start in the caller's folder.
@@ -26,9 +31,12 @@ PATHS: dict[str, Callable[[str], str]] = {
 
 
 def with_options(
-    names: tuple[str, ...], *positional: str, example: str
+    names: tuple[str, ...], *positional: str, example: str, optional: str = ""
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
-    """Make a command with the options `names` of the table, which its function gets as one mapping."""
+    """Make a command with the options `names` of the table, which its function gets as one mapping.
+
+    `optional` is the positional parameter that may be left out.
+    """
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
         """Return the command that calls `function`."""
@@ -42,7 +50,7 @@ def with_options(
         signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
         body.__signature__ = signature  # type: ignore[attr-defined]
         body.__name__, body.__doc__ = function.__name__, function.__doc__
-        return task(example, **{name: OPTIONS[name][1] for name in names})(body)
+        return task(example, optional=optional, **{name: OPTIONS[name][1] for name in names})(body)
 
     return decorate
 
@@ -119,15 +127,39 @@ def accept(_ctx: Context, result: str) -> None:
     accept_result(caller_path(result))
 
 
-@with_options(LOAD, "file", example="./inv bench.bakeoff servers.toml")
+@with_options((*LOAD, *START), "file", example="./inv bench.bakeoff --profiles safe,fast", optional="file")
 def bakeoff(options: Options) -> None:
-    """Gate and load every server of a TOML file, and rank them.
+    """Gate, load and rank serve profiles, or a TOML file of servers.
 
-    Servers run one after another; those that fail the gate are not ranked.
+    They run one after another; those that fail the gate are not ranked. ./inv up --profile auto takes the profile that
+    won. An interrupted bake-off of profiles goes on with the same command.
     """
-    from sparkforge.bench.bakeoff import main
+    from sparkforge.bench import bakeoff, trials
+    from sparkforge.serve import passed, settings
+    from sparkforge.serve.device import choose
+    from sparkforge.serve.start import StartRequest, start
 
-    main(options, _python())
+    names = listed(options.get("profiles", ""))
+    if bool(names) == bool(options["file"]):
+        why = "it compares serve profiles or the servers of a file"
+        raise UsageError("name profiles or a file", why, "./inv bench.bakeoff --profiles safe,fast")
+    if not names:
+        bakeoff.main(options, _python())
+        return
+    if options["url"]:
+        raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
+    port = options["port"] or os.environ.get("PORT") or PORT
+    named = options["model"] or os.environ.get("MODEL", "")
+    choice = choose(options["device"])
+    say(f"device: {choice.device}, because {choice.why}")
+    request = StartRequest(
+        choice.device,
+        model=settings.checkpoint(named, caller_path(named)),
+        port=whole_number("--port", port),
+        stack=options["stack"],
+        variables=passed.with_context(os.environ, options["max_model_len"], ()),
+    )
+    trials.run(names, options, request, lambda wanted: start(wanted, build_image), _python())
 
 
 @with_options(("output", "title"), "folder", example="./inv bench.leaderboard results")
@@ -210,6 +242,28 @@ def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") 
     from sparkforge.bench.kernels.layer import main
 
     main(caller_path(output) or "bench/results/linear.json", caller_path(python), tokens, module="measure_linear")
+
+
+@task(
+    example="./inv bench.formats --python .sparkforge/envs/embedded/bin/python",
+    output="JSON file for the figures; default bench/results/formats.json in the checkout",
+    python="interpreter with torch; default: the embedded device's",
+    states="hidden states; default 256",
+    shapes="qkv, o and head, with commas; default: all",
+)
+def formats(_ctx: Context, output: str = "", python: str = "", states: str = "", shapes: str = "") -> None:
+    """Measure what 4 and 8 bit weights cost in accuracy.
+
+    It runs on the processor: errors of weights and products against float32, and how often gpt-oss-120b's LM head
+    chooses the same token, for normal and heavy-tailed weights and hidden states. It takes minutes and 2 GB.
+    """
+    from sparkforge.bench.kernels.layer import main
+
+    count = str(whole_number("--states", states)) if states else ""
+    interpreter = caller_path(python) or str(_python())
+    main(
+        caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats", shapes=shapes
+    )
 
 
 @task(

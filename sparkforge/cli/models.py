@@ -30,7 +30,7 @@ def model_fetch(
 @task(
     example="./inv plan gpt-oss-120b --device spark --context 32768",
     model="gpt-oss-120b, gpt-oss-20b, tiny-gpt-oss, a folder of a checkpoint, or a config.json",
-    device="spark, h200, rtx-pro-6000, rtx-5090, or this: the machine that you are on",
+    device="spark, h100, h200, b200, rtx-pro-6000, rtx-5090, or this: the machine that you are on",
     context="tokens a sequence, prompt and answer; default 8192, or the device's profiles",
     concurrency="sequences at once; default 4",
     kv_dtype="type of the KV cache: auto, bf16 or fp8",

@@ -21,7 +21,7 @@ PORT = "8000"
     example="./inv up --device docker --profile fast",
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
     model="folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
-    profile="a table of sparkforge/serve/profiles.toml: safe, fast or long-context with docker, or embedded-…",
+    profile="a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner",
     port="port to listen on; default 8000 [PORT]",
     host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
     context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
@@ -58,9 +58,8 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.environments import Environment
-    from sparkforge.image.devices import DOCKER, stack_of
-    from sparkforge.serve import container, embedded, environment, failure, launch, passed, screen, settings
+    from sparkforge.image.devices import AUTO, stack_of
+    from sparkforge.serve import failure, passed, screen, settings, start
     from sparkforge.serve.device import choose
     from sparkforge.sources.offline import use_bundle
 
@@ -75,25 +74,24 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
         choice = choose(device)
         flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
         say(f"device: {choice.device}, because {choice.why}")
-        with launch.starting():
-            launch.check_free(number, address)
-            served = stack_of(choice.device, stack)
-            if choice.container:
-                # Without --stack, `.env` may name one: that is for Compose to read.
-                chosen = served if stack or choice.device != DOCKER else ""
-                wanted = container.variables(model, profile, number, key_file, allow_hosts, chosen, profiler)
-                wanted |= container.passed_on(variables, host and address, number, allow_hosts, flags)
-                server = container.up(choice.device, wanted, Steps(4), build_image)
-            else:
-                access = embedded.check(model, profile, key_file, allow_hosts)
-                passed.say_replaced(flags, embedded.profile_named(profile))
-                arguments = (*embedded.vllm_arguments(variables), *flags)
-                steps = Steps(4)
-                python = environment.prepare(steps, Environment(served)).python
-                server = embedded.up(
-                    python, model, number, steps, access, profiled=profiler, arguments=arguments, host=address,
-                    profile=profile,
-                )  # fmt: skip
+        if profile == AUTO:
+            from sparkforge.bench import trials
+
+            profile = trials.winner(choice.device, stack_of(choice.device, stack), model)
+        request = start.StartRequest(
+            choice.device,
+            model,
+            profile,
+            number,
+            host and address,
+            key_file,
+            allow_hosts,
+            profiler,
+            stack,
+            variables,
+            flags,
+        )
+        server = start.start(request, build_image)
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
     if foreground:

@@ -177,4 +177,5 @@ CODES = {
     "benchmark.board": "A result is not what the board takes: another model, text, limits or shape; it was not posted.",
     "benchmark.guard": "The memory guard did not end every server of a trial by name.",
     "benchmark.bakeoff": "No server of a bakeoff passed the gate and the load, so there is nothing to rank.",
+    "benchmark.stale": "`--profile auto` has no winner: no bake-off of this very model, stack and machine has ended.",
 }

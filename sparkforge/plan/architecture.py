@@ -16,8 +16,8 @@ from sparkforge.core.errors import InputError
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODEL_TYPE = "gpt_oss"
 # Bits a weight, its scale included. MXFP4: 32 four-bit values and one eight-bit scale (OCP Microscaling Formats v1.0,
-# table 1). q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8: one scale a tensor, left out.
-BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp4": 4.25, "q8_0": 8.5}
+# table 1); MXFP8 likewise. q8_0: llama.cpp's 32 eight-bit values and one 16-bit scale. fp8: one scale a row, left out.
+BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5}
 BLOCK = 32  # MXFP4 elements that share one scale
 KV_BYTES = {"bf16": 2, "fp8": 1}  # a key or value element; vLLM's --kv-cache-dtype auto is the model's own bf16
 KV_BLOCK = 16  # tokens a block of the KV cache: vLLM 0.32.0, vllm/config/cache.py DEFAULT_BLOCK_SIZE
@@ -26,6 +26,22 @@ DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one
 LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within sense
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 GET = "./inv plan gpt-oss-120b   # or a folder or config.json of a gpt-oss model"
+
+
+@dataclass(frozen=True)
+class DenseFormat:
+    """How a server keeps what gpt-oss has in bf16: the attention's projections and the LM head. Keys of BITS."""
+
+    attention: str = "bf16"
+    head: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """Both in a few words."""
+        return self.attention if self.attention == self.head else f"{self.attention}, {self.head} head"
+
+
+BF16 = DenseFormat()
 
 
 @dataclass(frozen=True)
@@ -82,25 +98,25 @@ class Architecture:
         """Bytes of one expert of one layer, biases included."""
         return self.expert * BITS[self.experts_form] / 8 + 2 * (2 * self.intermediate + self.hidden)
 
-    def parts(self, dense: str = "bf16") -> tuple[Part, ...]:
-        """Return all weights; `dense` is the form of the attention's projections and the LM head: bf16 in gpt-oss."""
+    def parts(self, dense: DenseFormat = BF16) -> tuple[Part, ...]:
+        """Return all weights. A tied LM head stays as the embedding is, in bf16."""
         n, h, i, e = self.layers, self.hidden, self.intermediate, self.experts
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
             Part("embedding", "bf16", self.vocab * h),
-            Part("attention qkv", dense, n * h * (queries + 2 * keys), n * (queries + 2 * keys)),
-            Part("attention o", dense, n * h * queries, n * h),
+            Part("attention qkv", dense.attention, n * h * (queries + 2 * keys), n * (queries + 2 * keys)),
+            Part("attention o", dense.attention, n * h * queries, n * h),
             Part("attention sinks", "bf16", n * self.heads),
             Part("router", "bf16", n * e * h, n * e),
             Part("experts gate, up", self.experts_form, n * e * 2 * i * h, n * e * 2 * i),
             Part("experts down", self.experts_form, n * e * h * i, n * e * h),
             Part("norms", "bf16", (2 * n + 1) * h),
-            Part("lm_head", dense, 0 if self.tied else self.vocab * h),
+            Part("lm_head", dense.head, 0 if self.tied else self.vocab * h),
         )
 
-    def weight_bytes(self) -> int:
-        """Bytes of all weights as the checkpoint stores them."""
-        return sum(part.bytes for part in self.parts())
+    def weight_bytes(self, dense: DenseFormat = BF16) -> int:
+        """Bytes of all weights; by default as the checkpoint stores them."""
+        return sum(part.bytes for part in self.parts(dense))
 
     def padding_bytes(self, align: int) -> int:
         """Bytes that a kernel adds when it pads the experts' sizes to multiples of `align` (1: none)."""

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from sparkforge.core.tables import Record
-from sparkforge.plan.architecture import STEPS_UNDER_WAY, Architecture
+from sparkforge.plan.architecture import BF16, STEPS_UNDER_WAY, Architecture, DenseFormat
 from sparkforge.plan.devices import GIB, Device
 
 HOST_WORKING_BYTES = 4 * GIB  # measured with the tiny model on x86-64: 3.7 GB PSS (vLLM's CPU build, eager)
@@ -21,11 +21,12 @@ LOGIT_COPIES = 2  # bf16 → float32, and the sampler's own copy of it
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be served: tokens a sequence, sequences at once, the KV cache's type; and vLLM's bounds of a step."""
+    """What is to be served: tokens a sequence, sequences at once, formats of KV cache and dense layers, bounds."""
 
     context: int
     concurrency: int
     kv: str = "bf16"
+    dense: DenseFormat = BF16
     batched: int = BATCHED_TOKENS
     sequences: int = SEQUENCES
 
@@ -80,6 +81,9 @@ def share_lines(model: Architecture, device: Device, load: Workload, weights: in
     """Return what counts against vLLM's share. `weights`: bytes of the checkpoint on disk, where they are known."""
     on_disk = model.weight_bytes() if weights is None else weights
     how = "computed" if weights is None else "sizes of the files"
+    if load.dense != BF16:
+        on_disk += model.weight_bytes(load.dense) - model.weight_bytes()
+        how += f", dense layers in {load.dense.name}"
     return (
         Line(name="weights", bytes=on_disk, share=True, how=how),
         Line(

@@ -10,8 +10,8 @@ from typing import Protocol
 from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
-from sparkforge.plan import budget
-from sparkforge.plan.architecture import Architecture
+from sparkforge.plan import budget, formats
+from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
 from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCES, Workload
 from sparkforge.plan.devices import GIB, Device
 
@@ -48,10 +48,22 @@ class ServerOptions(Record):
         """Return --max-model-len."""
         return int(self.number("--max-model-len", default))
 
+    @property
+    def dense(self) -> DenseFormat:
+        """Formats of its dense layers in memory: on a processor our plugin expands them to bf16 again."""
+        return BF16 if self.for_processors else formats.dense_format(self.arguments, self.variables)
+
+    @property
+    def for_processors(self) -> bool:
+        """Whether it is for vLLM's CPU build."""
+        return CPU_SPACE in self.variables
+
     def load(self, asked: Workload) -> Workload:
-        """Return the workload with this profile's bounds of a step."""
+        """Return the workload with this profile's bounds and formats; the KV cache is FP8 if either says so."""
         batched = int(self.number("--max-num-batched-tokens", BATCHED_TOKENS))
-        return replace(asked, batched=batched, sequences=int(self.number("--max-num-seqs", SEQUENCES)))
+        kv = "fp8" if "fp8" in {asked.kv, formats.kv_type(self.arguments)} else asked.kv
+        sequences = int(self.number("--max-num-seqs", SEQUENCES))
+        return replace(asked, batched=batched, sequences=sequences, kv=kv, dense=self.dense)
 
 
 class ProfileFit(Record):
@@ -64,6 +76,8 @@ class ProfileFit(Record):
     most: float
     max_model_len: int
     max_num_seqs: int
+    dense: str
+    kv: str
     against: tuple[str, ...]
 
 
@@ -78,8 +92,32 @@ def read_profiles(profiles: Mapping[str, ProfileRow]) -> dict[str, ServerOptions
 def verdicts(
     model: Architecture, device: Device, asked: Workload, profiles: Mapping[str, ServerOptions]
 ) -> list[ProfileFit]:
-    """Judge the profiles that are made for the device, in the order of its row."""
-    return [_verdict(name, profiles[name], model, device, asked) for name in device.profiles if name in profiles]
+    """Judge the profiles that are made for the device, in the order of caution."""
+    return [_verdict(name, profiles[name], model, device, asked) for name in candidates(device, profiles)]
+
+
+def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[str]:
+    """Return the profiles for the device: those of its row, then those like them with fewer bits, as in the table.
+
+    The latter trade accuracy for speed, so they come last: only a bake-off can say that one is good enough.
+    """
+    first = [name for name in device.profiles if name in profiles]
+    processors = any(profiles[name].for_processors for name in first)
+    packed = [
+        name
+        for name, profile in profiles.items()
+        if name not in first and profile.for_processors == processors and _is_packed(profile)
+    ]
+    return first + packed if first else []
+
+
+def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list[DenseFormat]:
+    """Return the formats to compare, and those of the device's profiles."""
+    return list(dict.fromkeys([*formats.COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
+
+
+def _is_packed(profile: ServerOptions) -> bool:
+    return profile.dense != BF16 or formats.kv_type(profile.arguments) != "bf16"
 
 
 def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:
@@ -114,6 +152,8 @@ def _verdict(name: str, profile: ServerOptions, model: Architecture, device: Dev
         most=most,
         max_model_len=longest,
         max_num_seqs=load.sequences,
+        dense=load.dense.name,
+        kv=load.kv,
         against=tuple(objection for objection, applies in objections.items() if applies),
     )
 

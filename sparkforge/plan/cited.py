@@ -67,8 +67,8 @@ def against(model: Architecture, device: Device, figures: Iterable[CitedRow]) ->
 def _compare(model: Architecture, device: Device, figure: CitedRow, formats: speed.CitedFormat) -> list[Against]:
     prompt, answer, concurrency = figure.shape
     prompt, concurrency = prompt or ANY_PROMPT, concurrency or 1
-    decoding = speed.ceiling(model, device, concurrency, prompt + answer // 2, formats.kv, formats.dense)
-    first = roofline.first_token_seconds(model, device, prompt, 1, formats.chunk, formats.kv)
+    decoding = speed.ceiling(model, device, concurrency, prompt + answer // 2, formats.kv, formats.formats)
+    first = roofline.first_token_seconds(model, device, prompt, 1, formats.chunk, formats.kv, formats.formats)
     bounds = {
         "interactivity": decoding,
         "output_throughput": decoding * concurrency if decoding else None,
@@ -83,7 +83,7 @@ def _compare(model: Architecture, device: Device, figure: CitedRow, formats: spe
             cited=value,
             computed=bound,
             share=value / bound,
-            dense=formats.dense,
+            dense=formats.formats.name,
             kv=formats.kv,
             source=figure.source,
             date=figure.date,

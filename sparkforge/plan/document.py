@@ -87,6 +87,46 @@ class DecodeRow(Record):
     best_total: float | None
 
 
+class FormatRow(Record):
+    """Dense layers in one format: `bytes` that a token of one user reads, `freed_bytes` of memory against bf16.
+
+    `each` are tokens a second a user at best, one for each of `users` (None: not known); `kv_tokens` is how many more
+    tokens the KV cache holds with the freed bytes; `profiles` keep the dense layers so.
+    """
+
+    name: str
+    attention: str
+    head: str
+    bytes: int
+    freed_bytes: int
+    kv_tokens: int
+    users: tuple[int, ...]
+    each: tuple[float | None, ...]
+    profiles: tuple[str, ...]
+
+
+class CacheRow(Record):
+    """A KV cache of one type: how many sequences of the context fit, and how many tokens in all."""
+
+    kv: str
+    token_bytes: int
+    sequences: int
+    tokens: int
+
+
+class ProfileForUsers(Record):
+    """So many users at once: the first profile that serves them, and the one with the highest bound; tokens a second.
+
+    Both names are empty if no profile serves them. Nothing here says whether the fastest is accurate enough.
+    """
+
+    users: int
+    cautious: str
+    cautious_each: float | None
+    fastest: str
+    fastest_each: float | None
+
+
 class PrefillRow(Record):
     """Reading one prompt alone at best; `seconds` is its time to the first token. None: not known."""
 
@@ -125,6 +165,9 @@ class Plan(Record):
     fit: Capacity
     decode: list[DecodeRow]
     prefill: list[PrefillRow]
+    formats: list[FormatRow]
+    caches: list[CacheRow]
+    for_users: list[ProfileForUsers]
     loading: list[LoadingRow]
     profiles: list[ProfileFit]
     recommended: str

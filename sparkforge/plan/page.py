@@ -1,33 +1,62 @@
-"""The Spark's roofline by serve profile, as the Markdown tables of docs/performance.md."""
+"""The Spark's roofline by serve profile and by format, as the Markdown tables of docs/performance.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sparkforge.plan import budget, devices, roofline
-from sparkforge.plan.architecture import Architecture
+from sparkforge.plan import budget, devices, roofline, speed
+from sparkforge.plan.architecture import Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
-from sparkforge.plan.choose import ServerOptions
+from sparkforge.plan.choose import ServerOptions, candidates, dense_formats
 from sparkforge.plan.devices import GIB, Device
 
 DEVICE = "spark"
 TOKENS = (1, 4, 16, 64, 256)  # of the experts' table
 BEHIND = 1024  # tokens behind each sequence, beside --max-model-len
-PIECE = 8192  # tokens a sequence in the last table
+PIECE = 8192  # tokens a sequence in the last tables
+USERS = (1, 4, 16, 64)  # of the table of formats
 
 
 def tables(model: Architecture, profiles: Mapping[str, ServerOptions]) -> str:
-    """Return four tables: experts, decode, prefill and memory."""
+    """Return five tables: formats, experts, decode, prefill and memory."""
     device = devices.named(DEVICE)
-    flags = {name: profiles[name] for name in device.profiles}
+    flags = {name: profiles[name] for name in candidates(device, profiles)}
     return "\n\n".join(
         (
+            _formats(model, device, dense_formats(device, profiles)),
             _experts(model, device),
             _decode(model, device, flags),
             _prefill(model, device, flags),
             _memory(model, device, flags),
         )
     )
+
+
+def _formats(model: Architecture, device: Device, compared: Sequence[DenseFormat]) -> str:
+    """A row a format of attention and LM head: bytes of a token's weights, speeds, and memory that is free for KV."""
+    rows = []
+    alone = device.bytes_a_second or 1.0
+    for dense in compared:
+        named = {part.name: part.bytes for part in model.parts(dense)}
+        read = sum(named[name] for name in ("attention qkv", "attention o", "lm_head"))
+        read += int(model.layers * model.top_k * model.expert_bytes)
+        each = [speed.ceiling(model, device, users, BEHIND, "bf16", dense) or 0.0 for users in USERS]
+        won = model.weight_bytes() - model.weight_bytes(dense)
+        tokens = won // (model.full_layers * model.kv_layer_token("bf16"))
+        rows.append(
+            (
+                dense.attention,
+                dense.head,
+                f"{read / 1e9:.2f}",
+                f"{alone / read:.0f}",
+                *(f"{rate:.1f}" for rate in each),
+                f"{won / GIB:.2f}",
+                f"{tokens:,}",
+            )
+        )
+    users = (f"{count} user{'s' if count > 1 else ''}" for count in USERS)
+    heads = ("attention", "LM head", "GB a token, weights", "tok/s by these alone", *users, "GiB won", "KV tokens won")
+    return _table(heads, rows, 2)
 
 
 def _experts(model: Architecture, device: Device) -> str:
@@ -48,9 +77,10 @@ def _decode(model: Architecture, device: Device, flags: dict[str, ServerOptions]
     """Four rows a profile: one, four and all users BEHIND tokens deep, and one user at the longest context."""
     rows = []
     for name, profile in flags.items():
-        longest, together = profile.longest(model.longest), profile.load(Workload(1, 1)).sequences
+        longest, load = profile.longest(model.longest), profile.load(Workload(1, 1))
+        together = load.sequences
         for batch, behind in ((1, BEHIND), (4, BEHIND), (together, BEHIND), (1, longest)):
-            time = roofline.time(roofline.decode(model, batch, behind, "bf16", "bf16"), device)
+            time = roofline.time(roofline.decode(model, batch, behind, load.kv, load.dense), device)
             seconds = time.seconds or 1.0
             speeds = (f"{seconds * 1e3:.1f}", f"{1 / seconds:.1f}", f"{batch / seconds:,.1f}")
             rows.append((name, f"{batch}", f"{behind:,}", f"{time.work.bytes / 1e9:.1f}", *speeds, time.bound))
@@ -65,7 +95,7 @@ def _prefill(model: Architecture, device: Device, flags: dict[str, ServerOptions
     for name, profile in flags.items():
         load = profile.load(Workload(1, 1))
         for prompt in (BEHIND, PIECE, profile.longest(model.longest)):
-            works = list(roofline.prefill(model, prompt, 1, load.batched, "bf16"))
+            works = list(roofline.prefill(model, prompt, 1, load.batched, load.kv, load.dense))
             seconds = sum(roofline.time(work, device).seconds or 0.0 for work in works)
             bound = " and ".join(sorted({roofline.time(work, device).bound for work in works}))
             rows.append(

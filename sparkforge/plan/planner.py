@@ -6,7 +6,7 @@ A plan is computed from sizes and cited figures. Only `--device this` reads the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -14,26 +14,30 @@ from typing import Protocol
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
 from sparkforge.plan import architecture, budget, choose, cited, devices, roofline, speed
-from sparkforge.plan.architecture import KV_BYTES, Architecture
+from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
 from sparkforge.plan.cited import CitedRow
 from sparkforge.plan.devices import GIB, Device
 from sparkforge.plan.document import (
     Asked,
+    CacheRow,
     Capacity,
     DecodeRow,
     DeviceRow,
+    FormatRow,
     KvRow,
     LoadingRow,
     ModelRow,
     Plan,
     PrefillRow,
+    ProfileForUsers,
     WeightRow,
 )
 from sparkforge.plan.speed import Comparison
 
 BATCHES = (1, 4, 16)  # of the decode table, besides the requested one
+USERS = (1, 4, 16, 64)  # of the tables of formats and of profiles
 PROMPTS = (1024, 8192)  # of the prefill table, beside the context
 CITED_MODEL, CITED_GPU = "gpt-oss-120b", "GB10"
 MOST_SEQUENCES = 100_000
@@ -172,7 +176,7 @@ def make_plan(
             on_disk_source=subject.on_disk_source,
         ),
         device=DeviceRow(name=name, described=device),
-        weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts()],
+        weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
         kv=_kv(model, load),
         memory_bytes=memory.total,
         budget=memory.lines,
@@ -187,6 +191,9 @@ def make_plan(
         ),
         decode=[_decode(model, device, load, batch) for batch in sorted({*BATCHES, load.concurrency})],
         prefill=[_prefill(model, device, load, n) for n in sorted({*PROMPTS, load.context}) if n <= model.longest],
+        formats=[_format(model, device, load, profiles, dense) for dense in choose.dense_formats(device, profiles)],
+        caches=[_cache(model, device, load, kv) for kv in KV_BYTES],
+        for_users=list(_for_users(model, device, load, profiles)),
         loading=_loading(device, subject.on_disk or model.weight_bytes()),
         profiles=verdicts,
         recommended=recommended.name if recommended else "",
@@ -221,7 +228,8 @@ def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparis
     measured = speed.newest(subject.name)
     if measured is None or not device.names:
         return []
-    comparisons = speed.compare(subject.model, device, replace(measured, kv=load.kv, batched=load.batched))
+    served = replace(measured, kv=load.kv, dense=load.dense, batched=load.batched)
+    comparisons = speed.compare(subject.model, device, served)
     return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
 
 
@@ -255,8 +263,8 @@ def _loading(device: Device, size: int) -> list[LoadingRow]:
 
 
 def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:
-    time = roofline.time(roofline.decode(model, batch, load.context, load.kv, "bf16"), device)
-    same = roofline.decode(model, batch, load.context, load.kv, "bf16", touched=model.top_k)
+    time = roofline.time(roofline.decode(model, batch, load.context, load.kv, load.dense), device)
+    same = roofline.decode(model, batch, load.context, load.kv, load.dense, touched=model.top_k)
     best, seconds = roofline.time(same, device).seconds, time.seconds
     return DecodeRow(
         batch=batch,
@@ -272,9 +280,54 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
     )
 
 
+def _format(
+    model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions], dense: DenseFormat
+) -> FormatRow:
+    freed = model.weight_bytes() - model.weight_bytes(dense)
+    return FormatRow(
+        name=dense.name,
+        attention=dense.attention,
+        head=dense.head,
+        bytes=int(roofline.decode(model, 1, 0, load.kv, dense).bytes),
+        freed_bytes=freed,
+        kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)),
+        users=USERS,
+        each=tuple(speed.ceiling(model, device, users, load.context, load.kv, dense) for users in USERS),
+        profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
+    )
+
+
+def _cache(model: Architecture, device: Device, load: Workload, kv: str) -> CacheRow:
+    sequences = budget.most_sequences(model, device, replace(load, kv=kv))
+    token = model.layers * model.kv_layer_token(kv)
+    return CacheRow(kv=kv, token_bytes=token, sequences=sequences, tokens=sequences * load.context)
+
+
+def _for_users(
+    model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions]
+) -> Iterator[ProfileForUsers]:
+    """Yield for each number of users the first profile that serves them, and the one with the highest bound."""
+    for users in USERS if device.profiles else ():
+        asked = replace(load, concurrency=users, kv="bf16", dense=BF16)
+        speeds: dict[str, float | None] = {}
+        for verdict in choose.verdicts(model, device, asked, profiles):
+            if not verdict.against:
+                own = profiles[verdict.name].load(asked)
+                speeds[verdict.name] = speed.ceiling(model, device, users, load.context, own.kv, own.dense)
+        cautious = next(iter(speeds), "")
+        fastest = max(speeds, key=lambda name: speeds[name] or 0.0, default="")
+        yield ProfileForUsers(
+            users=users,
+            cautious=cautious,
+            cautious_each=speeds.get(cautious),
+            fastest=fastest,
+            fastest_each=speeds.get(fastest),
+        )
+
+
 def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> PrefillRow:
-    works = list(roofline.prefill(model, prompt, 1, load.batched, load.kv))
-    seconds = roofline.first_token_seconds(model, device, prompt, 1, load.batched, load.kv)
+    works = list(roofline.prefill(model, prompt, 1, load.batched, load.kv, load.dense))
+    seconds = roofline.first_token_seconds(model, device, prompt, 1, load.batched, load.kv, load.dense)
     bounds = {roofline.time(work, device).bound for work in works}
     return PrefillRow(
         prompt=prompt,

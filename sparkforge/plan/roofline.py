@@ -2,7 +2,8 @@
 
 A ceiling, not a forecast: reading, computing and everything else are taken to overlap perfectly. What is counted: all
 weights that a step touches, the keys and values that it reads and writes, and the products' arithmetic. What is not:
-activations, norms, softmax, sampling, launches.
+activations, norms, softmax, sampling, launches. Dense layers in fewer bits are read as such and multiplied at the rate
+of bf16, as weight-only kernels do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkforge.plan.architecture import BITS, Architecture
+from sparkforge.plan.architecture import BF16, BITS, Architecture, DenseFormat
 from sparkforge.plan.devices import Device
 
 MOST_STEPS = 10_000  # beyond that, steps are taken larger: a shape that makes no sense must still end
@@ -74,10 +75,17 @@ def time(work: Work, device: Device) -> Time:
     return Time(work, work.bytes / bandwidth if bandwidth else None, compute)
 
 
-def decode(model: Architecture, batch: int, context: int, kv: str, dense: str, touched: float | None = None) -> Work:
+def decode(
+    model: Architecture,
+    batch: int,
+    context: int,
+    kv: str,
+    dense: DenseFormat = BF16,
+    touched: float | None = None,
+) -> Work:
     """One step that decodes a token of `batch` sequences, each behind `context` tokens.
 
-    `dense` is the form of attention and LM head, a key of BITS; `touched` experts a layer, if not by even routing.
+    `touched`: experts a layer, if not by even routing.
     """
     hit = experts_touched(model.experts, model.top_k, batch) if touched is None else touched
     attended = batch * attention_flops(model, context, context + 1)
@@ -91,7 +99,9 @@ def decode(model: Architecture, batch: int, context: int, kv: str, dense: str, t
     )
 
 
-def prefill(model: Architecture, prompt: int, prompts: int, chunk: int, kv: str) -> Iterator[Work]:
+def prefill(
+    model: Architecture, prompt: int, prompts: int, chunk: int, kv: str, dense: DenseFormat = BF16
+) -> Iterator[Work]:
     """Yield the steps that read `prompts` prompts of `prompt` tokens each.
 
     `chunk` tokens are read a step (--max-num-batched-tokens), across prompts.
@@ -105,8 +115,8 @@ def prefill(model: Architecture, prompt: int, prompts: int, chunk: int, kv: str)
         hit = experts_touched(model.experts, model.top_k, tokens)
         cached = sum(model.kv_read(first, kv) for first, _ in pieces)
         yield Work(
-            bytes=weights_read(model, hit, "bf16")
-            + (head_bytes(model, "bf16") if ends else 0.0)
+            bytes=weights_read(model, hit, dense)
+            + (head_bytes(model, dense) if ends else 0.0)
             + cached
             + tokens * token_bytes(model, kv),
             expert_flops=tokens * expert_flops(model),
@@ -117,28 +127,34 @@ def prefill(model: Architecture, prompt: int, prompts: int, chunk: int, kv: str)
 
 
 def first_token_seconds(
-    model: Architecture, device: Device, prompt: int, prompts: int, chunk: int, kv: str
+    model: Architecture,
+    device: Device,
+    prompt: int,
+    prompts: int,
+    chunk: int,
+    kv: str,
+    dense: DenseFormat = BF16,
 ) -> float | None:
     """Seconds until the last of `prompts` prompts, sent together, can have its first token.
 
     None if the device's bandwidth or rates are not known: a prompt's time without its arithmetic says nothing.
     """
-    times = [time(work, device) for work in prefill(model, prompt, prompts, chunk, kv)]
+    times = [time(work, device) for work in prefill(model, prompt, prompts, chunk, kv, dense)]
     if any(step.memory is None or step.compute is None for step in times):
         return None
     return sum(step.seconds or 0.0 for step in times)
 
 
-def weights_read(model: Architecture, touched: float, dense: str) -> float:
+def weights_read(model: Architecture, touched: float, dense: DenseFormat) -> float:
     """Bytes of all layers' weights that a step reads: attention, router, norms, and `touched` experts a layer."""
     named = {part.name: part.bytes for part in model.parts(dense)}
     always = ("attention qkv", "attention o", "attention sinks", "router", "norms")
     return sum(named[name] for name in always) + model.layers * touched * model.expert_bytes
 
 
-def head_bytes(model: Architecture, dense: str) -> float:
+def head_bytes(model: Architecture, dense: DenseFormat) -> float:
     """Bytes of the LM head, which is the embedding where both are tied."""
-    return model.vocab * model.hidden * BITS["bf16" if model.tied else dense] / 8
+    return model.vocab * model.hidden * BITS["bf16" if model.tied else dense.head] / 8
 
 
 def token_bytes(model: Architecture, kv: str) -> int:

@@ -60,6 +60,15 @@ def print_tables(plan: Plan) -> None:
     console().print(_decode(plan))
     say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
     console().print(_prefill(plan))
+    console().print(_formats(plan))
+    say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
+    for packed in plan.formats[1:]:
+        if packed.profiles:
+            say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
+    console().print(_caches(plan))
+    if plan.for_users:
+        console().print(_for_users(plan))
+        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
     if plan.loading:
         console().print(_loading(plan))
     if plan.profiles:
@@ -121,6 +130,36 @@ def _prefill(plan: Plan) -> Table:
     for row in plan.prefill:
         speed = _speed(row.rate)
         table.add_row(str(row.prompt), _ms(row.seconds), speed, f"{row.intensity:.0f}", row.bound)
+    return table
+
+
+def _formats(plan: Plan) -> Table:
+    columns = ("GB", *(str(count) for count in plan.formats[0].users), "GiB", "KV tokens")
+    title = f"by format of attention/LM head · computed · tok/s a user for so many, {plan.asked.context} tokens behind"
+    table = Table("format", *(_right(name) for name in columns), title=title, box=SIMPLE)
+    for row in plan.formats:
+        speeds, won = (_speed(each) for each in row.each), f"{row.kv_tokens:,}" if row.kv_tokens else ""
+        form = f"{row.attention}/{row.head}"
+        table.add_row(form, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes) if won else "", won)
+    return table
+
+
+def _caches(plan: Plan) -> Table:
+    title = f"KV cache by type · computed · sequences of {plan.asked.context} tokens that fit"
+    columns = ("bytes a token", "sequences", "tokens")
+    table = Table("type", *(_right(name) for name in columns), title=title, box=SIMPLE)
+    for row in plan.caches:
+        table.add_row(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}")
+    return table
+
+
+def _for_users(plan: Plan) -> Table:
+    title = f"profile by users · computed · {plan.asked.context} tokens behind each, tok/s a user at most"
+    table = Table(_right("users"), "first that fits", _right("tok/s"), "highest bound", _right("tok/s"), title=title)
+    table.box = SIMPLE
+    for row in plan.for_users:
+        cautious, fastest = row.cautious or "none", row.fastest if row.fastest != row.cautious else "the same"
+        table.add_row(str(row.users), cautious, _speed(row.cautious_each), fastest, _speed(row.fastest_each))
     return table
 
 

@@ -14,7 +14,7 @@ from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.tables import Record, load
 from sparkforge.plan import roofline
-from sparkforge.plan.architecture import Architecture
+from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
 from sparkforge.plan.budget import BATCHED_TOKENS
 from sparkforge.plan.devices import Device
 
@@ -36,14 +36,23 @@ class SpeedThreshold(Record):
     causes: str = Field(min_length=1)
 
 
+Form = Literal["bf16", "fp8", "mxfp8", "mxfp4", "q8_0"]
+
+
 class CitedFormat(Record):
-    """How a cited server keeps what gpt-oss has in bf16 (`dense`: attention, head), its KV cache and prefill step."""
+    """How a cited server keeps the attention's projections (`dense`), LM head and KV cache; its prefill step."""
 
     name: str
-    dense: Literal["bf16", "fp8", "mxfp4", "q8_0"]
+    dense: Form
+    head: Form
     kv: Literal["bf16", "fp8"]
     chunk: int = Field(default=BATCHED_TOKENS, ge=1)
     source: str = Field(min_length=1)
+
+    @property
+    def formats(self) -> DenseFormat:
+        """Both dense formats."""
+        return DenseFormat(self.dense, self.head)
 
 
 class SpeedThresholds(Record):
@@ -115,7 +124,7 @@ class _Result(_Part):
 class Measured:
     """What `./inv bench.perf` measured: medians in milliseconds; `tpot_ms` None for answers of one token.
 
-    `kv` and `batched` are how the server kept its KV cache, and its --max-num-batched-tokens.
+    `kv`, `dense` and `batched` are how the server kept its KV cache and dense layers, and its --max-num-batched-tokens.
     """
 
     prompt: int
@@ -124,6 +133,7 @@ class Measured:
     ttft_ms: float
     tpot_ms: float | None
     kv: str = "bf16"
+    dense: DenseFormat = BF16
     batched: int = BATCHED_TOKENS
     file: str = ""
     at: str = ""
@@ -171,7 +181,9 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def ceiling(model: Architecture, device: Device, batch: int, context: int, kv: str, dense: str) -> float | None:
+def ceiling(
+    model: Architecture, device: Device, batch: int, context: int, kv: str, dense: DenseFormat = BF16
+) -> float | None:
     """Tokens a second that each of `batch` sequences can decode at most, by even routing; None if not known."""
     seconds = roofline.time(roofline.decode(model, batch, context, kv, dense), device).seconds
     return 1.0 / seconds if seconds else None
@@ -181,14 +193,15 @@ def compare(model: Architecture, device: Device, measured: Measured) -> Iterator
     """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds."""
     bounds = judging().thresholds
     context = measured.prompt + measured.answer // 2
-    best = ceiling(model, device, measured.concurrency, context, measured.kv, "bf16")
+    best = ceiling(model, device, measured.concurrency, context, measured.kv, measured.dense)
     if best and measured.tpot_ms:
         speed = 1000.0 / measured.tpot_ms
-        sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}"
+        kept = "" if measured.dense == BF16 else f" with dense layers in {measured.dense.name}"
+        sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}{kept}"
         causes = bounds.decode.causes if speed < bounds.decode.value * best else ""
         yield Comparison(told=sentence, measured=speed, computed=best, causes=causes)
     floor = roofline.first_token_seconds(
-        model, device, measured.prompt, measured.concurrency, measured.batched, measured.kv
+        model, device, measured.prompt, measured.concurrency, measured.batched, measured.kv, measured.dense
     )
     if floor:
         times = measured.ttft_ms / 1000.0 / floor

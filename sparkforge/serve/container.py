@@ -136,11 +136,12 @@ def _require_gpus(wanted: int) -> None:
         raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
 
-def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder) -> Server:
+def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *, trial: bool = False) -> Server:
     """Start the container and return the serving server; `build(stack, steps)` makes a missing image.
 
-    `env` are the variables that the Compose files read. Raises an engine's error, RefusalError with what the
-    container's validator found, or ServerError; whenever it raises, the container is stopped, not removed.
+    `env` are the variables that the Compose files read. A `trial` is not recorded as known good. Raises an engine's
+    error, RefusalError with what the container's validator found, or ServerError; whenever it raises, the container is
+    stopped, not removed.
     """
     with steps.step("engine", "docker") as tell:
         docker_engine, project = _check_engine(), docker_compose.resolved(env)
@@ -170,6 +171,8 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder) -
         tell(image_id)
     with steps.step("container") as tell:
         server = _start(device, env, service, tell)
+    if trial:
+        return server
     if service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) == settings.STRICT:
         _remember(server, service, project)
     else:

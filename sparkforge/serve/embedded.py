@@ -70,7 +70,7 @@ def environment_of(profile: ServeProfile) -> dict[str, str]:
     }
 
 
-def up(  # noqa: PLR0913 - a parameter an option of `./inv up`
+def up(  # noqa: PLR0913 - a parameter an option
     python: Path,
     model: str,
     port: int,
@@ -81,12 +81,13 @@ def up(  # noqa: PLR0913 - a parameter an option of `./inv up`
     arguments: tuple[str, ...] = (),
     host: str = LOOPBACK,
     profile: str = "",
+    trial: bool = False,
 ) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
     `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
     a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind;
-    an empty `profile` means `embedded`.
+    an empty `profile` means `embedded`. A `trial` ends with this process, and is not recorded as known good.
     Raises InputError, RefusalError, and what `launch.start` raises.
     """
     with steps.step("model") as tell:
@@ -100,10 +101,11 @@ def up(  # noqa: PLR0913 - a parameter an option of `./inv up`
             python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host,
             profile=profile,
         )  # fmt: skip
-        server = launch.start(described, tell)
+        server = launch.start(replace(described, trial=trial), tell)
         tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
-    _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
+    if not trial:
+        _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
     return server
 
 
@@ -129,7 +131,7 @@ def _remember(
     known_good.remember(entry)
 
 
-def describe(  # noqa: PLR0913 - a parameter an option of `./inv up`
+def describe(  # noqa: PLR0913 - a parameter an option
     python: Path,
     model: Path,
     model_id: str,

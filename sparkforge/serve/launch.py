@@ -37,7 +37,10 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: a command with the environment added to ours, and where it will listen."""
+    """What to start: a command with the environment added to ours, and where it will listen.
+
+    A `trial` ends with the process that starts it, even if that is killed.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -50,6 +53,7 @@ class Launch:
     key_file: str = ""
     key: str = field(default="", repr=False)
     profile: str = ""
+    trial: bool = False
 
 
 @contextmanager
@@ -206,9 +210,8 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
-    pid = spawn(
-        supervised(launch.command, record.end_path(), str(launch.model)), log=log, env=environment, cwd=paths.state()
-    )
+    command = supervised(launch.command, record.end_path(), str(launch.model), trial=launch.trial)
+    pid = spawn(command, log=log, env=environment, cwd=paths.state())
     server = Server(
         pid=pid,
         started=started_at(pid) or 0.0,

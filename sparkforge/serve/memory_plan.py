@@ -39,7 +39,8 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
     inside = PurePosixPath(container.model)
     if folder := _source(project, MOUNTED) if inside.is_relative_to(MOUNTED) else "":
         arguments = (*profile.arguments(), *container.arguments)
-        judge(Path(folder) / inside.relative_to(MOUNTED), arguments, service.environment)
+        environment = {**profile.variables(), **service.environment}
+        judge(Path(folder) / inside.relative_to(MOUNTED), arguments, environment)
 
 
 def _source(project: Mapping[str, Any], target: PurePosixPath) -> str:

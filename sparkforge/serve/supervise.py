@@ -59,12 +59,16 @@ class Outcome:
     why: str = ""
 
 
-def supervised(command: Sequence[str], end: Path | None = None, weights: str = "") -> tuple[str, ...]:
+def supervised(
+    command: Sequence[str], end: Path | None = None, weights: str = "", *, trial: bool = False
+) -> tuple[str, ...]:
     """Return the command that runs `command` under this program.
 
-    `end` is the file that will say how it ended, `weights` the folder whose files leave the page cache once read.
+    `end` is the file that will say how it ended, `weights` the folder whose files leave the page cache once read. A
+    `trial` ends with the process that starts it, even if that is killed.
     """
     options = (*(("--end", str(end)) if end else ()), *(("--weights", weights) if weights else ()))
+    options += ("--parent", str(os.getpid())) if trial else ()
     return (sys.executable, "-P", __file__, *options, "--", *command)
 
 
@@ -140,8 +144,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="supervise", description=__doc__)
     parser.add_argument("--end", type=Path, help="JSON file to write when the server has ended")
     parser.add_argument("--weights", default="", help="folder whose files leave the page cache once they were read")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process, our parent, has ended")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
+    if options.parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != options.parent:  # it died before prctl, so that no signal comes
+            return SIGNALLED + signal.SIGTERM
     outcome = run(options.command, open_watch(), options.weights)
     if outcome.why:
         other = memory.largest_process()

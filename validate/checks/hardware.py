@@ -161,6 +161,7 @@ def longest_that_fits(view: View, free: float, beside: float) -> int:
         "model.config",
         "serve.gpu_memory_utilization",
         "serve.args",
+        "serve.dense_format",
     ),
     fix=FREE_MEMORY,
 )

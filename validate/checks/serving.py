@@ -6,8 +6,9 @@ import re
 
 from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError
-from sparkforge.plan.architecture import KV_BLOCK, Architecture, parse
+from sparkforge.plan.architecture import BITS, KV_BLOCK, Architecture, DenseFormat, parse
 from sparkforge.plan.budget import BATCHED_TOKENS, SEQUENCES, Workload
+from sparkforge.plan.formats import kv_type
 from validate.checks.finding import MODEL_FIX, FactMissing, View
 
 LARGEST = 10**9
@@ -30,14 +31,18 @@ def load(view: View, model: Architecture) -> Workload:
         context=longest(arguments, model.longest),
         concurrency=1,
         kv=kv_type(arguments),
+        dense=dense_format(view),
         batched=integer(arguments, "--max-num-batched-tokens", BATCHED_TOKENS),
         sequences=integer(arguments, "--max-num-seqs", SEQUENCES),
     )
 
 
-def kv_type(arguments: list[str]) -> str:
-    """Return the type of the KV cache that a server's arguments ask for, a key of KV_BYTES."""
-    return "fp8" if (flag_value(arguments, "--kv-cache-dtype") or "auto").startswith("fp8") else "bf16"
+def dense_format(view: View) -> DenseFormat:
+    """Return the formats of attention and LM head. Raises FactMissing for names that are no formats."""
+    forms = view.names("serve.dense_format")
+    if len(forms) != 2 or not set(forms) <= BITS.keys():
+        raise FactMissing(f"serve.dense_format is {str(forms)[:80]}, which are no two formats")
+    return DenseFormat(*forms)
 
 
 def longest(arguments: list[str], default: int) -> int:

@@ -25,6 +25,7 @@ CHECKS = CheckList()
         "gpu.name",
         "model.config",
         "serve.args",
+        "serve.dense_format",
         "measured.file",
         "measured.prompt",
         "measured.answer",
@@ -50,7 +51,7 @@ def _measured_speed(view: View) -> CheckResult:
     served = load(view, model)
     between = None if view.is_none("measured.tpot_ms") else view.number("measured.tpot_ms")
     prompt, answer, concurrency = (int(size) for size in shape)
-    measured = speed.Measured(prompt, answer, concurrency, first, between, served.kv, served.batched)
+    measured = speed.Measured(prompt, answer, concurrency, first, between, served.kv, served.dense, served.batched)
     comparisons = list(speed.compare(model, device, measured))
     evidence = f"{view.text('measured.file')}: {'; '.join(comparison.told for comparison in comparisons)}"
     causes = "; ".join(comparison.causes for comparison in comparisons if comparison.causes)

@@ -9,12 +9,13 @@ import pwd
 import shutil
 import socket
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 
 import psutil
 
 from sparkforge.core import memory
-from sparkforge.plan import thresholds
+from sparkforge.plan import formats, thresholds
 from sparkforge.plan.budget import DEFAULT_UTILIZATION
 from validate.facts.fact import Reading
 from validate.facts.target import DEFAULT_PORT, Target
@@ -139,6 +140,11 @@ def arguments(target: Target) -> list[str]:
     return shown
 
 
+def dense_format(target: Target) -> list[str]:
+    """How the server will keep the attention's projections and the LM head: two keys of the plan's BITS."""
+    return [*astuple(formats.dense_format(target.options.serve_args, target.options.environ))]
+
+
 def _variable(fact: str, name: str) -> Reading:
     return Reading(fact, f"environment {name}", lambda target: target.options.environ.get(name))
 
@@ -164,6 +170,7 @@ READINGS = (
     Reading("serve.port_free", "socket.bind((host, port))", port_free),
     Reading("serve.gpu_memory_utilization", "--gpu-memory-utilization", utilization),
     Reading("serve.args", "--serve-args", arguments),
+    Reading("serve.dense_format", "--serve-args, SPARK_MXFP4_LINEAR, SPARK_MXFP4_LM_HEAD", dense_format),
     Reading("python.version", "the serving interpreter's platform.python_version()", lambda s: s.interpreter()[0]),
     Reading("python.executable", "--python", lambda target: str(target.options.python)),
     Reading("python.optimize", "sys.flags.optimize, PYTHONOPTIMIZE", optimize),

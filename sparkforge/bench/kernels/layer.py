@@ -19,25 +19,29 @@ from sparkforge.core.process import run
 
 FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has torch and triton: --python PATH"
 
+FORMATS_FIX = "name an interpreter that has torch: --python PATH"
 
-def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "") -> None:
+
+def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "", shapes: str = "") -> None:
     """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
 
-    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products.
+    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
+    `measure_formats` for the accuracy of their formats, which needs no GPU; `shapes` are some of the latter's matrices.
 
     Raises ProcessError where there is no GPU, torch or triton.
     """
     interpreter = python or sys.executable
-    probe = run([interpreter, "-c", "import torch, triton"], cwd=ROOT, fix=FIX, check=False)
+    needed, fix = ("torch", FORMATS_FIX) if module == "measure_formats" else ("torch, triton", FIX)
+    probe = run([interpreter, "-c", f"import {needed}"], cwd=ROOT, fix=fix, check=False)
     if probe.returncode:
         why = (probe.stderr.strip().splitlines() or [f"it ended with code {probe.returncode}"])[-1]
-        raise ProcessError(f"{interpreter} cannot measure kernels", why, FIX, code="process.failed")
+        raise ProcessError(f"{interpreter} cannot measure kernels", why, fix, code="process.failed")
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command: list[str | Path] = [interpreter, "-m", f"spark_mxfp4.kernels.{module}", "--output", figures]
-        for option, value in (("--peer", peer), ("--tokens", tokens)):
+        for option, value in (("--peer", peer), ("--tokens", tokens), ("--shapes", shapes)):
             command += [option, value] if value else []
-        say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=FIX).stdout.rstrip())
+        say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=fix).stdout.rstrip())
         result = {"machine": facts(), **read_json(figures)}
     write_json(ROOT / output, result)
     say(f"saved {output}")

@@ -8,7 +8,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.models import dummy, tiny, tiny_format, tiny_trained
 from sparkforge.models import table as models
 from sparkforge.plan import architecture
-from sparkforge.plan.architecture import parse
+from sparkforge.plan.architecture import BF16, DenseFormat, parse
 
 KNOWN = models.load()
 BIG = parse(KNOWN["gpt-oss-120b"].config, "test")
@@ -106,7 +106,7 @@ def test_padding_of_gpt_oss_120b_for_cutlass():
 
 
 def test_other_formats_of_the_dense_layers():
-    plain, packed = ({p.name: p.bytes for p in BIG.parts(dense)} for dense in ("bf16", "mxfp4"))
+    plain, packed = ({p.name: p.bytes for p in BIG.parts(dense)} for dense in (BF16, DenseFormat("mxfp4", "mxfp4")))
     assert packed["lm_head"] == plain["lm_head"] * 4.25 / 16
     assert packed["experts down"] == plain["experts down"]
 

@@ -16,11 +16,12 @@ from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.tables import Figure
 from sparkforge.models import table as models
-from sparkforge.plan import choose, cited, devices, document, page, planner, roofline, screen, speed
-from sparkforge.plan.architecture import parse
+from sparkforge.plan import choose, cited, devices, document, formats, page, planner, roofline, screen, speed
+from sparkforge.plan.architecture import DenseFormat, parse
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import PlanRequest
 from sparkforge.serve import profiles
+from sparkforge.serve.profiles import ServeProfile, Setting
 
 KNOWN, SERVE_PROFILES, FIGURES = models.load(), profiles.load(), baselines.load().figures
 PROFILES = choose.read_profiles(SERVE_PROFILES)
@@ -131,6 +132,8 @@ def test_a_gpu_of_the_table_keeps_its_figures_and_takes_the_memory_that_is_there
     found = devices.describe("NVIDIA GB10", 121 << 30, 100 << 30, None)
     assert (found.memory.value, found.resident.value, found.bandwidth.value) == (121.0, 21.0, 273.0)
     assert devices.by_gpu("NVIDIA H200").memory.value == 139.8
+    assert devices.by_gpu("NVIDIA H100 80GB HBM3").bandwidth.value == 3_350.0
+    assert devices.by_gpu("NVIDIA B200").rates["fp4"].value == 9_000.0
     assert devices.by_gpu("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition").bandwidth.value == 1_792.0
     assert devices.by_gpu("NVIDIA A100-SXM4-80GB") is None
     with pytest.raises(UsageError, match="A100"):
@@ -265,6 +268,61 @@ def test_every_figure_of_a_device_has_a_source():
         assert device.experts in {"bf16", "fp8", "fp4"}
 
 
+PACKED = {
+    "fast-8": ServeProfile(
+        about="t", flags=SERVE_PROFILES["fast"].flags, environment={"SPARK_MXFP4_LINEAR": Setting(value="fp8", why="t")}
+    ),
+    "fast-kv8": ServeProfile(
+        about="t", flags={**SERVE_PROFILES["fast"].flags, "--kv-cache-dtype": Setting(value="fp8", why="t")}
+    ),
+    "embedded-8": ServeProfile(
+        about="t",
+        environment={**SERVE_PROFILES["embedded"].environment, "SPARK_MXFP4_LINEAR": Setting(value="fp8", why="t")},
+    ),
+}
+
+
+def test_profiles_with_fewer_bits_come_last_and_show_what_they_gain(capsys):
+    table = {**{name: SERVE_PROFILES[name] for name in ("safe", "fast", "long-context", "embedded")}, **PACKED}
+    screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=True)
+    made = Plan.model_validate_json(capsys.readouterr().out)
+    assert [row.name for row in made.profiles][-2:] == ["fast-8", "fast-kv8"]
+    assert "embedded-8" not in {row.name for row in made.profiles}
+    assert made.recommended == "safe"
+    needs = {row.name: row.needed for row in made.profiles}
+    assert needs["fast-8"] < needs["fast"] > needs["fast-kv8"]
+    rows = {row.name: row for row in made.formats}
+    assert rows["fp8, bf16 head"].profiles == ("fast-8",)
+    assert "fast-kv8" in rows["bf16"].profiles
+    one, many = made.for_users[0], made.for_users[-1]
+    assert (one.cautious, one.fastest, many.cautious, many.fastest) == ("safe", "fast-8", "fast", "fast-kv8")
+    assert one.fastest_each / one.cautious_each > 1.2
+    screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=False)
+    assert "bench.bakeoff" in capsys.readouterr().err
+
+
+def test_the_bounds_of_the_formats_are_bytes_over_bandwidth():
+    attention, head = 36 * (2_880 * 5_120 + 4_096 * 2_880), 201_088 * 2_880  # weights
+    biases = 2 * 36 * (5_120 + 2_880)
+    experts = 36 * 4 * (3 * 2_880 * 2_880 * 17 / 32 + 2 * 3 * 2_880)
+    bits = {"bf16": 2, "fp8": 1, "mxfp4": 17 / 32}
+    expected = [
+        273e9 / (attention * bits[dense.attention] + head * bits[dense.head] + biases + experts)
+        for dense in formats.COMPARED
+    ]
+    assert [round(rate) for rate in expected] == [55, 68, 79, 91, 100]
+    model, spark = parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark")
+    for rate, dense in zip(expected, formats.COMPARED, strict=True):
+        # The plan also reads router, norms, sinks, the token's own embedding, and writes its keys and values.
+        assert 0.99 < speed.ceiling(model, spark, 1, 0, "bf16", dense) / rate < 1
+
+
+def test_an_fp8_kv_cache_holds_twice_the_tokens(capsys):
+    bf16, fp8 = show(capsys, context="32768").caches
+    assert (bf16.kv, fp8.kv, bf16.token_bytes, fp8.token_bytes) == ("bf16", "fp8", 73_728, 36_864)
+    assert 2 <= fp8.tokens / bf16.tokens < 2.1
+
+
 def test_the_page_has_what_the_code_computes():
     text = roofline_page.PAGE.read_text()
     assert roofline_page.replaced(text) == text, "python3 -m sparkforge.cli.roofline_page"
@@ -288,13 +346,14 @@ def test_what_the_pages_say_of_sizes_is_what_the_code_computes():
 def test_what_the_page_says_in_words_is_what_the_code_computes():
     model, spark = parse(KNOWN["gpt-oss-120b"].config, "t"), devices.named("spark")
     text = " ".join(roofline_page.PAGE.read_text().split())
-    alone = roofline.decode(model, 1, page.BEHIND, "bf16", "bf16")
+    alone = roofline.decode(model, 1, page.BEHIND, "bf16")
     wide = sum(part.bytes for part in model.parts() if part.name in {"attention qkv", "attention o", "lm_head"})
     assert f"at most {spark.bytes_a_second / alone.bytes:.0f} tokens/s" in text
     assert f"{wide / alone.bytes:.0%}".replace("%", " % of the bytes of a token") in text
     others = [
-        speed.ceiling(model, spark, 1, page.BEHIND, kv, form) for form, kv in (("q8_0", "bf16"), ("mxfp4", "fp8"))
+        speed.ceiling(model, spark, 1, page.BEHIND, kv, DenseFormat(form, form))
+        for form, kv in (("q8_0", "bf16"), ("mxfp4", "fp8"))
     ]
     assert f"the bound is {others[0]:.0f} to {others[1]:.0f}" in text
-    many = speed.ceiling(model, spark, 64, page.BEHIND, "bf16", "bf16")
+    many = speed.ceiling(model, spark, 64, page.BEHIND, "bf16")
     assert f"64 get {64 * many:.0f} tokens/s together, each {many:.1f}" in text

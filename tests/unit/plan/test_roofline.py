@@ -17,7 +17,7 @@ ROUTER, NORMS, HEAD = 36 * 2 * (128 * 2_880 + 128), 73 * 2_880 * 2, 201_088 * 2_
 
 
 def test_one_token_of_gpt_oss_120b_reads_four_experts_a_layer():
-    work = roofline.decode(BIG, 1, 1_000, "bf16", "bf16")
+    work = roofline.decode(BIG, 1, 1_000, "bf16")
     cache = 18 * 2_048 * (1_000 + 128)
     own = 2 * 2_880 + 36 * 2_048  # its embedding, and its keys and values
     assert work.bytes == pytest.approx(36 * 4 * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + cache + own, rel=1e-12)
@@ -74,7 +74,7 @@ def test_steps_of_a_prompt_add_up_to_the_whole(prompt, prompts, chunk):
 @given(batch=st.integers(1, 300), context=st.integers(1, 131_071), kv=st.sampled_from(["bf16", "fp8"]))
 def test_more_work_takes_longer(batch, context, kv):
     def seconds(batch, context, **more):
-        return roofline.time(roofline.decode(BIG, batch, context, kv, "bf16", **more), SPARK).seconds
+        return roofline.time(roofline.decode(BIG, batch, context, kv, **more), SPARK).seconds
 
     assert seconds(batch, context) <= seconds(batch, context + 1)
     assert seconds(batch, context) < seconds(batch + 1, context)
@@ -82,15 +82,15 @@ def test_more_work_takes_longer(batch, context, kv):
 
 
 def test_many_at_once_wait_for_arithmetic():
-    assert roofline.time(roofline.decode(BIG, 20_000, 1, "bf16", "bf16"), SPARK).bound == "compute"
+    assert roofline.time(roofline.decode(BIG, 20_000, 1, "bf16"), SPARK).bound == "compute"
 
 
 def test_a_device_of_unknown_rates_has_no_prefill_bound():
     card = devices.table()["rtx-5090"]
     assert roofline.first_token_seconds(BIG, card, 1_024, 1, 8_192, "bf16") is None
-    assert roofline.time(roofline.decode(BIG, 1, 1, "bf16", "bf16"), card).bound == "memory?"
+    assert roofline.time(roofline.decode(BIG, 1, 1, "bf16"), card).bound == "memory?"
     blind = card.model_copy(update={"bandwidth": None})
-    took = roofline.time(roofline.decode(BIG, 1, 1, "bf16", "bf16"), blind)
+    took = roofline.time(roofline.decode(BIG, 1, 1, "bf16"), blind)
     assert (took.seconds, took.bound) == (None, "?")
 
 

@@ -93,29 +93,26 @@ def started(monkeypatch, tmp_path):
 UP = ["up", "--device", devices.EMBEDDED]
 
 
+OPTIONS = {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": "", "trial": False}
+
+
 def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
-    assert started == [
-        (
-            str(tmp_path),
-            8888,
-            {"profiled": False, "arguments": ("--max-model-len=999",), "host": "127.0.0.1", "profile": ""},
-        )
-    ]
+    assert started == [(str(tmp_path), 8888, {**OPTIONS, "arguments": ("--max-model-len=999",)})]
 
 
 def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
     monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [("", 8001, {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": ""})]
+    assert started == [("", 8001, OPTIONS)]
 
 
 def test_up_without_variables_is_as_ever(started):
     assert program.main(UP) == 0
-    assert started == [("", 8000, {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": ""})]
+    assert started == [("", 8000, OPTIONS)]
 
 
 def test_a_wrong_variable_is_named(started, monkeypatch, capsys):

@@ -50,7 +50,7 @@ def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, 
     assert program.main([*UP, "--context", "512", "--", *flags]) == 2
     _address, validated, launched = started
     wanted = ("--max-model-len=512", *flags[:2], f"--chat-template={tmp_path}/x.jinja", flags[3])
-    assert validated[-1] == wanted
+    assert validated[-2] == wanted  # behind the address, before the profile
     at = launched.command.index("--max-model-len=512")
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=16") < at
@@ -179,7 +179,7 @@ def test_compose_gets_the_address_the_context_and_the_flags():
 def test_up_hands_them_to_compose(started, key, monkeypatch):
     """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
 
-    def start(device, env, *_more):
+    def start(device, env, *_more, **_options):
         started.append((device, env))
         return SimpleNamespace(model_id="m", url="http://127.0.0.1")
 

@@ -1,0 +1,44 @@
+"""A bake-off of two profiles on real vLLM: each serves the trained tiny model, proves itself, is gated and loaded."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkforge.bench import trials
+from sparkforge.core import paths
+from sparkforge.image.devices import EMBEDDED, stack_of
+from sparkforge.models.tiny import write_tiny
+from sparkforge.serve import embedded, launch, record
+from sparkforge.serve.start import StartRequest
+
+pytestmark = pytest.mark.integration
+LOAD = {"isl": "32", "osl": "8", "conc": "2", "num_prompts": "4", "warmups": "0", "client": "own"}
+
+
+def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, capsys):
+    model, port = write_tiny(tmp_path / "tiny-gpt-oss"), free_port()
+    # Its parts have tests of their own; an environment made from the locks is the whole road's.
+    monkeypatch.setattr(trials.environments, "inputs", lambda *_: {"lock": "of the tests"})
+
+    def start(request):
+        """As on the embedded device, without making an environment and without the validator: minutes."""
+        described = embedded.describe(Path(sys.executable), model, model.name, port, profile=request.profile)
+        with launch.starting():
+            return launch.start(replace(described, trial=request.trial), lambda _: None)
+
+    request = StartRequest(EMBEDDED, model=str(model), port=port)
+    trials.run(["embedded", "embedded-kv8"], LOAD, request, start, Path("/nonexistent"))
+    done = json.loads((paths.state() / "bakeoff.json").read_text())
+    standings = {name: trial["standing"] for name, trial in done["trials"].items()}
+    bits = {name: row["results"][0]["gate"]["bits_per_byte"] for name, row in standings.items()}
+    assert all(row["score"] > 0 for row in standings.values()), standings
+    assert 0 < abs(bits["embedded-kv8"] - bits["embedded"]) < 0.02  # another cache was used, and it is close
+    log = (paths.state() / "bench" / "bakeoff" / "embedded-kv8" / "server.log").read_text(errors="replace")
+    assert "fp8" in log
+    assert record.read() is None
+    assert record.leftovers() == []
+    winner = trials.winner(EMBEDDED, stack_of(EMBEDDED), str(model))
+    assert standings[winner]["score"] == max(row["score"] for row in standings.values())
