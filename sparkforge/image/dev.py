@@ -358,7 +358,7 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
 
 
-def _require_meaningful(name: str, stack: str, options: BuildOptions, table: Pins) -> None:
+def _require_meaningful(name: str, stack: str, options: BuildOptions, table: pins.Pins) -> None:
     """Raise UsageError for an option of the other build, or for a set that the stack's kernel table does not have."""
     values = {"set": options.set_name, "targets": options.targets, "sources": options.git_sources}
     for option, value in values.items():
