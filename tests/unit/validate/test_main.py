@@ -48,7 +48,7 @@ def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "never recorded on a real DGX Spark" in done.stdout.splitlines()[0]
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("serve: the server may start · 29 passed, 0 warned, 0 failed, 0 skipped")
+    assert last.startswith("serve: the server may start · 30 passed, 0 warned, 0 failed, 0 skipped")
     assert done.stderr == ""
 
 
