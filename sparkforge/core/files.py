@@ -216,12 +216,12 @@ def holder(path: Path, purpose: str) -> int | None:
     A killed holder leaves its line in the file, so the process must have the file open, too.
     """
     try:
-        pid, _, what = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")
+        pid, _, named_purpose = path.read_text(encoding="utf-8").removeprefix("pid ").partition("\n")[0].partition(": ")
         descriptors = list(Path("/proc", str(int(pid)), "fd").iterdir())
     except (OSError, ValueError):  # no such process, or another user's
         return None
     is_open = str(path.resolve()) in map(os.path.realpath, descriptors)
-    return int(pid) if is_open and what == purpose else None
+    return int(pid) if is_open and named_purpose == purpose else None
 
 
 def _holder(path: Path) -> str:

@@ -40,7 +40,7 @@ def _formats(model: Architecture, device: Device, compared: Sequence[DenseFormat
         named = {part.name: part.bytes for part in model.parts(dense)}
         read = sum(named[name] for name in ("attention qkv", "attention o", "lm_head"))
         read += int(model.layers * model.top_k * model.expert_bytes)
-        each = [speed.ceiling(model, device, users, BEHIND, "bf16", dense) or 0.0 for users in USERS]
+        rates = [speed.ceiling(model, device, users, BEHIND, "bf16", dense) or 0.0 for users in USERS]
         won = model.weight_bytes() - model.weight_bytes(dense)
         tokens = won // (model.full_layers * model.kv_layer_token("bf16"))
         rows.append(
@@ -49,7 +49,7 @@ def _formats(model: Architecture, device: Device, compared: Sequence[DenseFormat
                 dense.head,
                 f"{read / 1e9:.2f}",
                 f"{alone / read:.0f}",
-                *(f"{rate:.1f}" for rate in each),
+                *(f"{rate:.1f}" for rate in rates),
                 f"{won / GIB:.2f}",
                 f"{tokens:,}",
             )

@@ -138,7 +138,7 @@ def _formats(plan: Plan) -> Table:
     title = f"by format of attention/LM head · computed · tok/s a user for so many, {plan.asked.context} tokens behind"
     table = Table("format", *(_right(name) for name in columns), title=title, box=SIMPLE)
     for row in plan.formats:
-        speeds, won = (_speed(each) for each in row.each), f"{row.kv_tokens:,}" if row.kv_tokens else ""
+        speeds, won = (_speed(rate) for rate in row.each), f"{row.kv_tokens:,}" if row.kv_tokens else ""
         form = f"{row.attention}/{row.head}"
         table.add_row(form, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes) if won else "", won)
     return table

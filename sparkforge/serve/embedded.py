@@ -55,7 +55,7 @@ def profile_named(name: str) -> ServeProfile:
     """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
     profile = profiles.named(name or DEVICE)
     if profile.device != DEVICE:
-        own = ", ".join(known for known, one in profiles.load().items() if one.device == DEVICE)
+        own = ", ".join(name for name, settings in profiles.load().items() if settings.device == DEVICE)
         fix = f"./inv up --device docker --profile {name}"
         raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
     return profile

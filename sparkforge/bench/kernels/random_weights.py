@@ -52,9 +52,13 @@ def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
 
 
 def write_entry_point(folder: Path) -> Path:
-    """Write a package's metadata that makes vLLM call `register` in each of its processes; goes on PYTHONPATH."""
+    """Write a package's metadata that makes vLLM call `register` in each of its processes; goes on PYTHONPATH.
+
+    It names our plugin too: where that is missing, vLLM takes `--quantization spark-mxfp4` and serves stock experts.
+    """
     info = folder / "bench_random_weights-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     write_atomic(info / "METADATA", b"Metadata-Version: 2.1\nName: bench-random-weights\nVersion: 0\n")
-    write_atomic(info / "entry_points.txt", f"[vllm.general_plugins]\n{PLUGIN} = {__name__}:register\n".encode())
+    plugins = f"{PLUGIN} = {__name__}:register\nspark_mxfp4 = spark_mxfp4.vllm.plugin:register\n"
+    write_atomic(info / "entry_points.txt", f"[vllm.general_plugins]\n{plugins}".encode())
     return folder

@@ -176,9 +176,10 @@ def _server(backend: str, model: Path, plan: ServingPlan, log: Path, weights: tu
 
 def _chosen(backend: str, log: Path) -> str:
     """Return the log's line on the backend. Raises ServerError if it names another than `backend`."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "Mxfp4 MoE backend" in line]
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if "Mxfp4 MoE backend" in line]
     used = next((line[line.index("Using '") :] for line in lines if "Using '" in line), "")
-    if not used.startswith(backend_of(backend).log):
+    if backend_of(backend).log not in text:
         raise ServerError(
             f"the server did not take {backend}", used or "its log names no backend", f"less {log}", code="server.start"
         )

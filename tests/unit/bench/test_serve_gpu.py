@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from spark_mxfp4.vllm import plugin
 from sparkforge.bench.kernels import random_weights, serve_gpu, tiny_tokens
 from sparkforge.core.errors import ServerError, UsageError
 
@@ -158,5 +159,7 @@ def test_random_weights_fill_experts_and_leave_the_rest():
 def test_python_finds_the_load_formats_entry_point(tmp_path):
     random_weights.write_entry_point(tmp_path)
     (package,) = importlib.metadata.distributions(path=[str(tmp_path)])
-    (entry_point,) = package.entry_points
-    assert (entry_point.group, entry_point.load()) == ("vllm.general_plugins", random_weights.register)
+    plugins = {entry_point.name: entry_point for entry_point in package.entry_points}
+    assert {entry_point.group for entry_point in plugins.values()} == {"vllm.general_plugins"}
+    assert plugins[random_weights.PLUGIN].load() == random_weights.register
+    assert plugins["spark_mxfp4"].load() == plugin.register
