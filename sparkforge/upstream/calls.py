@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sparkforge.compile.flashinfer.sets import Call, KernelTable
+from sparkforge.compile.flashinfer.sets import Call, KernelModule, KernelTable
 from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import InputError
 from sparkforge.upstream.effect import Column, Effect, Observation
@@ -67,17 +67,21 @@ class Wanted:
 def check(table: KernelTable, vllm: Package, flashinfer: Package, pinned: Package | None = None) -> Column:
     """Follow every call and every module of a kernel set from vLLM's sources into FlashInfer's.
 
-    `pinned` is the FlashInfer that the set was written for: changed signatures are named. Raises InputError for a
-    kernel set or a source file that cannot be read.
+    `pinned` is the FlashInfer that the set was written for: changed signatures are named. What a patch of the queue
+    adds is left out, because no release has it: whether that patch applies is judged with the others. Raises InputError
+    for a kernel set or a source file that cannot be read.
     """
+    modules = [module for module in table.module if not module.patch]
+    calls = table.calls.keys() - {module.call for module in table.module} | {module.call for module in modules}
     observations = list[Observation]()
     for name, call in table.calls.items():
-        observations += _check_call(name, call, vllm, flashinfer, pinned)
-    observations += dict.fromkeys(_check_generators(table, flashinfer))
-    generators = len({module.generator for module in table.module})
+        if name in calls:
+            observations += _check_call(name, call, vllm, flashinfer, pinned)
+    observations += dict.fromkeys(_check_generators(modules, flashinfer))
+    generators = len({module.generator for module in modules})
     broken = sum(entry.effect is Effect.BREAKS for entry in observations)
     moved = sum(entry.effect is Effect.CHANGED for entry in observations)
-    summary = f"{len(table.calls)} calls, {generators} generators"
+    summary = f"{len(calls)} calls, {generators} generators"
     if broken:
         summary = f"{broken} broken of {summary}"
     elif moved:
@@ -186,9 +190,9 @@ def _difference(before: Definition, after: Definition) -> str:
     )
 
 
-def _check_generators(table: KernelTable, flashinfer: Package) -> Iterator[Observation]:
-    """Yield what a FlashInfer release lacks of the set's module generators and of the objects that they are given."""
-    for module in table.module:
+def _check_generators(modules: Iterable[KernelModule], flashinfer: Package) -> Iterator[Observation]:
+    """Yield what a FlashInfer release lacks of the modules' generators and of the objects that they are given."""
+    for module in modules:
         home, _, function = module.generator.partition(":")
         generator = f"{home}.{function}"
         try:

@@ -28,13 +28,17 @@ class Call(Record):
 
 
 class KernelModule(Record):
-    """One FlashInfer module: its name, the generator that writes it, and the audit rule that it must keep."""
+    """One FlashInfer module: its name, the generator that writes it, and the audit rule that it must keep.
+
+    `patch` names the patch of our queue that adds the module; FlashInfer's releases do not have it.
+    """
 
     name: str
     sets: tuple[str, ...]
     call: str
     generator: str = Field(pattern=r"^flashinfer[\w.]*:\w+$")
     audit: str
+    patch: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
