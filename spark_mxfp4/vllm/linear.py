@@ -18,7 +18,6 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.utils import replace_parameter
 
 from spark_mxfp4.kernels.linear import MOST_TOKENS, Format, Weight, linear_operator, reference
 from spark_mxfp4.mxfp4 import BLOCK
@@ -74,12 +73,12 @@ class SparkLinearMethod(LinearMethodBase):
             packed = Weight.pack(matrix, self.format) if on_cuda else None
         except ValueError as error:
             raise self._refusal(str(error).partition(" · keep")[0], "") from error
-        # A new parameter, for a tied head's is the embedding's too.
+        # A parameter of the layer's own: a tied head's is the embedding's too, and vLLM's replace_parameter may keep it.
         if packed is None:
-            replace_parameter(layer, "weight", reference(matrix, self.format).to(matrix.dtype))
+            layer.weight = _frozen(reference(matrix, self.format).to(matrix.dtype))
             self.stored.process_weights_after_loading(layer)
         else:
-            replace_parameter(layer, "weight", packed.data)
+            layer.weight = _frozen(packed.data)
             if packed.row_scales is not None:
                 layer.register_buffer("row_scales", packed.row_scales, persistent=False)
         runs = "by our kernels" if on_cuda else "as a reference: dequantised, no faster than bf16"
@@ -112,6 +111,10 @@ class SparkHeadMethod(SparkLinearMethod):
     def _product(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         parts = [super(SparkHeadMethod, self)._product(layer, part, bias) for part in x.split(MOST_TOKENS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def _runs_our_kernels(weight: torch.Tensor) -> bool:

@@ -120,6 +120,9 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     fix = f"compare your files ({docker_compose.MORE}) with docker-compose.yml of this checkout"
     if (host := env.get(BIND)) and host != service.host:
         raise UsageError(f"--host {host} has no effect", f"the Compose files publish on {service.host}", fix)
+    profile, served = env.get("SPARKFORGE_SERVE_PROFILE"), service.environment.get("SPARKFORGE_SERVE_PROFILE", "")
+    if profile and profile != served:
+        raise UsageError(f"--profile {profile} has no effect", f"the Compose files serve {served or 'none'}", fix)
     passed_values = [value.replace("$$", "$") for value in service.environment.values()]  # as `config` escapes them
     if (flags := env.get(FLAGS)) and flags not in passed_values:
         raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
@@ -287,7 +290,7 @@ def _start(
         with suppress(SparkforgeError):  # the first error is the one to report
             (docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)(env)
             record.begun_path().unlink(missing_ok=True)
-        record.forget()
+            record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
         raise
     tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
     return server

@@ -27,6 +27,7 @@ RESERVED: Mapping[str, tuple[str, str]] = {
     "--port": ("./inv up sets it", "./inv up --port N"),
     "--model": ("./inv up sets it, and validates that model", "./inv up --model FOLDER"),
     "--api-key": ("arguments can be read by every user of the machine", "./inv up --api-key-file FILE"),
+    "--hf-token": ("arguments can be read by every user of the machine", "hf auth login"),
     "--served-model-name": (_NAME, "name the model's folder so, then ./inv up --model FOLDER"),
     "--middleware": (_GUARD, "run a proxy of yours in front"),
     "--root-path": (_GUARD, "run a proxy of yours in front"),

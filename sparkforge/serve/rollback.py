@@ -19,7 +19,7 @@ from docker.errors import ImageNotFound, NotFound
 from sparkforge import environments, pins
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ServerError, SparkforgeError
+from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.environments import Environment
 from sparkforge.image import compose as docker_compose
@@ -213,6 +213,10 @@ def _embedded_changes(start: KnownGood) -> Iterator[str]:
         raise _impossible("cannot go back to that start from this checkout", why, fix)
     availability = "is there" if environments.is_complete(env, inputs) else "is made again"
     yield f"environment: {start.stack} {start.environment[:12]}, {availability}"
+    try:
+        embedded.profile_named(start.profile)
+    except UsageError as error:
+        raise _impossible(f"the profile {start.profile} is gone", error.why, LIST) from error
     if (folder := start.settings.get("model")) and not Path(folder).is_dir():
         raise _impossible(f"the model {folder} is gone", "there is no such folder", LIST)
     if path := start.settings.get("key_file"):

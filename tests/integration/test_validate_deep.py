@@ -181,7 +181,7 @@ def large(tmp_path_factory):
         (("--quantization-config.linear", "mxfp4", "--linear-backend", "marlin"), "MarlinMxFp4LinearKernel"),
     ],
 )
-def test_dense_kernels_on_a_claimed_gb10(request, large, release, claim, args, kernel):
+def test_dense_kernels_on_a_claimed_gb10(request, told, large, release, claim, args, kernel):
     facts = told(large, vars(request.getfixturevalue(release))["upstream"], claim, args=args)
     assert facts["deep.dense_kernels"].error is None
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}

@@ -175,6 +175,12 @@ def test_a_stop_string_that_stays_is_a_known_limit():
     assert [name for name, limit in outcome.items() if limit] == ["a stop string"]
 
 
+def test_what_a_patch_cures_is_no_limit_where_the_stack_has_it():
+    patches = [limit.patch for limit in proof.LIMITS.values()]
+    with misbehaving.answering("keeps stop strings") as port, pytest.raises(ServerError, match="stop string: the cont"):
+        proof.prove(f"http://127.0.0.1:{port}", "m", 60, patches=patches)
+
+
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
     with pytest.raises(ServerError, match="in time", check=lambda error: error.code == "server.start"):
         begin("unhealthy", timeout=2.0)

@@ -48,7 +48,7 @@ FAULTS = {
 def test_every_patch_of_the_answers_has_a_canary():
     """Before and behind them are the hardware's; what 0012 changes is seen in a prompt, not in an answer."""
     for stack in ("embedded", "spark-next"):
-        queues = [queue for component, queue in status.queues(pins.load(), stack) if component.name == "vllm"]
+        queues = [queue for part, queue in status.queues(pins.load(), stack) if part.patches.startswith("vllm")]
         names = {patch.name for queue in queues for patch in queue.patches}
         assert {name for name in names if "0004" <= name < "0012"} == PATCHES
     assert set(FAULTS) == {name for name, call in proof.CALLS.items() if call.patch}
