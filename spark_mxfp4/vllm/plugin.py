@@ -162,7 +162,7 @@ class SparkMxfp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:  # noqa: ARG002 (vLLM's signature)
         """Raise ValueError for a checkpoint without quantization, which vLLM does not show to the override above.
 
-        Raises it too where both we and vLLM's `--quantization-config` are to quantise the linear layers.
+        Raises it too where both we and vLLM's `--quantization-config` are to quantise linear layers or the LM head.
         """
         method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
         refuse_other_checkpoints(getattr(hf_config, "model_type", None), method)
@@ -172,6 +172,11 @@ class SparkMxfp4Config(QuantizationConfig):
             raise ValueError(
                 f"linear layers cannot be quantised twice · {LINEAR_VARIABLE} is {self.linear_format!r}, and "
                 "--quantization-config names a format too · leave one of them out"
+            )
+        if self.head_format != AS_STORED and getattr(online, "lm_head", None):
+            raise ValueError(
+                f"the LM head cannot be quantised twice · {HEAD_VARIABLE} is {self.head_format!r}, and "
+                "--quantization-config.lm_head names a format too · leave one of them out"
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

@@ -644,6 +644,7 @@ def test_a_tied_head_leaves_the_embedding_as_it_is(one_process, configure, forma
         ("fp16", "", {}, "SPARK_MXFP4_LINEAR is 'fp16' · it must be one of bf16, fp8, mxfp8, mxfp4"),
         ("", "int4", {}, "SPARK_MXFP4_LM_HEAD is 'int4'"),
         ("fp8", "", {"quantization_config": {"linear": "mxfp8"}}, "linear layers cannot be quantised twice"),
+        ("", "fp8", {"quantization_config": {"lm_head": "mxfp8"}}, "the LM head cannot be quantised twice"),
     ],
 )
 def test_formats_that_cannot_be_are_refused(configure, formats, linear, head, options, message):
