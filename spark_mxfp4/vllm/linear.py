@@ -73,7 +73,7 @@ class SparkLinearMethod(LinearMethodBase):
             packed = Weight.pack(matrix, self.format) if on_cuda else None
         except ValueError as error:
             raise self._refusal(str(error).partition(" · keep")[0], "") from error
-        # A parameter of the layer's own: a tied head's is the embedding's too, and vLLM's replace_parameter may keep it.
+        # The layer's own parameter: a tied head's is the embedding's too, and vLLM's replace_parameter may keep it.
         if packed is None:
             layer.weight = _frozen(reference(matrix, self.format).to(matrix.dtype))
             self.stored.process_weights_after_loading(layer)
