@@ -45,6 +45,24 @@ def prepare(flags: Mapping[str, str]) -> Prepared:
     return Prepared(flags, options, table, endpoint, passage, batch.output_folder(flags.get("output", "")))
 
 
+def check(flags: Mapping[str, str], model: str, longest: int) -> tuple[list[Config], Passage]:
+    """Return the configurations and the text for a server of `model` that takes `longest` tokens; asks no server.
+
+    Raises UsageError for an option without meaning, InputError for a text that is not here.
+    """
+    options = BenchSettings({name: flags.get(name, "") for name in settings.NAMES})
+    asked = options.number("max_model_len", 0)
+    bounded = BenchSettings({**options.flags, "max_model_len": str(asked or longest)})
+    table, seed = baselines.load(), parse_whole(flags.get("seed") or "0", "--seed", 0)
+    configs = settings.configs(bounded, table, Endpoint("http://127.0.0.1", model), seed, flags.get("warmups", ""))
+    _file_name(options, configs)
+    parse_whole(flags.get("silence") or "1", "--silence", 1)
+    limit = float(parse_whole(flags.get("limit") or "1", "--limit", 1))
+    if flags.get("client") != "vllm":  # its environment may have to be made first
+        choose_client(flags.get("client") or "auto", None, "", limit)
+    return configs, gate.passage(table, flags.get("text", ""), model)
+
+
 def run_gate(flags: Mapping[str, str]) -> Gate:
     """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError."""
     prepared = prepare(flags)

@@ -2,49 +2,63 @@
 
 The record `bakeoff.json` in the state folder gets each profile as it is finished, so an interrupted bake-off goes on
 with the next one. `./inv up --profile auto` takes the first of the last finished one, where all that it depends on is
-as it was then: model, device, stack, patches, kernels, flags of the profile, and machine.
+as it was then: model, device, stack, patches, kernels, flags of the profile, settings of the server, and machine.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from sparkforge import environments, pins
 from sparkforge.bench import bakeoff, runs
 from sparkforge.bench.bakeoff import Standing
 from sparkforge.bench.machine import facts
+from sparkforge.bench.settings import MOST, NAMES, BenchSettings
 from sparkforge.core import paths
+from sparkforge.core.arguments import flag_value
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, read_json
-from sparkforge.core.errors import BenchmarkError, InputError, ServerError, SparkforgeError, UsageError
-from sparkforge.core.files import sha256_file, write_json
+from sparkforge.core.errors import (
+    BenchmarkError,
+    InputError,
+    ProcessError,
+    RefusalError,
+    ServerError,
+    SparkforgeError,
+    UsageError,
+)
+from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
 from sparkforge.core.tables import Record
 from sparkforge.environments import Environment
+from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import AUTO, EMBEDDED, stack_of
-from sparkforge.serve import embedded, known_good, launch, profiles, record
+from sparkforge.serve import container, embedded, known_good, launch, logs, profiles, record
+from sparkforge.serve import settings as server_settings
+from sparkforge.serve.command_line import served_name
+from sparkforge.serve.passed import CONTEXT, CONTEXT_VARIABLE
+from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
-from sparkforge.serve.start import StartRequest
+from sparkforge.serve.start import StartRequest, compose_variables
 
 DEFAULT_MODEL = "the device's default"
-# Of the options, what the results depend on. The server is the profile's, the folder is the record's.
-SHAPE = (
-    "tp",
-    "isl",
-    "osl",
-    "conc",
-    "random_range_ratio",
-    "num_prompts",
-    "warmups",
-    "seed",
-    "client",
-    "text",
-    "lm_eval",
-)
+# What results depend on: of a configuration, and of the other options. The server is the profile's.
+CONFIGURATION = ("tp", "isl", "osl", "conc", "random_range_ratio", "num_prompts", "warmups", "seed")
+OTHERS = ("client", "lm_eval")
+# Options that the same command needs again; the folder is the record's. The context is the server's, as asked for.
+REPEATED = (*CONFIGURATION, *OTHERS, "text", "tokenizer", "silence", "limit")
+# A trial that ends with one of these says something of its profile, but for the codes: those are the machine's state.
+OF_PROFILES = (ServerError, RefusalError, BenchmarkError, ProcessError)
+OF_THE_MACHINE = {"server.running", "server.port", "process.setup"}
+VARIABLES = ("VLLM_", "SPARK_MXFP4_", "FLASHINFER_")  # beginnings of those that change how a server computes
+LOG = "server.log"  # of a profile, in its folder
 CODE = ("*.py", "*.cu", "*.cuh", "*.json")  # of spark_mxfp4: plugin, kernels and their tuning
 Starter = Callable[[StartRequest], Server]
 
@@ -57,15 +71,31 @@ class ProfileTrial(Record):
 
 
 class BakeOff(Record):
-    """The record. `identity` is what results are valid for, in words; `trials` are the finished profiles."""
+    """The record. `identity` is what results are valid for, in words; `trials` are the finished profiles.
+
+    `shape` has the values in effect of what a resumed bake-off must share; `options` and `environment` are how they
+    were said.
+    """
 
     format: Literal["sparkforge-bakeoff/1"] = "sparkforge-bakeoff/1"
     identity: dict[str, str]
     shape: dict[str, str]
     profiles: list[str]
     trials: dict[str, ProfileTrial] = Field(default={})
+    options: dict[str, str] = Field(default={})
+    environment: dict[str, str] = Field(default={})
     machine: dict[str, Any] = Field(default={})
     complete: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> BakeOff:
+        if not self.profiles:
+            raise ValueError("it is of no profile")
+        if wrong := [name for name, trial in self.trials.items() if trial.standing.name != name]:
+            raise ValueError(f"the trial of {wrong[0]} has another profile's standing")
+        if self.complete and (missing := [name for name in self.profiles if name not in self.trials]):
+            raise ValueError(f"it is complete and lacks {missing[0]}")
+        return self
 
     @property
     def ranking(self) -> list[Standing]:
@@ -90,21 +120,56 @@ def read() -> BakeOff | None:
         raise InputError("the record of the last bake-off cannot be read", why, fix, code="input.result") from error
 
 
-def identity(device: str, stack: str, model: str) -> dict[str, str]:
-    """Return in words all but the profile that a result depends on. `model` is a folder, empty for the default."""
+@dataclass(frozen=True)
+class TrialServer:
+    """What a request serves, whatever its profile. `arguments` come behind the profile's; `facts` are in words."""
+
+    stack: str
+    model_id: str
+    arguments: tuple[str, ...]
+    facts: Mapping[str, str]
+
+
+def resolve(request: StartRequest) -> TrialServer:
+    """Return what `request` serves: in a container what Compose makes of it, `.env` and the user's own files.
+
+    Who may ask, the profiler and the flags behind `--` do not count. Raises UsageError, InputError, EngineError.
+    """
+    request = replace(request, profile="", host="", key_file=None, allow_hosts="", profiler=False, flags=())
+    if request.device == EMBEDDED:
+        stack, variables = stack_of(request.device, request.stack), request.variables
+        model_id = served_name(paths.typed(request.model).absolute()) if request.model else server_settings.TINY_ID
+        arguments, own = embedded.vllm_arguments(request.variables), dict[str, str]()
+    else:
+        service = docker_compose.resolve(compose_variables(request))
+        inside = server_settings.read(service.environment)
+        stack, variables = service.stack, service.environment
+        model_id, arguments = inside.model_id, inside.arguments
+        own = {"image": service.image, "the container's model": inside.model}
+    counted = {name: value for name, value in variables.items() if name.startswith(VARIABLES)}
+    settings = {
+        "the server's settings": shlex.join(arguments) or "the profile's",
+        "the server's variables": known_good.hashed(counted),
+    }
+    return TrialServer(stack, model_id, arguments, {**own, **settings})
+
+
+def identity(request: StartRequest, served: TrialServer) -> dict[str, str]:
+    """Return in words all but the profile that a result depends on."""
     machine, table = facts(), pins.load()
-    folder = Path(model) if model else None
+    folder = Path(request.model) if request.model else None
     weights = sorted(folder.glob("*.safetensors")) if folder else []
     checkpoint = {file.name: str(file.stat().st_size) for file in weights}
     if folder and (folder / "config.json").is_file():
         checkpoint["config.json"] = sha256_file(folder / "config.json")
     ours = sorted(file for kind in CODE for file in (paths.ROOT / "spark_mxfp4").rglob(kind))
     return {
-        "model": model or DEFAULT_MODEL,
+        "model": request.model or DEFAULT_MODEL,
         "checkpoint": known_good.hashed(checkpoint),
-        "device": device,
-        "stack": stack,
-        "locks and patches": known_good.hashed(_inputs(device, stack, table)),
+        "device": request.device,
+        "stack": served.stack,
+        **served.facts,
+        "locks and patches": known_good.hashed(_inputs(request.device, served.stack, table)),
         "code of spark_mxfp4": known_good.hashed(_files(ours)),
         "processor": f"{machine['processor']}, {machine['cores']} cores",
         "memory": f"{machine['memory_bytes'] / 2**30:.0f} GiB",
@@ -129,18 +194,33 @@ def run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, s
     """Try every profile on `request`'s device, print the ranking and write it.
 
     `flags` are the options of the load and the gate, `replace` and `fresh` among them. Raises UsageError for a profile
-    that is not known, ServerError if a server runs and may not be replaced, BenchmarkError if none passed.
+    that is not known, ServerError if a server runs and may not be replaced or another command ended a trial's,
+    BenchmarkError if none passed, and whatever is the fault of the command or the machine.
     """
-    stack = stack_of(request.device, request.stack)
-    settings = {name: _settings(name, request.device, stack) for name in _checked(names)}
+    with locked(paths.state() / "bakeoff.lock", "run a bake-off beside another"):
+        _run(_checked(names), flags, request, start, python)
+
+
+def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, start: Starter, python: Path) -> None:
+    served = resolve(request)
+    chosen = {name: _profile(name, request.device, served.stack) for name in names}
+    shape = {name: _shape(flags, (*profile.arguments(), *served.arguments), served) for name, profile in chosen.items()}
+    settings = {name: _settings(profile) for name, profile in chosen.items()}
     folder = paths.state() / "bench" / "bakeoff"
     with launch.alone():
         _make_way(request, replace_it=bool(flags.get("replace")))
+    variables = {variable: name for name, (variable, _) in NAMES.items() if name in REPEATED and name != "tp"}
     done = _resumed(
         BakeOff(
-            identity=identity(request.device, stack, request.model),
-            shape={name: str(flags[name]) for name in SHAPE if flags.get(name)},
+            identity=identity(request, served),
+            shape=shape[names[0]],
             profiles=list(settings),
+            options={name: str(flags[name]) for name in REPEATED if flags.get(name)},
+            environment={
+                variable: os.environ[variable]
+                for variable, name in variables.items()
+                if os.environ.get(variable) and not flags.get(name)
+            },
             machine=facts(),
         ),
         settings,
@@ -157,33 +237,64 @@ def run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, s
     bakeoff.show(done.ranking, folder, "profile")
     say(f"record:  {record_path()}")
     if done.ranking[0].score is None:
-        raise bakeoff.nobody_passed(done.ranking, "profile", f"less {folder}/*/server.log")
-    say(f"the winner is {done.ranking[0].name}: ./inv up --profile {AUTO}")
+        raise bakeoff.nobody_passed(done.ranking, "profile", _reasons(done))
+    context = request.variables.get(CONTEXT_VARIABLE, "")
+    words = ["./inv", "up", "--profile", AUTO, *_server_options(request), *(("--context", context) if context else ())]
+    say(f"the winner is {done.ranking[0].name}: {_typed(words, _tp(request))}")
 
 
-def winner(device: str, stack: str, model: str) -> str:
+def winner(request: StartRequest) -> str:
     """Return the profile that won this machine's last bake-off, for the same model, device, stack, code and machine.
 
-    Raises BenchmarkError, which names what has changed since.
+    Raises BenchmarkError, which names what has changed since, and what `resolve` raises.
     """
     last = read()
-    fix = f"./inv bench.bakeoff --profiles A,B --device {device}"
     if last is None:
-        raise _no_winner("no bake-off has run here", fix)
-    again = f"./inv bench.bakeoff --profiles {','.join(last.profiles)} --device {device}"
+        raise _no_winner("no bake-off has run here", _again(["A", "B"], request))
+    again = _again(last.profiles, request, last)
     if not last.complete:
         missing = ", ".join(name for name in last.profiles if name not in last.trials)
         raise _no_winner(f"the last bake-off was interrupted before {missing or 'its end'}", again)
-    for key, now in identity(device, stack, model).items():
+    served = resolve(request)
+    for key, now in identity(request, served).items():
         if (then := last.identity.get(key, "not known")) != now:
             raise _no_winner(f"{key}: then {_short(then)}, now {_short(now)}", again)
     best = last.ranking[0]
     if best.score is None:
-        raise _no_winner("no profile passed the last bake-off", f"less {paths.state()}/bench/bakeoff/*/server.log")
-    if last.trials[best.name].settings != _settings(best.name, device, stack):
+        raise _no_winner("no profile passed the last bake-off", _reasons(last))
+    if last.trials[best.name].settings != _settings(_profile(best.name, request.device, served.stack)):
         raise _no_winner(f"the profile {best.name} has other flags or variables now", again)
     say(f"profile: {best.name}, which won the bake-off of {last.machine.get('measured_at', 'an unknown day')}")
     return best.name
+
+
+def _again(names: Sequence[str], request: StartRequest, last: BakeOff | None = None) -> str:
+    """Return the command of a bake-off for `request`, with the options of the last one."""
+    options, environment = (last.options, last.environment) if last else ({}, {})
+    options = {**options, "max_model_len": request.variables.get(CONTEXT_VARIABLE, "")}
+    words = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", value] if value else []
+    return _typed(words, {**environment, **_tp(request)})
+
+
+def _server_options(request: StartRequest) -> list[str]:
+    options = {"--device": request.device, "--model": request.model, "--stack": request.stack}
+    return [word for option, value in options.items() if value for word in (option, value)]
+
+
+def _tp(request: StartRequest) -> dict[str, str]:
+    return {"TP": request.variables["TP"]} if request.variables.get("TP") else {}
+
+
+def _typed(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
+
+
+def _reasons(done: BakeOff) -> str:
+    """Return the command that shows why profiles failed: their logs, or the record, which has each reason."""
+    kept = [paths.state() / "bench" / "bakeoff" / name / LOG for name in done.profiles]
+    return shlex.join(["less", *map(str, [log for log in kept if log.is_file()] or [record_path()])])
 
 
 def _no_winner(why: str, fix: str) -> BenchmarkError:
@@ -202,15 +313,39 @@ def _checked(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def _settings(name: str, device: str, stack: str) -> dict[str, str]:
-    """Return a profile's flags and variables. Raises UsageError for an unknown one, or one for another device."""
-    profile = embedded.profile_named(name) if device == EMBEDDED else profiles.named(name, stack=stack)
+def _profile(name: str, device: str, stack: str) -> ServeProfile:
+    """Return a profile. Raises UsageError for an unknown one, or one for another device."""
+    return embedded.profile_named(name) if device == EMBEDDED else profiles.named(name, stack=stack)
+
+
+def _settings(profile: ServeProfile) -> dict[str, str]:
+    """Return a profile's flags and variables."""
     flags = {flag: str(setting.value) for flag, setting in profile.flags.items()}
     return {**flags, **profile.variables()}
 
 
+def _shape(flags: Mapping[str, Any], arguments: Sequence[str], served: TrialServer) -> dict[str, str]:
+    """Return the values in effect of what results depend on. Raises what `runs.check` raises.
+
+    `arguments` are those of the server, which say how long its sequences may be.
+    """
+    declared = flag_value(arguments, CONTEXT) or ""
+    longest = int(declared) if declared.isdecimal() else MOST
+    configs, passage = runs.check(flags, served.model_id, longest)
+    values = {name: ",".join(str(getattr(config, name)) for config in configs) for name in CONFIGURATION}
+    values |= {name: str(flags.get(name) or "") for name in OTHERS}
+    return {
+        **values,
+        "max_model_len": BenchSettings(flags).text("max_model_len"),
+        "text": passage.name + passage.sha256,
+    }
+
+
 def _make_way(request: StartRequest, *, replace_it: bool) -> None:
-    """End the server that runs if it may be replaced, and one that a killed bake-off left. Raises ServerError."""
+    """End the server that runs if it may be replaced, and one that a killed bake-off left.
+
+    Raises ServerError, UsageError for a port that is none.
+    """
     server = record.read()
     if server is None or not server.alive:
         launch.check_free(request.port)
@@ -218,6 +353,8 @@ def _make_way(request: StartRequest, *, replace_it: bool) -> None:
     if not replace_it:
         failure, why = "a server of this checkout runs", f"{server.model_id} at {server.url}; a bake-off ends servers"
         raise ServerError(failure, why, "the same command with --replace, or ./inv down", code="server.running")
+    if request.port != server.port:
+        launch.check_port(request.port, launch.LOOPBACK)
     say(f"{server.model_id} at {server.url} is ended (--replace); ./inv up starts it again")
     launch.stop()
 
@@ -238,32 +375,55 @@ def _resumed(wanted: BakeOff, settings: Mapping[str, Mapping[str, str]], *, fres
 
 
 def _try(request: StartRequest, flags: Mapping[str, Any], start: Starter, python: Path, folder: Path) -> Standing:
-    """Start a profile, gate it, load it, end it. A failure becomes its standing; an interrupt ends the server."""
+    """Start a profile, gate it, load it, end it. A failure that is the profile's own becomes its standing.
+
+    Every other one is raised, and a ServerError if another command ended the server: the figures may be another's.
+    """
     say(f"— {request.profile}")
+    (folder / LOG).unlink(missing_ok=True)
+    server: Server | None = None
     try:
         server = start(request)
         own: dict[str, Any] = {"url": server.url, "port": "", "model": "", "output": str(folder), "fresh": True}
-        results = runs.measure({**flags, **own}, python).results
-    except SparkforgeError as error:
+        standing = bakeoff.standing(request.profile, runs.measure({**flags, **own}, python).results)
+    except BaseException as error:
+        if not isinstance(error, OF_PROFILES) or error.code in OF_THE_MACHINE:
+            if server:
+                try:
+                    _end(server, folder)
+                except SparkforgeError as second:  # the first error is the one to report
+                    say(f"{second.what}: {second.why}; ./inv down ends the trial's server")
+            raise
         say(f"✗ {request.profile}: {error.what}")
-        return Standing(name=request.profile, score=None, results=[], why=f"{error.what}: {error.why}")
-    finally:
-        _end(folder)
-    return bakeoff.standing(request.profile, results)
+        standing = Standing(name=request.profile, score=None, results=[], why=f"{error.what}: {error.why}")
+    if server is None:
+        _keep_log(folder, in_container=request.device != EMBEDDED)
+    elif not _end(server, folder):
+        why = f"{request.profile} gets no standing: what was measured may be of another server"
+        fix = f"run the same command again, it goes on with {request.profile}"
+        raise ServerError("the trial's server was ended by another command", why, fix, code="server.not-running")
+    return standing
 
 
-def _end(folder: Path) -> None:
-    """End the trial's server, if it runs, and keep its log."""
-    log = record.log_path()
+def _end(server: Server, folder: Path) -> bool:
+    """End the trial's server and keep its log; return False, and touch nothing, if another command has ended it."""
     with launch.alone():
-        server = record.read()
-        if (server and (server.alive or server.container)) or record.leftovers():
+        if record.read() != server:
+            return False
+        _keep_log(folder, in_container=bool(server.container))
+        try:
             launch.stop()
-        elif server:  # it died under the load
-            record.forget()
-    if log.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "server.log").write_bytes(log.read_bytes())
+        except ServerError as error:
+            if error.code != "server.not-running":
+                raise
+            record.forget()  # it died under the load
+    return True
+
+
+def _keep_log(folder: Path, *, in_container: bool) -> None:
+    with suppress(SparkforgeError, OSError):  # a log is no reason to leave a server running
+        if text := container.last_log() if in_container else logs.read(record.log_path()):
+            write_atomic(folder / LOG, text)
 
 
 def _write(done: BakeOff) -> None:

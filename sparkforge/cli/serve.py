@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from invoke.context import Context
 
@@ -58,7 +59,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.image.devices import AUTO, stack_of
+    from sparkforge.image.devices import AUTO
     from sparkforge.serve import failure, passed, screen, settings, start
     from sparkforge.serve.device import choose
     from sparkforge.sources.offline import use_bundle
@@ -74,10 +75,6 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
         choice = choose(device)
         flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
         say(f"device: {choice.device}, because {choice.why}")
-        if profile == AUTO:
-            from sparkforge.bench import trials
-
-            profile = trials.winner(choice.device, stack_of(choice.device, stack), model)
         request = start.StartRequest(
             choice.device,
             model,
@@ -91,6 +88,10 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
             variables,
             flags,
         )
+        if profile == AUTO:
+            from sparkforge.bench import trials
+
+            request = replace(request, profile=trials.winner(request))
         server = start.start(request, build_image)
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")

@@ -385,6 +385,16 @@ def _failure(client: docker.DockerClient, server: Server, failure: str) -> Spark
     return ServerError(failure, "\n        ".join(lines), fix, code="server.start")
 
 
+def last_log() -> str:
+    """Return what our service's container, running or not, logged since its start; empty if there is none."""
+    with engine.connected() as client:
+        container = engine.service_container(client, docker_compose.project(), SERVICE)
+        if container is None:
+            return ""
+        begin = _log_begin(client, container)
+        return str(client.containers.get(container).logs(since=begin or None).decode(errors="replace"))
+
+
 def log_text(client: docker.DockerClient, server: Server) -> str:
     """Return the last lines that a container logged since its start, stdout and stderr together."""
     container = client.containers.get(server.container)

@@ -43,11 +43,12 @@ def start(request: StartRequest, build: ImageBuilder) -> Server:
     with launch.starting():
         launch.check_free(request.port, request.host or launch.LOOPBACK)
         if request.device in {DOCKER, DOCKER_CPU}:
-            return _in_container(request, build)
+            return container.up(request.device, compose_variables(request), Steps(4), build, trial=request.trial)
         return _embedded(request)
 
 
-def _in_container(request: StartRequest, build: ImageBuilder) -> Server:
+def compose_variables(request: StartRequest) -> dict[str, str]:
+    """Return what the Compose files read from the environment for a request. Raises UsageError, InputError."""
     stack = stack_of(request.device, request.stack)
     # Without --stack, `.env` may name one: that is for Compose to read.
     chosen = stack if request.stack or request.device != DOCKER else ""
@@ -60,8 +61,8 @@ def _in_container(request: StartRequest, build: ImageBuilder) -> Server:
         chosen,
         request.profiler,
     )
-    variables |= container.passed_on(request.variables, request.host, request.port, request.allow_hosts, request.flags)
-    return container.up(request.device, variables, Steps(4), build, trial=request.trial)
+    further = container.passed_on(request.variables, request.host, request.port, request.allow_hosts, request.flags)
+    return {**variables, **further}
 
 
 def _embedded(request: StartRequest) -> Server:

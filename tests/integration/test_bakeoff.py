@@ -9,7 +9,7 @@ import pytest
 
 from sparkforge.bench import trials
 from sparkforge.core import paths
-from sparkforge.image.devices import EMBEDDED, stack_of
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
 from sparkforge.serve import embedded, launch, record
 from sparkforge.serve.start import StartRequest
@@ -40,5 +40,5 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
     assert "fp8" in log
     assert record.read() is None
     assert record.leftovers() == []
-    winner = trials.winner(EMBEDDED, stack_of(EMBEDDED), str(model))
+    winner = trials.winner(request)
     assert standings[winner]["score"] == max(row["score"] for row in standings.values())

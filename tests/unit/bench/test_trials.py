@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -13,9 +14,11 @@ import pytest
 
 from sparkforge.bench import trials
 from sparkforge.core import paths
-from sparkforge.core.errors import BenchmarkError, InputError, ServerError, UsageError
+from sparkforge.core.errors import BenchmarkError, EngineError, InputError, ServerError, StorageError, UsageError
+from sparkforge.core.files import locked
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
+from sparkforge.image.compose import Service
 from sparkforge.serve import record
 from sparkforge.serve.record import Server
 from sparkforge.serve.start import StartRequest
@@ -25,7 +28,23 @@ FLAGS = {
     "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "client": "own", "silence": "60",
     "text": "persuasion-24",
 }  # fmt: skip
-REQUEST = StartRequest("docker", port=1)
+REQUEST = StartRequest("docker")
+
+
+@pytest.fixture(autouse=True)
+def fake_compose(monkeypatch):
+    """Compose, which is not on every machine: it takes the stack, the model and the length from the variables."""
+    fake = SimpleNamespace(image="sparkforge:1", environment={})
+
+    def resolve(env):
+        stack = env.get("SPARKFORGE_STACK") or fake.environment.get("SPARKFORGE_STACK") or "spark"
+        length = {"SPARKFORGE_MAX_MODEL_LEN": env.get("MAX_MODEL_LEN", "")}
+        environment = {**fake.environment, **env, **length, "SPARKFORGE_STACK": stack}
+        return Service(fake.image, stack, "127.0.0.1", 8000, 1, environment, "")
+
+    monkeypatch.setattr(trials.docker_compose, "resolve", resolve)
+    monkeypatch.setattr(trials.container, "last_log", lambda: "RuntimeError: in the container")
+    return fake
 
 
 @pytest.fixture
@@ -83,7 +102,7 @@ def test_profiles_are_ranked_and_the_winner_is_taken(starter, stub, capsys):
     shown = capsys.readouterr().err
     assert "./inv up --profile auto" in shown
     assert shown.index("1") < shown.index("long-context")
-    assert trials.winner("docker", "spark", "") == "safe"
+    assert trials.winner(REQUEST) == "safe"
 
 
 def test_a_bake_off_that_nobody_passes_has_no_winner(starter):
@@ -93,7 +112,7 @@ def test_a_bake_off_that_nobody_passes_has_no_winner(starter):
     ):
         bake(starter, "safe")
     with pytest.raises(BenchmarkError, match="no profile passed", check=lambda error: error.code == "benchmark.stale"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
 
 
 @pytest.mark.parametrize("when", ["start", "load"])
@@ -116,7 +135,7 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
     with pytest.raises(BenchmarkError, match="interrupted before fast, long-context") as caught:
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
     assert "--profiles safe,fast,long-context" in caught.value.fix
     starter.acts, starter.started = {}, []
     bake(starter, "safe", "fast", "long-context")
@@ -149,38 +168,39 @@ def test_a_winner_of_another_machine_is_refused_with_the_reason(starter, monkeyp
     facts = trials.facts
     monkeypatch.setattr(trials, "facts", lambda: {**facts(), **CHANGES[key]})
     with pytest.raises(BenchmarkError, match=f"{key}: then", check=lambda error: error.code == "benchmark.stale"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
 
 
 def test_a_winner_of_another_model_stack_device_or_profile_is_refused(starter, monkeypatch, tmp_path):
     with pytest.raises(BenchmarkError, match="no bake-off has run"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
     bake(starter, "safe")
-    (tmp_path / "config.json").write_text("{}")
-    for arguments, reason in (
-        (("docker", "spark", str(tmp_path)), "model: then the device's default"),
-        (("docker", "spark-next", ""), "stack: then spark, now spark-next"),
-        (("docker-cpu", "spark", ""), "device: then docker, now docker-cpu"),
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    for changed, reason in (
+        ({"model": str(tmp_path)}, "model: then the device's default"),
+        ({"stack": "spark-next"}, "stack: then spark, now spark-next"),
+        ({"device": "docker-cpu"}, "device: then docker, now docker-cpu"),
+        ({"variables": {"MAX_MODEL_LEN": "4096"}}, "settings: then the profile's, now --max-model-len=4096"),
     ):
         with pytest.raises(BenchmarkError, match=reason):
-            trials.winner(*arguments)
+            trials.winner(replace(REQUEST, **changed))
     inputs = trials._inputs
     monkeypatch.setattr(trials, "_inputs", lambda *arguments: {**inputs(*arguments), "patches/x": "changed"})
     with pytest.raises(BenchmarkError, match="locks and patches: then"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
     monkeypatch.setattr(trials, "_inputs", inputs)
     monkeypatch.setattr(trials, "_settings", lambda *_: {"--max-num-seqs": "17"})
     with pytest.raises(BenchmarkError, match="has other flags"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
 
 
 def test_a_record_that_is_no_record_is_refused(starter):
     paths.state().mkdir(parents=True, exist_ok=True)
     trials.record_path().write_text('{"format": "other"}')
     with pytest.raises(InputError, match="cannot be read"):
-        trials.winner("docker", "spark", "")
+        trials.winner(REQUEST)
     bake(starter, "safe")  # and does not keep a new one from being made
-    assert trials.winner("docker", "spark", "") == "safe"
+    assert trials.winner(REQUEST) == "safe"
 
 
 def test_a_server_that_runs_is_not_ended_without_saying(starter):
@@ -199,6 +219,208 @@ def test_names_are_checked_before_anything_starts(starter, names):
     with pytest.raises(UsageError):
         bake(starter, *names)
     assert starter.started == []
+
+
+def another(starter, url):
+    """Do what `./inv down` and `./inv up` do in another terminal; return the new server's process."""
+    starter.processes[-1].kill()
+    record.forget()
+    process = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
+    starter.processes.append(process)
+    begun, port = started_at(process.pid), urlsplit(url).port
+    record.write(Server(process.pid, begun, "127.0.0.1", port, "m", "honest-model", "docker", ""))
+    return process
+
+
+@pytest.mark.parametrize("load_fails", [False, True])
+def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, monkeypatch, load_fails):
+    measure, others = trials.runs.measure, []
+
+    def replaced(flags, python):
+        if starter.started[-1] == "fast":
+            others.append(another(starter, stub.url))
+            if load_fails:
+                raise NO_START
+        return measure(flags, python)
+
+    monkeypatch.setattr(trials.runs, "measure", replaced)
+    with pytest.raises(ServerError, match="by another command"):
+        bake(starter, "safe", "fast")
+    assert others[0].poll() is None
+    assert record.read().pid == others[0].pid
+    assert list(trials.read().trials) == ["safe"]
+    monkeypatch.setattr(trials.runs, "measure", measure)
+    starter.started = []
+    bake(starter, "safe", "fast", replace=True)
+    assert starter.started == ["fast"]
+
+
+def test_a_server_that_another_command_started_first_is_not_ended(starter, stub):
+    starter.acts = {"fast": lambda: (another(starter, stub.url), fails(RUNNING)())}
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.running"):
+        bake(starter, "safe", "fast")
+    assert starter.processes[-1].poll() is None
+    assert list(trials.read().trials) == ["safe"]
+
+
+def test_a_trial_that_died_does_not_hide_why(starter, monkeypatch):
+    def died(_flags, _python):
+        starter.processes[-1].kill()
+        starter.processes[-1].wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.runs, "measure", died)
+    with pytest.raises(KeyboardInterrupt):
+        bake(starter, "safe")
+    assert record.read() is None
+
+
+def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, capsys):
+    def interrupted(_flags, _python):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.runs, "measure", interrupted)
+    monkeypatch.setattr(trials.launch, "stop", fails(EngineError("no engine", "no answer", "x", code="engine.down")))
+    with pytest.raises(KeyboardInterrupt):
+        bake(starter, "safe")
+    assert "./inv down ends the trial's server" in capsys.readouterr().err
+
+
+def test_one_bake_off_runs_at_a_time(starter):
+    with locked(paths.state() / "bakeoff.lock", "test"), pytest.raises(StorageError, match="bake-off"):
+        bake(starter, "safe")
+    assert starter.started == []
+
+
+RUNNING = ServerError("a server of this checkout runs already", "m", "./inv down", code="server.running")
+NOT_THE_PROFILES = {
+    "usage": UsageError("--client x is none", "there are others", "--client own"),
+    "text": InputError("the text is not here", "it was never fetched", "./inv bench.text", code="input.text"),
+    "busy": StorageError("cannot run", "another command", "wait", code="storage.busy"),
+    "full": StorageError("no room", "0 bytes", "df", code="storage.full"),
+    "port": ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port"),
+    "engine": EngineError("the engine is down", "no answer", "systemctl start docker", code="engine.down"),
+    "running": RUNNING,
+}
+
+
+@pytest.mark.parametrize("when", ["start", "load"])
+@pytest.mark.parametrize("kind", NOT_THE_PROFILES)
+def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypatch, kind, when):
+    error = NOT_THE_PROFILES[kind]
+    if when == "start":
+        starter.acts = {"safe": fails(error)}
+    else:
+        monkeypatch.setattr(trials.runs, "measure", lambda *_: fails(error)())
+    with pytest.raises(type(error), check=lambda raised: raised is error):
+        bake(starter, "safe")
+    assert trials.read() is None
+    assert record.read() is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_prompts": "x"}, {"isl": "0"}, {"osl": "-1"}, {"conc": "1,x"}, {"tp": "x"}, {"warmups": "x"}, {"seed": "x"},
+     {"silence": "x"}, {"limit": "0"}, {"client": "x"}, {"text": "nothing"}, {"text": "wikitext-2-raw-test"},
+     {"random_range_ratio": "2"}, {"max_model_len": "x"}, {"result_filename": "a/b"}, {"isl": "40000"}],
+    ids=str,
+)  # fmt: skip
+def test_options_and_text_are_checked_before_a_server_is_ended(starter, wrong):
+    starter.start(StartRequest("docker", profile="mine", trial=True))
+    starter.started = []
+    with pytest.raises((UsageError, InputError)):
+        bake(starter, "safe", replace=True, **wrong)
+    assert (starter.started, starter.processes[0].poll()) == ([], None)
+
+
+@pytest.mark.parametrize("port", [0, 99999])
+def test_the_port_is_checked_before_a_server_is_ended(starter, port):
+    starter.start(StartRequest("docker", profile="mine", trial=True))
+    starter.request = replace(starter.request, port=port)
+    with pytest.raises(UsageError, match="is no port"):
+        bake(starter, "safe", replace=True)
+    assert starter.processes[0].poll() is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ISL", "16"), ("OSL", "4"), ("CONC", "2"), ("NUM_PROMPTS", "2"), ("TP", "2"), ("MAX_MODEL_LEN", "8192"),
+     ("RANDOM_RANGE_RATIO", "0.5")],
+)  # fmt: skip
+def test_an_interrupted_bake_off_of_other_variables_begins_anew(starter, monkeypatch, variable, value):
+    none = {"isl": "", "osl": "", "conc": "", "num_prompts": ""}
+    for name, text in {"ISL": "24", "OSL": "8", "CONC": "1", "NUM_PROMPTS": "3"}.items():
+        monkeypatch.setenv(name, text)
+    starter.acts = {"fast": fails(KeyboardInterrupt())}
+    for changed in ({}, {variable: value}):
+        for name, text in changed.items():
+            monkeypatch.setenv(name, text)
+        starter.started = []
+        with pytest.raises(KeyboardInterrupt):
+            bake(starter, "safe", "fast", **none)
+        assert starter.started == ["safe", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [("SPARKFORGE_MODEL", "/models/other", "the container's model: then /models/gpt-oss-120b, now /models/other"),
+     ("SPARKFORGE_STACK", "spark-next", "stack: then spark, now spark-next"),
+     ("VLLM_ARGS", "--max-num-seqs 2", "the server's settings: then the profile's, now --max-num-seqs 2"),
+     ("SPARK_MXFP4_LM_HEAD", "mxfp4", "the server's variables: then")],
+)  # fmt: skip
+def test_a_winner_of_other_compose_settings_is_refused(starter, fake_compose, variable, value, reason):
+    bake(starter, "safe")
+    fake_compose.environment = {variable: value}
+    with pytest.raises(BenchmarkError, match=reason):
+        trials.winner(REQUEST)
+    fake_compose.environment, fake_compose.image = {}, "sparkforge:2"
+    with pytest.raises(BenchmarkError, match="image: then sparkforge:1, now sparkforge:2"):
+        trials.winner(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda done: done.update(profiles=[]), lambda done: done["trials"].clear(),
+     lambda done: done["trials"]["safe"]["standing"].update(name="other"),
+     lambda done: done.update(trials={"fast": done["trials"]["safe"]})],
+)  # fmt: skip
+def test_a_record_that_contradicts_itself_is_refused(starter, wrong):
+    bake(starter, "safe")
+    done = json.loads(trials.record_path().read_text())
+    wrong(done)
+    trials.record_path().write_text(json.dumps(done))
+    with pytest.raises(InputError, match="cannot be read"):
+        trials.winner(REQUEST)
+
+
+def test_commands_in_messages_have_the_options_that_were_used(starter, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    monkeypatch.setenv("RANDOM_RANGE_RATIO", "0.0")
+    request = replace(starter.request, model=str(tmp_path), stack="spark-next", variables={"MAX_MODEL_LEN": "8192"})
+    starter.request = request
+    bake(starter, "safe", seed="7")
+    server = f"--device docker --model {tmp_path} --stack spark-next"
+    assert f"./inv up --profile auto {server} --context 8192\n" in capsys.readouterr().err
+    changed = replace(request, variables={"MAX_MODEL_LEN": "4096", "TP": "1"})
+    with pytest.raises(BenchmarkError) as caught:
+        trials.winner(changed)
+    command = caught.value.fix
+    assert command.startswith(f"RANDOM_RANGE_RATIO=0.0 TP=1 ./inv bench.bakeoff --profiles safe {server} ")
+    for option in ("--isl 24 --", "--osl 8 --", "--seed 7 --", "--text persuasion-24 --"):
+        assert option in command
+    assert command.endswith("--max-model-len 4096")
+
+
+def test_the_logs_that_a_message_names_are_there(starter):
+    starter.acts = {"safe": fails(NO_START)}
+    with pytest.raises(BenchmarkError) as caught:
+        bake(starter, "safe")
+    log = Path(caught.value.fix.removeprefix("less "))
+    assert log.read_text() == "RuntimeError: in the container"
+    log.unlink()
+    with pytest.raises(BenchmarkError) as caught:
+        trials.winner(REQUEST)
+    assert caught.value.fix == f"less {trials.record_path()}"
 
 
 PARENT = """

@@ -124,6 +124,15 @@ def test_logs_and_shell_are_the_containers(checkout, fake_engine, docker_command
     assert called(docker_command, "exec") == [f"exec --interactive --tty {container} bash"]
 
 
+def test_the_last_log_is_that_of_a_stopped_container_too(checkout, fake_engine, docker_command):
+    fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 1}
+    fake_engine.log = "RuntimeError: no such kernel\n"
+    fails(errors.ServerError, docker_command)
+    assert docker_device.last_log() == "RuntimeError: no such kernel\n"
+    fake_engine.routes["GET /containers/json"] = lambda query: (200, [])
+    assert docker_device.last_log() == ""
+
+
 def test_down_removes_a_container_that_ended_by_itself(checkout, fake_engine, docker_command):
     server = up()
     fake_engine.container["State"]["Status"] = "exited"
