@@ -47,7 +47,7 @@ RUN --mount=type=bind,source=locks/debian,target=/mnt/locks \
 # Face in /root is found by every user, and `docker run --user` may be another one than 1000.
 RUN echo 'spark:x:1000:1000:Sparkforge:/var/cache/sparkforge:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'spark:x:1000:' >> /etc/group \
-    && mkdir -p /models /root/.cache/huggingface /run/sparkforge /var/cache/sparkforge \
+    && mkdir -p /models /root/.cache/huggingface/hub /run/sparkforge /var/cache/sparkforge \
     && chown 1000:1000 /run/sparkforge /var/cache/sparkforge \
     && chmod 1777 /run/sparkforge /var/cache/sparkforge \
     && chmod 711 /root
