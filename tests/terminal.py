@@ -44,11 +44,19 @@ class Terminal:
         """Type a text; "\\r" is Enter, "\\x03" Ctrl-C, "\\x04" Ctrl-D."""
         os.write(self._master, text.encode())
 
-    def end(self):
-        """Wait for the program's end and return its exit code."""
-        deadline = time.monotonic() + SECONDS
+    def end(self, again=None):
+        """Wait for the program's end and return its exit code.
+
+        `again` is a signal to send each second: Python's readline sees one that comes between its prompt and its wait
+        for a key only with the next one.
+        """
+        begun, sent = time.monotonic(), 0
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"it does not end: {self.text[-2000:]!r}"
+            passed = time.monotonic() - begun
+            assert passed < SECONDS, f"it does not end: {self.text[-2000:]!r}"
+            if again and passed > sent:
+                self.process.send_signal(again)
+                sent += 1
             self._read(0.05)
         return self.process.returncode
 

@@ -34,6 +34,7 @@ SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the pat
 FINAL, TO, JSON, BRACE, SPACES = "17196", "316", "5701", "90", "408"
 SPECIAL = ("200006", "200005", "200008", "200007")
 ALWAYS = 100  # the API's largest bias
+NO_STORE = "the server stores no responses"
 CITIES = ["Paris", "Rome"]
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 TOOL: dict[str, Any] = {
@@ -235,7 +236,10 @@ def _forbidden_response(response: Any) -> str:
 
 
 def _unknown_response(message: str) -> str:
-    return "" if "`input`" in message else f"the refusal does not say what to do: {message[:80]!r}"
+    if "VLLM_ENABLE_RESPONSES_API_STORE" in message:
+        return NO_STORE
+    good = "one of the last" in message and "`input`" in message
+    return "" if good else f"the refusal does not say what to do: {message[:80]!r}"
 
 
 def _response(response: Any) -> str:
@@ -379,7 +383,8 @@ CALLS: Mapping[str, ProofRequest] = {
         refused=HTTPStatus.NOT_FOUND,
     ),
 }
-# Patches of the queues for 0.32.0 and 0.33.0 cure them; the vLLM of the stack ngc-25.12 is older.
+# Patches of the queues for 0.32.0 and 0.33.0 cure the first two; the vLLM of the stack ngc-25.12 is older. The third is
+# the user's choice.
 LIMITS: Mapping[str, Limit] = {
     "a JSON answer": Limit(
         "content is null (finish_reason 'stop')",
@@ -391,4 +396,5 @@ LIMITS: Mapping[str, Limit] = {
         "it stays in the answer, vLLM #52599",
         "0006-leave-stop-strings-out-of-harmony-text.patch",
     ),
+    "an unknown response": Limit(NO_STORE, "previous_response_id is off, VLLM_ENABLE_RESPONSES_API_STORE=1 turns it on"),
 }

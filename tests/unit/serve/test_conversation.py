@@ -160,8 +160,7 @@ def test_a_refused_or_empty_answer_is_told_and_forgotten_and_a_cut_one_is_told(t
     terminal.expect("the answer was cut: --max-tokens is 9")
     terminal.expect("> ")
     assert messages(served.asked[2]) == [("user", "long")]
-    terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.end() == 128 + signal.SIGTERM
+    assert terminal.end(again=signal.SIGTERM) == 128 + signal.SIGTERM
 
 
 @pytest.fixture

@@ -60,6 +60,12 @@ def test_a_canary_tells_the_fault(name):
     assert re.search(fault, proof.CALLS[name].fault(answer))
 
 
+def test_a_store_that_is_off_is_known_as_such():
+    call, limit = proof.CALLS["an unknown response"], proof.LIMITS["an unknown response"]
+    assert call.fault("404: The server stores no responses: set VLLM_ENABLE_RESPONSES_API_STORE=1") == limit.fault
+    assert call.fault("404: it is not one of the last 1000 · send the conversation in `input`") == ""
+
+
 def sent(monkeypatch, patches):
     """Prove a server that answers rightly; return the names of the calls that were sent."""
 
