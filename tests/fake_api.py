@@ -30,7 +30,8 @@ def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The status and the JSON that a server of ours answers a request with that asks for no stream."""
     form = body.get("response_format", {})
     if "previous_response_id" in body:
-        return 404, {"error": {"message": "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."}}
+        message = "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."
+        return 404, {"error": {"message": message}}
     if isinstance(body.get("messages", [{}])[0].get("content"), list):
         return 400, {"error": {"message": "Content of type 'image_url' is not supported: the model takes text only."}}
     if form.get("json_schema", {}).get("schema", {}).get("type") == "nonsense":

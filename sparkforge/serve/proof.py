@@ -396,5 +396,7 @@ LIMITS: Mapping[str, Limit] = {
         "it stays in the answer, vLLM #52599",
         "0006-leave-stop-strings-out-of-harmony-text.patch",
     ),
-    "an unknown response": Limit(NO_STORE, "previous_response_id is off, VLLM_ENABLE_RESPONSES_API_STORE=1 turns it on"),
+    "an unknown response": Limit(
+        NO_STORE, "previous_response_id is off, VLLM_ENABLE_RESPONSES_API_STORE=1 turns it on"
+    ),
 }
