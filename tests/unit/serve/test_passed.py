@@ -73,6 +73,7 @@ def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
         (["--hos", EVERYWHERE], "--hos, which vLLM reads as --host, cannot", "./inv up --host"),
         (["--enforce-eager", "--served_model_name", "x"], "--served-model-name cannot", "./inv up --model"),
         (["--api-key", "x"], "--api-key cannot", "--api-key-file"),
+        (["--hf-token", "hf_x"], "--hf-token cannot", "hf auth login"),
         (["--middleware", "x.y"], "--middleware cannot", "proxy"),
         (["--ssl-certfile=./c"], "--ssl-certfile cannot", "docker.md"),
         (["--config", "f.yaml"], "--config cannot", "behind --"),
@@ -215,6 +216,7 @@ def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, dock
     [
         ({"SPARKFORGE_BIND": EVERYWHERE}, {}, "--host 0.0.0.0 has no effect"),
         ({"VLLM_ARGS": "--a 1"}, {}, "the flags --a 1 have no effect"),
+        ({"SPARKFORGE_SERVE_PROFILE": "fast"}, {}, "--profile fast has no effect"),
     ],
 )
 def test_compose_files_that_leave_out_what_was_asked_for_are_named(
