@@ -1,9 +1,10 @@
 """A bake-off of serve profiles against a stub: ranking, interrupts, and when `--profile auto` refuses its winner."""
 
 import json
-import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,9 +100,11 @@ def test_profiles_are_ranked_and_the_winner_is_taken(starter, stub, capsys):
     assert done["trials"]["safe"]["settings"]["--max-num-seqs"] == "16"
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
-    shown = capsys.readouterr().err
-    assert "./inv up --profile auto" in shown
-    assert shown.index("1") < shown.index("long-context")
+    shown = capsys.readouterr()
+    assert "the winner is safe: ./inv up --profile auto" in shown.err
+    rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in (shown.out + shown.err).splitlines()]
+    ranks = {row[1]: row[0] for row in rows if len(row) > 1 and row[0] in {"1", "2", "3", "-"}}
+    assert ranks == {"safe": "1", "fast": "-", "long-context": "-"}
     assert trials.winner(REQUEST) == "safe"
 
 
@@ -146,20 +149,23 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
     assert starter.started == ["safe"]
 
 
-def test_an_interrupted_bake_off_of_another_shape_or_machine_begins_anew(starter, monkeypatch):
-    starter.acts = {"fast": fails(KeyboardInterrupt())}
-    with pytest.raises(KeyboardInterrupt):
-        bake(starter, "safe", "fast")
-    starter.acts, starter.started = {}, []
-    bake(starter, "safe", osl="4")
-    assert starter.started == ["safe"]
-
-
 CHANGES = {
     "GPUs and driver": {"gpus": ["NVIDIA GB10, 590.1"]},
     "memory": {"memory_bytes": 1 << 40},
     "processor": {"cores": 999},
 }
+
+
+@pytest.mark.parametrize("changed", ["nothing", "shape", *CHANGES])
+def test_an_interrupted_bake_off_of_another_shape_or_machine_begins_anew(starter, monkeypatch, changed):
+    starter.acts = {"fast": fails(KeyboardInterrupt())}
+    with pytest.raises(KeyboardInterrupt):
+        bake(starter, "safe", "fast")
+    starter.acts, starter.started = {}, []
+    facts = trials.facts
+    monkeypatch.setattr(trials, "facts", lambda: {**facts(), **CHANGES.get(changed, {})})
+    bake(starter, "safe", "fast", **({"osl": "4"} if changed == "shape" else {}))
+    assert starter.started == (["fast"] if changed == "nothing" else ["safe", "fast"])
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -434,14 +440,23 @@ time.sleep(600)
 """
 
 
-def test_a_trial_ends_with_a_bake_off_that_is_killed(tmp_path):
+def test_a_trial_ends_with_a_bake_off_that_is_killed(tmp_path, ended):
     log = tmp_path / "log"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, log], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    supervisor = psutil.Process(int(parent.stdout.readline()))
-    while b"served" not in (log.read_bytes() if log.exists() else b""):
-        assert supervisor.is_running()
-    family = [supervisor, *supervisor.children(recursive=True)]
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert alive == []
+    family = []
+    with subprocess.Popen([sys.executable, "-c", PARENT, log], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        try:
+            supervisor = psutil.Process(int(parent.stdout.readline()))
+            family.append(supervisor)
+            while b"served" not in (log.read_bytes() if log.exists() else b""):
+                assert supervisor.status() != psutil.STATUS_ZOMBIE, log.read_text()
+                time.sleep(0.02)
+            family += supervisor.children(recursive=True)
+            assert len(family) > 1
+            parent.kill()
+            parent.wait()
+            assert [process.pid for process in family if not ended(process.pid, 20)] == []
+        finally:
+            parent.kill()
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
