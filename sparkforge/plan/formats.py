@@ -15,8 +15,9 @@ COMPARED = (
     DenseFormat("mxfp4", "fp8"),
     DenseFormat("mxfp4", "mxfp4"),
 )
-# vLLM's flag for linear layers (vllm/config/quantization.py, QuantizationConfigArgs): dotted, or a key of its JSON.
-CONFIG, KEY = "--quantization-config", "linear"
+# vLLM's flag (vllm/config/quantization.py, QuantizationConfigArgs): its keys come behind a dot, or in its JSON. The LM
+# head's is of our patch 0013.
+CONFIG, LINEAR_KEY, HEAD_KEY = "--quantization-config", "linear", "lm_head"
 # The variables of our plugin (spark_mxfp4.vllm.plugin), for --quantization spark-mxfp4.
 LINEAR_VARIABLE, HEAD_VARIABLE = "SPARK_MXFP4_LINEAR", "SPARK_MXFP4_LM_HEAD"
 # How the names of formats begin → the form as BITS has it. Others, such as int8, are counted as bf16.
@@ -31,8 +32,8 @@ def kv_type(arguments: Sequence[str]) -> str:
 def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> DenseFormat:
     """Return the formats of the dense layers that a server's arguments and environment variables ask for."""
     return DenseFormat(
-        attention=_form(variables.get(LINEAR_VARIABLE) or _linear(arguments)),
-        head=_form(variables.get(HEAD_VARIABLE, "")),
+        attention=_form(variables.get(LINEAR_VARIABLE) or _named(arguments, LINEAR_KEY)),
+        head=_form(variables.get(HEAD_VARIABLE) or _named(arguments, HEAD_KEY)),
     )
 
 
@@ -40,14 +41,14 @@ def _form(name: str) -> str:
     return next((form for begin, form in NAMES.items() if name.startswith(begin)), "bf16")
 
 
-def _linear(arguments: Sequence[str]) -> str:
-    """Return vLLM's name of the linear layers' format; empty for none, and for what its parser will refuse."""
-    for flag in (f"{CONFIG}.{KEY}", f"{CONFIG}.{KEY}.weight"):
-        if name := flag_value(arguments, flag):
-            return name
+def _named(arguments: Sequence[str], key: str) -> str:
+    """Return vLLM's name of the format behind `key`; empty for none, and for what its parser will refuse."""
+    flag = f"{CONFIG}.{key}".replace("_", "-")  # as flag_value reads it
+    if name := flag_value(arguments, flag) or flag_value(arguments, f"{flag}.weight"):
+        return name
     try:
         config = parse_json(flag_value(arguments, CONFIG) or "{}", CONFIG)
     except DocumentError:
         return ""
-    value = config.get(KEY) if isinstance(config, dict) else ""
+    value = config.get(key) if isinstance(config, dict) else ""
     return str(value.get("weight") if isinstance(value, dict) else value)

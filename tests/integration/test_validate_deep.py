@@ -187,6 +187,24 @@ def test_dense_kernels_on_a_claimed_gb10(request, told, large, release, claim, a
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
+@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize(
+    ("args", "kernel"),
+    [
+        (("fp8_per_channel",), "CutlassFP8ScaledMMLinearKernel"),
+        (("mxfp8",), "FlashInferCutlassMxfp8LinearKernel"),
+        (("mxfp8", "--tensor-parallel-size", "2"), "FlashInferCutlassMxfp8LinearKernel"),
+        (("mxfp4", "--linear-backend", "marlin", "--tensor-parallel-size", "2"), "MarlinMxFp4LinearKernel"),
+    ],
+)
+def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, told, large, release, claim, args, kernel):
+    """A head of 201,088 rows, and of 100,544 on each of two devices."""
+    head = ("--quantization-config.lm_head", *args)
+    facts = told(large, vars(request.getfixturevalue(release))["patched"], claim, args=head)
+    assert facts["deep.dense_kernels"].error is None
+    assert facts["deep.dense_kernels"].value == {"qkv_proj": "bf16", "o_proj": "bf16", "lm_head": kernel}
+
+
 @pytest.mark.parametrize(
     ("tree", "verdict", "evidence"),
     [

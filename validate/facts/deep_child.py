@@ -125,20 +125,22 @@ class Questions:
         )
 
     def dense_kernels(self) -> dict[str, str]:
-        """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by its weights on one device.
+        """Per dense layer (qkv_proj, o_proj, lm_head) the kernel that will multiply by one device's share of its weights.
 
         It is `bf16` for weights that stay as they are, our own format's name, or the class that vLLM's own selection
-        takes for the layer's size. Nothing is loaded: weights are made on the meta device.
+        takes for the share's size. Nothing is loaded: weights are made on the meta device.
         """
         from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear  # noqa: PLC0415
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
 
         hf, quantization = self.config.model_config.hf_config, self.config.quant_config
-        heads = hf.num_attention_heads * hf.head_dim
+        devices = self.config.parallel_config.tensor_parallel_size
+        heads = hf.num_attention_heads // devices * hf.head_dim
+        keys = max(1, hf.num_key_value_heads // devices) * hf.head_dim
         sizes = {
-            "qkv_proj": (QKVParallelLinear, heads + 2 * hf.num_key_value_heads * hf.head_dim, hf.hidden_size),
+            "qkv_proj": (QKVParallelLinear, heads + 2 * keys, hf.hidden_size),
             "o_proj": (RowParallelLinear, hf.hidden_size, heads),
-            "lm_head": (ParallelLMHead, hf.vocab_size, hf.hidden_size),
+            "lm_head": (ParallelLMHead, hf.vocab_size // devices, hf.hidden_size),
         }
         ours = {"lm_head": getattr(quantization, "head_format", "bf16")}
         kernels = {}
