@@ -159,6 +159,11 @@ SPARK_CASES = {
         {"deep.dense_kernels": {"o_proj": "CutlassFP8ScaledMMLinearKernel"}},
         Status.PASS,
     ),
+    "mxfp8 that the server compiles": (
+        "dense-kernels",
+        {"deep.dense_kernels": {"lm_head": "FlashInferCutlassMxfp8LinearKernel"}},
+        Status.WARN,
+    ),
     "our dense kernels": ("dense-kernels", {"deep.dense_kernels": {"lm_head": "spark-mxfp4 mxfp8"}}, Status.PASS),
     "mxfp4 that FlashInfer refuses": (
         "dense-kernels",
