@@ -25,6 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.utils import configure_quant_config
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 VOCABULARY, HIDDEN = 256, 64
 
@@ -111,6 +113,35 @@ def test_the_head_is_quantized_online_beside_the_checkpoint(halving):
     torch.testing.assert_close(
         head.quant_method.apply(head, x), x @ weight.float().t() / 2
     )
+
+
+def test_a_real_kernel_multiplies_by_the_loaded_head():
+    """FP8 by channel is the format that has a kernel on every platform, CPUs too."""
+
+    class ModelConfig:
+        dtype = torch.bfloat16
+
+    vllm_config, device = VllmConfig(), current_platform.device_type
+    vllm_config.model_config = ModelConfig()
+    with (
+        set_current_vllm_config(vllm_config),
+        set_default_torch_dtype(torch.bfloat16),
+        torch.device(device),
+    ):
+        head = ParallelLMHead(
+            VOCABULARY,
+            HIDDEN,
+            quant_config=_config(lm_head="fp8_per_channel"),
+            prefix="lm_head",
+        )
+        weight = torch.randn(VOCABULARY, HIDDEN)
+        head.weight.weight_loader(head.weight, weight)
+        assert head.weight.dtype == torch.float8_e4m3fn
+        x = torch.randn(3, HIDDEN)
+        product = head.quant_method.apply(head, x).float()
+    expected = x.float() @ weight.float().t()
+    # Weights and activations each lose 2.6 % in E4M3.
+    assert 0.01 < (product - expected).norm() / expected.norm() < 0.06
 
 
 def test_without_lm_head_it_stays(halving):
