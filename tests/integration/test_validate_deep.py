@@ -187,6 +187,16 @@ def test_dense_kernels_on_a_claimed_gb10(request, told, large, release, claim, a
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
+def test_one_devices_share_decides(told, large, trees, claim):
+    """On 64 devices each has one head: 64 columns of o_proj, which FlashInfer's kernel does not take."""
+    args = ("--quantization-config.linear", "mxfp8", "--tensor-parallel-size", "64")
+    facts = told(large, trees["upstream"], claim, args=args)
+    assert facts["deep.dense_kernels"].error is None
+    kernels = facts["deep.dense_kernels"].value
+    assert kernels["qkv_proj"] == "FlashInferCutlassMxfp8LinearKernel"  # 64 rows of queries, as many of keys and values
+    assert kernels["o_proj"] == "MarlinMxfp8LinearKernel"
+
+
 @pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
 @pytest.mark.parametrize(
     ("args", "kernel"),
