@@ -184,7 +184,11 @@ def test_the_ceiling_is_that_of_the_formats_that_are_served(good, tmp_path, with
         ),
         ((), {"SPARK_MXFP4_LM_HEAD": "nonsense"}, ["bf16", "bf16"]),
         (("--quantization-config.lm_head", "mxfp8"), {}, ["bf16", "mxfp8"]),
-        (('--quantization-config={"linear": "fp8_per_channel", "lm_head": {"weight": "mxfp4"}}',), {}, ["fp8", "mxfp4"]),
+        (
+            ('--quantization-config={"linear": "fp8_per_channel", "lm_head": {"weight": "mxfp4"}}',),
+            {},
+            ["fp8", "mxfp4"],
+        ),
     ],
 )
 def test_the_formats_that_flags_and_variables_ask_for(arguments, variables, formats):
