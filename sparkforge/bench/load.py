@@ -153,6 +153,8 @@ async def _send(
     for task, sample in zip(tasks, samples, strict=True):
         if task in late:
             sample.error = f"not answered within {seconds:.0f} s"
+        else:
+            task.result()  # raises what `_answer` did not expect, such as a missing package
     ends = [sample.start + sample.latency for sample in samples if not sample.error]
     return FinishedLoad(samples, max(ends, default=time.perf_counter() - start))
 

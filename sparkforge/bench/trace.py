@@ -112,8 +112,8 @@ class GroupTime(Record):
 class Breakdown(Record):
     """Where the time of a trace went. Milliseconds.
 
-    `window_ms` is from the first operator's begin to the last one's end. Operators that run at the same time on
-    several streams of a GPU each count, so all groups together can be more than the window.
+    `window_ms` is from the first operator's begin to the last one's end. Where kernels of a GPU run at the same time,
+    as with programmatic dependent launch or several streams, the time counts for the one that began first.
     """
 
     place: Place
@@ -125,7 +125,7 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """A run of an operator, or a phase; microseconds. `callee_time` is the time of the operators that it calls."""
+    """A run of an operator, or a phase; microseconds. `callee_time` counts for others: those that it calls, or that it waits for."""
 
     name: str
     begin: float
@@ -144,6 +144,7 @@ def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
         for event in on_gpu:
             row = table.first("gpu", event.name)
             event.group = row.group if row else OTHER
+        _leave_out_overlaps(on_gpu)
         return _breakdown("gpu", table, on_gpu)
     busy = [events for events in threads.values() if not all(event.is_span for event in events)]
     if not busy:
@@ -206,6 +207,14 @@ def _merged(events: Sequence[Event]) -> Iterator[float]:
         if event.end > end:
             yield event.end - max(event.begin, end)
             end = event.end
+
+
+def _leave_out_overlaps(events: Sequence[Event]) -> None:
+    """Take from each event the time in which one that began before it still ran."""
+    end = -math.inf
+    for event in sorted(events, key=lambda event: event.begin):
+        event.callee_time = max(0.0, min(end, event.end) - event.begin)
+        end = max(end, event.end)
 
 
 def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:

@@ -46,6 +46,15 @@ def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     assert result.requests == []
 
 
+def test_a_fault_of_the_client_itself_is_no_answer(bench, config, monkeypatch):
+    def missing(_response):
+        raise ModuleNotFoundError("No module named 'httpx_sse'")
+
+    monkeypatch.setattr("sparkforge.bench.load.sse.aevents", missing)
+    with pytest.raises(ModuleNotFoundError):
+        bench.measure(config, lambda _: None)
+
+
 @pytest.mark.parametrize("lie", CONTRADICTIONS)
 def test_figures_that_contradict_each_other_are_refused(stub, bench, config, lie):
     stub.lie = lie
