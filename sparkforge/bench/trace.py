@@ -125,7 +125,7 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """A run of an operator, or a phase; microseconds. `callee_time` counts for others: those that it calls, or that it waits for."""
+    """A run of an operator, or a phase; microseconds. `callee_time` counts for others, called or waited for."""
 
     name: str
     begin: float
