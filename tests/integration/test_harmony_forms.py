@@ -12,6 +12,7 @@ from typing import NamedTuple
 import openai
 import pytest
 
+from sparkforge.core.paths import ROOT
 from sparkforge.serve import proof
 
 pytestmark = pytest.mark.integration
@@ -203,6 +204,13 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
         return response.usage.prompt_tokens
 
     assert length("none") == length("plain") < length("auto")
+
+
+def test_every_form_is_asked_and_the_page_has_their_number():
+    assert {form for form, _ in RIGHT} | set(RESPONSES) | {"white space"} == set(FORMS)
+    page = " ".join((ROOT / "docs/reference/clients.md").read_text(encoding="utf-8").split())
+    forms = f"{len(FORMS)} forms of Harmony in {len(RIGHT)} requests of Chat Completions, each whole and streamed"
+    assert f"{forms}, and in {len(RESPONSES)} of the Responses API." in page
 
 
 # The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
