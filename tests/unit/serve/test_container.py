@@ -106,7 +106,7 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     screen.show_status(server)
     out = capsys.readouterr().out
     assert "healthy, the container says healthy" in out
-    assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, a chat, " in out
+    assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, " in out
     assert "container c0ffeec0ffee" in out
     assert launch.stop() == server
     assert called(docker_command, " --profile * down"), "Prometheus and its company are in a profile"

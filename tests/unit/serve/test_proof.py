@@ -42,7 +42,10 @@ FAULTS = {
     "a refused schema": ("the server answered 400: Invalid grammar specification", "does not name the fault"),
     "a refused image": ("the server answered 400: no", "does not name the fault"),
     "a JSON answer with a content type": (LOST, "content is null"),
-    "a continued response": ([{"usage": {"input_tokens": 60}}, {"usage": {"input_tokens": 70}}], "instructions are still"),
+    "a continued response": (
+        [{"usage": {"input_tokens": count}} for count in (60, 70)],
+        "instructions are still there: 60, then 70",
+    ),
     "a response that fails": ([{"type": "response.completed"}], "'response.completed' and not"),
     "two streamed messages": ([{"choices": [{"delta": {"content": "ParisRome"}}]}], "come as 'ParisRome'"),
     "limited white space": ({"choices": [{"finish_reason": "length"}]}, "does not end within 32 tokens"),
