@@ -63,7 +63,7 @@ FORMS = {
 # Words that are one token, at the begin of a text and behind a space.
 CUES = [
     "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
-    "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "stone", "river",
+    "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "hill", "lake",
 ]  # fmt: skip
 CUE_OF = dict(zip(FORMS, CUES, strict=True))
 SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
