@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
         "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
     }],
     "id": "resp_1",
-    "usage": {"completion_tokens": 1, "input_tokens": 60},
+    "usage": {"completion_tokens": 1},
     "output": [{"type": "message", "content": [{"text": JSON}]}],
 }  # fmt: skip
 INVALID = 'Unsupported type "nonsense"'
@@ -28,9 +28,7 @@ INVALID = 'Unsupported type "nonsense"'
 def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The status and the JSON that a server of ours answers a request with that asks for no stream."""
     form = body.get("response_format", {})
-    if body.get("previous_response_id") == GOOD["id"]:
-        return 200, {**GOOD, "usage": {"input_tokens": 20}}
-    if "previous_response_id" in body:
+    if body.get("previous_response_id", GOOD["id"]) != GOOD["id"]:
         message = "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."
         return 404, {"error": {"message": message}}
     if isinstance(body.get("messages", [{}])[0].get("content"), list):
@@ -42,7 +40,7 @@ def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     if "stop" in body:
         call = {"function": {"name": "get_weather", "arguments": "{"}}
         return 200, _message(None, tool_calls=[call]) if "tools" in body else _message("{")
-    return 200, GOOD
+    return 200, {**GOOD, "usage": {**GOOD["usage"], "input_tokens": 60 if body.get("instructions") else 20}}
 
 
 def stream(body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -62,8 +62,8 @@ class ProofRequest:
 
     It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream, or, where the server
     is to refuse the request with the status `refused`, the error's message. It may raise one of `client.NO_ANSWER` for
-    an answer of another shape. With `continued`, what a second request has of its own that continues the response by its
-    ID, it gets both answers as a list. `patch` names the patch without which there is a fault.
+    an answer of another shape. With `continued`, what a second request has of its own that continues the response by
+    its ID, it gets both answers as a list. `patch` names the patch without which there is a fault.
     """
 
     path: str
