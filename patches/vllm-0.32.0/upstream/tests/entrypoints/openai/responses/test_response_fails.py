@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm import SamplingParams
-from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import GenerationError
@@ -88,9 +88,9 @@ def ask(monkeypatch):
         ResponsesRequest, "to_sampling_params", lambda *args: SamplingParams()
     )
 
-    async def ask(serving, **options):
+    async def ask(server, **options):
         request = ResponsesRequest(input="hi", model="model", **options)
-        return request.request_id, await serving.create_responses(request)
+        return request.request_id, await server.create_responses(request)
 
     return ask
 
@@ -109,11 +109,11 @@ BEGIN = ["response.created", "response.in_progress"]
 
 def test_a_background_response_that_fails_says_so(ask):
     async def main():
-        serving = Serving(fails)
-        response_id, response = await ask(serving, background=True)
+        server = Serving(fails)
+        response_id, response = await ask(server, background=True)
         assert response.status == "queued"
-        await asyncio.wait(serving.background_tasks.values())
-        response = await serving.retrieve_responses(response_id, None, False)
+        await asyncio.wait(server.background_tasks.values())
+        response = await server.retrieve_responses(response_id, None, False)
         assert response.status == "failed"
         assert (response.error.code, response.error.message) == (
             "invalid_prompt",
@@ -125,15 +125,15 @@ def test_a_background_response_that_fails_says_so(ask):
 
 def test_a_background_stream_that_fails_ends(ask):
     async def main():
-        serving = Serving(fails)
-        response_id, stream = await ask(serving, background=True, stream=True)
+        server = Serving(fails)
+        response_id, stream = await ask(server, background=True, stream=True)
         await asyncio.sleep(0)
         assert await types(stream) == [*BEGIN, "response.failed"]
-        response = await serving.retrieve_responses(response_id, None, False)
+        response = await server.retrieve_responses(response_id, None, False)
         assert (response.status, response.error.code) == ("failed", "invalid_prompt")
-        again = await serving.retrieve_responses(response_id, 1, True)
+        again = await server.retrieve_responses(response_id, 1, True)
         assert await types(again) == ["response.failed"]
-        behind = await serving.retrieve_responses(response_id, 99, True)
+        behind = await server.retrieve_responses(response_id, 99, True)
         assert await types(behind) == []
 
     run(main())
@@ -145,12 +145,12 @@ def test_a_background_stream_that_fails_before_its_first_event_ends(ask):
         yield
 
     async def main():
-        serving = Serving(runs)
-        serving.responses_stream_generator = breaks
-        response_id, stream = await ask(serving, background=True, stream=True)
+        server = Serving(runs)
+        server.responses_stream_generator = breaks
+        response_id, stream = await ask(server, background=True, stream=True)
         await asyncio.sleep(0)
         assert await types(stream) == []
-        response = await serving.retrieve_responses(response_id, None, False)
+        response = await server.retrieve_responses(response_id, None, False)
         assert (response.status, response.error.code) == ("failed", "server_error")
 
     run(main())
@@ -158,14 +158,14 @@ def test_a_background_stream_that_fails_before_its_first_event_ends(ask):
 
 def test_readers_of_a_cancelled_stream_end(ask):
     async def main():
-        serving = Serving(runs)
-        response_id, stream = await ask(serving, background=True, stream=True)
+        server = Serving(runs)
+        response_id, stream = await ask(server, background=True, stream=True)
         await asyncio.sleep(0)
-        more = await serving.retrieve_responses(response_id, None, True)
+        more = await server.retrieve_responses(response_id, None, True)
         readers = [asyncio.create_task(types(one)) for one in (stream, more)]
-        while len(serving.event_store[response_id][0]) < len(BEGIN):
+        while len(server.event_store[response_id][0]) < len(BEGIN):
             await asyncio.sleep(0)
-        response = await serving.cancel_responses(response_id)
+        response = await server.cancel_responses(response_id)
         assert response.status == "cancelled"
         assert await asyncio.gather(*readers) == [BEGIN, BEGIN]
 
@@ -176,7 +176,12 @@ def test_readers_of_a_cancelled_stream_end(ask):
     ("error", "code"),
     [(INVALID, "invalid_prompt"), (GenerationError("broken"), "server_error")],
 )
-def test_a_stream_that_fails_has_the_error(ask, error, code):
+def test_a_stream_that_fails_has_the_error(ask, monkeypatch, error, code):
+    logged = []
+    monkeypatch.setattr(
+        serving.logger, "error", lambda *args, **kwargs: logged.append(args)
+    )
+
     async def generate(context):
         raise error
         yield
@@ -189,6 +194,7 @@ def test_a_stream_that_fails_has_the_error(ask, error, code):
         failed = events[-1].response
         assert (failed.status, failed.error.code) == ("failed", code)
         assert failed.error.message == str(error)
+        assert bool(logged) == (code == "server_error")
 
     run(main())
 
@@ -197,15 +203,15 @@ def test_a_task_removes_itself_alone(ask):
     """A client can choose the request ID, and choose one twice."""
 
     async def main():
-        serving = Serving(runs)
-        response_id, _ = await ask(serving, background=True, request_id="resp_1")
-        first = serving.background_tasks[response_id]
-        await ask(serving, background=True, request_id="resp_1")
-        second = serving.background_tasks[response_id]
+        server = Serving(runs)
+        response_id, _ = await ask(server, background=True, request_id="resp_1")
+        first = server.background_tasks[response_id]
+        await ask(server, background=True, request_id="resp_1")
+        second = server.background_tasks[response_id]
         first.cancel()
         await asyncio.wait([first])
         await asyncio.sleep(0)
-        assert serving.background_tasks == {response_id: second}
+        assert server.background_tasks == {response_id: second}
         second.cancel()
         await asyncio.wait([second])
 
