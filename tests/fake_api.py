@@ -18,30 +18,44 @@ GOOD: dict[str, Any] = {
         "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
         "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
     }],
+    "id": "resp_1",
     "usage": {"completion_tokens": 1},
     "output": [{"type": "message", "content": [{"text": JSON}]}],
 }  # fmt: skip
-# The answer to every request for a stream.
-DELTAS = [{"delta": {"role": "assistant"}}, {"delta": {}, "finish_reason": "stop"}]
-STREAM = "".join(f"data: {json.dumps({'choices': [delta]})}\n\n" for delta in DELTAS) + "data: [DONE]\n\n"
+INVALID = 'Unsupported type "nonsense"'
 
 
 def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The status and the JSON that a server of ours answers a request with that asks for no stream."""
     form = body.get("response_format", {})
-    if "previous_response_id" in body:
+    if body.get("previous_response_id", GOOD["id"]) != GOOD["id"]:
         message = "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."
         return 404, {"error": {"message": message}}
     if isinstance(body.get("messages", [{}])[0].get("content"), list):
         return 400, {"error": {"message": "Content of type 'image_url' is not supported: the model takes text only."}}
     if form.get("json_schema", {}).get("schema", {}).get("type") == "nonsense":
-        return 400, {"error": {"message": 'Unsupported type "nonsense"'}}
+        return 400, {"error": {"message": INVALID}}
     if form.get("type") == "structural_tag":
         return 200, _message("Paris")
     if "stop" in body:
         call = {"function": {"name": "get_weather", "arguments": "{"}}
         return 200, _message(None, tool_calls=[call]) if "tools" in body else _message("{")
-    return 200, GOOD
+    return 200, {**GOOD, "usage": {**GOOD["usage"], "input_tokens": 60 if body.get("instructions") else 20}}
+
+
+def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events that such a server answers a request for a stream with."""
+    if "input" in body:
+        return [{"type": "response.failed", "response": {"error": {"message": INVALID}}}]
+    content = "Paris\nRome" if "response_format" in body else ""
+    deltas = [{"delta": {"role": "assistant", "content": content}}, {"delta": {}, "finish_reason": "stop"}]
+    return [{"choices": [{"text": "", **delta}]} for delta in deltas]
+
+
+def stream_text(body: dict[str, Any]) -> str:
+    """Return these events as they are sent; the Responses API has no [DONE]."""
+    lines = [f"event: {event.get('type', 'message')}\ndata: {json.dumps(event)}\n\n" for event in stream(body)]
+    return "".join(lines) + ("" if "input" in body else "data: [DONE]\n\n")
 
 
 def _message(content: str | None, **more: Any) -> dict[str, Any]:
@@ -63,10 +77,10 @@ class Api(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status, value = answer(body)
-        if body.get("stream") and status == 200:
-            self._send(status, "text/event-stream", STREAM)
+        if body.get("stream"):
+            self._send(200, "text/event-stream", stream_text(body))
         else:
+            status, value = answer(body)
             self._send(status, "application/json", json.dumps(value))
 
     def _send(self, status, kind, text):

@@ -29,8 +29,10 @@ class Api(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body.get("stream"):
-            self.stream(self.server.behaviour if body["messages"][0]["content"] == "hello" else "good")
+        if body.get("stream") and body.get("messages", [{}])[0].get("content") == "hello":
+            self.stream(self.server.behaviour)
+        elif body.get("stream"):
+            self.events(fake_api.stream_text(body))
         else:
             self.reply(*self.answer(body))
 
@@ -49,16 +51,21 @@ class Api(http.server.BaseHTTPRequestHandler):
             value = {**value, "choices": [{**value["choices"][0], **changes}]}
         return status, value
 
-    def stream(self, behaviour):
+    def events(self, text):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.end_headers()
+        self.wfile.write(text.encode())
+
+    def stream(self, behaviour):
         pieces = [{"role": "assistant"}, {"reasoning": "hm "}, {"content": "Hel"}, {"content": "lo"}]
-        for piece in [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]:
-            self.wfile.write(b"data: " + json.dumps({"choices": [piece]}).encode() + b"\n\n")
+        choices = [{"delta": piece} for piece in pieces] + [{"delta": {}, "finish_reason": "stop"}]
+        events = [json.dumps({"choices": [choice]}) for choice in choices]
         if behaviour.startswith(("{", "[")):
-            self.wfile.write(b"data: " + behaviour.encode() + b"\n\n")
-        self.wfile.write(b"" if behaviour == "truncates" else b"data: [DONE]\n\n")
+            events.append(behaviour)
+        if behaviour != "truncates":
+            events.append("[DONE]")
+        self.events("".join(f"data: {event}\n\n" for event in events))
 
     def reply(self, status, value):
         self.send_response(status)

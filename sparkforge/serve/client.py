@@ -17,8 +17,9 @@ POLL_SECONDS = 0.25
 NO_ANSWER = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # JSON of another shape
 NO_TRANSPORT = (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER)
 CANNOT = "the server cannot generate"
-CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)  # the first token of a long prompt on a CPU takes minutes
+READ_SECONDS = 600.0  # for a piece of a stream: the first token of a long prompt on a CPU takes minutes
 CHAT_SECONDS = 3600.0  # for a whole answer
+LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
 REFUSAL_BYTES = 1 << 20  # of an error's JSON
 REFUSAL_SECONDS = 10.0
 HEALTH_SECONDS = 2.0
@@ -145,10 +146,12 @@ def answer(
 def events(url: str, path: str, body: Mapping[str, Any], seconds: float, key: str) -> Iterator[Any]:
     """Stream an answer, `seconds` at most, and yield the JSON of each event.
 
-    Raises ServerError for a refusal and for a stream that ends without [DONE], and else one of NO_TRANSPORT.
+    Raises ServerError for a refusal and for a stream that ends without [DONE] or one of LAST_EVENTS, and else one of
+    NO_TRANSPORT.
     """
+    timeout = httpx.Timeout(10.0, read=min(READ_SECONDS, seconds))
     with (
-        httpx.Client(timeout=CHAT_TIMEOUT, headers=headers(key), trust_env=False) as client,
+        httpx.Client(timeout=timeout, headers=headers(key), trust_env=False) as client,
         client.stream("POST", f"{url}{path}", json=body) as response,
     ):
         if response.is_error:
@@ -157,6 +160,8 @@ def events(url: str, path: str, body: Mapping[str, Any], seconds: float, key: st
             if event.data == "[DONE]":
                 return
             yield json.loads(event.data)
+            if event.event in LAST_EVENTS:
+                return
     raise ServerError("the answer broke off", "the stream ended without [DONE]", "./inv logs", code="server.reply")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -34,6 +34,7 @@ SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the pat
 FINAL, TO, JSON, BRACE, SPACES = "17196", "316", "5701", "90", "408"
 SPECIAL = ("200006", "200005", "200008", "200007")
 ALWAYS = 100  # the API's largest bias
+STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
 NO_STORE = "the server stores no responses"
 CITIES = ["Paris", "Rome"]
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
@@ -61,7 +62,8 @@ class ProofRequest:
 
     It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream, or, where the server
     is to refuse the request with the status `refused`, the error's message. It may raise one of `client.NO_ANSWER` for
-    an answer of another shape. `patch` names the patch without which there is a fault.
+    an answer of another shape. With `continued`, what a second request has of its own that continues the response by
+    its ID, it gets both answers as a list. `patch` names the patch without which there is a fault.
     """
 
     path: str
@@ -69,6 +71,7 @@ class ProofRequest:
     fault: Callable[[Any], str]
     patch: str = ""
     refused: HTTPStatus | None = None
+    continued: Mapping[str, Any] | None = None
 
 
 class Limit(NamedTuple):
@@ -128,14 +131,21 @@ def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> 
     try:
         if call.refused:
             return call.fault(client.refusal(name, url, call.path, body, timeout, key, call.refused))
-        if not body.get("stream"):
-            return call.fault(client.request(name, url, call.path, body, timeout, key))
-        try:
+        if body.get("stream"):
             return call.fault(list(client.events(url, call.path, body, timeout, key)))
-        except ServerError as error:
-            raise client.unanswered(name, f"{error.what}: {error.why}") from error
+        answer = client.request(name, url, call.path, body, timeout, key)
+        if call.continued is None:
+            return call.fault(answer)
+        body |= {**call.continued, "previous_response_id": answer["id"]}
+        return call.fault([answer, client.request(name, url, call.path, body, timeout, key)])
     except client.NO_TRANSPORT as error:
         raise client.unanswered(name, repr(error)) from error
+    except ServerError as error:
+        if STORE in error.why:
+            return NO_STORE
+        if error.what == client.CANNOT:
+            raise
+        raise client.unanswered(name, f"{error.what}: {error.why}") from error
 
 
 def tool_call_fault(message: Mapping[str, Any]) -> str:
@@ -164,13 +174,28 @@ def _chat(response: Any) -> str:
     return "" if good else f"role {role!r}, {count} of {CHAT_TOKENS} tokens"
 
 
+def _streamed_completion(events: Any) -> str:
+    choices = [choice for event in events for choice in event["choices"]]
+    if not all(isinstance(choice["text"], str) for choice in choices):
+        return f"one of its {len(choices)} events has no text"
+    return _ends(choices)
+
+
 def _streamed_chat(events: Any) -> str:
     choices = [choice for event in events for choice in event["choices"]]
-    ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-    deltas = [choice["delta"] for choice in choices]
-    if not any(delta.get("role") == "assistant" for delta in deltas):
-        return f"none of its {len(deltas)} events has the role"
-    return "" if len(ends) == 1 else f"its {len(deltas)} events have {len(ends)} ends"
+    if not any(choice["delta"].get("role") == "assistant" for choice in choices):
+        return f"none of its {len(choices)} events has the role"
+    return _ends(choices)
+
+
+def _ends(choices: Sequence[Any]) -> str:
+    count = sum(1 for choice in choices if choice.get("finish_reason"))
+    return "" if count == 1 else f"its {len(choices)} events have {count} ends"
+
+
+def _streamed_messages(events: Any) -> str:
+    content = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    return "" if content == "\n".join(CITIES) else f"the messages {CITIES} come as {content!r}"
 
 
 def _logprobs(response: Any) -> str:
@@ -236,10 +261,22 @@ def _forbidden_response(response: Any) -> str:
 
 
 def _unknown_response(message: str) -> str:
-    if "VLLM_ENABLE_RESPONSES_API_STORE" in message:
+    if STORE in message:
         return NO_STORE
     good = "one of the last" in message and "`input`" in message
     return "" if good else f"the refusal does not say what to do: {message[:80]!r}"
+
+
+def _continued(responses: Any) -> str:
+    first, second = (response["usage"]["input_tokens"] for response in responses)
+    return "" if second < first else f"the first response's instructions are still there: {first}, then {second} tokens"
+
+
+def _failed_response(events: Any) -> str:
+    last = events[-1]["type"]
+    if last != "response.failed":
+        return f"its last event is {last!r} and not 'response.failed'"
+    return _schema(events[-1]["response"]["error"]["message"])
 
 
 def _response(response: Any) -> str:
@@ -281,9 +318,13 @@ _TOOL_REQUEST = {
     "tools": [_STRICT_TOOL],
     "tool_choice": "required",
 }
+_INVALID = {"name": "x", "schema": {"type": "nonsense"}}
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
     "a completion": ProofRequest(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
+    "a streamed completion": ProofRequest(
+        _COMPLETIONS, {"prompt": "Hello", "max_tokens": 2, "stream": True}, _streamed_completion
+    ),
     "a chat": ProofRequest(_CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS}, _chat),
     "a streamed chat": ProofRequest(
         _CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS, "stream": True}, _streamed_chat
@@ -302,6 +343,12 @@ CALLS: Mapping[str, ProofRequest] = {
         {**_TOOL_REQUEST, "stop": ['"city']},
         _cut_call,
         patch="0006-leave-stop-strings-out-of-harmony-text.patch",
+    ),
+    "a JSON answer with a content type": ProofRequest(
+        _CHAT,
+        {**_JSON_REQUEST, "logit_bias": {FINAL: ALWAYS, JSON: ALWAYS}},
+        _json,
+        patch="0004-read-final-json-as-content-type.patch",
     ),
     "a JSON response": ProofRequest(
         _RESPONSES,
@@ -356,7 +403,7 @@ CALLS: Mapping[str, ProofRequest] = {
         {
             "messages": ASK,
             "max_tokens": 1,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+            "response_format": {"type": "json_schema", "json_schema": _INVALID},
         },
         _schema,
         patch="0008-name-the-fault-of-a-structural-tag.patch",
@@ -382,9 +429,41 @@ CALLS: Mapping[str, ProofRequest] = {
         patch="0011-bound-the-store-of-responses.patch",
         refused=HTTPStatus.NOT_FOUND,
     ),
+    "a continued response": ProofRequest(
+        _RESPONSES,
+        {"input": "Hello", "max_output_tokens": 1, "instructions": "Be brief. " * 20},
+        _continued,
+        patch="0012-take-instructions-and-tools-of-the-continuing-request.patch",
+        continued={"input": "Go on.", "instructions": None},
+    ),
+    "a response that fails": ProofRequest(
+        _RESPONSES,
+        {
+            "input": "Hello",
+            "max_output_tokens": 1,
+            "background": True,
+            "stream": True,
+            "text": {"format": {"type": "json_schema", **_INVALID}},
+        },
+        _failed_response,
+        patch="0014-end-responses-that-fail.patch",
+    ),
+    "two streamed messages": ProofRequest(
+        _CHAT,
+        {
+            "messages": ASK,
+            "max_tokens": TOKENS,
+            "stream": True,
+            "logit_bias": _WRITE,
+            "response_format": _tag("<|end|><|start|>assistant<|channel|>final<|message|>".join(CITIES)),
+        },
+        _streamed_messages,
+        patch="0015-separate-streamed-harmony-messages.patch",
+    ),
 }
-# Patches of the queues for 0.32.0 and 0.33.0 cure the first two; the vLLM of the stack ngc-25.12 is older. The third is
-# the user's choice.
+_STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
+# Patches of the queues for 0.32.0 and 0.33.0 cure the first two; the vLLM of the stack ngc-25.12 is older. That nothing
+# is stored is the user's choice.
 LIMITS: Mapping[str, Limit] = {
     "a JSON answer": Limit(
         "content is null (finish_reason 'stop')",
@@ -396,7 +475,7 @@ LIMITS: Mapping[str, Limit] = {
         "it stays in the answer, vLLM #52599",
         "0006-leave-stop-strings-out-of-harmony-text.patch",
     ),
-    "an unknown response": Limit(
-        NO_STORE, "previous_response_id is off, VLLM_ENABLE_RESPONSES_API_STORE=1 turns it on"
-    ),
+    "an unknown response": _STORE_LIMIT,
+    "a continued response": _STORE_LIMIT,
+    "a response that fails": _STORE_LIMIT,
 }

@@ -166,6 +166,7 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     """Serve the scripts of all collected files, SCRIPTS (cue → text), by one vLLM; return its URL and model's name."""
     modules = {item.module for item in request.session.items if "scripted_server" in item.fixturenames}
     scripts = {cue: text for module in modules for cue, text in module.SCRIPTS.items()}
+    assert len(scripts) == sum(len(module.SCRIPTS) for module in modules), "two files have one cue"
     work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
     launch = forking(embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port))

@@ -89,3 +89,8 @@ def test_the_table_says_what_a_client_gets(outcomes, line):
 def test_the_table_has_every_feature(outcomes):
     assert {(client, feature) for client, features in outcomes.items() for feature in features} == set(TABLE)
     assert {line for line, (state, _) in TABLE.items() if state == LIMIT} == set(FAULTS)
+
+
+def test_the_page_has_the_number_of_its_lines():
+    page = (ROOT / "docs/reference/clients.md").read_text(encoding="utf-8")
+    assert f"{len(TABLE)} lines of this table, {len(FAULTS)} of them limits" in page

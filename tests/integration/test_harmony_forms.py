@@ -1,15 +1,18 @@
 """What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
 
-Patches 0004 to 0012 of the queue make these answers right (docs/reference/answers.md).
+Patches 0004 to 0012, 0014 and 0015 of the queue make these answers right (docs/reference/answers.md).
 """
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import openai
 import pytest
 
+from sparkforge.core.paths import ROOT
 from sparkforge.serve import proof
 
 pytestmark = pytest.mark.integration
@@ -24,6 +27,10 @@ FORMS = {
     "<|channel|>final<|message|>All done.<|return|>",
     "two finals": "<|channel|>final<|message|>First part.<|end|><|start|>assistant"
     "<|channel|>final<|message|>Second part.<|return|>",
+    "commentary, then final": "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>All done.<|return|>",
+    "two thoughts": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
+    "<|channel|>analysis<|message|>It is clear.<|end|><|start|>assistant<|channel|>final<|message|>All done.<|return|>",
     "no start": "<|channel|>analysis<|message|>Let me think.<|end|>assistant"
     "<|channel|>final<|message|>All done.<|return|>",
     "text first": "Plain words without a header.<|return|>",
@@ -56,9 +63,9 @@ FORMS = {
 # Words that are one token, at the begin of a text and behind a space.
 CUES = [
     "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
-    "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf",
+    "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "hill", "lake",
 ]  # fmt: skip
-CUE_OF = dict(zip(FORMS, CUES, strict=False))
+CUE_OF = dict(zip(FORMS, CUES, strict=True))
 SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
 TOKENS = 100
 SCHEMA = {
@@ -103,6 +110,10 @@ RIGHT = {
     ("final json", "plain"): Answer(JSON),
     ("final constrain", "plain"): Answer(JSON),
     ("two messages", "plain"): Answer(DONE, THOUGHT),
+    ("two finals", "plain"): Answer("First part.\nSecond part."),
+    ("two finals", "auto"): Answer("First part.\nSecond part."),
+    ("commentary, then final", "plain"): Answer(f"{LOOK_UP}\n{DONE}"),
+    ("two thoughts", "plain"): Answer(DONE, f"{THOUGHT}\nIt is clear."),
     ("no start", "plain"): Answer(DONE, THOUGHT),
     ("text first", "plain"): Answer("Plain words without a header."),
     ("message first", "plain"): Answer("Words without a channel."),
@@ -195,6 +206,13 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
     assert length("none") == length("plain") < length("auto")
 
 
+def test_every_form_is_asked_and_the_page_has_their_number():
+    assert {form for form, _ in RIGHT} | set(RESPONSES) | {"white space"} == set(FORMS)
+    page = " ".join((ROOT / "docs/reference/clients.md").read_text(encoding="utf-8").split())
+    forms = f"{len(FORMS)} forms of Harmony in {len(RIGHT)} requests of Chat Completions, each whole and streamed"
+    assert f"{forms}, and in {len(RESPONSES)} of the Responses API." in page
+
+
 # The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
 # begin a call. `./inv up` proves both with the trained model (test_road.py).
 BIASED = {"limited white space", "a stop string in a tool call"}
@@ -247,6 +265,8 @@ def test_an_image_is_refused(served):
 RESPONSES = {
     "final": ["message"],
     "two messages": ["reasoning", "message"],
+    "two finals": ["message", "message"],
+    "commentary, then final": ["message", "message"],
     "final constrain": ["message"],
     "final json": ["message"],
     "start first": ["message"],
@@ -340,6 +360,53 @@ def test_a_response_can_be_continued(served, ask):
     prompt = json.dumps(third.input_messages)
     assert DONE in prompt
     assert ("Be brief." in prompt, '"weather"' in prompt) == (False, True)
+
+
+def test_a_developer_message_of_the_input_stays_behind_later_instructions(served):
+    options = {"model": MODEL, "max_output_tokens": TOKENS, "extra_body": {"enable_response_messages": True}}
+    developer = {"role": "developer", "content": "Speak like a pirate."}
+    user = {"role": "user", "content": CUE_OF["final"]}
+    previous = served.responses.create(input=[developer, user], **options)
+    for instructions in (None, "Be brief.", None):
+        previous = served.responses.create(
+            input=CUE_OF["final"], previous_response_id=previous.id, instructions=instructions, **options
+        )
+        prompt = json.dumps(previous.input_messages)
+        assert (prompt.count("pirate"), "Be brief." in prompt) == (1, instructions is not None)
+
+
+INVALID = {"format": {"type": "json_schema", "name": "place", "schema": {"type": "nonsense"}}}
+
+
+def test_a_background_response_that_fails_says_so(served):
+    """Its schema is read when it begins to run."""
+    response = respond(served, "final", background=True, text=INVALID)
+    deadline = time.monotonic() + 60
+    while response.status == "queued" and time.monotonic() < deadline:
+        response = served.responses.retrieve(response.id)
+    assert response.status == "failed"
+    assert "nonsense" in response.error.message
+
+
+@pytest.mark.parametrize("options", [{}, {"background": True}], ids=["foreground", "background"])
+def test_a_stream_that_fails_ends_with_the_error(served, options):
+    *_, last = respond(served, "final", stream=True, text=INVALID, timeout=60, **options)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "nonsense" in last.response.error.message
+    if options:
+        events = served.responses.retrieve(last.response.id, stream=True, starting_after=1, timeout=60)
+        assert [event.type for event in events] == ["response.failed"]
+
+
+def test_every_reader_of_a_cancelled_stream_ends(served):
+    stream = respond(served, "final", stream=True, background=True, timeout=60, extra_body={"ignore_eos": True})
+    created = next(stream)
+    with ThreadPoolExecutor() as executor:
+        other = executor.submit(lambda: list(served.responses.retrieve(created.response.id, stream=True, timeout=60)))
+        assert served.responses.cancel(created.response.id).status == "cancelled"
+        types = [event.type for event in stream]
+        assert "response.completed" not in types
+        assert [event.type for event in other.result()] == [created.type, *types]
 
 
 def test_the_last_responses_are_kept(scripted_server, served):

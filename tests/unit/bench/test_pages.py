@@ -200,11 +200,30 @@ def test_throughput_that_counts_prompts_says_so(make_result, table, capsys):
         assert not re.search(r">tok/s", text)
 
 
-def test_a_server_that_failed_has_no_figure(oven, stub, capsys):
+def shown(ranking):
+    """Server → rank, score and bits/byte, as a printed ranking shows them."""
+    rows = [[cell.strip() for cell in line.split("│")] for line in ranking.splitlines() if line.startswith("│")]
+    return {server: (rank, *cells) for _, rank, server, *cells, _, _ in rows if server}
+
+
+def drawn(page):
+    """Do the same for a page."""
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)]
+    return {server: (rank, *cells[:2]) for rank, server, *cells in filter(None, rows)}
+
+
+def test_a_server_that_failed_shows_no_figure(oven, stub, tmp_path, capsys):
+    page, nothing = tmp_path / "out" / "bakeoff" / "bakeoff.html", ("-", "-", "-")
+    bakeoff.main(oven, Path("/nonexistent"))
+    for figures in (shown(capsys.readouterr().err.partition("bakeoff: ")[2]), drawn(page.read_text())):
+        assert figures["dead"] == figures["broken"] == nothing
+        assert "-" not in figures["honest"]
     stub.lie = "truncated"
     with pytest.raises(BenchmarkError):
         bakeoff.main(oven, Path("/nonexistent"))
-    assert "0.0000" not in capsys.readouterr().err
+    for figures in (shown(capsys.readouterr().err.partition("bakeoff: ")[2]), drawn(page.read_text())):
+        assert figures["dead"] == nothing
+        assert figures["honest"][:2] == nothing[:2]
 
 
 def test_an_empty_board_is_refused(tmp_path):

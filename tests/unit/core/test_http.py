@@ -149,6 +149,20 @@ def test_a_chat_ends_although_the_server_does_not(monkeypatch):
         list(client.chat(url, "m", "hello", 1))
 
 
+def test_a_stream_that_sends_nothing_more_ends_in_its_time():
+    """As that of a response that failed in the background, before patch 0014."""
+    test_ends = threading.Event()
+
+    def events():
+        yield b'event: response.created\ndata: {"type": "response.created"}\n\n'
+        test_ends.wait(60)
+
+    with server(events, Content_Type="text/event-stream") as url:
+        with pytest.raises(ServerError, match="ReadTimeout", check=lambda error: error.code == "server.reply"):
+            proof.fault_of("a response that fails", url, "m", 0.2)
+        test_ends.set()
+
+
 @pytest.mark.parametrize("event", [b"{", b"[]", DEEP, b'{"choices": 1}', b'{"choices": [{"delta": null}]}', b"\xff"])
 def test_a_chat_event_of_another_shape_is_an_error_of_ours(event):
     stream = server(b"data: " + event + b"\n\n", Content_Type="text/event-stream")

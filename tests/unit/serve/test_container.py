@@ -35,14 +35,14 @@ def api():
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, value = fake_api.answer(body)
+            streamed = bool(body.get("stream"))
+            status, value = (200, None) if streamed else fake_api.answer(body)
             if self.headers.get("Authorization") != "Bearer sesame":
-                status, value = 401, {"error": {"message": "Unauthorized"}}
-            streamed = bool(body.get("stream")) and status == 200
+                streamed, status, value = False, 401, {"error": {"message": "Unauthorized"}}
             self.send_response(status)
             self.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
             self.end_headers()
-            self.wfile.write((fake_api.STREAM if streamed else json.dumps(value)).encode())
+            self.wfile.write((fake_api.stream_text(body) if streamed else json.dumps(value)).encode())
 
         def log_message(self, *args):
             pass
@@ -106,7 +106,7 @@ def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engin
     screen.show_status(server)
     out = capsys.readouterr().out
     assert "healthy, the container says healthy" in out
-    assert "proved: a JSON answer, a JSON response, a chat, " in out
+    assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, " in out
     assert "container c0ffeec0ffee" in out
     assert launch.stop() == server
     assert called(docker_command, " --profile * down"), "Prometheus and its company are in a profile"

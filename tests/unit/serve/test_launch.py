@@ -153,7 +153,7 @@ def test_status_shows_what_the_start_proved(begin, capsys):
     server = begin()
     assert server.proof == dict.fromkeys(proof.CALLS, "")
     screen.show_status(record.running())
-    assert "proved: a JSON answer, a JSON response, a chat, a completion, " in capsys.readouterr().out
+    assert "proved: a JSON answer, a JSON answer with a content type, a JSON response, " in capsys.readouterr().out
     screen.show_status(dataclasses.replace(server, proved=0.0, proof={}))  # its start has not ended
     assert "proved nothing" in capsys.readouterr().out
 

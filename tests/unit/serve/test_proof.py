@@ -41,16 +41,23 @@ FAULTS = {
     "an unknown response": ("the server answered 404: Response with id 'resp_0' not found.", "does not say what to do"),
     "a refused schema": ("the server answered 400: Invalid grammar specification", "does not name the fault"),
     "a refused image": ("the server answered 400: no", "does not name the fault"),
+    "a JSON answer with a content type": (LOST, "content is null"),
+    "a continued response": (
+        [{"usage": {"input_tokens": count}} for count in (60, 70)],
+        "instructions are still there: 60, then 70",
+    ),
+    "a response that fails": ([{"type": "response.completed"}], "'response.completed' and not"),
+    "two streamed messages": ([{"choices": [{"delta": {"content": "ParisRome"}}]}], "come as 'ParisRome'"),
     "limited white space": ({"choices": [{"finish_reason": "length"}]}, "does not end within 32 tokens"),
 }
 
 
 def test_every_patch_of_the_answers_has_a_canary():
-    """Before and behind them are the hardware's; what 0012 changes is seen in a prompt, not in an answer."""
+    """The others are for speed, and need its hardware or an option."""
     for stack in ("embedded", "spark-next"):
         queues = [queue for part, queue in status.queues(pins.load(), stack) if part.patches.startswith("vllm")]
         names = {patch.name for queue in queues for patch in queue.patches}
-        assert {name for name in names if "0004" <= name < "0012"} == PATCHES
+        assert {name for name in names if name >= "0004" and "lm-head" not in name} == PATCHES
     assert set(FAULTS) == {name for name, call in proof.CALLS.items() if call.patch}
 
 
@@ -64,6 +71,31 @@ def test_a_store_that_is_off_is_known_as_such():
     call, limit = proof.CALLS["an unknown response"], proof.LIMITS["an unknown response"]
     assert call.fault("404: The server stores no responses: set VLLM_ENABLE_RESPONSES_API_STORE=1") == limit.fault
     assert call.fault("404: it is not one of the last 1000 · send the conversation in `input`") == ""
+
+
+def test_a_stream_of_a_completion_has_text_and_one_end():
+    fault = proof.CALLS["a streamed completion"].fault
+    pieces = [{"choices": [{"text": "a", "finish_reason": None}]}, {"choices": [{"text": "", "finish_reason": "stop"}]}]
+    assert fault(pieces) == ""
+    assert fault(pieces[:1]) == "its 1 events have 0 ends"
+    assert fault([{"choices": [{"text": None, "finish_reason": "stop"}]}]) == "one of its 1 events has no text"
+
+
+def test_a_response_that_fails_must_name_its_error():
+    event = {"type": "response.failed", "response": {"error": {"message": "Internal server error"}}}
+    assert "does not name the fault" in proof.CALLS["a response that fails"].fault([event])
+
+
+@pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
+def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
+    def refuse(*arguments):
+        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[3]:
+            raise ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply")
+        return fake_api.GOOD
+
+    monkeypatch.setattr(client, "request", refuse)
+    monkeypatch.setattr(client, "events", refuse)
+    assert proof.fault_of(name, "http://127.0.0.1:1", "m", 60.0) == proof.LIMITS[name].fault
 
 
 def sent(monkeypatch, patches):
@@ -83,8 +115,7 @@ def sent(monkeypatch, patches):
 
     monkeypatch.setattr(client, "request", request)
     monkeypatch.setattr(client, "refusal", refusal)
-    stream = [{"choices": [{"delta": {"role": "assistant"}, "finish_reason": "stop"}]}]
-    monkeypatch.setattr(client, "events", lambda *_: iter(stream))
+    monkeypatch.setattr(client, "events", lambda url, path, body, *_: iter(fake_api.stream(body)))
     return proof.prove("http://127.0.0.1:1", "m", 60.0, patches=patches)
 
 

@@ -102,3 +102,26 @@ def test_a_developer_message_of_the_input_stays(serving):
             serving, input=f"later {number}", previous_response_id=serving.last
         )
         assert later.count("Be a pirate.") == 1
+    with_instructions = prompt(
+        serving,
+        input="three",
+        instructions="Be brief.",
+        previous_response_id=serving.last,
+    )
+    assert with_instructions.count("Be a pirate.") == 1
+    assert with_instructions.index("Be brief.") < with_instructions.index("pirate")
+    for _ in range(2):
+        without = prompt(
+            serving, input="four", tools=[TOOL], previous_response_id=serving.last
+        )
+        assert without.count("Be a pirate.") == 1 and "Be brief." not in without
+
+
+def test_a_developer_message_behind_empty_instructions_stays(serving):
+    messages = [
+        {"role": "developer", "content": "Be a pirate."},
+        {"role": "user", "content": "one"},
+    ]
+    prompt(serving, input=messages, instructions="")
+    later = prompt(serving, input="two", previous_response_id=serving.last)
+    assert later.count("Be a pirate.") == 1
