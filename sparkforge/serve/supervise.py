@@ -126,10 +126,12 @@ class _Keeper:
         self._grace = watch.limits.grace_seconds if watch else GRACE_SECONDS
 
     def look(self, now: float, *, signalled: bool) -> None:
-        """Look, and do what must be done; `signalled`: another guard says that there is too little memory."""
+        """Look, and do what must be done; `signalled`: the machine's guard says that there is too little memory."""
         trouble = self._watch.look(now) if self._watch else None
         if trouble is None and signalled:
-            trouble = Trouble("the guard of the whole machine told so", now=False)
+            machine = (self._watch or MemoryWatch(thresholds.load())).areas[0]
+            why = f"the machine's memory guard asked for it: {guard.left(machine)} of memory are left"
+            trouble = Trouble(why, now=False)
         if trouble and not self.trouble:
             self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
             print(f"memory guard: {trouble.why}; the server is ended", flush=True)
