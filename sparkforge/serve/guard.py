@@ -5,8 +5,9 @@ cgroup with a limit (version 1 or 2), which does not count CUDA's part (docs/con
 that every task waits for memory (PSI), where the kernel has it. `sparkforge/serve/supervise.py` looks, ends its server
 and says why. The bounds are data: `sparkforge/plan/thresholds.toml`.
 
-`python -m sparkforge.serve.guard` watches a whole machine, for the unit of `./inv service.guard --install`, and has every
-supervisor end its server. It imports the standard library only, opens its files once, and needs no new page to look.
+`python -m sparkforge.serve.guard` watches a whole machine, for the unit of `./inv service.guard --install`, and has
+every supervisor end its server. It imports the standard library only, opens its files once, and needs no new page to
+look.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def install_guard(*, show: bool = False) -> None:
 
 
 def guard_unit() -> str:
-    """Return the text of the guard's unit on this machine. Raises UsageError for a bound that has no meaning, or is 0."""
+    """Return the text of the guard's unit on this machine. Raises UsageError for a bound that is no number, or 0."""
     settings.require_guard(os.environ)
     if thresholds.configured(os.environ) is None:
         why = "it switches the guard off, and the machine's guard is to be installed"

@@ -247,7 +247,8 @@ def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path
     command = [*unshare, sys.executable, "-c", GUARDED, root, tmp_path / "end.json", tmp_path / "pids"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), thresholds.VARIABLE: ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    result = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else pytest.fail(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
     assert result["code"] == 24
     assert result["why"].startswith("the machine's memory guard asked for it: ")
     assert not result["left"]

@@ -285,19 +285,22 @@ class TestGuardCommand:
         assert ended.value.code == ServerError.exit_code
         assert f"journalctl -u {unit.GUARD}" in capsys.readouterr().err
 
-    def test_none_installed_names_the_command(self, systemd, capsys):
+    @pytest.mark.usefixtures("systemd")
+    def test_none_installed_names_the_command(self, capsys):
         with pytest.raises(Exit):
             guard(Context())
         assert "sudo ./inv service.guard --install" in capsys.readouterr().err
 
-    def test_a_bound_of_0_is_refused(self, systemd, monkeypatch, tmp_path):
+    @pytest.mark.usefixtures("systemd")
+    def test_a_bound_of_0_is_refused(self, monkeypatch, tmp_path):
         monkeypatch.setenv(thresholds.VARIABLE, "0")
         with pytest.raises(Exit) as refused:
             guard(Context(), install=True)
         assert refused.value.code == UsageError.exit_code
         assert not list(tmp_path.iterdir())
 
-    def test_a_unit_of_somebody_else_stays(self, systemd, tmp_path):
+    @pytest.mark.usefixtures("systemd")
+    def test_a_unit_of_somebody_else_stays(self, tmp_path):
         (tmp_path / unit.GUARD).write_text(written())
         for options in ({"install": True}, {"remove": True}):
             with pytest.raises(Exit) as refused:
