@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from sparkforge.core import paths
 from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA, as_json
 from validate.gate import ValidationReport, ValidationVerdict
@@ -25,7 +26,7 @@ def lines(report: ValidationReport) -> Iterator[str]:
     for finding in report.findings:
         yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
         if finding.status in (Status.WARN, Status.FAIL) or (finding.status is Status.SKIPPED and finding.required):
-            yield f"       next: {one_line(finding.fix)}"
+            yield f"       next: {one_line(paths.where_it_runs(finding.fix))}"
             yield f"       read: {finding.doc}"
     yield closing(report)
 

@@ -92,6 +92,8 @@ def run(arguments: list[str]) -> int:
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))
+    if arguments[1:] and arguments[0] not in contexts and (name := ".".join(arguments[:2])) in contexts:
+        arguments = [name, *arguments[2:]]  # `service install`, as other programs have it
     if help_flags := [argument for argument in arguments if argument in HELP]:
         command = next((argument for argument in arguments if argument not in help_flags), "")
         echo(command_help(contexts[require(command, contexts)], command) if command else overview(), end="")
@@ -181,6 +183,8 @@ def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageE
     if unknown := re.fullmatch(r"No idea what '(.*)' is!", text, re.DOTALL):
         word = unknown[1]
         if not word.startswith("-"):
+            if (inner := f"{command}.{word}") in contexts:
+                return UsageError(f"{word!r} has no meaning here", "a dot joins the two words", f"./inv {inner}")
             why = f"./inv {command} takes no such argument, and it is no command; quote a text with spaces"
             return UsageError(f"{word!r} has no meaning here", why, help_command)
         options = _nearest(word, contexts[command].flags, help_command, f"./inv {command} ")

@@ -1,4 +1,4 @@
-"""Commands for the systemd service that starts a server at boot."""
+"""Commands for our systemd units: the service that starts a server at boot, and the machine's memory guard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.cli.serve import PORT
+from sparkforge.core.errors import UsageError
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
 
@@ -28,6 +29,7 @@ SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
     allow_hosts="more names for the Host header, with commas",
     stack="a stack of pins.toml; default: the device's",
     now="start it too",
+    show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
     vllm_flags="vLLM's own flags, as for up",
 )
@@ -45,6 +47,7 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     allow_hosts: str = "",
     stack: str = "",
     now: bool = False,
+    show: bool = False,
     vllm_flags: Sequence[str] = (),
 ) -> None:
     """Have systemd start the server at boot and after a crash.
@@ -92,6 +95,7 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
         container=choice.container,
         places=tuple(dict.fromkeys(filter(None, (paths.state(), Path(model) if model else None)))),
         now=now,
+        show=show,
     )
 
 
@@ -112,3 +116,27 @@ def status(_ctx: Context, system: bool = False) -> None:
     from sparkforge.serve import service
 
     service.show(system=system)
+
+
+@task(
+    example="./inv service.guard --show",
+    install="write, enable and start its unit; needs root",
+    remove="stop it and remove its unit; needs root",
+    show="print the unit and the file it would be written to, and change nothing",
+)
+def guard(_ctx: Context, install: bool = False, remove: bool = False, show: bool = False) -> None:
+    """Show, install or remove the machine's memory guard.
+
+    The unit sparkforge-guard.service watches the whole machine, and ends servers, in containers too, before there is no
+    memory left. Without an option: its state, what it did last, and the memory that is left.
+    """
+    from sparkforge.serve import service
+
+    if install + remove + show > 1:
+        raise UsageError("--install, --remove and --show are three things", "one is done at a time", "choose one")
+    if show or install:
+        service.install_guard(show=show)
+    elif remove:
+        service.remove_guard()
+    else:
+        service.show_guard()

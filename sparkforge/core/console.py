@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from sparkforge.core import paths
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.urls import without_passwords
 
@@ -145,7 +146,7 @@ def show_error(error: SparkforgeError) -> None:
     out.print(f"✗ {without_passwords(error.what)}", style="bold red", end="")
     out.print(f" [{error.code}]" if error.code else "", style="dim")
     out.print(f"  why:  {without_passwords(error.why)}")
-    out.print(f"  next: {without_passwords(error.fix)}", style="bold")
+    out.print(f"  next: {without_passwords(paths.where_it_runs(error.fix))}", style="bold")
 
 
 class Steps:

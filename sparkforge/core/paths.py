@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from sparkforge.core.errors import UsageError
 
 # The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
 ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])
+
+OF_THE_HOST = re.compile(r"(?:^|[\s(])(?:\./inv|docker|sudo|systemctl|loginctl|journalctl)\s")
+
+
+def where_it_runs(advice: str) -> str:
+    """Return an advised command, with a word on where it runs if that is not here: an image has no `./inv`."""
+    here = (ROOT / "inv").exists() or "on the host" in advice or not OF_THE_HOST.search(advice)
+    return advice if here else f"on the host: {advice}"
 
 
 def state() -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sparkforge.core import files, paths
@@ -34,19 +34,8 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     owner, name = model.split("/")
     fetched = [folder / name for folder in (paths.ROOT / "models", MODELS) if not revision]
     caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env)]
-    denials: list[StorageError] = []
-    for folder in (*fetched, *caches):
-        try:
-            require_readable(folder)
-            snapshot = _snapshot(folder, model, revision) if folder in caches else folder
-            if snapshot:
-                require_readable(snapshot)
-                if (snapshot / "config.json").is_file():
-                    return snapshot
-        except StorageError as error:  # another place may have it
-            denials.append(error)
-    if denials:
-        raise denials[0]
+    if checkpoint := _first(model, fetched, caches, revision):
+        return checkpoint
     why = f"there is no {caches[0].name} in {', '.join(str(cache.parent) for cache in caches)}"
     raise InputError(
         f"{model} is not on this machine" + (f" at {revision}" if revision else ""),
@@ -57,9 +46,31 @@ def find(model: str, env: Mapping[str, str], revision: str = "") -> Path:
     )
 
 
-def hub_caches(env: Mapping[str, str]) -> list[Path]:
-    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it."""
-    mounted = str(MOUNTED) if os.access(MOUNTED.parents[1], os.X_OK) else ""  # on a host this is another user's
+def find_mounted(model: str, env: Mapping[str, str], mounts: Mapping[Path, Path], revision: str = "") -> Path | None:
+    """Return this machine's folder of the checkpoint that a container will serve; None if none of its mounts has it.
+
+    It is looked for where `find` looks in the container, whose environment is `env`; `mounts` has this machine's folder
+    for each of the container's. Raises StorageError for one that cannot be read.
+    """
+
+    def here(folders: Iterable[Path]) -> list[Path]:
+        parts = ((folder, target) for folder in folders for target in mounts if folder.is_relative_to(target))
+        return [mounts[target] / folder.relative_to(target) for folder, target in parts]
+
+    if not REPOSITORY.fullmatch(model):
+        return next((folder for folder in here([Path(model)]) if folder.is_dir()), None)
+    owner, name = model.split("/")
+    caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env, str(MOUNTED))]
+    return _first(model, here([MODELS / name]) if not revision else [], here(caches), revision)
+
+
+def hub_caches(env: Mapping[str, str], mounted: str = "") -> list[Path]:
+    """Return the folders that may hold `models--OWNER--NAME`: huggingface_hub's, and where people mount it.
+
+    `mounted` is the latter where this is not asked in the container itself.
+    """
+    if os.access(MOUNTED.parents[1], os.X_OK):  # on a host this is another user's
+        mounted = str(MOUNTED)
     homes = [env.get("HF_HUB_CACHE"), env.get("HF_HOME"), mounted]
     homes += [f"{env['XDG_CACHE_HOME']}/huggingface" if env.get("XDG_CACHE_HOME") else "", "~/.cache/huggingface"]
     roots = [paths.typed(home).absolute() for home in homes if home]
@@ -89,6 +100,27 @@ def require_readable(folder: Path) -> None:
     if denied := files.unreadable(folder):
         why, fix = denied
         raise StorageError(f"cannot read the model in {folder}", why, fix, code="storage.access")
+
+
+def _first(model: str, fetched: Sequence[Path], caches: Sequence[Path], revision: str) -> Path | None:
+    """Return the first folder of `fetched` or snapshot in `caches` that has the model; None if none has.
+
+    Raises StorageError if one of them cannot be read, and no other has it.
+    """
+    denials: list[StorageError] = []
+    for folder in (*fetched, *caches):
+        try:
+            require_readable(folder)
+            snapshot = _snapshot(folder, model, revision) if folder in caches else folder
+            if snapshot:
+                require_readable(snapshot)
+                if (snapshot / "config.json").is_file():
+                    return snapshot
+        except StorageError as error:  # another place may have it
+            denials.append(error)
+    if denials:
+        raise denials[0]
+    return None
 
 
 def _snapshot(cache: Path, repository: str, revision: str) -> Path | None:

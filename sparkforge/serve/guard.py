@@ -5,8 +5,9 @@ cgroup with a limit (version 1 or 2), which does not count CUDA's part (docs/con
 that every task waits for memory (PSI), where the kernel has it. `sparkforge/serve/supervise.py` looks, ends its server
 and says why. The bounds are data: `sparkforge/plan/thresholds.toml`.
 
-`python -m sparkforge.serve.guard` watches a whole machine, for systemd, and tells every supervisor to end its server.
-It imports the standard library only, opens its files once, and needs no new page while it looks.
+`python -m sparkforge.serve.guard` watches a whole machine, for the unit of `./inv service.guard --install`, and has
+every supervisor end its server. It imports the standard library only, opens its files once, and needs no new page to
+look.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkforge.core import notify
 from sparkforge.core.memory import FLAVOURS, groups, in_gib
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import Thresholds
@@ -117,7 +119,7 @@ class Area:
         return None
 
     def _words(self, cause: str) -> str:
-        return f"{self.name} has {in_gib(self.available)} of {in_gib(self.total)} left, {cause}"
+        return f"{self.name} has {left(self)} left, {cause}"
 
     def _sample(self) -> None:
         raise NotImplementedError
@@ -247,8 +249,11 @@ def lock_memory() -> int:
     return _locked()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Watch this machine for ever; returns 1 with `--once` if there is too little memory now."""
+def main(arguments: Sequence[str], root: Path = Path("/")) -> int:
+    """Watch this machine for ever; returns 1 with `--once` if there is too little memory now.
+
+    `root` is where the files with the memory's figures are looked up; processes are those of /proc.
+    """
     parser = argparse.ArgumentParser(prog="python -m sparkforge.serve.guard", description=__doc__)
     parser.add_argument("--once", action="store_true", help="look once, print the figures, and end")
     options = parser.parse_args(arguments)
@@ -258,14 +263,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"✗ {error}", file=sys.stderr)
         return 2
     limits = limits or thresholds.load()
-    watch = MemoryWatch(limits)
-    machine = watch.areas[0]
+    watch = MemoryWatch(limits, root)
     if options.once:
         trouble = watch.look(time.monotonic())
-        bounds = f"servers end under {in_gib(limits.end_below(machine.total))}"
-        print(trouble.why if trouble else f"{in_gib(machine.available)} of {in_gib(machine.total)} available; {bounds}")
+        print(trouble.why if trouble else _bounds(watch))
         return 1 if trouble else 0
     print(f"memory guard: {in_gib(lock_memory())} of this process are locked", flush=True)
+    notify.tell(ready=True, status=_bounds(watch, "watches; "))
     supervisors: list[int] = []
     searched = signalled_at = 0.0
     while True:
@@ -275,14 +279,33 @@ def main(arguments: Sequence[str]) -> int:
         trouble = watch.look(now)
         if trouble and not signalled_at:
             signalled_at = now
-            print(f"memory guard: {trouble.why}; {len(supervisors)} servers are ended", flush=True)
             _signal(supervisors, TELL)
+            _tell(f"{trouble.why}; servers that are ended: {len(supervisors)}")
         elif trouble and now - signalled_at > 2 * limits.grace_seconds:
             _kill_servers(supervisors)
             signalled_at = now
+            _tell(f"{trouble.why}; servers that did not end and are killed: {len(supervisors)}")
         elif not trouble:
             signalled_at = 0.0
         time.sleep(limits.period_seconds)
+
+
+def _bounds(watch: MemoryWatch, start: str = "") -> str:
+    """Say what is available on the machine now, and when servers end."""
+    machine = watch.areas[0]
+    bound = watch.limits.end_below(machine.total)
+    return f"{start}{left(machine)} available; servers end under {in_gib(bound)}"
+
+
+def left(area: Area) -> str:
+    """Return what an area has available, and of how much."""
+    return f"{in_gib(area.available)} of {in_gib(area.total)}"
+
+
+def _tell(line: str) -> None:
+    """Write what was done into the log, and with the time into the unit's status."""
+    print(f"memory guard: {line}", flush=True)
+    notify.tell(status=f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {line}")
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from sparkforge.core.arguments import flag_value
 from sparkforge.core.bounded import ProbeError
-from sparkforge.core.errors import RefusalError
+from sparkforge.core.errors import RefusalError, StorageError, UsageError
 from sparkforge.image.compose import SERVICE, Service
+from sparkforge.models import local
 from sparkforge.plan import devices
-from sparkforge.serve import profiles, settings
+from sparkforge.serve import entrypoint, profiles, settings
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import checkpoint, gpu, machine
@@ -22,7 +24,6 @@ from validate.facts.fact import gather
 from validate.facts.target import Options, Target
 
 CHECK = "memory-unified"
-MOUNTED = PurePosixPath("/models")
 
 
 def require_room(service: Service, project: Mapping[str, Any]) -> None:
@@ -35,19 +36,26 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
     if not _unified():
         return
     container = settings.read(service.environment)
+    try:
+        words = entrypoint.read_words(project["services"][SERVICE].get("command") or [])
+    except UsageError:  # the container says so
+        return
     profile = profiles.named(container.serve_profile, stack=container.stack)
-    inside = PurePosixPath(container.model)
-    if folder := _source(project, MOUNTED) if inside.is_relative_to(MOUNTED) else "":
-        arguments = (*profile.arguments(), *container.arguments)
+    arguments = (*profile.arguments(), *container.arguments, *words.arguments)
+    model, revision = words.model or container.model, flag_value(arguments, "--revision") or ""
+    try:
+        folder = local.find_mounted(model, service.environment, _mounts(project), revision)
+    except StorageError:  # the container's user may read it
+        return
+    if folder:
         environment = {**profile.variables(), **service.environment}
-        judge(Path(folder) / inside.relative_to(MOUNTED), arguments, environment)
+        judge(folder, arguments, environment)
 
 
-def _source(project: Mapping[str, Any], target: PurePosixPath) -> str:
-    """Return the folder of the host that the service has at `target`; empty if there is none."""
+def _mounts(project: Mapping[str, Any]) -> dict[Path, Path]:
+    """Return this machine's folder for each one of the service that is mounted from here."""
     mounts = project["services"][SERVICE].get("volumes") or []
-    binds = (mount for mount in mounts if mount.get("type") == "bind" and mount.get("target") == str(target))
-    return next((str(mount["source"]) for mount in binds), "")
+    return {Path(mount["target"]): Path(mount["source"]) for mount in mounts if mount.get("type") == "bind"}
 
 
 def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
@@ -61,7 +69,7 @@ def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str
         return
     finding = evaluate(CHECKS[CHECK], facts, required=True)
     if finding.status is Status.FAIL:
-        failure = f"{model.name} does not fit the memory that is free now"
+        failure = f"{local.name_of(model)} does not fit the memory that is free now"
         raise RefusalError(failure, finding.evidence, finding.fix, code="validation.too-large")
 
 

@@ -1,7 +1,9 @@
-"""The systemd service that starts a server at boot: install its unit, remove it, and say what it does.
+"""The systemd services: the one that starts a server at boot, and the memory guard of the machine.
 
 The unit runs `./inv up --foreground --hold`, so a start at boot is the start that a person makes: environment, model,
 validation, server, first answers. systemd is told that it is ready once those answers are there.
+
+The guard's unit runs `sparkforge/serve/guard.py`, which ends servers, in containers too, before the machine freezes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import os
 import pwd
 import re
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +25,26 @@ from sparkforge.core.console import echo, say
 from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.process import run
-from sparkforge.serve import failure, record, unit
-from sparkforge.serve.unit import NAME, ServiceUnit
+from sparkforge.plan import thresholds
+from sparkforge.serve import failure, guard, record, settings, unit
+from sparkforge.serve.guard import MemoryWatch
+from sparkforge.serve.unit import COMMANDS, GUARD, NAME, GuardUnit, ServiceUnit
 
 CODE = "server.service"
 SYSTEM_UNITS = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 BY_HAND = "start it by hand: ./inv up; or let Docker start it: docs/guide/docker.md, Restarts"
+FOR_GUARD = ("run the memory guard", "a server watches itself without it: docs/concepts/memory-guard.md")
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 FIRST_SYSTEM_USER = 1000  # logind keeps the IPC of users below it (SYS_UID_MAX of systemd's and Debian's builds)
 
 
 @dataclass(frozen=True)
 class Manager:
-    """A service manager: the system's, or this user's own."""
+    """A service manager, the system's or this user's own, and the unit of ours that it is asked about."""
 
     system: bool
+    unit: str = NAME
 
     @property
     def folder(self) -> Path:
@@ -46,7 +54,7 @@ class Manager:
     @property
     def file(self) -> Path:
         """Our unit."""
-        return self.folder / NAME
+        return self.folder / self.unit
 
     @property
     def name(self) -> str:
@@ -55,8 +63,13 @@ class Manager:
 
     @property
     def option(self) -> str:
-        """What our commands say for it."""
-        return " --system" if self.system else ""
+        """What our commands say for it; the guard, which is always the system's, has no option."""
+        return " --system" if self.system and self.unit == NAME else ""
+
+    @property
+    def install(self) -> str:
+        """The command that installs the unit."""
+        return f"{'sudo ' if self.system else ''}./inv {COMMANDS[self.unit]}{self.option}"
 
     def control(self, *words: str, check: bool = True) -> str:
         """Run `systemctl` and return what it prints. Raises ServerError."""
@@ -76,31 +89,39 @@ class Manager:
         if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
             fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
         elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
-            fix = f"sudo ./inv service.install{self.option}"
+            fix = Manager(True, self.unit).install
         return ServerError(f"systemctl {words[0]} failed", why or "it printed nothing", fix, code=CODE)
 
     def show(self) -> dict[str, str]:
         """Return the unit's properties as systemd has them."""
-        lines = self.control("show", NAME).splitlines()
+        lines = self.control("show", self.unit).splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def version() -> int:
+def version(purpose: str = "start a server at boot", fix: str = BY_HAND) -> int:
     """Return systemd's version. Raises ServerError where systemd is not what runs this machine."""
     if not shutil.which("systemctl") or not BOOTED.is_dir():
         missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {BOOTED}"
         why = f"{missing}: systemd does not run this machine, or this is a container"
-        raise ServerError("there is no systemd to start a server at boot", why, BY_HAND, code=CODE)
+        raise ServerError(f"there is no systemd to {purpose}", why, fix, code=CODE)
     match = re.match(r"systemd (\d+)", run(["systemctl", "--version"], check=False, seconds=SECONDS).stdout)
     return int(match[1]) if match else 0
 
 
 def install(
-    arguments: tuple[str, ...], *, system: bool, account: str, container: bool, places: tuple[Path, ...], now: bool
+    arguments: tuple[str, ...],
+    *,
+    system: bool,
+    account: str,
+    container: bool,
+    places: tuple[Path, ...],
+    now: bool,
+    show: bool = False,
 ) -> None:
     """Write the unit for `./inv up` with `arguments`, and have it started at boot; with `now`, start it too.
 
-    `account` runs a system unit; empty: who owns the checkout. Raises ServerError, StorageError or UsageError.
+    `account` runs a system unit; empty: who owns the checkout. With `show` the unit is printed, and nothing is changed.
+    Raises ServerError, StorageError or UsageError.
     """
     manager, number = Manager(system), version()
     user = _account(account) if system else ""
@@ -114,17 +135,16 @@ def install(
         environment=unit.carried(os.environ),
         places=places,
     ).text()
-    former = _require_ours(manager, "./inv service.install")
+    if show:
+        _print(manager, text)
+        return
+    former = _require_ours(manager)
     server = record.read() if now else None
     if server and server.alive and manager.show().get("ActiveState") not in {"active", "activating"}:
         why = f"{server.model_id} at {server.url} was started by hand"
         fix = f"./inv down, then ./inv service.install{manager.option} --now"
         raise ServerError("a server of this checkout runs already", why, fix, code="server.running")
-    if former != text:
-        _write(manager, text)
-    manager.control("daemon-reload")
-    manager.control("enable", NAME)
-    say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
+    _enable(manager, former, text)
     pauses = "growing pauses, 5 s to 5 min" if number >= unit.GROWING_SINCE else "pauses of 30 s (systemd before 254)"
     say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
     _hint_lingering(user or getpass.getuser(), system=system)
@@ -137,14 +157,78 @@ def install(
 def remove(*, system: bool) -> None:
     """Stop the service and remove what `install` wrote. Raises ServerError or StorageError."""
     version()
-    manager = installed(system=system)
+    _remove(installed(system=system))
+
+
+def install_guard(*, show: bool = False) -> None:
+    """Write the guard's unit, have it started at boot, and start it; with `show` print it, and change nothing.
+
+    Raises ServerError, StorageError or UsageError.
+    """
+    manager, text = Manager(True, GUARD), guard_unit()
+    if show:
+        _print(manager, text)
+        return
+    version(*FOR_GUARD)
+    former = _require_ours(manager)
+    _enable(manager, former, text)
+    manager.control("reset-failed", GUARD, check=False)
+    manager.control("start" if former == text else "restart", GUARD)
+    say("it runs now and at boot; see it: ./inv service.guard; undo it: sudo ./inv service.guard --remove")
+
+
+def guard_unit() -> str:
+    """Return the text of the guard's unit on this machine. Raises UsageError for a bound that is no number, or 0."""
+    settings.require_guard(os.environ)
+    if thresholds.configured(os.environ) is None:
+        why = "it switches the guard off, and the machine's guard is to be installed"
+        raise UsageError(f"{thresholds.VARIABLE} is 0", why, f"unset {thresholds.VARIABLE}")
+    bound = {name: value for name, value in os.environ.items() if name == thresholds.VARIABLE and value}
+    return GuardUnit(user=str(paths.ROOT.stat().st_uid), python=sys.executable, environment=bound).text()
+
+
+def remove_guard() -> None:
+    """Stop the machine's guard and remove its unit. Raises ServerError or StorageError."""
+    version(*FOR_GUARD)
+    _remove(_installed([Manager(True, GUARD)]))
+
+
+def show_guard() -> None:
+    """Print the state of the machine's guard, and what it would say now. Raises ServerError if it does not run."""
+    version(*FOR_GUARD)
+    manager = _installed([Manager(True, GUARD)])
+    state = manager.show()
+    _show_state(manager, state)
+    echo(f"now: {guard.left(MemoryWatch(thresholds.load()).areas[0])} available")
+    if state.get("ActiveState") != "active":
+        why = f"systemd says {state.get('ActiveState')} ({state.get('SubState')}, {state.get('Result')})"
+        fix = f"journalctl -u {GUARD} -n 20; sudo systemctl restart {GUARD}"
+        raise ServerError("the machine's memory guard does not run", why, fix, code=CODE)
+
+
+def _enable(manager: Manager, former: str | None, text: str) -> None:
+    """Write the unit, if it is not there already, and have it started at boot. Raises ServerError or StorageError."""
+    if former != text:
+        _write(manager, text)
+    manager.control("daemon-reload")
+    manager.control("enable", manager.unit)
+    say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
+
+
+def _print(manager: Manager, text: str) -> None:
+    echo(f"# {manager.file} would be:")
+    echo(text, end="")
+
+
+def _remove(manager: Manager) -> None:
+    """Stop the unit and remove it, if it is ours. Raises ServerError or StorageError."""
     _require_ours(manager)
-    manager.control("disable", "--now", NAME)
+    manager.control("disable", "--now", manager.unit)
     manager.file.unlink(missing_ok=True)
     manager.control("daemon-reload")
-    manager.control("reset-failed", NAME, check=False)  # it forgets the last failure
+    manager.control("reset-failed", manager.unit, check=False)  # it forgets the last failure
     say(f"removed {manager.file}")
-    if (drop_ins := manager.file.with_name(f"{NAME}.d")).is_dir():
+    if (drop_ins := manager.file.with_name(f"{manager.unit}.d")).is_dir():
         say(f"{drop_ins} stays: it is yours")
 
 
@@ -153,11 +237,15 @@ def installed(*, system: bool) -> Manager:
 
     Raises ServerError if there is none.
     """
-    managers = [Manager(True)] if system else [Manager(False), Manager(True)]
+    return _installed([Manager(True)] if system else [Manager(False), Manager(True)])
+
+
+def _installed(managers: Sequence[Manager]) -> Manager:
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
     if manager is None:
         why = f"there is no {' and no '.join(str(manager.file) for manager in managers)}"
-        raise ServerError("no service is installed", why, f"./inv service.install{managers[0].option}", code=CODE)
+        subject = "service" if managers[0].unit == NAME else "memory guard of the machine"
+        raise ServerError(f"no {subject} is installed", why, managers[0].install, code=CODE)
     return manager
 
 
@@ -166,18 +254,22 @@ def show(*, system: bool) -> None:
     version()
     manager = installed(system=system)
     state = manager.show()
-    activity = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
-    since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
-    echo(f"{NAME} ({manager.name}): {activity}{since} · {state.get('UnitFileState') or 'not enabled'}")
-    echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
-    if text := state.get("StatusText"):
-        echo(f"says: {text}")
+    _show_state(manager, state)
     reason = _last_failure(state)
     echo(f"last failure: {reason or 'none since its last good start'}")
     echo(f"next start: {_next_start(state, manager)}")
     if state.get("ActiveState") == "failed":
         fix = f"./inv doctor; then systemctl{'' if manager.system else ' --user'} restart {NAME}"
         raise ServerError("the service has stopped trying", reason or f"Result={state.get('Result')}", fix, code=CODE)
+
+
+def _show_state(manager: Manager, state: dict[str, str]) -> None:
+    activity = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
+    since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
+    echo(f"{manager.unit} ({manager.name}): {activity}{since} · {state.get('UnitFileState') or 'not enabled'}")
+    echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
+    if text := state.get("StatusText"):
+        echo(f"says: {text}")
 
 
 def _last_failure(state: dict[str, str]) -> str:
@@ -225,22 +317,23 @@ def _account(name: str) -> str:
         raise UsageError(f"no account {name or owner}", why, "./inv service.install --system --user NAME") from None
 
 
-def _require_ours(manager: Manager, command: str = "") -> str | None:
+def _require_ours(manager: Manager) -> str | None:
     """Return the unit that stands there, None for none. Raises StorageError for one of somebody else."""
-    text, why = "", "it is edited, or no ./inv service.install wrote it; lines of yours go into a drop-in"
+    command = COMMANDS[manager.unit]
+    text, why = "", f"it is edited, or no ./inv {command} wrote it; lines of yours go into a drop-in"
     try:
         if not os.path.lexists(manager.file):
             return None
         text = manager.file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = str(error)
-    root = unit.root_of(text)
+    root = unit.root_of(text, manager.unit)
     if root == str(paths.ROOT):
         return text
     control = f"systemctl{'' if manager.system else ' --user'}"
-    fix = f"{control} disable --now {NAME}; rm {manager.file}{f'; {command}{manager.option}' if command else ''}"
+    fix = f"{control} disable --now {manager.unit}; rm {manager.file}"
     if root:
-        why, fix = f"{root} wrote it", f"{root}/inv service.remove{manager.option}"
+        why, fix = f"{root} wrote it", f"{root}/inv {command.replace('install', 'remove')}{manager.option}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
 
 
@@ -248,7 +341,7 @@ def _write(manager: Manager, text: str) -> None:
     try:
         write_atomic(manager.file, text)
     except OSError as error:
-        fix = "sudo ./inv service.install --system" if manager.system else f"mkdir -p {manager.folder}"
+        fix = manager.install if manager.system else f"mkdir -p {manager.folder}"
         raise StorageError(
             f"cannot write {manager.file}", error.strerror or str(error), fix, code="storage.access"
         ) from error

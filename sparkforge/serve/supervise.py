@@ -28,7 +28,7 @@ import psutil
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # for this process: the server has a path of its own
 
-from sparkforge.core import memory
+from sparkforge.core import memory, paths
 from sparkforge.plan import thresholds
 from sparkforge.serve import guard, pagecache
 from sparkforge.serve.guard import MemoryWatch, Trouble
@@ -47,7 +47,8 @@ TURN_SECONDS = 0.1  # between two looks while the server ends
 # Read by doctor: sparkforge/doctor/signatures.toml, memory-guard.
 MESSAGE = """✗ the memory guard ended the server [server.memory]
   why:  {why}{other}
-  next: less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization (./inv plan), or stop what else holds memory"""
+  next: {fix}"""
+FIX = "less context (MAX_MODEL_LEN), a smaller --gpu-memory-utilization (./inv plan), or stop what else holds memory"
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,12 @@ class _Keeper:
         self._grace = watch.limits.grace_seconds if watch else GRACE_SECONDS
 
     def look(self, now: float, *, signalled: bool) -> None:
-        """Look, and do what must be done; `signalled`: another guard says that there is too little memory."""
+        """Look, and do what must be done; `signalled`: the machine's guard says that there is too little memory."""
         trouble = self._watch.look(now) if self._watch else None
         if trouble is None and signalled:
-            trouble = Trouble("the guard of the whole machine told so", now=False)
+            machine = (self._watch or MemoryWatch(thresholds.load())).areas[0]
+            why = f"the machine's memory guard asked for it: {guard.left(machine)} of memory are left"
+            trouble = Trouble(why, now=False)
         if trouble and not self.trouble:
             self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
             print(f"memory guard: {trouble.why}; the server is ended", flush=True)
@@ -154,7 +157,8 @@ def main(arguments: Sequence[str]) -> int:
     outcome = run(options.command, open_watch(), options.weights)
     if outcome.why:
         other = memory.largest_process()
-        print(MESSAGE.format(why=outcome.why, other=f"; now the largest is {other}" if other else ""), flush=True)
+        other = f"; now the largest is {other}" if other else ""
+        print(MESSAGE.format(why=outcome.why, other=other, fix=paths.where_it_runs(FIX)), flush=True)
     elif not outcome.asked:
         print(f"the server ended by itself; exit code {outcome.code}", flush=True)
     if options.end:

@@ -241,7 +241,7 @@ def _memory_host(view: View) -> CheckResult:
 )
 def _remove_ipc(view: View) -> CheckResult:
     removed = view.flag("os.remove_ipc")
-    deleted = "systemd deletes this user's /dev/shm when the last session ends, and the server with it"
+    deleted = "systemd deletes this user's /dev/shm when the last session ends, and a start meanwhile fails"
     return judged(not removed, deleted if removed else "nothing deletes this user's /dev/shm at a logout")
 
 

@@ -210,3 +210,10 @@ def test_what_stands_behind_two_dashes_is_shown_and_a_message_may_be_left_out(ca
     assert "vLLM's own flags" in out
     assert program.main(["chat", "--help"]) == 0
     assert capsys.readouterr().out.startswith("Usage: ./inv chat [MESSAGE] [OPTIONS]\n")
+
+
+def test_two_words_are_the_command_with_a_dot(inv):
+    assert inv("service", "install", "--help").stdout == inv("service.install", "--help").stdout
+    done = inv("build", "kernels")
+    assert done.returncode == UsageError.exit_code
+    assert "./inv build.kernels" in done.stderr

@@ -68,3 +68,21 @@ def test_a_state_folder_of_another_user_stays_as_it_is(monkeypatch, tmp_path):
 def test_a_home_that_nobody_has_is_refused(named):
     with pytest.raises(UsageError, match="nobody-has-this-name"):
         named()
+
+
+@pytest.mark.parametrize(
+    ("advice", "in_an_image"),
+    [
+        ("./inv model.fetch openai/gpt-oss-120b", "on the host: ./inv model.fetch openai/gpt-oss-120b"),
+        ("less context, or another share (./inv plan)", "on the host: less context, or another share (./inv plan)"),
+        ("docker start 12ab   # as it is", "on the host: docker start 12ab   # as it is"),
+        ("on the host: ./inv up", "on the host: ./inv up"),
+        ("SPARKFORGE_VALIDATE=strict", "SPARKFORGE_VALIDATE=strict"),
+        ("nvidia-smi   # if that hangs too, reboot", "nvidia-smi   # if that hangs too, reboot"),
+    ],
+)
+def test_advice_in_an_image_says_what_runs_on_the_host(monkeypatch, tmp_path, advice, in_an_image):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    assert paths.where_it_runs(advice) == in_an_image
+    (tmp_path / "inv").touch()
+    assert paths.where_it_runs(advice) == advice

@@ -1,5 +1,6 @@
 """What the memory guard sees in the kernel's files, and when it says that a server must end."""
 
+import json
 import os
 import resource
 import subprocess
@@ -204,6 +205,54 @@ def test_locking_says_how_much_is_kept():
     assert kept >= 0
     if os.geteuid() == 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         assert kept > 1 << 20
+
+
+# In a process namespace of its own: the guard ends every server that it sees.
+GUARDED = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from sparkforge.serve import guard
+from sparkforge.serve.supervise import supervised
+root, end, pids = (Path(word) for word in sys.argv[1:4])
+child = "import os, sys, time; os.fork(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
+server = subprocess.Popen(supervised((sys.executable, "-c", child, str(pids)), end))
+def until(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+code = "import sys; from pathlib import Path; from sparkforge.serve import guard; guard.main([], Path(sys.argv[1]))"
+watcher = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True)
+watcher.stdout.readline()
+assert server.poll() is None
+meminfo = root / "proc/meminfo"
+meminfo.write_text(meminfo.read_text().replace(f"MemAvailable: {8 << 20} kB", f"MemAvailable: {2 << 20} kB"))
+line = watcher.stdout.readline()
+code = server.wait(60)
+watcher.terminate()
+left = [pid for pid in pids.read_text().split() if os.path.exists(f"/proc/{pid}")]
+print(json.dumps({"code": code, "why": json.loads(end.read_text())["why"], "left": left, "line": line}))
+"""
+
+
+def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path):
+    unshare = ["unshare", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")), "--pid", "--fork"]
+    unshare += ["--mount-proc", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may make no process namespace")
+    root = tmp_path / "kernel"
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {120 << 20} kB\nMemAvailable: {8 << 20} kB\n")
+    command = [*unshare, sys.executable, "-c", GUARDED, root, tmp_path / "end.json", tmp_path / "pids"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), thresholds.VARIABLE: ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["code"] == 24
+    assert result["why"].startswith("the machine's memory guard asked for it: ")
+    assert not result["left"]
+    assert "this machine has 2.0 GiB of 120.0 GiB left, under 3.0 GiB; servers that are ended: 1" in result["line"]
 
 
 def test_a_supervisor_is_known_by_its_command_line(ended):

@@ -61,6 +61,51 @@ def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch)
     assert variables["SPARKFORGE_GUARD_GIB"] == "5"  # of .env, which only Compose reads
 
 
+def test_a_model_in_the_hubs_cache_is_found_where_the_container_will_find_it(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    judged = []
+    monkeypatch.setattr(memory_plan, "judge", lambda folder, *_: judged.append(folder))
+    repository = tmp_path / "hf/hub/models--openai--gpt-oss-20b"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("a" * 40)
+    snapshot.parent.mkdir()
+    model.rename(snapshot)
+    mounts = project(tmp_path / "no-models")
+    hub = {"type": "bind", "source": str(tmp_path / "hf/hub"), "target": "/root/.cache/huggingface/hub"}
+    mounts["services"]["vllm"]["volumes"].append(hub)
+    inside = f"/root/.cache/huggingface/hub/models--openai--gpt-oss-20b/snapshots/{'a' * 40}"
+    for name in ("openai/gpt-oss-20b", inside):
+        memory_plan.require_room(service(SPARKFORGE_MODEL=name), mounts)
+    assert judged == [snapshot, snapshot]
+    memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-20b", VLLM_ARGS="--revision other"), mounts)
+    memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-120b"), mounts)
+    assert len(judged) == 2
+
+
+def test_words_behind_the_images_name_name_the_model_too(model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    judged = []
+    monkeypatch.setattr(memory_plan, "judge", lambda *words: judged.append(words))
+    document = project(model.parent)
+    document["services"]["vllm"]["command"] = ["vllm", "serve", "/models/gpt-oss-20b", "--max-num-seqs", "3"]
+    memory_plan.require_room(service(), document)
+    ((folder, arguments, _),) = judged
+    assert folder == model
+    assert arguments[-2:] == ("--max-num-seqs", "3")
+    document["services"]["vllm"]["command"] = ["/models/gpt-oss-20b", "--model=/models/x"]  # the container refuses it
+    memory_plan.require_room(service(), document)
+    assert len(judged) == 1
+
+
+def test_models_that_model_fetch_wrote_come_before_the_hubs_cache(model, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    judged = []
+    monkeypatch.setattr(memory_plan, "judge", lambda folder, *_: judged.append(folder))
+    memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-20b"), project(model.parent))
+    assert judged == [model]
+
+
 def test_a_machine_without_such_a_gpu_is_not_judged(model, monkeypatch):
     monkeypatch.setattr(memory_plan, "_unified", lambda: False)
     monkeypatch.setattr(memory_plan, "judge", lambda *_: pytest.fail("there is no unified memory"))
