@@ -1,4 +1,4 @@
-"""Upgrade, rollback, publish and pull, on a real engine and a registry of Debian's.
+"""Upgrade, rollback, publish, pull and a bake-off of profiles, on a real engine and a registry of Debian's.
 
 The images that serve are the embedded one with a stand-in for vLLM (proving_server.py); the "next" one has one more
 label. They have repositories of their own, so that no other test's tag moves.
@@ -49,7 +49,7 @@ class Release:
 
     def start(self, *words, **more):
         return subprocess.Popen(
-            [sys.executable, "-m", "invoke", *map(str, words)],
+            [sys.executable, "-m", "sparkforge.cli", *map(str, words)],
             cwd=ROOT,
             env={**self.environment, **more},
             stdout=subprocess.PIPE,
@@ -430,6 +430,7 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     assert release.running() == []
 
 
+@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
     """Two images of the embedded stack, each with its own settings and compiled code, and vLLM itself in both."""
     folder = tmp_path_factory.mktemp("real")
@@ -454,3 +455,35 @@ def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, 
         release.inv("down")
         engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
         release.remove()
+
+
+LOAD = {"isl": 32, "osl": 8, "conc": 2, "num-prompts": 4, "warmups": 0, "client": "own"}
+
+
+@pytest.mark.timeout(3600)  # many starts of vLLM
+def test_a_bake_off_of_profiles_and_a_start_of_its_winner_with_vllm(engine, project, tmp_path_factory, free_port):
+    """Two profiles serve in containers, are gated and loaded; `up --profile auto` starts the faster one."""
+    release = release_of(engine, tmp_path_factory.mktemp("bakeoff"), free_port(), "sparkforge/vllm")
+    load = [word for name, value in LOAD.items() for word in (f"--{name}", value)]
+    words = ("--profiles", "embedded,embedded-dense-8", "--device", "docker-cpu", "--port", release.port, *load)
+    try:
+        said = release.good("bench.bakeoff", *words)
+        trials = json.loads((release.state / "bakeoff.json").read_text())["trials"]
+        standings = {name: trial["standing"] for name, trial in trials.items()}
+        assert all(standing["score"] > 0 for standing in standings.values()), standings
+        bits = {name: standing["results"][0]["gate"]["bits_per_byte"] for name, standing in standings.items()}
+        assert 0 < abs(bits["embedded-dense-8"] - bits["embedded"]) < 0.02  # another format was served, and it is close
+        for name in standings:
+            log = (release.state / "bench/bakeoff" / name / "server.log").read_text()
+            assert "serve: the server may start" in log  # the container's own validation
+        assert release.running() == []
+        assert not (release.state / "known-good.json").exists()
+
+        winner = max(standings, key=lambda name: standings[name]["score"])
+        assert f"the winner is {winner}: ./inv up --profile auto --device docker-cpu" in said
+        assert f"profile: {winner}, which won the bake-off of " in release.up("--profile", "auto")
+        (container,) = release.running()
+        assert f"SPARKFORGE_SERVE_PROFILE={winner}" in container["Config"]["Env"]
+    finally:
+        release.inv("down")
+        engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
