@@ -40,8 +40,8 @@ def replaced(text: str, figures: Path = FIGURES) -> str:
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{PAGE.name} lacks the markers {BEGIN} and {END}")
-    made = table(read_json(figures)) if figures.is_file() else "These times were not measured on a quiet machine yet."
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    times = table(read_json(figures)) if figures.is_file() else "These times were not measured on a quiet machine yet."
+    return f"{before}{BEGIN}\n\n{times}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -159,9 +159,7 @@ def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
 ASK_MODELS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/v1/models').read().decode())"
 
 
-def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(
-    project, run, cache, key, open_address, free_port
-):
+def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, run, cache, key, open_address, free_port):
     port = free_port()
     mounts = ("-v", f"{cache / 'hub'}:{MOUNTED}/hub:ro", "-v", f"{key}:/run/secrets/api_key:ro")
     options = (*LIMITED, *mounts, "-p", f"{open_address}:{port}:8000", "-e", f"SPARKFORGE_BIND={open_address}")
@@ -183,9 +181,7 @@ def test_compose_serves_beyond_loopback_to_who_has_the_key(project, compose_proj
     port = free_port()
     bound = {"SPARKFORGE_BIND": open_address, "PORT": str(port), "SPARKFORGE_ALLOWED_HOSTS": open_address}
     without = compose_project(project.files, {**project.env, **bound}, "sparkforge-open")
-    opened = compose_project(
-        project.files, {**without.env, "SPARKFORGE_API_KEY": str(key)}, "sparkforge-open"
-    )
+    opened = compose_project(project.files, {**without.env, "SPARKFORGE_API_KEY": str(key)}, "sparkforge-open")
     try:
         with pytest.raises(AssertionError, match="would open the server without an API key"):
             without.compose("run", "--rm", "--no-deps", "vllm")
