@@ -102,12 +102,14 @@ def test_the_image_says_what_it_is(served):
 
 
 @pytest.mark.needs("git")
-def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(served):
+def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
     """The fixture sets BUILDX_GIT_LABELS; source.json has the commit without that too."""
     head = checkout_git(ROOT, "rev-parse", "HEAD").strip()
-    labels = served.engine.inspect("sparkforge/vllm:embedded")["Config"]["Labels"]
+    image = "sparkforge/vllm:embedded"
+    labels = project.engine.inspect(image)["Config"]["Labels"]
     assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == head
-    source = json.loads(served.compose("exec", "-T", "vllm", "cat", labels["org.sparkforge.source"]))
+    words = ("run", "--rm", "--entrypoint", "cat", image, labels["org.sparkforge.source"])
+    source = json.loads(project.engine.docker(*words))
     assert (source["revision"], source["from"]) == (head, "git's HEAD")
 
 
