@@ -59,7 +59,7 @@ class Release:
 
     def inv(self, *words, **more):
         process = self.start(*words, **more)
-        out, err = process.communicate(timeout=900)
+        out, err = process.communicate(timeout=3000)
         assert "Traceback" not in out + err, err
         return process.returncode, out + err
 
