@@ -143,7 +143,7 @@ COPY spark_mxfp4/ packages/spark_mxfp4/
 COPY validate/ packages/validate/
 COPY --from=audit /opt/image.json /opt/audit.json ./
 # The commit, by argument or as git has it in the context, and a digest of the context: docs/concepts/images.md.
-ARG REVISION=unknown
+ARG REVISION=
 RUN --mount=type=bind,target=/mnt/context \
     sh /mnt/context/deploy/describe-source /mnt/context "$REVISION" > source.json
 RUN chmod -R u=rwX,go=rX . \
@@ -173,11 +173,11 @@ HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
     CMD ["/opt/venv/bin/python", "-S", "-m", "sparkforge.serve.health"]
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/sparkforge/deploy/start"]
 
-ARG REVISION=unknown
+ARG REVISION=
 LABEL org.opencontainers.image.title="Sparkforge" \
       org.opencontainers.image.description="vLLM with gpt-oss in MXFP4 for NVIDIA DGX Spark" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.revision="${REVISION:-unknown; BUILDX_GIT_LABELS=1 in .env names the commit here, source.json has it in the image}" \
       org.sparkforge.stack="${SPARKFORGE_STACK}" \
       org.sparkforge.source="/opt/sparkforge/source.json" \
       org.sparkforge.manifest="/opt/sparkforge/image.json" \

@@ -43,12 +43,12 @@ def build(
 def commit() -> dict[str, str]:
     """Return the commit and its time as build arguments: the time is every file's in the image (reproducible builds).
 
-    A checkout with changes is marked, and one without git history has an unknown revision.
+    A checkout with changes is marked; one without git history has no arguments, and the label says so (Dockerfile).
     """
     try:
         revision, time = checkout_git(paths.ROOT, "log", "-1", "--format=%H %ct").split()
     except ProcessError:
-        return {"REVISION": "unknown"}
+        return {}
     changed = checkout_git(paths.ROOT, "status", "--porcelain").strip()
     return {"REVISION": f"{revision}-changed" if changed else revision, "SOURCE_DATE_EPOCH": time}
 

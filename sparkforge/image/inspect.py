@@ -60,10 +60,16 @@ def inspect(stack: str, name: str) -> None:
         for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
             echo(line)
         manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack))
-        if SOURCE_LABEL in (image.labels or {}):
-            echo(f"  source     {in_words(_parsed(_read(client, image, SOURCE_LABEL, stack)))}")
+        if source := made_from(client, image, stack):
+            echo(f"  source     {in_words(source)}")
     for key, value in sorted(manifest.items()):
         echo(f"  {key:<10} {_brief(value)}")
+
+
+def made_from(client: docker.DockerClient, image: Any, stack: str) -> dict[str, Any]:
+    """Return what an image says that it was made from: its source.json; empty for an image that has none."""
+    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
+    return _parsed(_read(client, image, SOURCE_LABEL, stack)) if SOURCE_LABEL in labels else {}
 
 
 def in_words(source: Mapping[str, Any]) -> str:

@@ -52,6 +52,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         except ImageNotFound as error:
             raise engine.missing(name, build_command(stack)) from error
         manifest, _ = inspect.require_ours(client, image, stack, expected)
+        revision = _revision(image, inspect.made_from(client, image, stack))
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
@@ -75,7 +76,6 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         if not (digest := _digest(image, repository)):
             why = f"the engine names none for {repository} after the push"
             raise EngineError("the image's digest is unknown", why, f"docker pull {reference}", code="engine.failed")
-    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
     file = output or paths.state() / "published" / f"{tag}.json"
     document = {
         "schema": SCHEMA,
@@ -83,7 +83,7 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         "tag": tag,
         "image": image.id,
         "platform": engine.platform_of(image.attrs),
-        "revision": str(labels.get(REVISION_LABEL, "")),
+        "revision": revision,
         **{key: manifest.get(key) for key in ("stack", "lock", "patches", "key", "kernels", "audit")},
     }
     write_json(file, document)
@@ -150,6 +150,12 @@ def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded:
     if problems := differences(image, manifest, stack, recorded):
         why, fix = "; ".join(problems), build_command(stack)
         raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
+
+
+def _revision(image: Any, source: Mapping[str, Any]) -> str:
+    """Return the commit by the image's label, or by its source.json where the build labelled none; empty for none."""
+    label = str(((image.attrs.get("Config") or {}).get("Labels") or {}).get(REVISION_LABEL, ""))
+    return label if not label.startswith("unknown") else str(source.get("revision", ""))
 
 
 def _digest(image: Any, repository: str) -> str:

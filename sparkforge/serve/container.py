@@ -154,6 +154,7 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
         gpu = f", {docker_engine.gpu}" if service.gpus else ""
         tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpu}")
     _require_passed_on(service, env)
+    settings.read(service.environment)  # what the container would refuse must not cost an image and a start
     access.require_key(service.host, service.key_file)
     if service.key_file:
         access.read_key(Path(service.key_file), private=False)  # before minutes go into an image

@@ -11,7 +11,7 @@ from pathlib import Path
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.models import local
 from sparkforge.plan import thresholds
-from sparkforge.serve import access, profiler
+from sparkforge.serve import access, profiler, profiles
 from sparkforge.serve.health import RUN
 from validate.profiles import PROFILES
 
@@ -49,7 +49,7 @@ class Settings:
 
 
 def read(env: Mapping[str, str]) -> Settings:
-    """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning."""
+    """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning, here or on a CPU."""
     profile = _one_of("SPARKFORGE_PROFILE", env.get("SPARKFORGE_PROFILE") or "spark", tuple(PROFILES))
     serve_profile, model = DEFAULTS[profile]
     model, traces = env.get("SPARKFORGE_MODEL") or model, env.get(profiler.VARIABLE) or ""
@@ -57,10 +57,13 @@ def read(env: Mapping[str, str]) -> Settings:
         why, fix = "it must be a folder's whole path", f"{profiler.VARIABLE}={profiler.IN_CONTAINER}"
         raise UsageError(f"{profiler.VARIABLE} is {traces!r}", why, fix)
     require_guard(env)
+    stack, serve_profile = env.get("SPARKFORGE_STACK") or "", env.get("SPARKFORGE_SERVE_PROFILE") or serve_profile
+    if profile == "embedded":
+        _require_for_cpus(serve_profile, stack)
     return Settings(
         profile=profile,
-        stack=env.get("SPARKFORGE_STACK") or "",
-        serve_profile=env.get("SPARKFORGE_SERVE_PROFILE") or serve_profile,
+        stack=stack,
+        serve_profile=serve_profile,
         mode=_one_of("SPARKFORGE_VALIDATE", env.get("SPARKFORGE_VALIDATE") or STRICT, (STRICT, WARN, OFF)),
         seconds=_seconds(env.get("SPARKFORGE_VALIDATE_SECONDS") or str(SECONDS)),
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
@@ -71,6 +74,16 @@ def read(env: Mapping[str, str]) -> Settings:
         refused=_one_of("SPARKFORGE_REFUSED", env.get("SPARKFORGE_REFUSED") or EXIT, (EXIT, HOLD)),
         bind=env.get(access.BIND) or "",
     )
+
+
+def _require_for_cpus(serve_profile: str, stack: str) -> None:
+    """Raise UsageError for a serve profile that needs a GPU; an unknown one is refused where its flags are read."""
+    known = profiles.load(stack=stack)
+    if serve_profile in known and known[serve_profile].device != "embedded":
+        own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
+        why = f"this stack serves without a GPU, by {own}"
+        fix = "./inv up --profile embedded, or SPARKFORGE_SERVE_PROFILE=embedded"
+        raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
 
 
 def require_guard(env: Mapping[str, str]) -> None:

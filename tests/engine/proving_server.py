@@ -9,6 +9,9 @@ from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
 if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":
     sys.exit(1)
-# The folder of compiled code, as deploy/start names it.
-Path("/var/cache/sparkforge", Path("/opt/sparkforge/key").read_text().strip()).mkdir(exist_ok=True)
+# "Compiled code" where deploy/start has vLLM look for it: what an earlier server of this very image left is there.
+compiled = Path(os.environ["VLLM_CACHE_ROOT"], "starts")
+compiled.parent.mkdir(parents=True, exist_ok=True)
+with compiled.open("a") as file:
+    file.write(os.environ["SPARKFORGE_SERVE_PROFILE"] + "\n")
 Server(("0.0.0.0", 8000), Api).serve_forever()  # noqa: S104

@@ -8,17 +8,23 @@ import subprocess
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import access
+from sparkforge.serve import access, client
 
 IMAGE = "sparkforge/vllm:embedded"
 MODEL = "openai/gpt-oss-120b"  # the name of a repository; what lies there is the tiny model
 COMMIT = "0123abc"
 MOUNTED = "/root/.cache/huggingface"
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--tmpfs", "/run/sparkforge:mode=1777", "--cap-drop", "ALL",
-            "--security-opt", "no-new-privileges", "--network", "none")  # fmt: skip
+            "--security-opt", "no-new-privileges")  # fmt: skip
+OFFLINE = (*HARDENED, "--network", "none")
+# What docs/guide/docker-run.md has beside these, with the memory that vLLM's CPU build needs.
+LIMITED = (*HARDENED, "--shm-size", "1g", "--memory", "8g", "--memory-swap", "8g", "--pids-limit", "4096",
+           "--restart", "on-failure:3")  # fmt: skip
 STRANGER = 4321
 
 
@@ -66,6 +72,45 @@ def run(project):
         project.engine.docker("rm", "--force", "--volumes", name, check=False)
 
 
+@pytest.fixture
+def key(tmp_path):
+    """A file with an API key as the guide says: readable for uid 1000, writable for nobody else."""
+    file = tmp_path / "key"
+    file.write_text("c0ffee" * 10 + "\n")
+    file.chmod(0o444)
+    return file
+
+
+@pytest.fixture
+def open_address(engine):
+    """An address of this machine that is not loopback: the engine's bridge, which other machines do not reach."""
+    return json.loads(engine.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
+
+
+def require_served_with_the_key_alone(url, model, key):
+    """Assert that a server answers a chat to who has the key and nothing but /health to anybody else."""
+    secret = key.read_text().strip()
+    assert client.healthy(url)
+    for path in ("/v1/models", "/metrics", "/version"):
+        for headers in ({}, client.headers("wrong")):
+            assert httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code == 401, path
+    with pytest.raises(ServerError):
+        list(client.chat(url, model, "Hello", 4))
+    assert "".join(client.chat(url, model, "Hello", 12, secret)).strip()
+
+
+def require_unprivileged(project, container, key):
+    """Assert on a container that serves: nobody's user, no capability, nothing to write, no key to be read."""
+    docker, secret = project.engine.docker, key.read_text().strip()
+    status = docker("exec", container, "cat", "/proc/1/status")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert (fields["Uid"].split()[0], fields["NoNewPrivs"]) == ("1000", "1")
+    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+    assert "Read-only" in docker("exec", container, "sh", "-c", "touch /opt/sparkforge/x 2>&1 || true")
+    commands = docker("exec", container, "sh", "-c", "cat /proc/[0-9]*/cmdline")
+    assert secret not in json.dumps(project.engine.inspect(container)) + docker("logs", container, both=True) + commands
+
+
 def wait_for(condition, seconds=900):
     """Return what `condition` gives once it is true."""
     deadline = time.monotonic() + seconds
@@ -75,6 +120,7 @@ def wait_for(condition, seconds=900):
     return value
 
 
+@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
     project, run, cache, free_port, figures, first_token
 ):
@@ -113,6 +159,45 @@ def test_figures_of_the_line_that_people_type_which_serves_from_their_cache(
 ASK_MODELS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/v1/models').read().decode())"
 
 
+def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, run, cache, key, open_address, free_port):
+    port = free_port()
+    mounts = ("-v", f"{cache / 'hub'}:{MOUNTED}/hub:ro", "-v", f"{key}:/run/secrets/api_key:ro")
+    options = (*LIMITED, *mounts, "-p", f"{open_address}:{port}:8000", "-e", f"SPARKFORGE_BIND={open_address}")
+    name = run.start("vllm", "serve", MODEL, options=options)
+
+    def healthy():
+        assert project.engine.inspect(name)["State"]["Status"] == "running", project.engine.docker("logs", name)[-6000:]
+        return client.healthy(f"http://{open_address}:{port}")
+
+    wait_for(healthy)
+    require_served_with_the_key_alone(f"http://{open_address}:{port}", MODEL, key)
+    require_unprivileged(project, name, key)
+    assert not client.healthy(f"http://127.0.0.1:{port}")  # on the address that was named, and no other
+    project.engine.docker("stop", "--time", "60", name)
+    assert project.engine.inspect(name)["State"]["ExitCode"] == 0
+
+
+def test_compose_serves_beyond_loopback_to_who_has_the_key(project, compose_project, key, open_address, free_port):
+    port = free_port()
+    bound = {"SPARKFORGE_BIND": open_address, "PORT": str(port), "SPARKFORGE_ALLOWED_HOSTS": open_address}
+    without = compose_project(project.files, {**project.env, **bound}, "sparkforge-open")
+    opened = compose_project(project.files, {**without.env, "SPARKFORGE_API_KEY": str(key)}, "sparkforge-open")
+    try:
+        with pytest.raises(AssertionError, match="would open the server without an API key"):
+            without.compose("run", "--rm", "--no-deps", "vllm")
+        opened.compose("up", "--detach", "--no-build", "vllm")
+        opened.wait_healthy()
+        url = f"http://{open_address}:{port}"
+        require_served_with_the_key_alone(url, "tiny-gpt-oss", key)
+        foreign = {**client.headers(key.read_text().strip()), "Host": "elsewhere.example"}
+        assert httpx.get(f"{url}/v1/models", headers=foreign, trust_env=False).status_code == 403
+        require_unprivileged(project, opened.container(), key)
+        ports = project.engine.inspect(opened.container())["NetworkSettings"]["Ports"]
+        assert ports == {"8000/tcp": [{"HostIp": open_address, "HostPort": str(port)}]}
+    finally:
+        opened.compose("down", "--volumes", "--timeout", "20", check=False)
+
+
 def test_a_stop_while_the_model_loads_ends_with_143(project, run):
     name = run.start("tiny", "--max-num-seqs=2", options=("-e", "SPARKFORGE_VALIDATE=off"))
     wait_for(lambda: "non-default args" in project.engine.docker("logs", name, both=True))
@@ -134,7 +219,7 @@ def test_a_server_that_always_fails_waits_longer_each_time_and_is_then_held(proj
 
 
 def test_a_validation_needs_no_privilege_and_writes_nothing_outside(run, cache):
-    code, out = run("validate", MODEL, options=(*HARDENED, "-v", f"{cache}:{MOUNTED}:ro"))
+    code, out = run("validate", MODEL, options=(*OFFLINE, "-v", f"{cache}:{MOUNTED}:ro"))
     assert code == 0, out
     assert "ok   model-files" in out
 
@@ -157,7 +242,7 @@ def test_a_cache_of_another_user_is_told_by_owner_and_works_as_that_user(run, st
     assert f"Permission denied: {MOUNTED} belongs to uid {STRANGER}, group {STRANGER}, with mode 0700" in out
     assert f"docker run --user {STRANGER}:{STRANGER}" in out
     assert "fetch" not in out
-    code, out = run("validate", MODEL, options=(*HARDENED, *mount, "--user", f"{STRANGER}:{STRANGER}"))
+    code, out = run("validate", MODEL, options=(*OFFLINE, *mount, "--user", f"{STRANGER}:{STRANGER}"))
     assert (code, "ok   model-files" in out) == (0, True), out
 
 
@@ -181,7 +266,7 @@ def test_a_model_that_is_nowhere_is_told_with_the_mount(run):
     ],
 )
 def test_other_programs_run_without_a_validation(run, words, printed):
-    code, out = run(*words, options=HARDENED)
+    code, out = run(*words, options=OFFLINE)
     assert (code, printed in out, "validate ·" in out) == (0, True, False), out
 
 

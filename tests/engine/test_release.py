@@ -1,4 +1,4 @@
-"""Upgrade, rollback, publish and pull, on a real engine and a registry of Debian's.
+"""Upgrade, rollback, publish, pull and a bake-off of profiles, on a real engine and a registry of Debian's.
 
 The images that serve are the embedded one with a stand-in for vLLM (proving_server.py); the "next" one has one more
 label. They have repositories of their own, so that no other test's tag moves.
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.engine
 PROJECT, SHIPPED = "sparkforge-release", "spark-next"
 FILES = {"manifest": "image", "audit": "audit"}
 SECONDS = 300.0
+ROOT_IN_IMAGE = "/opt/sparkforge"
+KEY = "0123456789abcdef"  # of the image that a rollback leaves
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Release:
 
     def start(self, *words, **more):
         return subprocess.Popen(
-            [sys.executable, "-m", "invoke", *map(str, words)],
+            [sys.executable, "-m", "sparkforge.cli", *map(str, words)],
             cwd=ROOT,
             env={**self.environment, **more},
             stdout=subprocess.PIPE,
@@ -57,7 +59,7 @@ class Release:
 
     def inv(self, *words, **more):
         process = self.start(*words, **more)
-        out, err = process.communicate(timeout=900)
+        out, err = process.communicate(timeout=3000)
         assert "Traceback" not in out + err, err
         return process.returncode, out + err
 
@@ -66,8 +68,18 @@ class Release:
         assert code == 0, said
         return said
 
-    def up(self, **more):
-        return self.good("up", "--device", "docker-cpu", "--port", self.port, **more)
+    def up(self, *words, **more):
+        return self.good("up", "--device", "docker-cpu", "--port", self.port, *words, **more)
+
+    def compiled(self):
+        """Return what the servers left in the volume, key of the image → profile of each start (proving_server.py)."""
+        words = ("--rm", "--volume", f"{PROJECT}_cache:/cache:ro", "--entrypoint", "sh", self.name)
+        text = self.engine.docker("run", *words, "-c", "cd /cache && grep -H '' */vllm/starts")
+        starts = {}
+        for line in text.splitlines():
+            path, _, profile = line.partition(":")
+            starts.setdefault(path.partition("/")[0], []).append(profile)
+        return starts
 
     def id(self, name=""):
         return self.engine.inspect(name or self.name)["Id"]
@@ -94,6 +106,15 @@ def derive(engine, folder, base, text):
     folder.mkdir(exist_ok=True)
     (folder / "Dockerfile").write_text(f"FROM {base}\n{text}\n")
     return engine.docker("build", "--quiet", folder).strip()
+
+
+def upgraded(engine, folder, base, key=KEY):
+    """Build an image on `base` that has another key, and so another folder of compiled code."""
+    folder.mkdir(exist_ok=True)
+    manifest = json.loads(engine.docker("run", "--rm", "--entrypoint", "cat", base, f"{ROOT_IN_IMAGE}/image.json"))
+    (folder / "image.json").write_text(json.dumps({**manifest, "key": key}))
+    (folder / "key").write_text(f"{key}\n")
+    return derive(engine, folder, base, f"COPY image.json key {ROOT_IN_IMAGE}/")
 
 
 def release_of(engine, folder, port, repository, stack="embedded"):
@@ -123,9 +144,11 @@ def release(engine, tmp_path_factory, free_port):
     context.mkdir()
     shutil.copy(ROOT / "tests/engine/proving_server.py", context / "server.py")
     shutil.copy(ROOT / "tests/fake_api.py", context)
-    (context / "start").write_text("#!/bin/sh\nexec /opt/venv/bin/python /opt/sparkforge/server.py\n")
+    start = (ROOT / "deploy/start").read_text()  # the image's own, which chooses the folder of compiled code
+    assert start.count("-m sparkforge.serve.entrypoint") == 1
+    (context / "start").write_text(start.replace("-m sparkforge.serve.entrypoint", f"{ROOT_IN_IMAGE}/server.py"))
     (context / "start").chmod(0o755)
-    copy = "COPY server.py fake_api.py /opt/sparkforge/\nCOPY start /opt/sparkforge/deploy/start"
+    copy = f"COPY server.py fake_api.py {ROOT_IN_IMAGE}/\nCOPY start {ROOT_IN_IMAGE}/deploy/start"
     engine.docker("tag", derive(engine, context, base, copy), release.name)
     probe = ["CMD", "/opt/venv/bin/python", "-S", "-c", "import socket; socket.create_connection(('127.0.0.1', 8000))"]
     health = {"test": probe, "interval": "1s", "timeout": "30s", "retries": 60, "start_period": "60s"}
@@ -324,25 +347,27 @@ def test_a_registry_that_is_not_there_is_named(shipped, free_port):
 
 def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_path):  # noqa: PLR0915 - one story
     engine, old = release.engine, release.id()
-    derived = derive(engine, tmp_path / "next", release.name, "LABEL org.sparkforge.test=next")
-    next_image = release.id(derived)
+    next_image = release.id(upgraded(engine, tmp_path / "next", release.name))
     release.up(MAX_MODEL_LEN="1024")
     (first,) = release.known_good()
     assert first["image"] == old
     assert first["name"].startswith(f"{release.repository}:embedded-0.32.0-")
-    assert first["cache"]
+    assert release.compiled() == {first["cache"]: ["embedded"]}
     assert "rollback" in release.inv("rollback")[1]  # the only one runs
     release.good("down")
 
     engine.docker("tag", next_image, release.name)  # the upgrade
-    release.up(MAX_MODEL_LEN="2048")
+    release.up("--profile", "embedded-dense-8", MAX_MODEL_LEN="2048")
     second = release.known_good()[0]
     assert (second["image"], release.known_good()[1]["image"]) == (next_image, old)
+    assert (second["cache"], second["profile"], first["profile"]) == (KEY, "embedded-dense-8", "embedded")
+    assert release.compiled() == {first["cache"]: ["embedded"], KEY: ["embedded-dense-8"]}
 
     said = release.good("rollback", "--dry-run")
     assert f"will be {first['name']}" in said
     assert "SPARKFORGE_MAX_MODEL_LEN: '2048', will be '1024'" in said
-    assert f"compiled code: {first['cache']} in the volume" in said
+    assert "SPARKFORGE_SERVE_PROFILE: 'embedded-dense-8', will be 'embedded'" in said
+    assert re.search(rf"compiled code: {first['cache']} in the volume \S+, which is there", said)
     assert [container["Image"] for container in release.running()] == [next_image]
 
     # Killed while the old image starts: tag and record are as they were.
@@ -365,7 +390,11 @@ def test_a_rollback_is_proved_survives_a_kill_and_verifies_first(release, tmp_pa
     assert [start["image"] for start in release.known_good()] == [old, next_image]
     (container,) = release.running()
     assert container["Image"] == old
-    assert "SPARKFORGE_MAX_MODEL_LEN=1024" in container["Config"]["Env"]
+    assert {"SPARKFORGE_MAX_MODEL_LEN=1024", "SPARKFORGE_SERVE_PROFILE=embedded"} <= {*container["Config"]["Env"]}
+    compiled = release.compiled()  # the old image's own folder again, with what it left there; the other's as it was
+    assert compiled[KEY] == ["embedded-dense-8"]
+    assert {*compiled[first["cache"]]} == {"embedded"}
+    assert len(compiled[first["cache"]]) > 1
     assert "healthy" in release.good("status")
     assert "1  " in release.good("rollback", "--list")
 
@@ -401,15 +430,14 @@ def test_a_rollback_whose_start_fails_leaves_record_and_tag(release):
     assert release.running() == []
 
 
+@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, tmp_path_factory, free_port):
-    """Two images of the embedded stack, each with its own settings, and vLLM itself in both."""
+    """Two images of the embedded stack, each with its own settings and compiled code, and vLLM itself in both."""
     folder = tmp_path_factory.mktemp("real")
     release = release_of(engine, folder, free_port(), "sparkforge-real/vllm")
     release.environment["SPARKFORGE_COMPOSE_FILES"] = str(folder / "override.yml")  # the product's own health check
-    images = [
-        release.id("sparkforge/vllm:embedded"),
-        derive(engine, folder / "next", "sparkforge/vllm:embedded", "LABEL org.sparkforge.test=next"),
-    ]
+    base = "sparkforge/vllm:embedded"
+    images = [release.id(base), upgraded(engine, folder / "next", base)]
     try:
         for image, length in zip(images, ("1024", "2048"), strict=True):
             release.inv("down")
@@ -427,3 +455,35 @@ def test_figures_of_a_rollback_with_vllm(engine, project, figures, first_token, 
         release.inv("down")
         engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)
         release.remove()
+
+
+LOAD = {"isl": 32, "osl": 8, "conc": 2, "num-prompts": 4, "warmups": 0, "client": "own"}
+
+
+@pytest.mark.timeout(3600)  # many starts of vLLM
+def test_a_bake_off_of_profiles_and_a_start_of_its_winner_with_vllm(engine, project, tmp_path_factory, free_port):
+    """Two profiles serve in containers, are gated and loaded; `up --profile auto` starts the faster one."""
+    release = release_of(engine, tmp_path_factory.mktemp("bakeoff"), free_port(), "sparkforge/vllm")
+    load = [word for name, value in LOAD.items() for word in (f"--{name}", value)]
+    words = ("--profiles", "embedded,embedded-dense-8", "--device", "docker-cpu", "--port", release.port, *load)
+    try:
+        said = release.good("bench.bakeoff", *words)
+        trials = json.loads((release.state / "bakeoff.json").read_text())["trials"]
+        standings = {name: trial["standing"] for name, trial in trials.items()}
+        assert all(standing["score"] > 0 for standing in standings.values()), standings
+        bits = {name: standing["results"][0]["gate"]["bits_per_byte"] for name, standing in standings.items()}
+        assert 0 < abs(bits["embedded-dense-8"] - bits["embedded"]) < 0.02  # another format was served, and it is close
+        for name in standings:
+            log = (release.state / "bench/bakeoff" / name / "server.log").read_text()
+            assert "serve: the server may start" in log  # the container's own validation
+        assert release.running() == []
+        assert not (release.state / "known-good.json").exists()
+
+        winner = max(standings, key=lambda name: standings[name]["score"])
+        assert f"the winner is {winner}: ./inv up --profile auto --device docker-cpu" in said
+        assert f"profile: {winner}, which won the bake-off of " in release.up("--profile", "auto")
+        (container,) = release.running()
+        assert f"SPARKFORGE_SERVE_PROFILE={winner}" in container["Config"]["Env"]
+    finally:
+        release.inv("down")
+        engine.docker("compose", "-p", PROJECT, "down", "--volumes", check=False)

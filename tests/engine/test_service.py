@@ -222,6 +222,7 @@ def docker_machine(engine, project, image):
     engine.docker("compose", "-p", compose, "down", "--volumes", check=False)
 
 
+@pytest.mark.timeout(3600)  # many starts of vLLM
 def test_figures_of_a_boot_that_starts_the_container(docker_machine, figures, first_token, free_port):
     machine, port, restarts = docker_machine, free_port(), f"{UNIT}.d"
     containers = ("ps", "--quiet", "--filter", f"label=com.docker.compose.project={machine.name}")

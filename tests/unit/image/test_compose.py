@@ -151,6 +151,15 @@ def test_the_server_on_a_spark():
     assert document["volumes"]["run"]["driver_opts"]["type"] == "tmpfs"
 
 
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_serves_the_profile_that_is_asked_for(stack):
+    """A bake-off starts one after the other, and `up --profile` checks that Compose passes it on."""
+    default = "embedded" if TABLE.image(stack).device == "cpu" else "safe"
+    for environment, served in (({}, default), ({"SPARKFORGE_SERVE_PROFILE": "mine"}, "mine")):
+        server = resolve(stack, **environment)["services"]["vllm"]
+        assert server["environment"]["SPARKFORGE_SERVE_PROFILE"] == served
+
+
 def in_bytes(text):
     """Return a size as Compose writes it: 7g, 1536m."""
     return int(text[:-1]) << {"g": 30, "m": 20}[text[-1]]

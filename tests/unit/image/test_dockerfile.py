@@ -240,7 +240,7 @@ def test_hadolint_has_nothing_to_say():
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
-def described(context, revision="unknown"):
+def described(context, revision=""):
     command = ["sh", ROOT / "deploy/describe-source", context, revision]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

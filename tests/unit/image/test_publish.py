@@ -1,5 +1,7 @@
 """Pushing an image to a registry that denies what is not there: a fake engine, a stand-in `docker` command."""
 
+import json
+
 import pytest
 
 from sparkforge.core import errors
@@ -43,3 +45,20 @@ def test_a_push_that_is_denied_too_names_the_login(publish, status):
 def test_another_answer_of_the_registry_is_no_missing_tag(publish):
     with pytest.raises(errors.EngineError, match="denied"):
         publish(500)
+
+
+@pytest.mark.parametrize(
+    ("label", "source", "recorded"),
+    [
+        ("abc-changed", {"revision": "def"}, "abc-changed"),
+        ("unknown; how to name it", {"revision": "def"}, "def"),
+        ("unknown; how to name it", {"revision": ""}, ""),
+        ("unknown", {}, ""),
+    ],
+)
+def test_the_record_names_the_commit_also_of_an_image_that_plain_compose_built(
+    publish, fake_engine, monkeypatch, label, source, recorded
+):
+    monkeypatch.setitem(fake_engine.image, "Config", {"Labels": {registry.REVISION_LABEL: label}})
+    monkeypatch.setattr(inspect, "made_from", lambda *_words: source)
+    assert json.loads(publish(404).read_text())["revision"] == recorded

@@ -387,6 +387,7 @@ def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where
         ("SPARKFORGE_VALIDATE", "stirct"),
         ("SPARKFORGE_PROFILE", "sprak"),
         ("SPARKFORGE_SERVE_PROFILE", "quick"),
+        ("SPARKFORGE_SERVE_PROFILE", "fast"),  # on a CPU
         ("SPARKFORGE_VALIDATE_SECONDS", "-1"),
         ("SPARKFORGE_VALIDATE_SECONDS", "soon"),
         ("SPARKFORGE_PROFILER", "yes"),

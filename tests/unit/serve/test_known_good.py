@@ -152,6 +152,28 @@ def test_a_rollback_of_the_embedded_device_needs_the_locks_of_then():
     assert caught.value.fix == "git checkout abc, then ./inv rollback"
 
 
+def test_a_rollback_to_a_profile_that_is_gone_is_refused_and_changes_nothing(state, monkeypatch):
+    inputs = {"lock": "1"}
+    monkeypatch.setattr(rollback.environments, "inputs", lambda *_words: inputs)
+    monkeypatch.setattr(rollback.launch, "stop", lambda: pytest.fail("the server that runs was ended"))
+    start = replace(
+        START, image="", device="embedded", stack="embedded", profile="gone", environment=known_good.hashed(inputs)
+    )
+    known_good.add(start)
+    before = (state / "known-good.json").read_bytes()
+    with pytest.raises(errors.ServerError, match="the profile gone is gone") as caught:
+        rollback.plan()
+    assert caught.value.code == "server.rollback"
+    assert "there are safe" in caught.value.why
+    assert "nothing was changed" in caught.value.why
+    assert caught.value.fix == "./inv rollback --list"
+    assert (state / "known-good.json").read_bytes() == before
+    assert not known_good.intent_path().exists()
+    known_good.add(replace(start, profile="safe", time=2.0))  # it is there, and not for this device any more
+    with pytest.raises(errors.ServerError, match="the profile safe is gone"):
+        rollback.plan()
+
+
 def test_a_record_that_others_may_write_is_not_believed(state):
     starts("a")
     (state / "known-good.json").chmod(0o666)
