@@ -15,7 +15,7 @@ from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.patching.series import Queue
-from sparkforge.serve import embedded, launch, proof
+from sparkforge.serve import embedded, launch, proof, record
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -109,6 +109,13 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
     preloads = {psutil.Process(pid).environ().get("LD_PRELOAD", "") for pid in session_members(server(up)["pid"])}
     assert any("libgomp" in names for names in preloads)
     assert "cannot be preloaded" not in (up.state / "logs" / "server.log").read_text()
+
+
+def test_every_process_of_vllms_own_way_carries_the_mark_that_leftovers_are_known_by(up):
+    """Of interpreters, as vLLM starts them here; the test of a kill below has forks."""
+    members = session_members(server(up)["pid"])
+    assert len(members) >= 3  # the supervisor, the API server, the engine
+    assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
 
 
 def test_completions_stream_to_done(api):
