@@ -158,8 +158,8 @@ def test_responses_answers(api):
 
 def test_metrics_count_what_was_generated(api):
     def generated():
-        found = re.search(r"^vllm:generation_tokens_total\{.*\} ([\d.e+]+)$", api.get("/metrics").text, re.MULTILINE)
-        return float(found[1])
+        match = re.search(r"^vllm:generation_tokens_total\{.*\} ([\d.e+]+)$", api.get("/metrics").text, re.MULTILINE)
+        return float(match[1])
 
     before = generated()
     api.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 5, "ignore_eos": True})
