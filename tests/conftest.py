@@ -39,7 +39,7 @@ KINDS = {
     ),
     "asks vLLM": tuple(
         f"integration/test_{name}.py"
-        for name in ("routing_patch", "serve_profiles", "submissions", "upstream_check", "validate_deep")
+        for name in ("plan_kv", "routing_patch", "serve_profiles", "submissions", "upstream_check", "validate_deep")
     ),
     "asks the scripted model": ("integration/test_conversations.py", "integration/test_harmony_forms.py"),
 }
@@ -101,13 +101,13 @@ def state_folders(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_places(state_folders, monkeypatch, request):
+def own_folders(state_folders, monkeypatch, request):
     if request.node.get_closest_marker("integration"):
         return  # these bring real files; the shared cache, verified by hash, saves downloading them again
-    place = next(state_folders)
+    folder = next(state_folders)
     for name in ("state", "cache"):
-        (place / name).mkdir(mode=0o700, parents=True)
-        monkeypatch.setenv(f"SPARKFORGE_{name.upper()}", str(place / name))
+        (folder / name).mkdir(mode=0o700, parents=True)
+        monkeypatch.setenv(f"SPARKFORGE_{name.upper()}", str(folder / name))
 
 
 @pytest.fixture(scope="session")
@@ -203,10 +203,10 @@ def pytest_runtest_setup(item):
     for mark in item.iter_markers("needs"):
         for program in mark.args:
             if shutil.which(program) is None:
-                told = f"{program} is not installed: {INSTALL[program]}"
+                message = f"{program} is not installed: {INSTALL[program]}"
                 if os.environ.get("CI"):
-                    pytest.fail(told)
-                pytest.skip(told)
+                    pytest.fail(message)
+                pytest.skip(message)
 
 
 @pytest.fixture(scope="session")

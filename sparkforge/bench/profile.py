@@ -35,7 +35,7 @@ HEAVIEST = 20  # operators that are shown; the JSON file has all of them
 DEFAULTS = {"isl": "512", "osl": "32", "conc": "4"}
 START, STOP = "/start_profile", "/stop_profile"
 LONGEST_NAME = 160  # characters of a kernel's name that are shown; templates of C++ have thousands
-PLACES = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the thread that runs the model"}
+PROCESSORS = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the thread that runs the model"}
 
 
 class TraceProfile(Record):
@@ -167,7 +167,7 @@ def render(profile: TraceProfile) -> str:
         "profile.html.jinja",
         f"{subject}: profile",
         profile=profile,
-        place=PLACES[profile.breakdown.place],
+        processor=PROCESSORS[profile.breakdown.processor],
         tables={
             "Where the time went": _groups(profile.breakdown),
             "Heaviest operators": _operators(profile.breakdown),
@@ -196,7 +196,7 @@ def print_profile(profile: TraceProfile) -> None:
     """Print the parts of the model and the heaviest operators as tables."""
     tables = []
     for name, content in (("parts", _groups(profile.breakdown)), ("heaviest operators", _operators(profile.breakdown))):
-        table = Table(*content.headings, title=f"{name} · {PLACES[profile.breakdown.place]}", box=SIMPLE)
+        table = Table(*content.headings, title=f"{name} · {PROCESSORS[profile.breakdown.processor]}", box=SIMPLE)
         for row in content.rows:
             table.add_row(*(_short(cell, 60) if isinstance(cell, str) else format_figure(cell or 0.0) for cell in row))
         tables.append(table)

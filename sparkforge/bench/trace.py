@@ -33,7 +33,7 @@ GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories o
 CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
 LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still numbers
 OTHER, WAITING = "other", "waiting"
-Place = Literal["gpu", "cpu"]
+Processor = Literal["gpu", "cpu"]
 GZIP = b"\x1f\x8b"
 
 
@@ -45,7 +45,7 @@ class Pattern(Record):
     """
 
     group: str
-    place: Place
+    processor: Processor
     pattern: str
     whole: bool = False
     examples: list[str] = Field(min_length=1)
@@ -73,14 +73,14 @@ class OperatorTable(Record):
                 raise ValueError(f"{row.pattern!r} is of the group {row.group!r}, which no operator can have")
             re.compile(row.pattern)
             for example in row.examples:
-                first = self.first(row.place, example)
+                first = self.first(row.processor, example)
                 if first is not row:
                     raise ValueError(f"{example!r} is matched by {first.pattern if first else 'nothing'!r} first")
         return self
 
-    def first(self, place: Place, name: str) -> Pattern | None:
+    def first(self, processor: Processor, name: str) -> Pattern | None:
         """Return the first pattern that an operator's name matches."""
-        rows = (row for row in self.patterns if row.place == place)
+        rows = (row for row in self.patterns if row.processor == processor)
         return next((row for row in rows if re.search(row.pattern, name, re.IGNORECASE)), None)
 
 
@@ -116,7 +116,7 @@ class Breakdown(Record):
     as with programmatic dependent launch or several streams, the time counts for the one that began first.
     """
 
-    place: Place
+    processor: Processor
     window_ms: float
     events: int
     groups: list[GroupTime]
@@ -237,7 +237,7 @@ def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:
         callers.append(event)
 
 
-def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> Breakdown:
+def _breakdown(processor: Processor, table: OperatorTable, events: Sequence[Event]) -> Breakdown:
     window = max(event.end for event in events) - min(event.begin for event in events)
     waiting = max(0.0, window - sum(_merged(events)))
     times, calls = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
@@ -250,7 +250,7 @@ def _breakdown(place: Place, table: OperatorTable, events: Sequence[Event]) -> B
         sums[group] += time
     rows = sorted(times.items(), key=lambda item: (-item[1], item[0]))
     return Breakdown(
-        place=place,
+        processor=processor,
         window_ms=window / 1000,
         events=len(events),
         groups=[

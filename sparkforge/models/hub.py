@@ -310,7 +310,7 @@ def _check(target: Path, work: Path, files: list[RemoteFile], different: list[Re
         folder.mkdir()
         for file in files:
             (folder / file.name).symlink_to((work if file in different else target) / file.name)
-    validated = Target(Options(model=folder), "spark")
+    validated = Target(Options(model=folder), "")
     try:
         missing, damaged, _ = checkpoint.survey(validated)
         absent = checkpoint.files_missing(validated)

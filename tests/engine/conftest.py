@@ -147,10 +147,9 @@ def compose_project(engine):
 
 @pytest.fixture(scope="session")
 def project(engine, tmp_path_factory):
-    key = tmp_path_factory.mktemp("secrets") / "key"
     models = tmp_path_factory.mktemp("models")
     models.chmod(0o755)  # pytest makes it for its owner alone, and the container is another user
-    env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models), "KEY": str(key)}
+    env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models)}
     env |= {"SPARKFORGE_STACK": "embedded", "BUILDX_GIT_LABELS": "1"}
     made = Project(engine, ("docker-compose.yml", "tests/engine/ci.yml"), env)
     if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already

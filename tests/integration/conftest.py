@@ -1,6 +1,7 @@
 """What several files use: the whole road, vLLM as upstream ships it and patched, and a tiny checkpoint."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,27 @@ def run_forked(forks):
             return [process.run(*program) for program in programs]
 
     return run_forked
+
+
+@pytest.fixture(scope="session")
+def vllm_process(forks):
+    """Return a function: a folder with vLLM → a process that has imported most of it, and runs programs in its forks.
+
+    It has what the programs share and do not replace before they import it themselves, as vLLM's CPU platform.
+    """
+    imports = ["torch._inductor", "vllm.compilation.decorators", "vllm.config", "vllm.forward_context"]
+    with ExitStack() as stack:
+
+        @functools.cache
+        def process(tree):
+            settings = {
+                "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "",
+                "VLLM_CACHE_ROOT": str(tree / "cache"), "VLLM_DISABLE_COMPILE_CACHE": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+            }  # fmt: skip
+            return stack.enter_context(forks(imports, {**os.environ, **settings}))
+
+        yield process
 
 
 @pytest.fixture(scope="session")

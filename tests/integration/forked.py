@@ -15,7 +15,10 @@ import traceback
 
 
 def run(program, arguments, stdin, environment):
-    """Run `program` as `python PROGRAM ARGUMENTS…` would; return its exit code and what it wrote."""
+    """Run `program` as `python PROGRAM ARGUMENTS…` would; return its exit code and what it wrote.
+
+    Folders of PYTHONPATH come before ours.
+    """
     with tempfile.TemporaryFile("w+b") as output:
         child = os.fork()
         if not child:
@@ -24,6 +27,7 @@ def run(program, arguments, stdin, environment):
                 for stream in (1, 2):
                     os.dup2(output.fileno(), stream)
                 os.environ |= environment
+                sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
                 sys.argv, sys.stdin = [program, *arguments], io.StringIO(stdin)
                 runpy.run_path(program, run_name="__main__")
                 code = 0

@@ -7,10 +7,15 @@ Each of those would import vLLM again, which takes 9 s of a core. Import this be
 import multiprocessing
 import runpy
 import sys
+from pathlib import Path
 
 get_context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
 
 if __name__ == "__main__":
-    del sys.argv[0]
+    here = str(Path(sys.argv.pop(0)).parent)  # not on the path of a server, and not needed there any more
+    sys.path.append(here)
+    import fork_inspection  # noqa: F401 - it changes vLLM
+
+    sys.path.remove(here)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

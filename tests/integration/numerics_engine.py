@@ -19,6 +19,7 @@ os.environ |= {
 }  # fmt: skip
 
 # vLLM reads the settings above when it is imported.
+import fork_inspection  # noqa: F401
 import forking  # noqa: F401 - the ranks are forks of this process
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -100,7 +101,7 @@ def run(model, prompts, dtype, mode, kernel, traced, *, faults=False, **ranks):
     llm = LLM(
         model, dtype=dtype, quantization="spark-mxfp4", max_model_len=512, max_num_seqs=4, enforce_eager=not traced,
         enable_prefix_caching=False, distributed_executor_backend="mp" if ranks else "uni", disable_log_stats=True,
-        **ranks,
+        skip_tokenizer_init=True, **ranks,  # ids go in and come out; transformers takes 3 s for each tokenizer it loads
     )  # fmt: skip
     results, loaded = {"": complete(llm, prompts)}, []
     if faults:

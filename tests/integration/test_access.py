@@ -173,7 +173,7 @@ def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
     folder = Path(capsys.readouterr().out.strip())
     saved = profile.TraceProfile.model_validate_json((folder / "profile.json").read_text())
     assert (folder / saved.trace).stat().st_size > 1000
-    assert saved.breakdown.place == "cpu"
+    assert saved.breakdown.processor == "cpu"
     parts = {group.name: group for group in saved.breakdown.groups}
     assert all(parts[name].ms > 0 for name in ("experts", "attention", "dense", "sampling", "waiting"))
     calls = {row.name: row.calls for row in saved.breakdown.operators}

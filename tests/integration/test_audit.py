@@ -122,12 +122,12 @@ def test_two_targets_in_one_file_are_listed_apart(build, tools):
 def test_swapped_and_missing_modules(build, tools, tmp_path):
     other = build("cached_ops/sampling/sampling.so", NATIVE)
     assert rules_of(audit_files([tmp_path], modules=["fused_moe_120"], tools=lambda: tools)) == {"missing-module": 1}
-    place = tmp_path / "cached_ops/fused_moe_120/fused_moe_120.so"
-    place.parent.mkdir()
-    shutil.copyfile(other, place)
-    assert rules_of(audit_files([place], modules=["fused_moe_120"], tools=lambda: tools)) == {"swapped-library": 1}
-    shutil.copyfile(other, place.parent / "page.so")
-    assert rules_of(audit_files([place.parent / "page.so"], tools=lambda: tools)) == {"swapped-library": 1}
+    path = tmp_path / "cached_ops/fused_moe_120/fused_moe_120.so"
+    path.parent.mkdir()
+    shutil.copyfile(other, path)
+    assert rules_of(audit_files([path], modules=["fused_moe_120"], tools=lambda: tools)) == {"swapped-library": 1}
+    shutil.copyfile(other, path.parent / "page.so")
+    assert rules_of(audit_files([path.parent / "page.so"], tools=lambda: tools)) == {"swapped-library": 1}
 
 
 @pytest.mark.parametrize("name", ["one.cubin", "one.o", "one.so"])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 LOAD = {"isl": "32", "osl": "8", "conc": "2", "num_prompts": "4", "warmups": "0", "client": "own"}
 
 
-def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, capsys):
+def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, forking):
     model, port = write_tiny(tmp_path / "tiny-gpt-oss"), free_port()
     # Its parts have tests of their own; an environment made from the locks is the whole road's.
     monkeypatch.setattr(trials.environments, "inputs", lambda *_: {"lock": "of the tests"})
@@ -27,7 +27,7 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
         """As on the embedded device, without making an environment and without the validator: minutes."""
         described = embedded.describe(Path(sys.executable), model, model.name, port, profile=request.profile)
         with launch.starting():
-            return launch.start(replace(described, trial=request.trial), lambda _: None)
+            return launch.start(forking(replace(described, trial=request.trial)), lambda _: None)
 
     request = StartRequest(EMBEDDED, model=str(model), port=port)
     trials.run(["embedded", "embedded-kv8"], LOAD, request, start, Path("/nonexistent"))

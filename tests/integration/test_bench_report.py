@@ -43,14 +43,14 @@ class Browser:
                 return told["result"]
 
     def receive(self):
-        told = json.loads(self.socket.recv(timeout=60))
-        name, parameters = told.get("method", ""), told.get("params", {})
+        document = json.loads(self.socket.recv(timeout=60))
+        name, parameters = document.get("method", ""), document.get("params", {})
         if name in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
             self.complaints.append(parameters)
         if name == "Network.requestWillBeSent":
             self.requested.append(parameters["request"]["url"])
         self.loaded = self.loaded or name == "Page.loadEventFired"
-        return told
+        return document
 
     def open(self, path, size, scheme):
         for domain in ("Page", "Runtime", "Log", "Network"):

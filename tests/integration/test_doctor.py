@@ -28,13 +28,13 @@ def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch,
         launch.start(forking(dataclasses.replace(made, command=command, environment=environment)), lambda _: None)
 
     words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
-    told = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    assert told.returncode == RefusalError.exit_code, told.stderr
-    found = json.loads(told.stdout)["problems"]
-    assert [problem["id"] for problem in found] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
-    assert "4096" in found[0]["places"][0]["text"]
-    assert found[1]["causes"] == ["kv-cache-too-small"]
-    assert "logs/" in told.stderr
+    completed = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert completed.returncode == RefusalError.exit_code, completed.stderr
+    problems = json.loads(completed.stdout)["problems"]
+    assert [problem["id"] for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
+    assert "4096" in problems[0]["places"][0]["text"]
+    assert problems[1]["causes"] == ["kv-cache-too-small"]
+    assert "logs/" in completed.stderr
     assert (tmp_path / "support.tar.gz").stat().st_size > 1000
 
 

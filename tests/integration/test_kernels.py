@@ -177,7 +177,7 @@ def test_a_server_loads_it_without_a_compiler(built):
 def test_the_other_door_needs_neither_ninja_nor_headers(built):
     """A library under flashinfer/data/aot is loaded as it is: no cache, no CUDA_HOME, nothing may be compiled."""
     package = next(built.python.parent.parent.glob("lib/python*/site-packages/flashinfer"))
-    place = package / "data" / "aot" / SMALL.name
+    path = package / "data" / "aot" / SMALL.name
     nowhere = {
         "CUDA_HOME": "/nowhere",
         "FLASHINFER_DISABLE_JIT": "1",
@@ -185,13 +185,13 @@ def test_the_other_door_needs_neither_ninja_nor_headers(built):
     }
     refused = serve(built, **nowhere)
     assert "JIT compilation is disabled" in refused.stderr
-    place.mkdir(parents=True)
+    path.mkdir(parents=True)
     try:
-        shutil.copy2(built.output / next(iter(manifest(built)["outputs"])), place)
+        shutil.copy2(built.output / next(iter(manifest(built)["outputs"])), path)
         done = serve(built, **nowhere)
         assert done.returncode == 0, done.stderr
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(path)
 
 
 def test_a_library_that_was_swapped_is_linked_again(built):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache, partial
@@ -101,7 +102,9 @@ def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
 def test_two_ranks_together_equal_the_reference(engine, reference, way, second):
     """Two real processes that share the layers' columns, or the experts."""
     check_float32(reference, engine.runs[f"two ranks, {way}"][""])
-    assert f"({second}" in engine.log
+    (pid,) = set(re.findall(rf"\({second}(\d+)\)", engine.log))
+    (first,) = set(re.findall(rf"\({second.replace('1', '0')}(\d+)\)", engine.log))
+    assert pid != first
 
 
 def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, reference):

@@ -1,8 +1,6 @@
 """The plan's KV cache is vLLM's own accounting: page sizes, admission, and how many long requests a pool takes."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils as utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-told = []
+answers = []
 for dtype, length, batched in json.loads(sys.argv[1]):
     shape = dict(block_size=16, num_kv_heads=8, head_size=64, dtype=getattr(torch, dtype))
     specs = {
@@ -39,13 +37,13 @@ for dtype, length, batched in json.loads(sys.argv[1]):
     per_request = sum(-(-memory // page) for memory, page in needed)
     pages = {spec.page_size_bytes for spec in specs.values()}
     block = max(len(g.layer_names) for g in groups) * pages.pop()
-    told.append([block, per_request * block, [len(g.layer_names) for g in groups], len(pages)])
+    answers.append([block, per_request * block, [len(g.layer_names) for g in groups], len(pages)])
 configs = [
     Some(parallel_config=Some(pipeline_parallel_size=1), use_v2_model_runner=runner,
          scheduler_config=Some(async_scheduling=True))
     for runner in (True, False)
 ]
-print("TOLD" + json.dumps([told, list(map(VllmConfig.max_concurrent_batches.fget, configs))]))
+print(json.dumps([answers, list(map(VllmConfig.max_concurrent_batches.fget, configs))]))
 """
 CASES = [
     ("bfloat16", 131_072, 8_192),
@@ -56,24 +54,23 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def told():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    requests, steps = json.loads(done.stdout.partition("TOLD")[2])
+def answers(vllm_trees, vllm_process, tmp_path_factory):
+    program = tmp_path_factory.mktemp("kv") / "program.py"
+    program.write_text(PROGRAM)
+    output = vllm_process(vllm_trees.patched).run(program, (json.dumps(CASES),))
+    requests, steps = json.loads(output.splitlines()[-1])
     return SimpleNamespace(requests=dict(zip(CASES, requests, strict=True)), steps=steps)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_request_takes_what_vllm_reserves_for_it(told, case):
+def test_a_request_takes_what_vllm_reserves_for_it(answers, case):
     dtype, length, batched = case
     kv = "bf16" if dtype == "bfloat16" else "fp8"
-    block, reserved, groups, other_pages = told.requests[case]
+    block, reserved, groups, other_pages = answers.requests[case]
     assert (groups, other_pages) == ([18, 18], 0)  # one group of full layers, one of sliding ones, pages of one size
     assert block == 18 * KV_BLOCK * MODEL.kv_layer_token(kv)
     assert reserved == MODEL.kv_admitted(length, STEPS_UNDER_WAY * batched, kv)
 
 
-def test_two_steps_are_under_way(told):
-    assert told.steps == [STEPS_UNDER_WAY] * 2
+def test_two_steps_are_under_way(answers):
+    assert answers.steps == [STEPS_UNDER_WAY] * 2

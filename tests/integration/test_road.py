@@ -15,7 +15,7 @@ from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.patching.series import Queue
-from sparkforge.serve import embedded, launch, proof
+from sparkforge.serve import embedded, launch, proof, record
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -111,6 +111,13 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
     assert "cannot be preloaded" not in (up.state / "logs" / "server.log").read_text()
 
 
+def test_every_process_of_vllms_own_way_carries_the_mark_that_leftovers_are_known_by(up):
+    """Of interpreters, as vLLM starts them here; the test of a kill below has forks."""
+    members = session_members(server(up)["pid"])
+    assert len(members) >= 3  # the supervisor, the API server, the engine
+    assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
+
+
 def test_completions_stream_to_done(api):
     body = {"model": MODEL, "prompt": "One", "max_tokens": 6, "stream": True, "ignore_eos": True}
     with api.stream("POST", "/v1/completions", json=body) as reply:
@@ -151,8 +158,8 @@ def test_responses_answers(api):
 
 def test_metrics_count_what_was_generated(api):
     def generated():
-        found = re.search(r"^vllm:generation_tokens_total\{.*\} ([\d.e+]+)$", api.get("/metrics").text, re.MULTILINE)
-        return float(found[1])
+        match = re.search(r"^vllm:generation_tokens_total\{.*\} ([\d.e+]+)$", api.get("/metrics").text, re.MULTILINE)
+        return float(match[1])
 
     before = generated()
     api.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 5, "ignore_eos": True})

@@ -19,10 +19,6 @@ def trees(request):
     return request.getfixturevalue(request.param)
 
 
-# What the programs below share, and what they do not replace before they import it themselves.
-IMPORTS = ["torch._inductor", "vllm.compilation.decorators", "vllm.config", "vllm.forward_context"]
-
-
 # name: (compute capability, FlashInfer there?, what differs from gpt-oss's MoE config)
 CASES = {
     "cpu": (None, False, {}),
@@ -56,24 +52,15 @@ BLACKWELL = {(8, 0): False, (9, 0): False, (10, 0): True, (10, 3): True, (11, 0)
 DEVICES = [*(("CUDA", capability) for capability in BLACKWELL), ("CUDA", None), ("ROCM", (12, 0)), ("CPU", (10, 0))]
 
 
-def ask(tree, run_forked):
+def ask(tree, vllm_process):
     """Ask `tree`'s vLLM everything; return the answers by name."""
-    env = {
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_PLUGINS": "",
-        "VLLM_CACHE_ROOT": str(tree / "cache"),
-        "VLLM_DISABLE_COMPILE_CACHE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
     cases = [{"capability": c, "flashinfer": f, "config": config} for c, f, config in CASES.values()]
     programs = {
         "selections": (experts.PROGRAM, (), json.dumps({"cases": cases})),
         "blackwell": (HERE / "blackwell_class.py", (), json.dumps(DEVICES)),
         **{option: (HERE / "compile_once.py", (option,), "") for option in ("absent", "present")},
     }
-    outputs = run_forked(IMPORTS, programs.values(), cwd=tree, env=env)
+    outputs = [vllm_process(tree).run(*program) for program in programs.values()]
     answers = {name: json.loads(output.splitlines()[-1]) for name, output in zip(programs, outputs, strict=True)}
     assert answers["selections"]["source"] == str(tree / "vllm")
     answers["selections"] = dict(zip(CASES, answers["selections"]["selections"], strict=True))
@@ -81,13 +68,13 @@ def ask(tree, run_forked):
 
 
 @pytest.fixture(scope="module")
-def pristine(trees, run_forked):
-    return ask(trees.upstream, run_forked)
+def pristine(trees, vllm_process):
+    return ask(trees.upstream, vllm_process)
 
 
 @pytest.fixture(scope="module")
-def patched(trees, run_forked):
-    return ask(trees.patched, run_forked)
+def patched(trees, vllm_process):
+    return ask(trees.patched, vllm_process)
 
 
 @pytest.fixture(scope="module")

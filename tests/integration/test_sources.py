@@ -31,7 +31,7 @@ def state(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(state):
+def fetched(state):
     return {stack: trees.fetch_sources(stack, git=False) for stack in ("spark", "ngc-25.12")}
 
 
@@ -65,7 +65,7 @@ def unpacked(stack):
     }
 
 
-def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
+def test_every_hidden_dependency_of_vllm_is_pinned_and_known(fetched):
     pinned = pins.load().stacks["spark"].git.values()
     declared = manifest.load(unpacked("spark")["vllm"]).facts["declared"]
     assert {one["name"]: one["override"] for one in declared} == {
@@ -76,8 +76,8 @@ def test_every_hidden_dependency_of_vllm_is_pinned_and_known(found):
     assert needed == {name for name, (wanted, _) in HIDDEN.items() if wanted}
 
 
-def test_every_source_is_there_and_a_second_run_reads_nothing_anew(found):
-    for stack, brought in found.items():
+def test_every_source_is_there_and_a_second_run_reads_nothing_anew(fetched):
+    for stack, brought in fetched.items():
         files = [one for one in brought if one.path]
         assert files
         again = trees.fetch_sources(stack, git=False)
@@ -86,19 +86,19 @@ def test_every_source_is_there_and_a_second_run_reads_nothing_anew(found):
         ]
 
 
-def test_the_trees_are_what_their_listings_say(found):
-    for stack in found:
-        for place in unpacked(stack).values():
-            check = ["sha256sum", "--check", "--quiet", "--strict", f"../{place.name}.sha256"]
-            assert subprocess.run(check, cwd=place, check=False).returncode == 0
-            assert archive.tree_sha256(archive.read_listing(place)) == manifest.load(place).outputs["listing"]
+def test_the_trees_are_what_their_listings_say(fetched):
+    for stack in fetched:
+        for tree in unpacked(stack).values():
+            check = ["sha256sum", "--check", "--quiet", "--strict", f"../{tree.name}.sha256"]
+            assert subprocess.run(check, cwd=tree, check=False).returncode == 0
+            assert archive.tree_sha256(archive.read_listing(tree)) == manifest.load(tree).outputs["listing"]
 
 
-def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
-    place = unpacked("spark")["flashinfer"]
+def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(fetched):
+    tree = unpacked("spark")["flashinfer"]
     component = pins.load().component("spark", "flashinfer")
     (wheel,) = (fetch.cached(name, sha) for name, sha in component.files.items() if name.endswith(".whl"))
-    listing = archive.read_listing(place)
+    listing = archive.read_listing(tree)
     with zipfile.ZipFile(wheel) as opened:
         for name, count in {"cutlass": 1293, "cccl": 2694, "spdlog": 106}.items():
             inside = [
@@ -111,7 +111,7 @@ def test_flashinfers_sdist_and_wheel_hold_the_same_third_party_trees(found):
             assert all(
                 listing[entry.replace("flashinfer/data", "3rdparty")] == sha_of(opened.read(entry)) for entry in some
             )
-    version = (place / "3rdparty/cutlass/include/cutlass/version.h").read_text()
+    version = (tree / "3rdparty/cutlass/include/cutlass/version.h").read_text()
     assert [f"#define CUTLASS_{part}" in version for part in ("MAJOR 4", "MINOR 5", "PATCH 0")] == [True] * 3
 
 
@@ -119,15 +119,15 @@ def sha_of(data):
     return bundle.BundleMember.of("", data).sha256
 
 
-def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
-    place = unpacked("spark")["vllm"]
+def test_upstream_cannot_add_or_move_a_dependency_unnoticed(fetched, tmp_path):
+    tree = unpacked("spark")["vllm"]
     pinned = pins.load().stacks["spark"].git
-    for file in (place / "cmake").rglob("*.cmake"):
-        (tmp_path / file.relative_to(place)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, tmp_path / file.relative_to(place))
+    for file in (tree / "cmake").rglob("*.cmake"):
+        (tmp_path / file.relative_to(tree)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, tmp_path / file.relative_to(tree))
     for name in ("CMakeLists.txt", "rust/Cargo.lock"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(place / name, tmp_path / name)
+        shutil.copy(tree / name, tmp_path / name)
     hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
     main = tmp_path / "CMakeLists.txt"
     main.write_text(main.read_text().replace('"v4.7.1"', '"v4.8.0"'))
@@ -137,7 +137,7 @@ def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
         check=lambda error: error.code == "input.pins",
     ):
         hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
-    shutil.copy(place / "CMakeLists.txt", main)
+    shutil.copy(tree / "CMakeLists.txt", main)
     (tmp_path / "cmake/external_projects/newcomer.cmake").write_text(
         "FetchContent_Declare(newcomer GIT_REPOSITORY https://example.org/n.git GIT_TAG 1)"
     )
@@ -149,14 +149,14 @@ def test_upstream_cannot_add_or_move_a_dependency_unnoticed(found, tmp_path):
         hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
 
 
-def test_a_file_of_the_sdist_and_one_of_the_patched_wheel_are_followed_to_their_pins(found):
+def test_a_file_of_the_sdist_and_one_of_the_patched_wheel_are_followed_to_their_pins(fetched):
     component = pins.load().component("spark", "vllm")
-    place = unpacked("spark")["vllm"]
+    tree = unpacked("spark")["vllm"]
     embedded = pins.load().component("embedded", "vllm")
     queue = Queue.load(paths.ROOT / "patches" / component.patches)
     site_packages = Path(importlib.util.find_spec("vllm").origin).parent.parent
     for path in queue.paths:
-        assert provenance.provenance(place / path)[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
+        assert provenance.provenance(tree / path)[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
         chain = provenance.provenance(site_packages / path)
         assert chain[-1].sha256 in embedded.files.values()
         assert {link.sha256 for link in chain} & {patch.sha256 for patch in queue.patches}
@@ -205,7 +205,7 @@ def run(command, env):
     return subprocess.run([str(word) for word in command], env=clean, capture_output=True, text=True, check=False)
 
 
-def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(found):
+def test_manifests_are_plain_json_with_inputs_outputs_tools_and_seconds(fetched):
     value = json.loads(manifest.beside(unpacked("spark")["vllm"]).read_text())
     assert set(value) == {"schema", "stage", "inputs", "outputs", "tools", "facts", "seconds"}
     assert value["inputs"]["vllm-0.32.0.tar.gz"] == pins.load().component("spark", "vllm").files["vllm-0.32.0.tar.gz"]

@@ -52,7 +52,7 @@ class Package:
     process: object
     component: Component
     queue: Queue
-    place: Callable[[str], str] = str
+    installed_path: Callable[[str], str] = str
     results: dict = field(default_factory=dict)  # how many patches are applied → submission → {test: passed?}
 
     def outcomes(self, submission):
@@ -71,7 +71,8 @@ class Package:
             )
             self.write(files)
             tested = [self._submission(patch) for patch in self.queue.patches[max(0, count - 1) : count + 1]]
-            self.results[count] = outcomes(self.process, [*filter(None, tested)], self.scratch / str(count))
+            scratch = self.scratch / str(count)
+            self.results[count] = outcomes(self.process, self.folder, [*filter(None, tested)], scratch)
         return self.results[count]
 
     def _submission(self, patch):
@@ -81,7 +82,7 @@ class Package:
     def write(self, files):
         """Write `files` (path → bytes, None: no such file) over hard links, without what was compiled of them."""
         for path, content in files.items():
-            file = self.folder / self.place(path)
+            file = self.folder / self.installed_path(path)
             file.unlink(missing_ok=True)
             for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
                 compiled.unlink()  # the next text may have the same size and second
@@ -96,11 +97,11 @@ OTHERS = ["torch._inductor", "transformers", "openai", "fastapi", "mcp", "compre
 
 @pytest.fixture(scope="module")
 def running(forks):
-    """Return a context manager: a tree → a process that runs tests on it in its forks."""
+    """Return a context manager that gives a process which runs tests in its forks, begun with a PYTHONPATH."""
 
-    def running(tree):
+    def running(path=""):
         settings = {
-            "PYTHONPATH": str(tree), "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(path), "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1",
             "FLASHINFER_CUDA_ARCH_LIST": "12.1a", "PYTEST_ADDOPTS": "",
         }  # fmt: skip
         return forks(OTHERS, {**os.environ, **settings})
@@ -109,11 +110,17 @@ def running(forks):
 
 
 @pytest.fixture(scope="module")
-def vllm(installed_vllm, running, tmp_path_factory):
+def process(running):
+    """One process for every tree of vLLM: it has imported nothing of vLLM."""
+    with running() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def vllm(installed_vllm, process, tmp_path_factory):
     component, folder = TABLE.component(STACK, "vllm"), installed_vllm("submissions")
     queue = Queue.load(status.PATCHES / component.patches)
-    with running(folder) as process:
-        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue)
+    return Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue)
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +133,18 @@ def flashinfer(running, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         needed = [name for name in archive.namelist() if name.endswith(".py") or "/data/csrc/" in name]
         archive.extractall(folder, needed)
-    (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)
+    (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)  # so it is on the path before Python starts
 
-    def place(path):
+    def installed_path(path):
         top, _, rest = path.partition("/")
         return f"{queue.installed.get(top, top)}/{rest}"
 
     with running(folder) as process:
-        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, place)
+        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, installed_path)
 
 
-def outcomes(process, submissions, scratch):
-    """Run the tests of submissions in a fork of `process`; return {submission: {test: passed?}}."""
+def outcomes(process, tree, submissions, scratch):
+    """Run the tests of submissions on `tree` in a fork of `process`; return {submission: {test: passed?}}."""
     shutil.copytree(submissions[0].parent / "tests", scratch / "tests", dirs_exist_ok=True)  # of a run cut short
     report = scratch / "report.xml"
     options = (
@@ -152,9 +159,9 @@ def outcomes(process, submissions, scratch):
         "junit_family=xunit1",
     )  # fmt: skip - xunit1 names the file of a test
     named = {submission: named_tests(submission) for submission in submissions}
-    words = (*options, *(scratch / path for path in chain(*named.values())))
+    arguments = (*options, *(scratch / path for path in chain(*named.values())))
     # Exit code 1: a test failed; above: pytest itself.
-    process.run(PYTEST, words, codes=(0, 1), FLASHINFER_WORKSPACE_BASE=str(scratch))
+    process.run(PYTEST, arguments, codes=(0, 1), PYTHONPATH=str(tree), FLASHINFER_WORKSPACE_BASE=str(scratch))
     cases = list(ET.parse(report).iter("testcase"))  # noqa: S314 - pytest wrote it just now
     return {
         submission: {f"{c.get('file')}::{c.get('name')}": not len(c) for c in cases if c.get("file") in files}
@@ -175,7 +182,7 @@ def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
     assert f"{total} tests; without the patch {failing} of them fail" in text, (failing, total)
 
 
-def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, running, tmp_path):
+def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, process, tmp_path):
     """vLLM 0.33.0 has no CPU build: its own Python, without a server, passes the tests of 0004 and later."""
     submissions = [path for path in SUBMISSIONS if "vllm" in path.parent.parent.name and path.stem >= "0004"]
     results = {}
@@ -184,8 +191,7 @@ def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, 
         missing = tree / "orjson.py"  # 0.33.0 writes HTTP answers with it; the tests import that and send none
         missing.touch()
         try:
-            with running(tree) as process:
-                results[kind] = outcomes(process, submissions, tmp_path / kind)
+            results[kind] = outcomes(process, tree, submissions, tmp_path / kind)
         finally:
             missing.unlink()  # other tests use the tree
     assert len(results["patched"]) == len(submissions)

@@ -49,29 +49,29 @@ def served(tmp_path_factory, free_port, forking):
         terminate_session(pid)
 
 
-def verdict(served, fault):
-    table = baselines.load()
+def verdict(served, fault, **changes):
+    table = baselines.load().model_copy(update=changes)
     served.fault.write_text(fault)
     return gate.run(served.endpoint, table, gate.passage(table, ""))
 
 
 @pytest.mark.parametrize("fault", RIGHT)
 def test_what_computes_rightly_passes(served, fault):
-    found = verdict(served, fault)
-    assert found.passed, [check.told for check in found.checks if not check.ok]
-    assert {"canary: first_token", "canary: content", "canary: tool_call"} <= {check.name for check in found.checks}
+    result = verdict(served, fault)
+    assert result.passed, [check.told for check in result.checks if not check.ok]
+    assert {"canary: first_token", "canary: content", "canary: tool_call"} <= {check.name for check in result.checks}
     assert "Using 'SPARK_FAULTY_EXPERTS:FAULTY' Mxfp4 MoE backend" in served.log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_fault_fails_by_its_figures(served, fault):
-    found = verdict(served, fault)
-    told = [check.told for check in found.checks if not check.ok]
-    assert any(line.startswith("bits_per_byte is ") and "must be ≤" in line for line in told), found
+    result = verdict(served, fault, canaries=[])  # a broken kernel answers them until it may say no more
+    failures = [check.told for check in result.checks if not check.ok]
+    assert any(line.startswith("bits_per_byte is ") and "must be ≤" in line for line in failures), result
 
 
 def test_hello_gets_words(served):
     served.fault.write_text("none")
-    told = "".join(client.chat(served.endpoint.url, TINY_ID, "Hello", 64))
-    assert len(told.split()) > 5, told
-    assert told.isascii()
+    answer = "".join(client.chat(served.endpoint.url, TINY_ID, "Hello", 64))
+    assert len(answer.split()) > 5, answer
+    assert answer.isascii()

@@ -66,8 +66,8 @@ def build(chain, sources, folder, watch=lambda *_: None, cores=2):
     peaks = Peaks("nvcc of the test")
     peaks.learnt = {unit.name: Cost(10**9, 1.0) for unit in units}
     machine = memory.Machine(memory.measure().available, cores)
-    made = jobs.make_schedule([unit.name for unit in units], peaks, machine)
-    return jobs.run(units, made, peaks, env=chain.environment(), logs=folder / "logs", watch=watch)
+    schedule = jobs.make_schedule([unit.name for unit in units], peaks, machine)
+    return jobs.run(units, schedule, peaks, env=chain.environment(), logs=folder / "logs", watch=watch)
 
 
 def test_it_compiles_hardware_fp4_for_121a_links_and_the_second_time_comes_from_ccache(chain, tmp_path, monkeypatch):
@@ -79,8 +79,8 @@ def test_it_compiles_hardware_fp4_for_121a_links_and_the_second_time_comes_from_
     cuobjdump, nvdisasm = toolchain.program("cuobjdump"), toolchain.program("nvdisasm")
     subprocess.run([cuobjdump, "-xelf", "all", "convert.cu.o"], cwd=tmp_path, check=True, capture_output=True)
     (cubin,) = tmp_path.glob("*.cubin")
-    told = subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout
-    assert "E2M1" in told
+    output = subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    assert "E2M1" in output
     command = [chain.cxx, "-shared", "convert.cu.o", f"-L{chain.home}/lib64", f"-L{chain.home}/lib64/stubs"]
     subprocess.run([*command, "-lcudart", "-lcuda", "-lnvrtc", "-o", "m.so"], cwd=tmp_path, check=True)
     reader = [shutil.which("readelf"), "-d", tmp_path / "m.so"]

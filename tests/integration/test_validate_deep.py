@@ -26,6 +26,7 @@ from validate.facts.target import Target
 
 pytestmark = pytest.mark.integration
 
+HERE = Path(__file__).parent
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
@@ -89,25 +90,25 @@ def claim(tmp_path_factory):
 
 def environment(*path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    ours = {"PYTHONPATH": ":".join(map(str, path)), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    ours = {"PYTHONPATH": ":".join(map(str, (*path, HERE))), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
     # vLLM keeps one answer about the model's class, by the hash of its file: trees that differ there would replace it.
     (model,) = (tree / "vllm/model_executor/models/gpt_oss.py" for tree in path if (tree / "vllm").is_dir())
     cache = Path(os.environ["VLLM_CACHE_ROOT"], hashlib.sha256(model.read_bytes()).hexdigest()[:8])
     return {**kept, **ours, "VLLM_CACHE_ROOT": str(cache)}
 
 
-def target(model, *path, args=(), **limits):
-    options = Options(model=model, serve_args=("--dtype", "bfloat16", *args), environ=environment(*path), **limits)
+def target(model, *path, args=()):
+    options = Options(model=model, serve_args=("--dtype", "bfloat16", *args), environ=environment(*path))
     return Target(options, "spark")
 
 
-# What deep_child.py imports before it has a configuration.
-IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms"]
+# What the validator's programs import before they have a configuration.
+IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms", "fork_inspection"]
 
 
 @pytest.fixture(scope="module")
-def told(forks):
-    """Return a function: model, path, arguments → deep facts. The validator's program runs in a fork, one for each.
+def gather_in_forks(forks):
+    """Return a function: deep or numerics, a target, its path → the facts. The validator's program runs in a fork.
 
     For each path there is one process that has imported vLLM: that takes most of the program's time.
     """
@@ -117,21 +118,29 @@ def told(forks):
         def process(path):
             return stack.enter_context(forks(IMPORTS, environment(*path)))
 
-        @functools.cache
-        def told(model, *path, args=()):
-            asked = target(model, *path, args=args)
-            request = {"model": checkpoint.path(asked), "serve_args": list(asked.options.serve_args)}
-
-            def run_in_a_fork(program, *_):
+        def gather(facts, target, path):
+            def run_in_a_fork(program, *_, **request):
+                request |= {"model": checkpoint.path(target), "serve_args": list(target.options.serve_args)}
                 with tempfile.TemporaryDirectory() as folder:
                     process(path).run(program, (json.dumps(request), Path(folder) / "facts"))
                     return {entry["name"]: entry for entry in entries(Path(folder) / "facts")}, ""
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(deep, "run_child", run_in_a_fork)
-                return deep.gather(asked)
+                patch.setattr(facts, "run_child", run_in_a_fork)
+                return facts.gather(target)
 
-        yield told
+        yield gather
+
+
+@pytest.fixture(scope="module")
+def deep_facts(gather_in_forks):
+    """Return a function: model, path, arguments → deep facts, each gathered once."""
+
+    @functools.cache
+    def deep_facts(model, *path, args=()):
+        return gather_in_forks(deep, target(model, *path, args=args), path)
+
+    return deep_facts
 
 
 def test_cpu_is_told_as_it_is(model, trees):
@@ -154,8 +163,8 @@ def test_cpu_is_told_as_it_is(model, trees):
         ("patched", ("--moe-backend", "marlin"), "MARLIN"),
     ],
 )
-def test_moe_backend_on_a_claimed_gb10(request, told, model, release, claim, tree, args, backend):
-    facts = told(model, vars(request.getfixturevalue(release))[tree], claim, args=args)
+def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, claim, tree, args, backend):
+    facts = deep_facts(model, vars(request.getfixturevalue(release))[tree], claim, args=args)
     assert facts["deep.capability"].value == "12.1"
     assert facts["deep.moe_backend"].error is None
     assert facts["deep.moe_backend"].value == backend
@@ -181,8 +190,8 @@ def large(tmp_path_factory):
         (("--quantization-config.linear", "mxfp4", "--linear-backend", "marlin"), "MarlinMxFp4LinearKernel"),
     ],
 )
-def test_dense_kernels_on_a_claimed_gb10(request, told, large, release, claim, args, kernel):
-    facts = told(large, vars(request.getfixturevalue(release))["upstream"], claim, args=args)
+def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, claim, args, kernel):
+    facts = deep_facts(large, vars(request.getfixturevalue(release))["upstream"], claim, args=args)
     assert facts["deep.dense_kernels"].error is None
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
@@ -223,10 +232,10 @@ def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, told, large, relea
     ],
 )
 def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
-    told, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
+    deep_facts, model, next_trees, claim, gb10_sheet, tree, verdict, evidence
 ):
     """The sheet of spark-next, with what this vLLM answers in place of what is recorded."""
-    answers = told(model, vars(next_trees)[tree], claim)
+    answers = deep_facts(model, vars(next_trees)[tree], claim)
     chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.capability")}
     recorded = json.loads(gb10_sheet("spark-next"))["facts"]
     sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
@@ -237,8 +246,8 @@ def test_a_gb10_sheet_is_judged_by_the_newest_vllms_own_selector(
     assert [f.check for f in report.findings if f.status is Status.FAIL] == ["moe-backend"] * (tree == "upstream")
 
 
-def test_argument_that_vllm_does_not_know_is_an_unknown_fact(told, model, trees, claim):
-    facts = told(model, trees["upstream"], claim, args=("--no-such-option",))
+def test_argument_that_vllm_does_not_know_is_an_unknown_fact(deep_facts, model, trees, claim):
+    facts = deep_facts(model, trees["upstream"], claim, args=("--no-such-option",))
     assert facts["deep.moe_backend"].value is None
     assert facts["deep.moe_backend"].error.startswith("SystemExit")
 
@@ -287,34 +296,33 @@ def cutlass_fused_moe(*, input, token_selected_experts, token_final_scales, fc1_
 }
 
 
-@pytest.fixture
-def computing(tmp_path):
-    """A FlashInfer that computes, on the CPU."""
+@pytest.fixture(scope="module")
+def computed(gather_in_forks, model, trees, claim, tmp_path_factory):
+    """Return a function: what changes in a FlashInfer that computes on the CPU → the facts of numerics."""
+    folder = tmp_path_factory.mktemp("computing")
 
-    def computing(change=lambda text: text):
+    def computed(change=lambda text: text):
         for name, text in COMPUTING.items():
-            path = tmp_path / "flashinfer" / name
+            path = folder / "flashinfer" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(change(text))
-        return tmp_path
+            for compiled in path.parent.glob("__pycache__/*"):
+                compiled.unlink()  # the next text may have the same size and second
+        path = (folder, trees["patched"], claim)
+        return gather_in_forks(numerics, target(model, *path), path)
 
-    return computing
+    return computed
 
 
-def computed(model, *path):
-    return numerics.gather(target(model, *path, numerics_seconds=400))
-
-
-def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(model, trees, claim, computing):
-    facts = computed(model, computing(), trees["patched"], claim)
+def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(computed):
+    facts = computed()
     assert (facts["numerics.kernel"].value, facts["numerics.tolerance"].value) == (FP4, 0.1), facts
     assert facts["numerics.difference"].error is None
     assert 0.005 < facts["numerics.difference"].value < 0.06
     assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.PASS
 
 
-def test_numerics_notice_gate_and_up_in_the_wrong_order(model, trees, claim, computing):
-    path = computing(lambda text: text.replace("up, gate = (first", "gate, up = (first"))
-    facts = computed(model, path, trees["patched"], claim)
+def test_numerics_notice_gate_and_up_in_the_wrong_order(computed):
+    facts = computed(lambda text: text.replace("up, gate = (first", "gate, up = (first"))
     assert facts["numerics.difference"].value > 0.5, facts
     assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.FAIL

@@ -74,18 +74,18 @@ def order(chain, cmake, tmp_path_factory):
     """An order for vLLM's real sources with everything left out that comes by git; `cmake` configures it once."""
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         cannot("there is no Python.h", f"sudo apt install python3.{sys.version_info.minor}-dev")
-    place = tmp_path_factory.mktemp("vllm")
+    path = tmp_path_factory.mktemp("vllm")
     torch = run([sys.executable, "-c", "import torch; print(torch.__version__)"]).stdout.strip()
     versions = {"torch": torch, "built for python": sys.version.split()[0], "cmake": "locked"}
     interpreter = Interpreter(Path(sys.executable), cmake, versions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKFORGE_STATE", str(place / "state"))
+        patch.setenv("SPARKFORGE_STATE", str(path / "state"))
         patch.setenv("CUDA_HOME", str(chain.home))  # else the audit's nvdisasm is installed once more, into that state
         patch.setenv("PYTHONPATH", str(cmake.parent.parent))  # its bin/cmake is a Python script
         patch.setattr(vllm_build, "CLEARED", tuple(name for name in vllm_build.CLEARED if name != "PYTHONPATH"))
         patch.setattr(vllm_build, "OPTIONS", (*vllm_build.OPTIONS, f"-DCMAKE_PROJECT_vllm_extensions_INCLUDE={HOOK}"))
         sources = vllm_sources.fetch_sources(TABLE, WHOLE, None, "spark")
-        yield ExtensionOrder(WHOLE, "12.1a", place / "overlay", chain, interpreter, sources, TABLE)
+        yield ExtensionOrder(WHOLE, "12.1a", path / "overlay", chain, interpreter, sources, TABLE)
 
 
 def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says(order):

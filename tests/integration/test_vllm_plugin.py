@@ -91,8 +91,8 @@ def one_process(tmp_path_factory):
     from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
 
     with set_current_vllm_config(VllmConfig()):
-        place = tmp_path_factory.mktemp("group") / "init"
-        parallel_state.init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
+        path = tmp_path_factory.mktemp("group") / "init"
+        parallel_state.init_distributed_environment(1, 0, f"file://{path}", 0, "gloo")
         parallel_state.initialize_model_parallel(1)
     yield parallel_state
     cleanup_dist_env_and_memory()

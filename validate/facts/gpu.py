@@ -32,7 +32,7 @@ def nvidia_smi(target: Target) -> tuple[dict[str, str], ...]:
 def name() -> str:
     """Return the name of this machine's first GPU; empty if nvidia-smi names none."""
     try:
-        return nvidia_smi(Target(Options(), "embedded"))[0]["name"]
+        return nvidia_smi(Target(Options(), ""))[0]["name"]
     except ProbeError:
         return ""
 

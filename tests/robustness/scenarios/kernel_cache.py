@@ -41,9 +41,9 @@ def _act(work: Path) -> None:
 
 def _judge(work: Path) -> None:
     """A module that is there is whole, and the one that was not named stays."""
-    found = cache.modules(work / "cache-of-kernels")
-    assert "sampling" in {module.name for module in found}
-    for module in found:
+    modules = cache.modules(work / "cache-of-kernels")
+    assert "sampling" in {module.name for module in modules}
+    for module in modules:
         assert (module.path / "parts/page.o").read_text() == "object", module
         assert module.library.exists(), module
 

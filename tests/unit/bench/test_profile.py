@@ -47,7 +47,7 @@ def shares(breakdown):
 
 def test_a_recorded_step_is_classified_whole():
     breakdown = trace.read(RECORDED)
-    assert (breakdown.place, breakdown.events) == ("cpu", 1965)
+    assert (breakdown.processor, breakdown.events) == ("cpu", 1965)
     parts = {group.name: group for group in breakdown.groups}
     assert list(parts)[-2:] == ["other", "waiting"]
     assert parts["other"].ms == 0
@@ -104,7 +104,7 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
         event("Memcpy DtoH (Device -> Pinned)", 85, 5, "gpu_memcpy", 7),
         event("mystery_kernel", 90, 5, "kernel", 7),
     )
-    assert breakdown.place == "gpu"
+    assert breakdown.processor == "gpu"
     assert {group.name: group.ms for group in breakdown.groups if group.ms} == {
         "experts": 0.06,
         "attention": 0.01,
@@ -117,7 +117,7 @@ def test_with_a_gpu_its_kernels_count_and_the_cpu_does_not(read):
 
 def test_a_recorded_step_of_a_gpu_is_classified_whole():
     breakdown = trace.read(ON_GPU)
-    assert (breakdown.place, breakdown.events) == ("gpu", 42)
+    assert (breakdown.processor, breakdown.events) == ("gpu", 42)
     names = {
         group.name: {row.name for row in breakdown.operators if row.group == group.name} for group in breakdown.groups
     }

@@ -190,9 +190,9 @@ def test_no_more_of_a_boards_answer_is_read_than_the_limit(stub, board_saved, fo
 
 def test_the_next_command_names_the_board_of_the_shape(saved, stub, capsys):
     send(saved)
-    told = " ".join(capsys.readouterr().err.split())
-    assert "https://daniehua-gptoss-fp4-vllm-isl1024osl1024.hf.space" in told
-    assert "--to board" in told
+    text = " ".join(capsys.readouterr().err.split())
+    assert "https://daniehua-gptoss-fp4-vllm-isl1024osl1024.hf.space" in text
+    assert "--to board" in text
 
 
 def test_the_table_has_the_competitions_boards(table):

@@ -32,16 +32,16 @@ def code_of(error):
 
 def test_our_errors_give_their_parts_and_their_code(capsys):
     assert code_of(NetworkError("a failed", "because b", "./inv c", code="network.fetch")) == 11
-    told = capsys.readouterr().err
-    assert told.index("a failed") < told.index("because b") < told.index("./inv c")
+    printed = capsys.readouterr().err
+    assert printed.index("a failed") < printed.index("because b") < printed.index("./inv c")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT])
 def test_a_file_that_cannot_be_used_is_named(number, capsys, tmp_path):
     assert code_of(OSError(number, "no such luck", str(tmp_path / "x"))) == 28
-    told = capsys.readouterr().err
-    assert f"{tmp_path}/x" in told
-    assert f"ls -ld {tmp_path}" in told
+    printed = capsys.readouterr().err
+    assert f"{tmp_path}/x" in printed
+    assert f"ls -ld {tmp_path}" in printed
 
 
 def test_a_full_disk_has_its_own_code(tmp_path):

@@ -29,14 +29,14 @@ def left(cached):
 
 
 def test_it_lists_modules_with_sizes_and_units_but_no_other_folder(cached):
-    found = cache.modules(cache.default_root())
-    assert [(one.version, one.arch, one.name) for one in found] == [
+    modules = cache.modules(cache.default_root())
+    assert [(one.version, one.arch, one.name) for one in modules] == [
         ("0.7.0.post1", "121a", name) for name in ("page", "rope", "sampling")
     ]
-    page = found[0]
+    page = modules[0]
     assert page.size() == sum(path.stat().st_size for path in cached.folders["page"].iterdir())
     assert page.units == ["page/page_kernel.cuda.o", "page/page_binding.o"]
-    units, cpu, seconds = cache.rebuild_cost(found)
+    units, cpu, seconds = cache.rebuild_cost(modules)
     assert (units, cpu) == (6, 3 * (60 + 20))  # the two last rows of peaks.toml
     assert 0 < seconds <= cpu
 

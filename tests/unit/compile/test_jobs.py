@@ -41,8 +41,10 @@ def schedule(known, budget, cores=4, **options):
      (20 * GIB, 2, (1, "memory")), (1 << 40, 20, (20, "cores"))],
 )  # fmt: skip
 def test_max_jobs_is_what_cores_and_the_hungriest_unit_allow(available, cores, expected):
-    made = jobs.make_schedule(["fused_moe_120/gemm_grouped_sm120_group6.cuda.o"], Peaks("c"), Machine(available, cores))
-    assert (made.max_jobs, made.bound) == expected
+    scheduled = jobs.make_schedule(
+        ["fused_moe_120/gemm_grouped_sm120_group6.cuda.o"], Peaks("c"), Machine(available, cores)
+    )
+    assert (scheduled.max_jobs, scheduled.bound) == expected
 
 
 def test_the_users_limit_counts_but_not_against_memory():
@@ -58,32 +60,32 @@ sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=25)
 
 @given(sizes, st.integers(0, 3000), st.integers(1, 8), st.randoms())
 def test_never_over_budget_every_unit_once_hungriest_first(peaks_, spare, cores, random):
-    made = schedule(costs(*peaks_), max(peaks_) + spare, cores)
-    queue, running, order = Waiting(made), set(), []
+    scheduled = schedule(costs(*peaks_), max(peaks_) + spare, cores)
+    queue, running, order = Waiting(scheduled), set(), []
     while queue.units or running:
-        while (unit := queue.take(running, made.budget)) is not None:
+        while (unit := queue.take(running, scheduled.budget)) is not None:
             running.add(unit)
             order.append(unit)
-            assert sum(made.costs[name].peak for name in running) <= made.budget
+            assert sum(scheduled.costs[name].peak for name in running) <= scheduled.budget
             assert len(running) <= cores
         assert running  # something always runs until all have
         if queue.units:  # what went ahead never keeps a hungrier one waiting: it fits when the larger ones have ended
-            first = made.costs[queue.units[0]].peak
-            smaller = [made.costs[name].peak for name in running if made.costs[name].peak < first]
-            assert sum(smaller) + first <= made.budget
+            first = scheduled.costs[queue.units[0]].peak
+            smaller = [scheduled.costs[name].peak for name in running if scheduled.costs[name].peak < first]
+            assert sum(smaller) + first <= scheduled.budget
         running.remove(random.choice(sorted(running)))
-    assert sorted(order) == sorted(made.costs)
-    assert made.costs[order[0]].peak == max(peaks_)
+    assert sorted(order) == sorted(scheduled.costs)
+    assert scheduled.costs[order[0]].peak == max(peaks_)
 
 
 @given(sizes, st.integers(0, 900), st.integers(1, 8))
 def test_a_unit_that_never_fits_is_named_and_takes_nothing_over_the_budget(peaks_, budget, cores):
-    made = schedule(costs(*peaks_), budget, cores)
-    assert sorted(made.oversized) == sorted(unit for unit, cost in made.costs.items() if cost.peak > budget)
-    queue, running = Waiting(made), set()
-    while (unit := queue.take(running, made.budget)) is not None:
+    scheduled = schedule(costs(*peaks_), budget, cores)
+    assert sorted(scheduled.oversized) == sorted(unit for unit, cost in scheduled.costs.items() if cost.peak > budget)
+    queue, running = Waiting(scheduled), set()
+    while (unit := queue.take(running, scheduled.budget)) is not None:
         running.add(unit)
-    assert sum(made.costs[name].peak for name in running) <= budget
+    assert sum(scheduled.costs[name].peak for name in running) <= budget
 
 
 def test_the_hungriest_that_fits_goes_next():
@@ -141,8 +143,8 @@ def go(made, commands, tmp_path, known, **options):
 def test_real_programs_stay_within_the_budget_and_their_peaks_are_learnt(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(*[160 * MB] * 5)
-    made = schedule(known, 350 * MB, cores=8)
-    report, watcher = go(made, [holding(120)] * 5, tmp_path, known)
+    scheduled = schedule(known, 350 * MB, cores=8)
+    report, watcher = go(scheduled, [holding(120)] * 5, tmp_path, known)
     assert sorted(report.units) == [f"u{number}" for number in range(5)]
     assert max(watcher.sums) == 320 * MB  # two at once, never three
     assert 120 * MB <= report.peak <= 350 * MB
@@ -315,8 +317,8 @@ def test_the_compilations_of_a_ninja_file_are_units_that_make_its_objects(cached
     assert [unit.name for unit in units] == ["page/page_kernel.cuda.o", "page/page_binding.o"]
     known = Peaks("test")
     known.learnt = {unit.name: Cost(GIB, 1.0) for unit in units}
-    made = jobs.make_schedule([unit.name for unit in units], known, Machine(1 << 40, 2))
-    jobs.run(units, made, known, env={}, logs=tmp_path / "logs", machine=lambda: Machine(1 << 40, 2))
+    scheduled = jobs.make_schedule([unit.name for unit in units], known, Machine(1 << 40, 2))
+    jobs.run(units, scheduled, known, env={}, logs=tmp_path / "logs", machine=lambda: Machine(1 << 40, 2))
     assert sorted(path.name for path in folder.glob("*.o")) == ["page_binding.o", "page_kernel.cuda.o"]
 
 

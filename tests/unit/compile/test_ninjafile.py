@@ -14,11 +14,11 @@ pytestmark = pytest.mark.needs("ninja", "c++")
 
 def by_ninja(folder):
     """What ninja itself reads out of its log: {output: files}."""
-    told = subprocess.run(
+    completed = subprocess.run(
         [shutil.which("ninja"), "-C", folder, "-t", "deps"], capture_output=True, text=True, check=True
     )
     found, output = {}, ""
-    for line in told.stdout.splitlines():
+    for line in completed.stdout.splitlines():
         if match := re.match(r"(\S+): #deps", line):
             found[output := match[1]] = ()
         elif line.startswith("    "):
@@ -28,9 +28,9 @@ def by_ninja(folder):
 
 def test_the_log_says_what_ninja_says(cached):
     folder = cached.folders["page"]
-    found = ninjafile.reported(folder / ".ninja_deps")
-    assert found == by_ninja(folder)
-    assert len(found) == 2
+    reported = ninjafile.reported(folder / ".ninja_deps")
+    assert reported == by_ninja(folder)
+    assert len(reported) == 2
 
 
 def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
@@ -40,16 +40,16 @@ def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
     source.write_text('#include "new.cuh"\n' + source.read_text())
     subprocess.run([shutil.which("ninja"), "-C", folder], check=True, capture_output=True)
     log = folder / ".ninja_deps"
-    found = ninjafile.reported(log)
-    assert found == by_ninja(folder)
-    assert any(name.endswith("new.cuh") for name in found[f"{folder}/page_kernel.cuda.o"])
+    reported = ninjafile.reported(log)
+    assert reported == by_ninja(folder)
+    assert any(name.endswith("new.cuh") for name in reported[f"{folder}/page_kernel.cuda.o"])
     whole = log.read_bytes()
     for length in range(len(whole)):
         log.write_bytes(whole[:length])
         torn = ninjafile.reported(log)
-        assert all(set(files) <= {*found[output], f"{cached.base}/csrc/page.cu"} for output, files in torn.items())
+        assert all(set(files) <= {*reported[output], f"{cached.base}/csrc/page.cu"} for output, files in torn.items())
     log.write_bytes(whole + b"\xff\xff")
-    assert ninjafile.reported(log) == found
+    assert ninjafile.reported(log) == reported
     log.write_bytes(whole.replace(b"\x04\0\0\0", b"\x05\0\0\0", 1))
     assert ninjafile.reported(log) == {}
 

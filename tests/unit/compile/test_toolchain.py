@@ -84,9 +84,9 @@ def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_p
     monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
     monkeypatch.setenv("TMPDIR", told)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    place = Path(toolchain.find().environment()["TMPDIR"])
-    assert place.is_absolute()
-    assert place.is_dir()
+    path = Path(toolchain.find().environment()["TMPDIR"])
+    assert path.is_absolute()
+    assert path.is_dir()
 
 
 def test_a_wrapper_on_the_path_leads_to_its_cuda(machine, tmp_path):
@@ -282,5 +282,5 @@ def test_what_is_linked_against_the_stub_asks_for_the_drivers_library(installing
     ]
     subprocess.run(linked, cwd=tmp_path, check=True)  # --as-needed is what Ubuntu's linker does unasked
     reader = [shutil.which("readelf"), "-d", tmp_path / "m.so"]
-    told = subprocess.run(reader, check=True, capture_output=True, text=True).stdout
-    assert "(NEEDED)             Shared library: [libcuda.so.1]" in told
+    output = subprocess.run(reader, check=True, capture_output=True, text=True).stdout
+    assert "(NEEDED)             Shared library: [libcuda.so.1]" in output

@@ -36,7 +36,7 @@ def checkout(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def complete(tmp_path_factory):
     """A checkout whose environment stands: made once, and only run. A Python that is too old was passed over."""
     folder = write_checkout(tmp_path_factory.mktemp("made"))
     old = folder / "old-python"
@@ -49,9 +49,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def made_before(made, tmp_path):
+def made_before(complete, tmp_path):
     """A copy of it, to be spoilt."""
-    return shutil.copytree(made, tmp_path / "copy", symlinks=True)
+    return shutil.copytree(complete, tmp_path / "copy", symlinks=True)
 
 
 def inv(checkout, *args, **env):
@@ -65,15 +65,15 @@ def inv(checkout, *args, **env):
 
 
 @pytest.mark.slow
-def test_the_first_run_makes_the_environment_with_a_python_new_enough_and_the_second_does_not(made):
-    second = inv(made, "up")
+def test_the_first_run_makes_the_environment_with_a_python_new_enough_and_the_second_does_not(complete):
+    second = inv(complete, "up")
     assert (second.returncode, second.stdout, second.stderr) == (0, f"run up in {Path.cwd()}\n", "")
 
 
 @pytest.mark.slow
-def test_it_works_from_another_folder_and_says_which_one(made):
+def test_it_works_from_another_folder_and_says_which_one(complete):
     done = subprocess.run(
-        [made / "inv", "x"],
+        [complete / "inv", "x"],
         cwd="/",
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
@@ -136,9 +136,9 @@ def test_ctrl_c_in_the_first_run_is_no_traceback_and_the_next_run_recovers(check
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "Traceback" not in told
+    assert "Traceback" not in errors
     assert not (checkout / ".venv" / ".complete").exists()
     assert inv(checkout, "x").stdout == f"run x in {Path.cwd()}\n"
 

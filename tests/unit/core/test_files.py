@@ -118,9 +118,9 @@ with locked(pathlib.Path({str(tmp_path / "lock")!r}), "hold"):
 
 
 def test_a_place_for_results_is_made_and_left_empty(tmp_path):
-    place = tmp_path / "new" / "result.json"
-    assert require_writable(place) == place
-    assert list(place.parent.iterdir()) == []
+    path = tmp_path / "new" / "result.json"
+    assert require_writable(path) == path
+    assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "file/below.json", "/proc/1/result.json"])

@@ -455,9 +455,9 @@ def test_json_has_the_findings_their_places_and_what_was_read(state, capsys):
     put(state, "logs/server.log", KV_LOG.read_bytes())
     with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
         run(as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"schema", "sparkforge", "problems", "sources"}
-    first = told["problems"][0]
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"schema", "sparkforge", "problems", "sources"}
+    first = document["problems"][0]
     assert set(first) == {"id", "severity", "what", "why", "fix", "places", "follows", "seen", "causes"}
     assert set(first["places"][0]) == {"source", "line", "text", "count"}
     assert first["severity"] == "error"

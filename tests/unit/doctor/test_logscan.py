@@ -15,16 +15,16 @@ FAIL = b"FAIL port-free  port 8000 is taken\n       next: ./inv up --port 8001\n
 ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv model.fetch x\n".encode()
 
 
-def found(*chunks):
+def problems(*chunks):
     return [(hit.signature.id, hit.line, hit.count) for hit in logscan.scan(chunks, KNOWN)]
 
 
 def test_the_first_line_is_told_and_the_others_are_counted():
-    assert found(b"a\nb\n" + HANDLE + b"\nc\n" + HANDLE + b"\n") == [("invalid-resource-handle", 3, 2)]
+    assert problems(b"a\nb\n" + HANDLE + b"\nc\n" + HANDLE + b"\n") == [("invalid-resource-handle", 3, 2)]
 
 
 def test_a_last_line_without_its_end_counts():
-    assert found(b"a\n" + HANDLE) == [("invalid-resource-handle", 2, 1)]
+    assert problems(b"a\n" + HANDLE) == [("invalid-resource-handle", 2, 1)]
 
 
 DEAD = b"(APIServer pid=7) ERROR 11-21 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: see above\n"
@@ -32,9 +32,9 @@ TOLD_TO_END = b"(APIServer pid=7) INFO 11-21 [launcher.py:254] [shutdown] API se
 
 
 def test_an_engine_that_was_told_to_end_is_no_problem_and_one_that_died_before_is():
-    assert found(TOLD_TO_END + b"a\n" + DEAD) == []
-    assert found(TOLD_TO_END, b"x" * (2 << 20) + b"\n", DEAD) == []
-    assert found(DEAD + TOLD_TO_END + DEAD) == [("engine-core-failed", 1, 1)]
+    assert problems(TOLD_TO_END + b"a\n" + DEAD) == []
+    assert problems(TOLD_TO_END, b"x" * (2 << 20) + b"\n", DEAD) == []
+    assert problems(DEAD + TOLD_TO_END + DEAD) == [("engine-core-failed", 1, 1)]
 
 
 @given(st.data())
@@ -42,8 +42,8 @@ def test_where_the_bytes_are_cut_does_not_matter(data):
     log = b"a\n" * 3 + HANDLE + b"\n" + ERROR + b"b\n" + FAIL + UNKNOWN % b"X" + b"\nend"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(log)), max_size=6)))
     chunks = [log[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(log)], strict=True)]
-    assert found(*chunks) == found(log)
-    assert len(found(log)) == 4
+    assert problems(*chunks) == problems(log)
+    assert len(problems(log)) == 4
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5))
@@ -67,13 +67,13 @@ def test_no_broken_block_makes_it_fail(text):
     ids=["colours", "a link", "no text", "a progress bar"],
 )
 def test_what_surrounds_it_does_not_hide_it(line):
-    assert found(b"a\n" + line + b"\n") == [("invalid-resource-handle", 2, 1)]
+    assert problems(b"a\n" + line + b"\n") == [("invalid-resource-handle", 2, 1)]
 
 
 def test_a_line_that_does_not_end_is_looked_at_in_parts_that_overlap():
     for before in (logscan.LONGEST - len(HANDLE), logscan.LONGEST - 35, 3 * logscan.LONGEST - 10, 5000):  # 35: across
         log = b"a\n" + b"x" * before + HANDLE + b"y" * logscan.LONGEST
-        assert ("invalid-resource-handle", 2) in {each[:2] for each in found(log)}
+        assert ("invalid-resource-handle", 2) in {problem[:2] for problem in problems(log)}
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_refusal_of_the_validator_is_read_with_its_fix():
     "text", ["✗ software-fp4: x.cubin\n✗ trap-stub: y\n", "✗ half\n  why:  cut off here", "FAIL x\nINFO y\n"]
 )
 def test_what_only_looks_like_an_error_of_ours_is_left_alone(text):
-    assert found(text.encode()) == []
+    assert problems(text.encode()) == []
 
 
 def test_what_is_kept_of_a_line_is_bounded():

@@ -118,8 +118,8 @@ def test_what_helps_is_still_in_it(state, tmp_path):
     assert 'File "<path>/site-packages/vllm/v1/engine/core.py", line 7' in log
     assert "CUDA error: invalid resource handle" in log
     assert "9.20.0.48" in files["sparkforge-support/facts.json"]
-    found = json.loads(files["sparkforge-support/doctor.json"])
-    assert "invalid-resource-handle" in [problem["id"] for problem in found["problems"]]
+    document = json.loads(files["sparkforge-support/doctor.json"])
+    assert "invalid-resource-handle" in [problem["id"] for problem in document["problems"]]
     assert "https://github.com/vllm-project/vllm/issues/26055" in files["sparkforge-support/doctor.json"]
     assert leaked(files) == set()
 
@@ -127,17 +127,17 @@ def test_what_helps_is_still_in_it(state, tmp_path):
 def test_what_is_printed_says_what_it_holds_and_to_look(state, tmp_path, capsys):
     fill(state)
     files = bundle(tmp_path / "support.tar.gz")
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for name in files:
-        assert name.removeprefix("sparkforge-support/") in told
-    assert "look before you send it" in told
+        assert name.removeprefix("sparkforge-support/") in printed
+    assert "look before you send it" in printed
 
 
 def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(tmp_path):
-    found = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
+    collected = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
     places = [tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"]
     for place in places:
-        support.write(place, {"problems": []}, found)
+        support.write(place, {"problems": []}, collected)
     assert places[0].read_bytes() == places[1].read_bytes()
     assert places[0].read_bytes()[4:8] == bytes(4)  # gzip's own time
     with tarfile.open(places[0]) as archive:
@@ -201,12 +201,12 @@ def test_many_logs_are_bounded(monkeypatch):
         return made
 
     units = [log(f"unit{number}.log", evidence.UNIT, number) for number in range(100)]
-    found = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])
-    names = {name for name in support.members({}, found) if name.startswith("logs/")}
+    collected = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])
+    names = {name for name in support.members({}, collected) if name.startswith("logs/")}
     assert len(names) == support.UNIT_LOGS + 1
     assert {"logs/unit99.log", "logs/server.log"} <= names
     monkeypatch.setattr(support, "MAX_TOTAL", 12_000)
-    assert len([name for name in support.members({}, found) if name.startswith("logs/")]) == 2
+    assert len([name for name in support.members({}, collected) if name.startswith("logs/")]) == 2
 
 
 def test_of_docker_inspect_only_what_explains_is_kept(fake_engine):
@@ -226,18 +226,18 @@ def test_of_docker_inspect_only_what_explains_is_kept(fake_engine):
     "text", ["a" * 300_000, "a-" * 150_000, "/a" * 150_000, "a:" * 150_000, "a@" * 150_000, "1." * 150_000]
 )
 def test_no_log_makes_the_redaction_hang(text):
-    found = evidence.Evidence(logs=[evidence.Log("x", lambda: iter([text.encode()]))])
-    list(found.logs[0].chunks())
-    support.members({}, found)
+    collected = evidence.Evidence(logs=[evidence.Log("x", lambda: iter([text.encode()]))])
+    list(collected.logs[0].chunks())
+    support.members({}, collected)
 
 
 def test_a_report_out_of_a_container_keeps_its_name():
-    found = evidence.Evidence(reports={"c0ffee:/var/cache/sparkforge/state/refused.json": {}})
-    assert "reports/c0ffee_refused.json" in support.members({}, found)
+    collected = evidence.Evidence(reports={"c0ffee:/var/cache/sparkforge/state/refused.json": {}})
+    assert "reports/c0ffee_refused.json" in support.members({}, collected)
 
 
 def test_names_in_the_archive_stay_in_its_folders():
-    found = evidence.Evidence(documents={"../../etc/passwd": {}, "/": {}, "x\0y": {}})
-    for name in support.members({}, found):
+    collected = evidence.Evidence(documents={"../../etc/passwd": {}, "/": {}, "x\0y": {}})
+    for name in support.members({}, collected):
         assert ".." not in Path(name).parts
         assert not Path(name).is_absolute()

@@ -23,7 +23,7 @@ VLLM = dev.CHECKOUTS[0]
 
 
 @pytest.fixture
-def places(tmp_path):
+def folders(tmp_path):
     sources, packages = tmp_path / "src", tmp_path / "site-packages"
     (sources / "vllm/vllm").mkdir(parents=True)
     (sources / "vllm/csrc").mkdir()
@@ -35,14 +35,14 @@ def places(tmp_path):
     return sources, packages
 
 
-def test_an_empty_folder_is_no_checkout(places, tmp_path):
-    sources, _ = places
+def test_an_empty_folder_is_no_checkout(folders, tmp_path):
+    sources, _ = folders
     assert dev.mounted(VLLM, sources)
     assert not dev.mounted(VLLM, tmp_path)
 
 
-def test_installed_natives_are_linked_and_own_ones_are_left(places):
-    sources, packages = places
+def test_installed_natives_are_linked_and_own_ones_are_left(folders):
+    sources, packages = folders
     assert dev.link_natives(VLLM, packages, sources) == ["_C.abi3.so"]
     assert (sources / "vllm/vllm/_C.abi3.so").readlink() == packages / "vllm/_C.abi3.so"
     (sources / "vllm/vllm/_C.abi3.so").unlink()
@@ -51,14 +51,14 @@ def test_installed_natives_are_linked_and_own_ones_are_left(places):
     assert (sources / "vllm/vllm/_C.abi3.so").read_bytes() == b"own"
 
 
-def test_a_link_into_an_image_that_is_gone_is_made_anew(places):
-    sources, packages = places
+def test_a_link_into_an_image_that_is_gone_is_made_anew(folders):
+    sources, packages = folders
     (sources / "vllm/vllm/_C.abi3.so").symlink_to("/nowhere/_C.abi3.so")
     assert dev.link_natives(VLLM, packages, sources) == ["_C.abi3.so"]
 
 
-def test_changed_native_sources_are_noticed_until_accepted(places):
-    sources, _ = places
+def test_changed_native_sources_are_noticed_until_accepted(folders):
+    sources, _ = folders
     assert dev.changed(VLLM, sources) == []
     (sources / "vllm/csrc/a.cu").write_text("two")
     (sources / "vllm/csrc/b.cu").write_text("new")
@@ -68,37 +68,37 @@ def test_changed_native_sources_are_noticed_until_accepted(places):
     assert dev.changed(VLLM, sources) == []
 
 
-def test_python_sources_need_no_rebuild(places):
-    sources, _ = places
+def test_python_sources_need_no_rebuild(folders):
+    sources, _ = folders
     dev.changed(VLLM, sources)
     (sources / "vllm/vllm/__init__.py").write_text("here = 'edited'\n")
     assert dev.changed(VLLM, sources) == []
 
 
-def test_the_checkout_is_imported_instead_of_the_installed_package(places, tmp_path):
-    sources, packages = places
+def test_the_checkout_is_imported_instead_of_the_installed_package(folders, tmp_path):
+    sources, packages = folders
     dev.use([VLLM], packages, sources)
     code = f"import site; site.addsitedir({str(packages)!r}); import vllm; print(vllm.here)"
-    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == "checkout"
+    output = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "checkout"
     dev.use([], packages, sources)
-    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == "installed"
+    output = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "installed"
 
 
-def test_looking_says_what_to_do(places, capsys):
-    sources, packages = places
+def test_looking_says_what_to_do(folders, capsys):
+    sources, packages = folders
     dev.check_mounted(packages, "spark", sources)
     (sources / "vllm/csrc/a.cu").write_text("two")
     dev.check_mounted(packages, "spark", sources)
-    told = capsys.readouterr().err
-    assert "1 files that a build makes are linked" in told
-    assert "1 native sources changed, such as csrc/a.cu: ./inv dev.build vllm\n" in told
-    assert "flashinfer: no checkout" in told
+    output = capsys.readouterr().err
+    assert "1 files that a build makes are linked" in output
+    assert "1 native sources changed, such as csrc/a.cu: ./inv dev.build vllm\n" in output
+    assert "flashinfer: no checkout" in output
 
 
-def test_patches_that_a_checkout_lacks_are_named(kit, places, tmp_path, monkeypatch, capsys):
-    sources, packages = places
+def test_patches_that_a_checkout_lacks_are_named(kit, folders, tmp_path, monkeypatch, capsys):
+    sources, packages = folders
     lines = "".join(f"line {number}\n" for number in range(9))
     patched = lines.replace("line 4", "ours")
     diff = kit.diff(tmp_path / "d", {"vllm/a.py": lines}, {"vllm/a.py": patched})
@@ -123,8 +123,8 @@ def test_a_checkout_that_may_not_be_read_is_an_error_of_ours(tmp_path, monkeypat
 
 
 @pytest.mark.needs("git")
-def test_what_a_build_makes_is_linked_and_what_was_deleted_stays_away(places):
-    sources, packages = places
+def test_what_a_build_makes_is_linked_and_what_was_deleted_stays_away(folders):
+    sources, packages = folders
     checkout = sources / "vllm"
     ignored = "/vllm/_version.py\nvllm/third_party/kernels/*\n*.so\n"
     (checkout / ".gitignore").write_text(ignored)
@@ -165,20 +165,20 @@ def test_a_checkout_of_triton_serves_triton_and_its_kernels(tmp_path):
     dev.use([dev.named("triton"), dev.named("triton_kernels")], packages, sources)
     load = "import triton, triton_kernels; print(triton.here, triton_kernels.here)"
     code = f"import site; site.addsitedir({str(packages)!r}); {load}"
-    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.split() == ["checkout", "checkout"]
+    output = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["checkout", "checkout"]
 
 
-def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(places, monkeypatch):
-    sources, packages = places
+def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(folders, monkeypatch):
+    sources, packages = folders
     monkeypatch.setattr(dev, "max_jobs", lambda: 3)
     dev.check_mounted(packages, "spark", sources)
     code = f"import os, site; site.addsitedir({str(packages)!r}); print(*(os.environ[name] for name in {dev.JOBS!r}))"
     command = [sys.executable, "-I", "-S", "-c", code]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
-    assert told.split() == ["3", "3"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env={"MAX_JOBS": "7"}).stdout
-    assert told.split() == ["7", "3"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
+    assert output.split() == ["3", "3"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env={"MAX_JOBS": "7"}).stdout
+    assert output.split() == ["7", "3"]
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_the_number_of_jobs_is_the_planners(monkeypatch):
 # ./inv dev.build
 
 
-def test_vllm_is_compiled_from_the_checkout_into_it(places, tmp_path, monkeypatch, capsys):
-    sources, packages = places
+def test_vllm_is_compiled_from_the_checkout_into_it(folders, tmp_path, monkeypatch, capsys):
+    sources, packages = folders
     dev.link_natives(VLLM, packages, sources)
     dev.changed(VLLM, sources)
     (sources / "vllm/csrc/a.cu").write_text("two")
@@ -238,8 +238,8 @@ def test_vllm_is_compiled_from_the_checkout_into_it(places, tmp_path, monkeypatc
     assert f"{sources}/vllm/vllm/_C.abi3.so: compiled here" in capsys.readouterr().err
 
 
-def test_a_part_of_vllm_does_not_count_as_the_whole(places, tmp_path, monkeypatch):
-    sources, packages = places
+def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tmp_path, monkeypatch):
+    sources, packages = folders
     dev.changed(VLLM, sources)
     (sources / "vllm/csrc/a.cu").write_text("two")
     monkeypatch.setattr(dev.vllm_build, "build_extensions", lambda request: tmp_path / "none")
@@ -262,10 +262,10 @@ def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monke
     monkeypatch.setattr(dev.flashinfer_build, "build_kernels", lambda stack, **options: asked.append(options))
     options = dev.BuildOptions(set_name="gpt-oss")
     dev.build("flashinfer", "spark", options, tree=tmp_path / "venv", sources=tmp_path / "src")
-    (told,) = asked
-    assert (told["checkout"], told["set_name"]) == (str(checkout), "gpt-oss")
-    assert told["output"] == str(tmp_path / "volume")
-    assert cache.default_root().is_relative_to(told["output"])
+    (output,) = asked
+    assert (output["checkout"], output["set_name"]) == (str(checkout), "gpt-oss")
+    assert output["output"] == str(tmp_path / "volume")
+    assert cache.default_root().is_relative_to(output["output"])
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monke
     [("vlm", "spark", "there is no checkout 'vlm'"), ("flashinfer", "spark", "there is no checkout of flashinfer"),
      ("vllm", "embedded", "the stack embedded compiles nothing")],
 )  # fmt: skip
-def test_what_cannot_be_compiled_is_refused_with_the_next_command(places, name, stack, reason):
+def test_what_cannot_be_compiled_is_refused_with_the_next_command(folders, name, stack, reason):
     with pytest.raises(UsageError, match=reason):
-        dev.build(name, stack, dev.BuildOptions(), sources=places[0])
+        dev.build(name, stack, dev.BuildOptions(), sources=folders[0])
 
 
 @pytest.mark.parametrize(
@@ -285,13 +285,13 @@ def test_what_cannot_be_compiled_is_refused_with_the_next_command(places, name, 
      ("flashinfer", {"targets": "_C"}, "--targets has no meaning for flashinfer"),
      ("vllm", {"set_name": "gpt-oss"}, "--set has no meaning for vllm")],
 )  # fmt: skip
-def test_an_option_without_meaning_is_refused_before_anything_else(places, name, options, reason):
+def test_an_option_without_meaning_is_refused_before_anything_else(folders, name, options, reason):
     with pytest.raises(UsageError, match=reason):
-        dev.build(name, "spark", dev.BuildOptions(**options), sources=places[0])
+        dev.build(name, "spark", dev.BuildOptions(**options), sources=folders[0])
 
 
-def test_the_private_copy_of_a_checkout_has_its_edits_and_no_queue(places, tmp_path):
-    checkout = places[0] / "vllm"
+def test_the_private_copy_of_a_checkout_has_its_edits_and_no_queue(folders, tmp_path):
+    checkout = folders[0] / "vllm"
     (checkout / "CMakeLists.txt").write_text("project(vllm)")
     (checkout / "csrc/a.cu").write_text("edited")
     listing = vllm_sources.list_checkout(checkout)

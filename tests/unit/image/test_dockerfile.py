@@ -66,9 +66,9 @@ def test_every_image_that_is_not_a_stage_has_a_digest(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_installed_but_by_lock(name):
-    told = " ".join(rest for word, rest in instructions((ROOT / name).read_text(encoding="utf-8")) if word == "RUN")
-    assert not re.search(r"\b(apt-get|apt|curl|wget|git clone|pip install|uv pip|npm)\b", told)
-    assert "sed -i" not in told
+    text = " ".join(rest for word, rest in instructions((ROOT / name).read_text(encoding="utf-8")) if word == "RUN")
+    assert not re.search(r"\b(apt-get|apt|curl|wget|git clone|pip install|uv pip|npm)\b", text)
+    assert "sed -i" not in text
     assert not [word for word, rest in instructions(TEXT) if word == "ADD"]
 
 
@@ -177,12 +177,12 @@ def test_with_ca_tells_every_client_only_if_there_is_one(tmp_path):
     secret.write_text("certificate")
     moved = tmp_path / "with-ca"
     moved.write_text(script.replace("/run/secrets/ca", str(secret)))
-    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True).stdout
-    assert f"PIP_CERT={secret}" in told
-    assert f"SSL_CERT_FILE={secret}" in told
+    output = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True).stdout
+    assert f"PIP_CERT={secret}" in output
+    assert f"SSL_CERT_FILE={secret}" in output
     secret.write_text("")
-    told = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True, env={}).stdout
-    assert "PIP_CERT" not in told
+    output = subprocess.run(["/bin/sh", moved, "env"], capture_output=True, text=True, check=True, env={}).stdout
+    assert "PIP_CERT" not in output
 
 
 def test_every_debian_set_is_locked_for_both_machines_with_all_that_was_asked_for():

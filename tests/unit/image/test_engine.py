@@ -148,12 +148,12 @@ def test_an_image_must_be_there_and_for_this_platform(fake_engine):
 
 def test_a_containers_state(fake_engine):
     with engine.connected() as client:
-        found = engine.state(client, "c0ffee")
-        assert (found.status, found.health, found.health_output, found.runs) == ("running", "healthy", "fine", True)
+        state = engine.state(client, "c0ffee")
+        assert (state.status, state.health, state.health_output, state.runs) == ("running", "healthy", "fine", True)
         fake_engine.container["State"] |= {"Status": "exited", "ExitCode": 30, "OOMKilled": True}
         del fake_engine.container["State"]["Health"]
-        found = engine.state(client, "c0ffee")
-        assert (found.runs, found.exit_code, found.health, found.out_of_memory) == (False, 30, "", True)
+        state = engine.state(client, "c0ffee")
+        assert (state.runs, state.exit_code, state.health, state.out_of_memory) == (False, 30, "", True)
         fake_engine.routes[r"GET /containers/\w+/json"] = lambda query: (404, {"message": "No such container: x"})
         assert engine.state(client, "c0ffee") is None
 

@@ -455,9 +455,9 @@ def test_a_mirror_with_the_tiny_model_under_a_known_name_is_refused(tmp_path, ta
 def test_an_unknown_repository_without_a_revision_is_resolved_recorded_and_then_kept(server, target, capsys):
     server.repository = "somebody/gpt-oss"
     hub.fetch_and_report("somebody/gpt-oss", "", str(target), "")
-    told = capsys.readouterr().err
-    assert COMMIT in told
-    assert "no revision of somebody/gpt-oss is pinned" in told
+    printed = capsys.readouterr().err
+    assert COMMIT in printed
+    assert "no revision of somebody/gpt-oss is pinned" in printed
     assert json.loads((target / "sparkforge-model.json").read_text())["revision"] == COMMIT
     server.asked.clear()
     hub.fetch_and_report("somebody/gpt-oss", "", str(target), "")

@@ -41,11 +41,11 @@ def cache(home, *commits, main="", weights=True, name=NAME):
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "home", "mounted", "models"])
 def test_the_cache_is_found_where_it_may_lie(tmp_path, monkeypatch, variable):
-    place = tmp_path / "place"
-    env = {variable: str(place)} if variable.isupper() else {}
+    path = tmp_path / "place"
+    env = {variable: str(path)} if variable.isupper() else {}
     if variable == "HF_HUB_CACHE":
         env[variable] += "/hub"
-    home = {"XDG_CACHE_HOME": place / "huggingface", "home": tmp_path / "home/.cache/huggingface"}.get(variable, place)
+    home = {"XDG_CACHE_HOME": path / "huggingface", "home": tmp_path / "home/.cache/huggingface"}.get(variable, path)
     if variable == "mounted":
         home = tmp_path / "root/.cache/huggingface"
         monkeypatch.setattr(local, "MOUNTED", home)

@@ -22,31 +22,31 @@ def draft(world, name="do-more"):
 
 
 @pytest.fixture
-def place(world):
+def checkout(world):
     return authoring.begin_patch(draft(world))
 
 
-def edit(place):
-    (place / "pkg/b.py").write_text("value = 3\nno newline")
-    (place / "pkg/deep").mkdir()
-    (place / "pkg/deep/made.py").write_text("made\n")
-    (place / "pkg/n.py").unlink()
-    (place / "pkg/__pycache__").mkdir()
-    (place / "pkg/__pycache__/b.cpython-311.pyc").write_bytes(b"\0")
+def edit(checkout):
+    (checkout / "pkg/b.py").write_text("value = 3\nno newline")
+    (checkout / "pkg/deep").mkdir()
+    (checkout / "pkg/deep/made.py").write_text("made\n")
+    (checkout / "pkg/n.py").unlink()
+    (checkout / "pkg/__pycache__").mkdir()
+    (checkout / "pkg/__pycache__/b.cpython-311.pyc").write_bytes(b"\0")
 
 
-def test_the_scratch_copy_is_the_patched_tree(kit, world, place):
-    found = {path: data.decode() for path, data in kit.snapshot(place).items() if not path.startswith(".git/")}
+def test_the_scratch_copy_is_the_patched_tree(kit, world, checkout):
+    found = {path: data.decode() for path, data in kit.snapshot(checkout).items() if not path.startswith(".git/")}
     assert found == {path: text for path, text in world.AFTER[2].items() if text is not None}
-    edit(place)
-    assert authoring.begin_patch(draft(world)) == place  # begun twice: the edits stay
-    assert (place / "pkg/deep/made.py").exists()
+    edit(checkout)
+    assert authoring.begin_patch(draft(world)) == checkout  # begun twice: the edits stay
+    assert (checkout / "pkg/deep/made.py").exists()
 
 
-def test_the_patch_is_headed_queued_and_makes_the_same_bytes(kit, world, place, tmp_path):
-    edit(place)
+def test_the_patch_is_headed_queued_and_makes_the_same_bytes(kit, world, checkout, tmp_path):
+    edit(checkout)
     wanted = {
-        path: (place / path).read_bytes() for path in ("pkg/a.py", "pkg/b.py", "pkg/deep/made.py", "pkg/other.py")
+        path: (checkout / path).read_bytes() for path in ("pkg/a.py", "pkg/b.py", "pkg/deep/made.py", "pkg/other.py")
     }
     file = authoring.finish_patch(draft(world), FIELDS)
     assert file == world.folder / NAME
@@ -57,49 +57,49 @@ def test_the_patch_is_headed_queued_and_makes_the_same_bytes(kit, world, place, 
     released = {path: text.encode() for path, text in world.V1.items() if text is not None}
     after = released | world.queue().apply({path: released.get(path) for path in world.queue().paths})
     assert {path: data for path, data in after.items() if data is not None} == wanted
-    assert not place.exists()
+    assert not checkout.exists()
     with pytest.raises(UsageError, match="in the queue already"):
         draft(world)
 
 
-def test_commits_in_the_scratch_copy_count_too(kit, world, place):
-    edit(place)
-    kit.git(place, "add", "-A")
-    kit.git(place, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-m", "mine")
+def test_commits_in_the_scratch_copy_count_too(kit, world, checkout):
+    edit(checkout)
+    kit.git(checkout, "add", "-A")
+    kit.git(checkout, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-m", "mine")
     assert len(world.queue().patches) == 3
     authoring.finish_patch(draft(world), FIELDS)
     assert len(world.queue().patches) == 4
 
 
-def binary(place):
-    (place / "pkg/blob").write_bytes(b"\0\1\2")
+def binary(checkout):
+    (checkout / "pkg/blob").write_bytes(b"\0\1\2")
 
 
 REFUSED = {
-    "nothing edited": (lambda place: None, {}, UsageError, "changes nothing"),
+    "nothing edited": (lambda checkout: None, {}, UsageError, "changes nothing"),
     "no description": (edit, {"description": ""}, UsageError, "add --description"),
     "no bug and no Drop-when": (edit, {"bug": "", "drop_when": " "}, UsageError, "add --bug … --drop-when"),
     "a Drop-when of no kind": (edit, {"drop_when": "when merged"}, PatchError, "Drop-when that is not"),
     "a Drop-when that holds": (edit, {"drop_when": "contains pkg/b.py value"}, UsageError, "holds on up-1.0"),
     "a binary file": (binary, {}, PatchError, "binary change"),
-    "a program": (lambda place: (place / "pkg/b.py").chmod(0o755), {}, PatchError, "changes a file's mode"),
-    "a link": (lambda place: (place / "pkg/l").symlink_to("/etc/passwd"), {}, PatchError, "touches a link"),
+    "a program": (lambda checkout: (checkout / "pkg/b.py").chmod(0o755), {}, PatchError, "changes a file's mode"),
+    "a link": (lambda checkout: (checkout / "pkg/l").symlink_to("/etc/passwd"), {}, PatchError, "touches a link"),
     "carriage returns": (lambda p: (p / "pkg/b.py").write_bytes(b"x\r\n"), {}, PatchError, "carriage returns"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_patch_may_not_be_is_refused_and_the_queue_stays(kit, world, place, case):
+def test_what_a_patch_may_not_be_is_refused_and_the_queue_stays(kit, world, checkout, case):
     change, fields, error, told = REFUSED[case]
-    change(place)
+    change(checkout)
     before = kit.snapshot(world.folder)
     with pytest.raises(error, match=told):
         authoring.finish_patch(draft(world), {**FIELDS, **fields})
     assert kit.snapshot(world.folder) == before
 
 
-def test_a_queue_that_changed_meanwhile_is_noticed(kit, world, place, tmp_path):
-    edit(place)
+def test_a_queue_that_changed_meanwhile_is_noticed(kit, world, checkout, tmp_path):
+    edit(checkout)
     (world.folder / "0003-change-something.patch").unlink()
     series = world.folder / "series"
     series.write_text(series.read_text().replace("0003-change-something.patch\n", ""))
@@ -125,9 +125,9 @@ def test_finishing_what_was_not_begun(world):
 def test_killed_before_any_write_while_beginning(kit, world):
     count, home = 0, paths.state() / "patch"
     while kit.killed_before(count, lambda: authoring.begin_patch(draft(world))):
-        place = authoring.begin_patch(draft(world))
-        assert (place / "pkg/n.py").read_text() == "new\n"
-        assert kit.git(place, "status", "--porcelain").stdout == b""
+        checkout = authoring.begin_patch(draft(world))
+        assert (checkout / "pkg/n.py").read_text() == "new\n"
+        assert kit.git(checkout, "status", "--porcelain").stdout == b""
         assert [path.name for path in (home / "up-1.0").iterdir()] == ["do-more"]
         shutil.rmtree(home)
         count += 1
@@ -143,13 +143,13 @@ def refusal(action):
 
 
 @pytest.mark.slow
-def test_killed_before_any_write_while_finishing(kit, world, place, tmp_path):
-    edit(place)
-    queue, scratch = shutil.copytree(world.folder, tmp_path / "queue"), shutil.copytree(place, tmp_path / "scratch")
+def test_killed_before_any_write_while_finishing(kit, world, checkout, tmp_path):
+    edit(checkout)
+    queue, scratch = shutil.copytree(world.folder, tmp_path / "queue"), shutil.copytree(checkout, tmp_path / "scratch")
     authoring.finish_patch(draft(world), FIELDS)
     whole, count = kit.snapshot(world.folder), 0
     while True:
-        for copy, real in ((queue, world.folder), (scratch, place)):
+        for copy, real in ((queue, world.folder), (scratch, checkout)):
             shutil.rmtree(real, ignore_errors=True)
             shutil.copytree(copy, real)
         if not kit.killed_before(count, lambda: authoring.finish_patch(draft(world), FIELDS)):
@@ -158,7 +158,7 @@ def test_killed_before_any_write_while_finishing(kit, world, place, tmp_path):
             assert f"`series` names files that are not there: {NAME}" in verdict
         if verdict := refusal(lambda: authoring.finish_patch(draft(world), FIELDS)):  # killed while it cleaned up
             assert "in the queue already" in verdict
-            assert f"rm -r {place}" in verdict
+            assert f"rm -r {checkout}" in verdict
         assert {path: data for path, data in kit.snapshot(world.folder).items() if not path.endswith(".tmp")} == whole
         count += 1
     assert count > 8
@@ -190,7 +190,7 @@ def test_in_a_hook_the_scratch_copy_is_made_apart_from_the_users_repository(kit,
     before = kit.snapshot(mine)
     for name, value in {"DIR": ".git", "INDEX_FILE": ".git/index", "WORK_TREE": ""}.items():
         monkeypatch.setenv(f"GIT_{name}", str(mine / value))
-    place = authoring.begin_patch(draft(world))
-    edit(place)
+    checkout = authoring.begin_patch(draft(world))
+    edit(checkout)
     assert authoring.finish_patch(draft(world), FIELDS) == world.folder / NAME
     assert kit.snapshot(mine) == before

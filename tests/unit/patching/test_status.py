@@ -49,35 +49,35 @@ def test_each_patch_gets_its_verdict_and_evidence(world, case):
 
 def test_an_archive_is_read_once_and_what_was_kept_is_checked(world, monkeypatch):
     world.release("1.1", CASES["added lines above"][0](world.V1))
-    one = upstream.release(world.table, world.component, "1.1")
-    assert (one.pinned, str(one)) == (False, "up-1.1.tar.gz (unpinned, hash as the index gives it)")
-    first = status.judge_release(world.queue(), one)
-    fetch.cached(one.filename, one.sha256).unlink()
+    release = upstream.release(world.table, world.component, "1.1")
+    assert (release.pinned, str(release)) == (False, "up-1.1.tar.gz (unpinned, hash as the index gives it)")
+    first = status.judge_release(world.queue(), release)
+    fetch.cached(release.filename, release.sha256).unlink()
     monkeypatch.setattr(fetch, "fetch", lambda *words: pytest.fail("it was read before"))
-    assert status.judge_release(world.queue(), one) == first
+    assert status.judge_release(world.queue(), release) == first
 
 
 @pytest.mark.parametrize("damaged", ["index.json", "[0-9a-f]*[0-9a-f]"])
 def test_damaged_kept_bytes_are_read_again(world, damaged):
-    one = upstream.release(world.table, world.component)
-    assert one.pinned
-    first = status.judge_release(world.queue(), one)
-    files = list((paths.cache() / "members" / one.sha256).glob(damaged))
+    release = upstream.release(world.table, world.component)
+    assert release.pinned
+    first = status.judge_release(world.queue(), release)
+    files = list((paths.cache() / "members" / release.sha256).glob(damaged))
     assert files
     for file in files:
         file.write_text("damaged")
-    assert status.judge_release(world.queue(), one) == first
+    assert status.judge_release(world.queue(), release) == first
 
 
 def test_a_damaged_archive_is_refused_and_nothing_is_kept(world, monkeypatch):
-    one = upstream.release(world.table, world.component)
-    archive = fetch.cached(one.filename, one.sha256)
+    release = upstream.release(world.table, world.component)
+    archive = fetch.cached(release.filename, release.sha256)
     archive.write_bytes(archive.read_bytes()[:-20])
     monkeypatch.setattr(fetch, "fetch", lambda *words: archive)  # past the hash check, as with a bad pin
     with pytest.raises(
         IntegrityError, match="damaged or truncated", check=lambda error: error.code == "integrity.archive"
     ):
-        status.judge_release(world.queue(), one)
+        status.judge_release(world.queue(), release)
     assert not (paths.cache() / "members").exists()
 
 
@@ -142,6 +142,6 @@ def test_the_command_prints_the_table_and_ends_with_its_own_code(world, monkeypa
         status.print_status("s", "up-2.0")
     assert caught.value.why == "0001-change-something.patch, 0002-change-something.patch"
     assert caught.value.fix == "./inv patch.rebase up-2.0"
-    told = capsys.readouterr()
-    assert "  ✗ 0001-change-something.patch: conflicts (1 of 1 hunks)" in told.out
-    assert "pkg/a.py:3: the text that it changes is not there\n    -line 5\n    +LINE 5" in told.err
+    printed = capsys.readouterr()
+    assert "  ✗ 0001-change-something.patch: conflicts (1 of 1 hunks)" in printed.out
+    assert "pkg/a.py:3: the text that it changes is not there\n    -line 5\n    +LINE 5" in printed.err

@@ -146,9 +146,9 @@ def test_it_says_what_it_was_made_from(world, tmp_path, kit):
     (patch,) = queue.patches
     assert files[f"{OURS}/patches/{patch.name}"] == (world.folder / patch.name).read_bytes()
     assert files[f"{OURS}/patches/series"].decode() == f"{patch.name}\n"
-    told = json.loads(files[f"{OURS}/patches/upstream.json"])
-    assert told.pop("files")["lib/gone.py"] == {"before": hashlib.sha256(b"gone\n").hexdigest(), "after": None}
-    assert told == {
+    document = json.loads(files[f"{OURS}/patches/upstream.json"])
+    assert document.pop("files")["lib/gone.py"] == {"before": hashlib.sha256(b"gone\n").hexdigest(), "after": None}
+    assert document == {
         "schema": 1, "upstream": "up", "version": "1.0", "filename": NAME, "sha256": sha256_file(world.wheel),
         "queue_sha256": queue.sha256, "patches": [{"name": patch.name, "sha256": patch.sha256}],
     }  # fmt: skip

@@ -38,10 +38,10 @@ def test_the_command_prints_a_plan_as_json_and_nothing_else():
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    made = Plan.model_validate_json(done.stdout)
-    assert (made.established, made.recommended, made.fit.fits) == ("computed", "safe", True)
-    assert made.model.computed == made.model.on_disk == 65_248_815_744
-    assert sum(row.bytes for row in made.budget) + made.left_bytes == made.memory_bytes
+    plan = Plan.model_validate_json(done.stdout)
+    assert (plan.established, plan.recommended, plan.fit.fits) == ("computed", "safe", True)
+    assert plan.model.computed == plan.model.on_disk == 65_248_815_744
+    assert sum(row.bytes for row in plan.budget) + plan.left_bytes == plan.memory_bytes
 
 
 def test_the_command_says_what_does_not_fit_with_its_own_code():
@@ -89,17 +89,19 @@ RECOMMENDED = [
 
 @pytest.mark.parametrize(("words", "name"), RECOMMENDED)
 def test_recommended_profile(capsys, words, name):
-    made = show(capsys, **words)
-    assert made.recommended == name
-    assert (f"--profile {name}" in made.advice) == bool(name)
-    for verdict in made.profiles:
-        assert bool(verdict.against) == (verdict.share > verdict.most or verdict.needed > verdict.share
-            or made.asked.context > verdict.max_model_len or made.asked.concurrency > verdict.max_num_seqs)  # fmt: skip
+    shown = show(capsys, **words)
+    assert shown.recommended == name
+    assert (f"--profile {name}" in shown.advice) == bool(name)
+    for verdict in shown.profiles:
+        too_small = verdict.share > verdict.most or verdict.needed > verdict.share
+        asked = shown.asked
+        beyond = asked.context > verdict.max_model_len or asked.concurrency > verdict.max_num_seqs
+        assert bool(verdict.against) == (too_small or beyond)
 
 
 def test_a_share_that_cannot_be_had_speaks_against_a_profile(capsys):
-    made = show(capsys, resident="24")
-    against = {verdict.name: " ".join(verdict.against) for verdict in made.profiles}
+    shown = show(capsys, resident="24")
+    against = {verdict.name: " ".join(verdict.against) for verdict in shown.profiles}
     assert against["safe"] == ""
     assert "0.83 is more than the 0.77 that can be had" in against["fast"]
 
@@ -113,19 +115,19 @@ def plan_for(request, device):
 def test_the_embedded_profile_is_for_processors():
     machine = devices.describe("", 24 << 30, 12 << 30, 2e10)
     assert (machine.resident.value, machine.bandwidth.value) == (12.0, 20.0)
-    made = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="4"), machine)
-    assert (made.asked.context, made.recommended, made.advice) == (4_096, "embedded", "./inv up")
-    assert made.prefill[0].seconds is None
-    made = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="100"), machine)
-    assert made.profiles[0].against == ("--max-num-seqs is 16",)
+    plan = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="4"), machine)
+    assert (plan.asked.context, plan.recommended, plan.advice) == (4_096, "embedded", "./inv up")
+    assert plan.prefill[0].seconds is None
+    plan = plan_for(PlanRequest("tiny-gpt-oss", "this", concurrency="100"), machine)
+    assert plan.profiles[0].against == ("--max-num-seqs is 16",)
 
 
 def test_this_machine_is_measured(capsys):
-    made = show(capsys, model="tiny-gpt-oss", device="this")
-    figures = made.device.described
+    shown = show(capsys, model="tiny-gpt-oss", device="this")
+    figures = shown.device.described
     assert figures.memory.source.startswith(tables.MEASURED)
     assert figures.memory.value > 0.5
-    assert made.decode[0].each is None or made.decode[0].each > 1
+    assert shown.decode[0].each is None or shown.decode[0].each > 1
 
 
 def test_a_gpu_of_the_table_keeps_its_figures_and_takes_the_memory_that_is_there():
@@ -146,13 +148,13 @@ def test_a_gpu_of_the_table_keeps_its_figures_and_takes_the_memory_that_is_there
 )
 def test_what_is_advised_against_too_little_memory_fits(context, concurrency, device):
     request, on = PlanRequest("gpt-oss-120b", device, str(context), str(concurrency)), devices.named(device)
-    made = plan_for(request, on)
-    if made.fit.fits:
+    plan = plan_for(request, on)
+    if plan.fit.fits:
         return
     with pytest.raises(RefusalError, check=lambda error: error.code == "validation.too-large") as caught:
-        planner.require_fit(made)
-    assert caught.value.fix == made.advice
-    for way in made.advice.removeprefix("./inv plan with ").split(" or "):
+        planner.require_fit(plan)
+    assert caught.value.fix == plan.advice
+    for way in plan.advice.removeprefix("./inv plan with ").split(" or "):
         flag, value = way.split()
         changed = replace(request, **{flag.removeprefix("--").replace("-", "_"): value})
         assert plan_for(changed, on).fit.fits, way
@@ -199,18 +201,18 @@ def test_bad_configurations_are_named(capsys, tmp_path, content):
 def test_a_folder_is_planned_for_with_its_files_sizes(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["gpt-oss-20b"].config))
     (tmp_path / "model-00000-of-00000.safetensors").write_bytes(bytes(1_000))
-    made = show(capsys, model=str(tmp_path))
-    assert (made.model.on_disk, made.model.computed) == (1_000, 13_761_264_768)
-    assert made.cited == []
+    shown = show(capsys, model=str(tmp_path))
+    assert (shown.model.on_disk, shown.model.computed) == (1_000, 13_761_264_768)
+    assert shown.cited == []
 
 
 def test_tables_name_every_part(capsys):
     request = PlanRequest("openai/gpt-oss-120b", concurrency="2", kv_dtype="fp8")
     screen.report(request, KNOWN, SERVE_PROFILES, FIGURES, as_json=False)
-    told = capsys.readouterr()
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
     for word in ("computed, not measured", "lm_head", "KV cache", "fits", "even routing", "prefill", "safe", "SGLang"):
-        assert word in told.err
+        assert word in printed.err
 
 
 def test_cited_figures_stand_beside_the_bound_for_their_formats():
@@ -285,16 +287,16 @@ PACKED = {
 def test_profiles_with_fewer_bits_come_last_and_show_what_they_gain(capsys):
     table = {**{name: SERVE_PROFILES[name] for name in ("safe", "fast", "long-context", "embedded")}, **PACKED}
     screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=True)
-    made = Plan.model_validate_json(capsys.readouterr().out)
-    assert [row.name for row in made.profiles][-2:] == ["fast-8", "fast-kv8"]
-    assert "embedded-8" not in {row.name for row in made.profiles}
-    assert made.recommended == "safe"
-    needs = {row.name: row.needed for row in made.profiles}
+    plan = Plan.model_validate_json(capsys.readouterr().out)
+    assert [row.name for row in plan.profiles][-2:] == ["fast-8", "fast-kv8"]
+    assert "embedded-8" not in {row.name for row in plan.profiles}
+    assert plan.recommended == "safe"
+    needs = {row.name: row.needed for row in plan.profiles}
     assert needs["fast-8"] < needs["fast"] > needs["fast-kv8"]
-    rows = {row.name: row for row in made.formats}
+    rows = {row.name: row for row in plan.formats}
     assert rows["fp8, bf16 head"].profiles == ("fast-8",)
     assert "fast-kv8" in rows["bf16"].profiles
-    one, many = made.for_users[0], made.for_users[-1]
+    one, many = plan.for_users[0], plan.for_users[-1]
     assert (one.cautious, one.fastest, many.cautious, many.fastest) == ("safe", "fast-8", "fast", "fast-kv8")
     assert one.fastest_each / one.cautious_each > 1.2
     screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=False)

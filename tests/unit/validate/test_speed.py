@@ -58,10 +58,10 @@ def facts(tmp_path, model="gpt-oss-120b"):
 
 
 def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
-    found = facts(tmp_path)
-    assert {fact.value for fact in found.values()} == {None}
-    assert {fact.error for fact in found.values()} == {None}
-    finding = evaluate(CHECKS["measured-speed"], {**good("spark"), **found}, required=False)
+    gathered = facts(tmp_path)
+    assert {fact.value for fact in gathered.values()} == {None}
+    assert {fact.error for fact in gathered.values()} == {None}
+    finding = evaluate(CHECKS["measured-speed"], {**good("spark"), **gathered}, required=False)
     assert (finding.status, finding.fix) == (Status.PASS, "")
     assert "nothing was measured" in finding.evidence
     assert "--device this, on the host" in finding.evidence
@@ -70,9 +70,9 @@ def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
 def test_the_newest_result_counts_by_its_own_time(tmp_path):
     write("batch_isl1024/result_a.json", result(machine__measured_at="2026-11-21T09:00:00+00:00"))
     write("accepted/result_b.json", result(metrics__tpot_ms={"median": 30.0}), age=500)
-    found = facts(tmp_path)
-    assert found["measured.file"].value == "result_b.json"
-    assert found["measured.tpot_ms"].value == 30.0
+    gathered = facts(tmp_path)
+    assert gathered["measured.file"].value == "result_b.json"
+    assert gathered["measured.tpot_ms"].value == 30.0
 
 
 NOT_OURS = {
@@ -96,9 +96,9 @@ NOT_OURS = {
 @pytest.mark.parametrize("case", NOT_OURS)
 def test_a_result_that_is_not_ours_does_not_count(tmp_path, case):
     write("result.json", result(**NOT_OURS[case]))
-    found = facts(tmp_path)
-    assert {fact.value for fact in found.values()} == {None}
-    assert {fact.error for fact in found.values()} == {None}
+    gathered = facts(tmp_path)
+    assert {fact.value for fact in gathered.values()} == {None}
+    assert {fact.error for fact in gathered.values()} == {None}
 
 
 @pytest.mark.parametrize(

@@ -35,25 +35,25 @@ def answer(overlay, name):
 
 
 def test_the_overlay_holds_what_was_ordered_compiled_from_patched_sources(order):
-    made = order("spinloop", "fs_io_C")
-    done = vllm_build.build(made)
+    extension_order = order("spinloop", "fs_io_C")
+    done = vllm_build.build(extension_order)
     assert (done.compiled, done.units) == (2, 2)
-    assert (answer(made.output, "spinloop"), answer(made.output, "fs_io_C")) == (43, 42)
-    record = manifest.load(made.output)
+    assert (answer(extension_order.output, "spinloop"), answer(extension_order.output, "fs_io_C")) == (43, 42)
+    record = manifest.load(extension_order.output)
     assert set(record.outputs) == {"vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so"}
-    assert record.inputs["queue"] == made.sources.queue.sha256
+    assert record.inputs["queue"] == extension_order.sources.queue.sha256
     assert record.inputs["arch"] == "12.1a"
     assert record.facts["machine"] == os.uname().machine
 
 
 def test_vllms_source_tree_is_left_as_it_was_and_only_what_cmake_reads_is_copied(order):
-    made = order("spinloop")
-    before = archive.read_listing(made.sources.tree)
-    vllm_build.build(made)
-    assert not (made.sources.tree / "csrc/generated.h").exists()
-    assert {path: sha256_file(made.sources.tree / path) for path in before} == before
-    assert (made.folder / "tree/csrc/generated.h").exists()
-    assert not (made.folder / "tree/docs").exists()
+    extension_order = order("spinloop")
+    before = archive.read_listing(extension_order.sources.tree)
+    vllm_build.build(extension_order)
+    assert not (extension_order.sources.tree / "csrc/generated.h").exists()
+    assert {path: sha256_file(extension_order.sources.tree / path) for path in before} == before
+    assert (extension_order.folder / "tree/csrc/generated.h").exists()
+    assert not (extension_order.folder / "tree/docs").exists()
 
 
 def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(order):
@@ -68,11 +68,11 @@ def test_a_second_run_does_nothing_and_another_target_reuses_the_configuration(o
 
 
 def test_a_library_that_was_changed_is_made_again(order):
-    made = order("spinloop")
-    vllm_build.build(made)
-    (made.output / "vllm/spinloop.abi3.so").write_bytes(b"other")
-    vllm_build.build(made)
-    assert answer(made.output, "spinloop") == 43
+    extension_order = order("spinloop")
+    vllm_build.build(extension_order)
+    (extension_order.output / "vllm/spinloop.abi3.so").write_bytes(b"other")
+    vllm_build.build(extension_order)
+    assert answer(extension_order.output, "spinloop") == 43
 
 
 def test_another_queue_makes_another_build_and_the_old_folder_goes(order, small):
@@ -87,12 +87,12 @@ def test_another_queue_makes_another_build_and_the_old_folder_goes(order, small)
 
 
 def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
-    made = order("spinloop")
-    (made.sources.tree / "csrc/fs_io_C.cpp").write_text("int edited;\n")
+    extension_order = order("spinloop")
+    (extension_order.sources.tree / "csrc/fs_io_C.cpp").write_text("int edited;\n")
     with pytest.raises(
         PatchError, match=r"csrc/fs_io_C.cpp was edited by hand", check=lambda error: error.code == "patch.modified"
     ):
-        vllm_build.build(made)
+        vllm_build.build(extension_order)
 
 
 def test_a_unit_that_does_not_compile_is_named_and_the_old_overlay_stays(order, small):
@@ -131,12 +131,12 @@ def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(or
 
     It waits before it asks ninja: that would remove the compiler's depfile.
     """
-    made = order("spinloop", "fs_io_C")
-    vllm_build.configure(made)
-    words = shlex.split(vllm_build.units_of(made)[0].command[-1])
-    depfile = made.folder / "cmake" / words[words.index("-MF") + 1]
+    extension_order = order("spinloop", "fs_io_C")
+    vllm_build.configure(extension_order)
+    words = shlex.split(vllm_build.units_of(extension_order)[0].command[-1])
+    depfile = extension_order.folder / "cmake" / words[words.index("-MF") + 1]
     depfile.write_text(f"{str(depfile).removesuffix('.d')}: \n")
-    ready, lock = tmp_path / "ready", made.folder / "units.lock"
+    ready, lock = tmp_path / "ready", extension_order.folder / "units.lock"
     script = f"""
 import subprocess, time
 from pathlib import Path
@@ -152,24 +152,24 @@ time.sleep(600)
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert started_at(builder.pid) is None
-    done = vllm_build.build(made)
+    done = vllm_build.build(extension_order)
     assert (tmp_path / "late").exists(), "it went on while the orphan still worked, or took its depfile away"
     assert done.units == 2
-    assert answer(made.output, "fs_io_C") == 42
+    assert answer(extension_order.output, "fs_io_C") == 42
 
 
 def test_a_configuration_that_was_killed_is_begun_afresh(order):
-    made = order("spinloop")
-    (made.folder / "tree").mkdir(parents=True)
-    (made.folder / "tree/CMakeLists.txt").write_text("half of it")
-    vllm_build.build(made)
-    assert json.loads((made.folder / "configured.json").read_text())["arch"] == "12.1a"
+    extension_order = order("spinloop")
+    (extension_order.folder / "tree").mkdir(parents=True)
+    (extension_order.folder / "tree/CMakeLists.txt").write_text("half of it")
+    vllm_build.build(extension_order)
+    assert json.loads((extension_order.folder / "configured.json").read_text())["arch"] == "12.1a"
 
 
 def test_units_are_known_by_target_and_source_wherever_they_are_built(order):
-    made = order("spinloop", "fs_io_C")
-    vllm_build.configure(made)
-    assert sorted(unit.name for unit in vllm_build.units_of(made)) == [
+    extension_order = order("spinloop", "fs_io_C")
+    vllm_build.configure(extension_order)
+    assert sorted(unit.name for unit in vllm_build.units_of(extension_order)) == [
         "fs_io_C/csrc/fs_io_C.cpp.o",
         "spinloop/csrc/spinloop.cpp.o",
     ]
@@ -207,35 +207,35 @@ def test_a_missing_repository_is_named_with_its_reason_and_every_way_to_bring_it
 
 @pytest.mark.needs("git")
 def test_a_checkout_at_another_commit_or_with_edits_is_not_taken(small, tmp_path, monkeypatch):
-    place = tmp_path / "cutlass"
-    place.mkdir()
+    path = tmp_path / "cutlass"
+    path.mkdir()
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
     for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "one"]):
-        subprocess.run(["git", "-C", place, *words], check=True, capture_output=True)  # noqa: S607
+        subprocess.run(["git", "-C", path, *words], check=True, capture_output=True)  # noqa: S607
     assert "and cb4247394dd82148787aed73e5dc7cef33cbf862 is pinned" in missing(small, tmp_path).why
-    head = subprocess.run(["git", "-C", place, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)  # noqa: S607
+    head = subprocess.run(["git", "-C", path, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)  # noqa: S607
     table = vllm_build.vllm_targets.load("0.32.0")
     stack = vllm_sources.pins.load().stacks["spark"]
     pin = stack.git["cutlass"].model_copy(update={"commit": head.stdout.strip()})
-    assert vllm_sources._checkout("cutlass", pin, place).folder == place
-    (place / "new.h").write_text("")
+    assert vllm_sources._checkout("cutlass", pin, path).folder == path
+    (path / "new.h").write_text("")
     with pytest.raises(
         CompileError, match=r"was edited: \?\? new.h", check=lambda error: error.code == "compile.inputs"
     ):
-        vllm_sources._checkout("cutlass", pin, place)
+        vllm_sources._checkout("cutlass", pin, path)
     assert "cutlass" in table.targets["_C_stable_libtorch"].needs
 
 
 def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(small, tmp_path, monkeypatch, capfd):
-    place = tmp_path / "mine"
-    place.mkdir()
-    (place / "a.h").write_text("1")
-    monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(place))
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "a.h").write_text("1")
+    monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(path))
     table = vllm_build.vllm_targets.load("0.32.0")
     first = vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark").repositories["cutlass"]
-    (place / "a.h").write_text("2")
+    (path / "a.h").write_text("2")
     second = vllm_sources.fetch_sources(table, ["_C_stable_libtorch"], None, "spark").repositories["cutlass"]
-    assert first.folder == place
+    assert first.folder == path
     assert first.identity != second.identity
     assert "not compared with the pin" in capfd.readouterr().err
     monkeypatch.setenv("VLLM_CUTLASS_SRC_DIR", str(tmp_path / "nothing"))
@@ -249,10 +249,14 @@ def test_targets_that_include_nothing_of_it_need_no_repository(small):
 
 
 def test_a_stand_in_cannot_be_compiled(order):
-    made = order("spinloop")
-    variables = vllm_sources.stand_ins(made.table, made.sources, made.folder / "left-out")
+    extension_order = order("spinloop")
+    variables = vllm_sources.stand_ins(
+        extension_order.table, extension_order.sources, extension_order.folder / "left-out"
+    )
     file = f"{variables['QUTLASS_SRC_DIR']}/qutlass/csrc/bindings.cpp"
-    done = subprocess.run([made.chain.cxx, "-fsyntax-only", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [extension_order.chain.cxx, "-fsyntax-only", file], capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert "left out of this build" in done.stderr
 

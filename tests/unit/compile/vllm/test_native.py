@@ -79,12 +79,12 @@ def ready(small, order, tmp_path, monkeypatch):
 
     def compiled_in_an_hour(stack, *, jobs, python):
         assert stack == "spark"
-        place = build.kernels_artifact(BuildRequest(stack, "wheel"))
-        if manifest.load(place) is None:
-            file = library(place.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
+        artifact = build.kernels_artifact(BuildRequest(stack, "wheel"))
+        if manifest.load(artifact) is None:
+            file = library(artifact.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
             outputs = {"cached_ops/sampling/sampling.so": sha256_file(file)}
             record = manifest.Manifest("kernels", {}, outputs, {}, {}, 1.0)
-            write_json(manifest.beside(place), vars(record))
+            write_json(manifest.beside(artifact), vars(record))
 
     monkeypatch.setattr("sparkforge.compile.flashinfer.build.build_kernels", compiled_in_an_hour)
     return tmp_path

@@ -25,25 +25,25 @@ def library(path, number):
 
 @pytest.fixture
 def overlay(tmp_path):
-    place = tmp_path / "overlay"
+    path = tmp_path / "overlay"
     for number, name in enumerate(NAMES):
-        library(place / name, number)
-    outputs = {name: sha256_file(place / name) for name in NAMES}
+        library(path / name, number)
+    outputs = {name: sha256_file(path / name) for name in NAMES}
     made = {"stage": "vllm", "inputs": {}, "outputs": outputs, "tools": {}, "facts": {"vllm": "0.32.0"}, "seconds": 1.0}
-    write_json(manifest.beside(place), {**made, "schema": manifest.SCHEMA})
-    return place
+    write_json(manifest.beside(path), {**made, "schema": manifest.SCHEMA})
+    return path
 
 
 @pytest.fixture
 def tree(tmp_path):
     """A site-packages with upstream's wheel in it, hard-linked into a cache as uv does."""
-    place = tmp_path / "site-packages"
-    (place / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    path = tmp_path / "site-packages"
+    (path / "vllm-0.32.0.dist-info").mkdir(parents=True)
     for name in NAMES:
-        library(place / name, 9)
+        library(path / name, 9)
         (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cache" / name).hardlink_to(place / name)
-    return place
+        (tmp_path / "cache" / name).hardlink_to(path / name)
+    return path
 
 
 def hashes(root):
