@@ -1,0 +1,76 @@
+"""Commands about one model over several machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invoke.context import Context
+
+from sparkforge.cli.command import caller_path, listed, task
+from sparkforge.core.console import echo, echo_json, say
+from sparkforge.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparkforge.serve.cluster.config import ClusterConfig
+
+CONFIG = "the cluster's file; default: cluster.toml in the checkout"
+
+
+@task(
+    example="./inv cluster.discover --nodes local,spark-2",
+    nodes="names for ssh, the head first; local is this machine",
+    device="docker, or embedded: vLLM's CPU build",
+    folder="the checkout on the other machines; default: this one's path",
+    file="write the proposal there; default: print it",
+    replace="overwrite the file",
+)
+def cluster_discover(
+    _ctx: Context, nodes: str = "", device: str = "docker", folder: str = "", file: str = "", replace: bool = False
+) -> None:
+    """Propose a cluster.toml from what the machines say about their networks.
+
+    It asks over ssh, and changes nothing on any machine.
+    """
+    from sparkforge.core import paths
+    from sparkforge.serve.cluster import check, config
+
+    if device not in ("docker", "embedded"):
+        raise UsageError(f"--device {device} has no meaning", "it is docker or embedded", "--device docker")
+    target = Path(caller_path(file)) if file else None
+    if target and target.exists() and not replace:
+        raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
+    _, proposed = check.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
+    if target is None:
+        echo(config.text(proposed), end="")
+        return
+    config.write(target, proposed)
+    say(f"wrote {target}; next: ./inv cluster.check")
+
+
+@task(
+    example="./inv cluster.check",
+    config=CONFIG,
+    json_="print the findings as JSON",
+)
+def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
+    """Check all nodes before a model is served over them.
+
+    It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
+    """
+    from sparkforge.serve.cluster import check
+
+    findings = check.checked(_read(config))
+    if json_:
+        echo_json([asdict(finding) for finding in findings])
+    else:
+        check.show(findings)
+    check.require_fine(findings)
+
+
+def _read(path: str) -> ClusterConfig:
+    from sparkforge.core import paths
+    from sparkforge.serve.cluster import config
+
+    return config.read(Path(caller_path(path)) if path else paths.ROOT / config.FILE)
