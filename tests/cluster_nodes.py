@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core.paths import ROOT
+from sparkforge.serve.cluster import start
 
 IP, KEYGEN = (shutil.which(name) or name for name in ("ip", "ssh-keygen"))
 HEAD, WORKER = "10.77.0.1", "10.77.0.2"
@@ -55,7 +56,8 @@ class Nodes:
         for index, (name, address) in enumerate((("head", HEAD), ("worker", WORKER))):
             ssh, state = ("", self.work / "a") if index == 0 else (f"root@{WORKER}", self.work / "b")
             lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh}"', f'address = "{address}"']
-            lines += [f'interface = "{CABLES[index]}"', f'folder = "{ROOT}"', f'state = "{state}"']
+            lines += [f'interface = "{CABLES[index]}"', f'folder = "{self.work}"', f'state = "{state}"']
+            lines += [f'python = "{sys.executable}"']
         file = self.work / "cluster.toml"
         file.write_text("\n".join(lines) + "\n")
         return file
@@ -75,11 +77,15 @@ def start_sshd(nodes):
     (keys / "sshd").write_text(
         f"ListenAddress {WORKER}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\nStrictModes no\n"
         f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
-        f"SetEnv PATH={os.environ['PATH']} PYTHONPATH={os.environ.get('PYTHONPATH', '')}\n"
+        f"SetEnv PATH={os.environ['PATH']} PYTHONPATH={ROOT}\n"
     )
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
     programs = nodes.work / "bin"
     programs.mkdir()
+    interpreter = nodes.work / start.INTERPRETER  # of the other machine's checkout
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
     client = programs / "ssh"  # OpenSSH finds its configuration by the user's record, not by HOME
     client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
     client.chmod(0o755)

@@ -24,6 +24,7 @@ INSTALL = {
     "cc": "sudo apt install gcc",
     "ninja": "sudo apt install ninja-build",
     "ip": "sudo apt install iproute2",
+    "iptables": "sudo apt install iptables",
     "ssh": "sudo apt install openssh-client",
     "sshd": "sudo apt install openssh-server",
     "cmake": "sudo apt install cmake",

@@ -44,7 +44,15 @@ for _collection in (
     _build,
     _patch,
     Collection("service", service.install, service.remove, service.status),
-    Collection("cluster", discover=cluster.cluster_discover, check=cluster.cluster_check),
+    Collection(
+        "cluster",
+        discover=cluster.cluster_discover,
+        check=cluster.cluster_check,
+        up=cluster.cluster_up,
+        status=cluster.cluster_status,
+        logs=cluster.cluster_logs,
+        down=cluster.cluster_down,
+    ),
     Collection("dev", build=build.dev_build, patch=build.dev_patch),
     Collection(
         "image",

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invoke.context import Context
+from invoke.exceptions import Exit
 
-from sparkforge.cli.command import caller_path, listed, task
+from sparkforge.cli.command import caller_path, listed, task, whole_number
 from sparkforge.core.console import echo, echo_json, say
-from sparkforge.core.errors import UsageError
+from sparkforge.core.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
     from sparkforge.serve.cluster.config import ClusterConfig
@@ -29,7 +30,7 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 def cluster_discover(
     _ctx: Context, nodes: str = "", device: str = "docker", folder: str = "", file: str = "", replace: bool = False
 ) -> None:
-    """Propose a cluster.toml from what the machines say about their networks.
+    """Propose a cluster.toml from what machines say of their networks.
 
     It asks over ssh, and changes nothing on any machine.
     """
@@ -67,6 +68,49 @@ def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
     else:
         check.show(findings)
     check.require_fine(findings)
+
+
+@task(example="./inv cluster.up", config=CONFIG)
+def cluster_up(_ctx: Context, config: str = "") -> None:
+    """Serve one model over all nodes.
+
+    It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
+    node's part ends, the others end within 30 seconds and say which it was. So far on the embedded device only.
+    """
+    from sparkforge.serve.cluster import start
+
+    answer = start.up(_read(config))
+    echo(f"{answer['url']}/v1")
+
+
+@task(example="./inv cluster.status", config=CONFIG, json_="print the states as JSON")
+def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
+    """Show what every node does.
+
+    Exit code 0 means that all parts run; 24 that one does not, or does not answer.
+    """
+    from sparkforge.serve.cluster import start
+
+    states = start.status(_read(config))
+    echo_json(states) if json_ else start.show_status(states)
+    if any(state["state"] != "running" for state in states.values()):
+        raise Exit(code=ServerError.exit_code)
+
+
+@task(example="./inv cluster.logs --lines 100", config=CONFIG, lines="lines of each node's log, at most 400")
+def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
+    """Show the end of every node's log, its name before each line."""
+    from sparkforge.serve.cluster import start
+
+    start.show_logs(_read(config), whole_number("--lines", lines))
+
+
+@task(example="./inv cluster.down", config=CONFIG)
+def cluster_down(_ctx: Context, config: str = "") -> None:
+    """Stop every node's part."""
+    from sparkforge.serve.cluster import start
+
+    start.down(_read(config))
 
 
 def _read(path: str) -> ClusterConfig:

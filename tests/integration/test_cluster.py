@@ -9,7 +9,7 @@ import pytest
 
 from sparkforge.serve.cluster import config
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd")]
+pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
 
 
 @pytest.fixture(scope="module")

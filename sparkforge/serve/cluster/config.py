@@ -27,6 +27,8 @@ Topology = Literal["two", "switch", "mesh", "ring"]
 class ClusterNode(Record):
     """One machine. `ssh` is empty for the one that the commands run on; `folder` is the checkout there.
 
+    `python` is the interpreter that serves on the embedded device; empty: that of the environment in `state`.
+
     `address` is its own on the network that carries vLLM's control traffic, `interface` the device with that address,
     `hcas` the RDMA devices that NCCL uses: both halves of each port.
     """
@@ -35,6 +37,7 @@ class ClusterNode(Record):
     ssh: Destination = ""
     folder: str = ""
     state: str = ""
+    python: str = ""
     address: str
     interface: Name
     hcas: tuple[Name, ...] = ()
@@ -55,6 +58,7 @@ class ClusterConfig(Record):
     topology: Topology = "two"
     model: str = ""
     profile: str = ""
+    flags: tuple[str, ...] = ()
     tensor: int = Field(default=2, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: bool = False
@@ -115,6 +119,7 @@ COMMENTS = {
     "topology": "two, switch, mesh (three nodes) or ring",
     "model": "a folder, the same on every node; empty: what the device serves by itself",
     "profile": "a table of sparkforge/serve/profiles.toml; empty: the device's own",
+    "flags": "vLLM's own, which win over the profile's",
     "tensor": "machines that share each layer",
     "pipeline": "machines that share the layers; tensor x pipeline is the number of nodes",
     "expert": "whole experts on each machine instead of a part of each",
@@ -128,9 +133,13 @@ def _lines(config: ClusterConfig) -> Iterator[str]:
     yield "# Nodes of one model, the head first. docs/reference/cluster.md explains every key."
     yield "schema = 1"
     for name, why in COMMENTS.items():
-        yield f"{name} = {tomlkit.item(getattr(config, name)).as_string()}  # {why}"
+        yield f"{name} = {_literal(getattr(config, name))}  # {why}"
     for node in config.nodes:
         yield ""
         yield "[[nodes]]"
         for name, value in node.model_dump().items():
-            yield f"{name} = {tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()}"
+            yield f"{name} = {_literal(value)}"
+
+
+def _literal(value: object) -> str:
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
