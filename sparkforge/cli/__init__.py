@@ -48,6 +48,7 @@ for _collection in (
         "cluster",
         discover=cluster.cluster_discover,
         check=cluster.cluster_check,
+        measure=cluster.cluster_measure,
         up=cluster.cluster_up,
         status=cluster.cluster_status,
         logs=cluster.cluster_logs,

@@ -41,6 +41,18 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     assert found["firewall"]["evidence"] == "2 ways between nodes"
 
 
+def test_an_all_reduce_runs_over_the_link(nodes):
+    done = nodes.inv("cluster.measure", "--config", str(nodes.config()), "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert measured["backend"] == "gloo"
+    assert [row["bytes"] for row in measured["sizes"]] == [8192, 65536, 1 << 20, 16 << 20]
+    assert all(row["microseconds"] > 0 and row["gigabytes_a_second"] > 0 for row in measured["sizes"])
+    show = nodes.inside(1, "cat", f"/sys/class/net/{namespaces.CABLES[1]}/statistics/tx_bytes")
+    sent = subprocess.run(show, check=True, capture_output=True, text=True).stdout
+    assert int(sent) > 20 * (16 << 20)  # the worker sent its part of each round over the cable
+
+
 def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
     nodes.link(1, "mtu", "1500")
     try:

@@ -6,6 +6,7 @@ and messages for people go to stderr. It uses what serves one machine: validator
   validate  run the validator for this node's part of the server
   begin     start a worker and return at once
   start     start the head's part and wait until it has answered its first requests
+  reduce    measure all-reduces with the other nodes, by the interpreter that serves
   status    say whether this node's part runs, and how it ended
   logs      the last `lines` of its log
   down      end it, and what a killed one left
@@ -27,15 +28,17 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, show_error
 from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
+from sparkforge.core.process import run
 from sparkforge.core.tables import Record
 from sparkforge.serve import embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import engine, watch
+from sparkforge.serve.cluster import allreduce, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.settings import TINY_ID
 
 LINES = 400
+REDUCE_SECONDS = 60.0
 
 
 class NodeRequest(Record):
@@ -64,7 +67,7 @@ def end_path() -> Path:
 def describe(request: NodeRequest) -> Launch:
     """Return what starts this node's part. Raises what `environment.prepare` and `embedded.write_tiny` raise."""
     config, node = request.config, request.node
-    python = Path(node.python) if node.python else environment.prepare(Steps(1)).python
+    python = _interpreter(node)
     model = paths.typed(config.model).absolute() if config.model else embedded.write_tiny(python)
     described = embedded.describe(
         python,
@@ -132,6 +135,27 @@ def lost() -> Mapping[str, str] | None:
     return None
 
 
+def reduce(request: NodeRequest) -> dict[str, Any]:
+    """Measure all-reduces with the other nodes; all must be asked at the same time. Raises ProcessError."""
+    config, node = request.config, request.node
+    options = {
+        "rank": config.nodes.index(node),
+        "nodes": len(config.nodes),
+        "address": config.head.address,
+        "port": config.master_port,
+        "seconds": REDUCE_SECONDS,
+    }
+    command: list[str | Path] = [_interpreter(node), "-P", allreduce.__file__, json.dumps(options)]
+    fix = "./inv cluster.check"
+    result = run(command, env=engine.environment(config, node), fix=fix, seconds=2 * REDUCE_SECONDS)
+    answer: dict[str, Any] = parse_json(result.stdout.strip().splitlines()[-1], "the all-reduce's answer")
+    return answer
+
+
+def _interpreter(node: ClusterNode) -> Path:
+    return Path(node.python) if node.python else environment.prepare(Steps(1)).python
+
+
 def status(_request: NodeRequest) -> dict[str, Any]:
     """Say whether this node's part runs; if it has ended, how, and which node it was."""
     server = record.read()
@@ -165,6 +189,7 @@ ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
     "validate": validate,
     "begin": begin,
     "start": start,
+    "reduce": reduce,
     "status": status,
     "logs": tail,
     "down": down,

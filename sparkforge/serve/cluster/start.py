@@ -25,9 +25,7 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     Whenever it raises, no node's part is left running. Raises RefusalError if a check or a validation fails, and the
     first node's error otherwise.
     """
-    if config.device != "embedded":
-        why = "cluster.up runs vLLM's CPU build; the containers of several Sparks are not built yet"
-        raise UsageError(f"device {config.device} cannot be started", why, "docs/guide/two-machines.md, State")
+    _require_embedded(config)
     steps, token = Steps(4), secrets.token_hex(16)
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = check.checked(config)
@@ -46,6 +44,25 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         down(config)
         raise
     return answer
+
+
+def measure(config: ClusterConfig) -> dict[str, Any]:
+    """Return what all-reduces between all nodes take, as the head measured them. Raises the first node's error."""
+    _require_embedded(config)
+    return _all(config, config.nodes, "reduce", "", VALIDATE_SECONDS)[config.head.name]
+
+
+def show_measured(answer: Mapping[str, Any]) -> None:
+    """Print a line for each size."""
+    for row in answer["sizes"]:
+        size, speed = f"{row['bytes'] >> 10} KiB", f"{row['gigabytes_a_second']:.3f} GB/s"
+        echo(f"all-reduce by {answer['backend']}  {size:>9}  {row['microseconds']:>9.1f} µs  {speed}")
+
+
+def _require_embedded(config: ClusterConfig) -> None:
+    if config.device != "embedded":
+        why = "it runs vLLM's CPU build; the containers of several Sparks are not built yet"
+        raise UsageError(f"device {config.device} cannot be started", why, "docs/guide/two-machines.md, State")
 
 
 def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
