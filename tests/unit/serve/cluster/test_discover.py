@@ -53,6 +53,21 @@ def test_a_cable_that_is_out_is_refused_and_wifi_is_no_way_out(sheet):
     assert refused.value.code == "validation.cluster"
 
 
+def test_of_two_halves_on_one_subnet_the_first_ones_address_is_proposed(sheet):
+    facts = {
+        name: node.model_copy(
+            update={
+                "interfaces": tuple(
+                    entry.model_copy(update={"addresses": tuple(a.replace(".178.", ".177.1") for a in entry.addresses)})
+                    for entry in node.interfaces
+                )
+            }
+        )
+        for name, node in sheet("two-from-eugr").items()
+    }
+    assert {node.interface for node in propose(facts).nodes} == {"enp1s0f1np1"}
+
+
 def test_a_mesh_without_a_lan_is_refused(sheet):
     facts = {
         name: node.model_copy(update={"interfaces": tuple(e for e in node.interfaces if e.name != "enP7s7")})

@@ -148,6 +148,20 @@ def test_a_stranger_is_dropped_and_changes_nothing(both, words):
     assert (head.poll(), worker.poll()) == (None, None)
 
 
+def test_who_does_not_know_the_token_is_no_worker(start):
+    head = start("head", ["worker"], listen=True)
+    wait_for(lambda: listening(head.port), "it does not listen")
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as impostor:
+        impostor.sendall(b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n')
+        assert impostor.recv(100) == b""
+    assert head.poll() is None
+
+
+def listening(port):
+    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(local.endswith(f":{port:04X}") and state == "0A" for local, _, state in rows)
+
+
 def test_the_server_does_not_get_the_token(start, tmp_path):
     out = tmp_path / "environment"
     show = [
