@@ -53,16 +53,21 @@ def cluster_discover(
 @task(
     example="./inv cluster.check",
     config=CONFIG,
+    record="also write what the nodes said about themselves, such as facts.json; it names hosts and addresses",
     json_="print the findings as JSON",
 )
-def cluster_check(_ctx: Context, config: str = "", json_: bool = False) -> None:
+def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool = False) -> None:
     """Check all nodes before a model is served over them.
 
     It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
     """
-    from sparkforge.serve.cluster import check
+    from sparkforge.core.files import write_atomic
+    from sparkforge.serve.cluster import check, checks, facts
 
-    findings = check.checked(_read(config))
+    situation = check.look(_read(config))
+    if record:
+        write_atomic(Path(caller_path(record)), facts.as_sheet(situation.facts))
+    findings = checks.evaluate(situation)
     if json_:
         echo_json([asdict(finding) for finding in findings])
     else:

@@ -7,7 +7,7 @@ import subprocess
 import cluster_nodes as namespaces
 import pytest
 
-from sparkforge.serve.cluster import config
+from sparkforge.serve.cluster import config, facts
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
 
@@ -35,6 +35,9 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
         (namespaces.HEAD, "cable0"),
         (namespaces.WORKER, "cable1"),
     ]
+    recorded = tmp_path / "facts.json"
+    assert nodes.inv("cluster.check", "--config", str(file), "--record", str(recorded)).returncode == 0
+    assert set(facts.load_sheet(recorded)) == {"local", namespaces.WORKER}
     code, found = findings(nodes)
     assert {name: item["evidence"] for name, item in found.items() if item["status"] == "fail"} == {}
     assert code == 0

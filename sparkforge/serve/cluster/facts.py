@@ -165,11 +165,11 @@ def load_sheet(path: Path) -> dict[str, NodeFacts]:
         sheet = read_json(path)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        fix = "./inv cluster.check --record sheet.json"
+        fix = "./inv cluster.check --record facts.json"
         raise InputError(f"cannot read the sheet {path}", why, fix, code="input.facts") from error
     nodes = sheet.get("nodes") if isinstance(sheet, dict) else None
     if not isinstance(nodes, dict):
-        fix = "./inv cluster.check --record sheet.json"
+        fix = "./inv cluster.check --record facts.json"
         raise InputError(f"cannot read the sheet {path}", "it has no table of nodes", fix, code="input.facts")
     return {name: parse(answer, f"{name} in {path.name}") for name, answer in nodes.items()}
 
