@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, diagnose, maintain, measure, models, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, serve, service
 
 namespace = Collection(
     serve.up,
@@ -44,6 +44,16 @@ for _collection in (
     _build,
     _patch,
     Collection("service", service.install, service.remove, service.status, service.guard),
+    Collection(
+        "cluster",
+        discover=cluster.cluster_discover,
+        check=cluster.cluster_check,
+        measure=cluster.cluster_measure,
+        up=cluster.cluster_up,
+        status=cluster.cluster_status,
+        logs=cluster.cluster_logs,
+        down=cluster.cluster_down,
+    ),
     Collection("dev", build=build.dev_build, patch=build.dev_patch),
     Collection(
         "image",

@@ -35,6 +35,7 @@ def model_fetch(
     concurrency="sequences at once; default 4",
     kv_dtype="type of the KV cache: auto, bf16 or fp8",
     resident="GB that the system and other programs keep in use; default: the device's measured value",
+    nodes="plan also for so many machines together, such as 2",
     json_="print the plan as JSON",
 )
 def plan(
@@ -45,6 +46,7 @@ def plan(
     concurrency: str = "",
     kv_dtype: str = "auto",
     resident: str = "",
+    nodes: str = "",
     json_: bool = False,
 ) -> None:
     """Compute a model's memory and speed on a device.
@@ -59,7 +61,7 @@ def plan(
     from validate.facts import gpu
 
     known = table.load()
-    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident)
+    request = PlanRequest(name_or_path(model, known), device, context, concurrency, kv_dtype, resident, nodes)
     name = gpu.name() if device == "this" else ""
     figures = baselines.load().figures
     screen.report(request, known, profiles.load(), figures, gpu=name, as_json=json_)

@@ -35,6 +35,27 @@ class Loading(Record):
     note: str = ""
 
 
+class LatencyPoint(Record):
+    """How long an all-reduce of so many bytes takes between two machines, in microseconds."""
+
+    bytes: int = Field(ge=1)
+    microseconds: float = Field(gt=0)
+
+    @property
+    def seconds(self) -> float:
+        """The same in seconds."""
+        return self.microseconds * 1e-6
+
+
+class Interconnect(Record):
+    """The network between several of a device: NCCL's bus bandwidth in GB/s (10⁹), and latencies of small messages."""
+
+    bandwidth: Figure
+    latency: tuple[LatencyPoint, ...] = Field(min_length=2)
+    latency_source: str = Field(min_length=1)
+    latency_date: str
+
+
 class Device(Record):
     """What serves. Memory in GiB, bandwidth in GB/s, rates in TFLOP/s without sparsity; None: not known.
 
@@ -59,6 +80,7 @@ class Device(Record):
     bandwidth: Figure | None = None
     rates: dict[str, Figure] = Field(default={})
     loading: tuple[Loading, ...] = ()
+    link: Interconnect | None = None
 
     @property
     def memory_bytes(self) -> int:

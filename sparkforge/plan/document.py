@@ -13,6 +13,7 @@ from sparkforge.core.tables import Record
 from sparkforge.plan.budget import Line
 from sparkforge.plan.choose import ProfileFit
 from sparkforge.plan.cited import Against
+from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import Device
 from sparkforge.plan.speed import Comparison
 
@@ -174,6 +175,7 @@ class Plan(Record):
     advice: str
     cited: list[Against]
     measured: list[Comparison]
+    cluster: ClusterPlan | None = None
 
 
 def schema() -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
-from sparkforge.plan import architecture, budget, choose, cited, devices, roofline, speed
+from sparkforge.plan import architecture, budget, choose, cited, cluster, devices, roofline, speed
 from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
@@ -75,6 +75,7 @@ class PlanRequest:
     concurrency: str = ""
     kv_dtype: str = "auto"
     resident: str = ""
+    nodes: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,12 @@ def make_plan(
     load: Workload,
     profiles: Mapping[str, ServerOptions],
     figures: Sequence[CitedRow] = (),
+    nodes: int = 0,
 ) -> Plan:
     """Return the plan. `name` is the device's in the request, `figures` are other people's.
 
-    Raises InputError for a table that is malformed.
+    With `nodes` it is also for so many machines together. Raises InputError for a table that is malformed, UsageError
+    for several machines of a device whose network is not known.
     """
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)
@@ -200,12 +203,13 @@ def make_plan(
         advice=_advice(model, device, load, recommended, nearest),
         cited=cited.against(model, device, figures) if is_cited else [],
         measured=_measured(subject, device, load) if name == devices.THIS else [],
+        cluster=cluster.make(subject.name, model, device, load, nodes) if nodes else None,
     )
 
 
 def require_fit(plan: Plan) -> None:
     """Raise RefusalError if the request does not fit, with how much is missing and what to change."""
-    if plan.fit.fits:
+    if plan.fit.fits or (plan.cluster and any(row.fits for row in plan.cluster.ways)):
         return
     asked_for = f"{plan.asked.concurrency} x {plan.asked.context} tokens"
     needed, most = (share * plan.memory_bytes / GIB for share in (plan.fit.needed_share, plan.fit.most_share))

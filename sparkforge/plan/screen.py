@@ -8,9 +8,10 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from sparkforge.core.console import console, echo_json, say
-from sparkforge.plan import choose, planner
+from sparkforge.plan import choose, cluster, planner
 from sparkforge.plan.choose import ProfileRow
 from sparkforge.plan.cited import NAMES, CitedRow
+from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
 from sparkforge.plan.document import Plan
 from sparkforge.plan.planner import KnownModel, PlanRequest
@@ -38,7 +39,8 @@ def report(
     device = planner.read_device(request.device, request.resident, gpu)
     profiles = choose.read_profiles(serve_profiles)
     load = planner.read_load(request, subject.model, device, profiles)
-    plan = planner.make_plan(subject, request.device, device, load, profiles, figures)
+    nodes = cluster.read_nodes(request.nodes) if request.nodes else 0
+    plan = planner.make_plan(subject, request.device, device, load, profiles, figures, nodes)
     if as_json:
         echo_json(plan.model_dump(mode="json"))
     else:
@@ -46,7 +48,7 @@ def report(
     planner.require_fit(plan)
 
 
-def print_tables(plan: Plan) -> None:
+def print_tables(plan: Plan) -> None:  # noqa: C901 - a table after the other
     """Print every table."""
     say(f"computed, not measured · {plan.model.name} on {plan.device.described.about}")
     say(f"model: {plan.model.source}")
@@ -73,6 +75,8 @@ def print_tables(plan: Plan) -> None:
         console().print(_loading(plan))
     if plan.profiles:
         console().print(_profiles(plan))
+    if plan.cluster:
+        _print_cluster(plan.cluster)
     if plan.cited:
         console().print(_cited(plan))
     if any(figure.share > 1 for figure in plan.cited):
@@ -188,6 +192,52 @@ def _cited(plan: Plan) -> Table:
         name = "" if before and before.whose == row.whose else row.whose.removeprefix(f"{NAMES}, ")
         figures = (f"{row.cited:.1f}", _speed(row.computed), f"{row.share:.0%}")
         table.add_row(name, row.shape, QUANTITIES[row.quantity], *figures, f"{row.dense} {row.kv}")
+    return table
+
+
+def _print_cluster(plan: ClusterPlan) -> None:
+    """Print how several machines serve the model, beside published figures."""
+    console().print(_ways(plan))
+    for row in plan.ways:
+        for objection in row.against:
+            say(f"{row.way}: {objection}")
+    console().print(_together(plan))
+    say(f"a server works on {plan.sequences} users at once (--max-num-seqs); the others wait")
+    crossover = "no number of users" if plan.crossover is None else f"{plan.crossover} users on"
+    say(f"servers of their own have more tokens a second in all from {crossover}")
+    if plan.cited:
+        console().print(_cited_cluster(plan))
+        say(f"cited: {plan.cited_source}")
+    say(f"{plan.nodes} machines: {plan.recommended}, because {plan.why}")
+
+
+def _ways(plan: ClusterPlan) -> Table:
+    columns = (_right("weights GiB"), _right("KV GiB"), _right("share"), "", _right("kB a token"), _right("ms a step"))
+    title = f"{plan.nodes} machines · computed · of one machine; over the link for one user"
+    table = Table("way", *columns, title=title, box=SIMPLE)
+    for row in plan.ways:
+        verdict = "impossible" if row.against else "fits" if row.fits else "does not fit"
+        sizes = (_gib(row.weights_bytes), _gib(row.kv_bytes), f"{row.share:.2f}", verdict)
+        table.add_row(row.way, *sizes, f"{row.link_bytes / 1e3:.0f}", _ms(row.link_seconds))
+    return table
+
+
+def _together(plan: ClusterPlan) -> Table:
+    title = "tok/s of all users · computed"
+    table = Table(
+        _right("users"), _right("one machine"), *(_right(way) for way in cluster.WAYS), title=title, box=SIMPLE
+    )
+    for row in plan.speeds:
+        table.add_row(str(row.users), _speed(row.single), *(_speed(row.ways[way]) for way in cluster.WAYS))
+    return table
+
+
+def _cited_cluster(plan: ClusterPlan) -> Table:
+    columns = (_right("users"), _right("cited gain"), _right("computed gain"), "cited winner", "computed winner")
+    table = Table(*columns, title="tensor against one machine (gain), and against two servers (winner)", box=SIMPLE)
+    for row in plan.cited:
+        gains = (f"{row.cited_gain:.2f}", f"{row.computed_gain:.2f}")
+        table.add_row(str(row.users), *gains, row.cited_winner, row.computed_winner)
     return table
 
 

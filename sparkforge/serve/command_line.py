@@ -15,6 +15,7 @@ from sparkforge.serve import access
 from sparkforge.serve.profiles import ServeProfile
 
 MODULE = "vllm.entrypoints.openai.api_server"  # unlike the `vllm` command it needs no distribution called vllm
+HEADLESS, WORKER = "--headless", ("vllm.entrypoints.cli.main", "serve")  # which only that command has
 ENVIRONMENT = {
     **offline_environment(),  # the model is on disk; a start must not wait for a network
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,7 +59,8 @@ class ServerCommand:
 
     def command(self, python: str | Path) -> tuple[str, ...]:
         """Return the whole command, run by the interpreter `python`."""
-        return (str(python), "-m", MODULE, *self.arguments)
+        module = WORKER if HEADLESS in self.arguments else (MODULE,)
+        return (str(python), "-m", *module, *self.arguments)
 
     def address(self) -> tuple[str, int]:
         """Return the host and the port on which it listens. Raises UsageError for a port that is none.

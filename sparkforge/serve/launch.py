@@ -133,6 +133,13 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
         return _wait(server, launch, progress)
 
 
+def begin(launch: Launch) -> Server:
+    """Start a server without an API, such as a worker of a cluster, and return its record. Inside `starting`."""
+    refuse_second()
+    with interrupt.held():
+        return _spawn(launch)
+
+
 def proved(server: Server, seconds: float, key: str, stack: str) -> Server:
     """Prove within `seconds` what clients call, and the stack's patches; record and return the server with it.
 

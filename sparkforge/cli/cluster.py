@@ -1,0 +1,138 @@
+"""Commands about one model over several machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invoke.context import Context
+from invoke.exceptions import Exit
+
+from sparkforge.cli.command import caller_path, listed, task, whole_number
+from sparkforge.core.console import echo, echo_json, say
+from sparkforge.core.errors import ServerError, UsageError
+
+if TYPE_CHECKING:
+    from sparkforge.serve.cluster.config import ClusterConfig
+
+CONFIG = "the cluster's file; default: cluster.toml in the checkout"
+
+
+@task(
+    example="./inv cluster.discover --nodes local,spark-2",
+    nodes="names for ssh, the head first; local is this machine",
+    device="docker, or embedded: vLLM's CPU build",
+    folder="the checkout on the other machines; default: this one's path",
+    file="write the proposal there; default: print it",
+    replace="overwrite the file",
+)
+def cluster_discover(
+    _ctx: Context, nodes: str = "", device: str = "docker", folder: str = "", file: str = "", replace: bool = False
+) -> None:
+    """Propose a cluster.toml from what machines say of their networks.
+
+    It asks over ssh, and changes nothing on any machine.
+    """
+    from sparkforge.core import paths
+    from sparkforge.serve.cluster import check, config
+
+    if device not in ("docker", "embedded"):
+        raise UsageError(f"--device {device} has no meaning", "it is docker or embedded", "--device docker")
+    target = Path(caller_path(file)) if file else None
+    if target and target.exists() and not replace:
+        raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
+    _, proposed = check.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
+    if target is None:
+        echo(config.text(proposed), end="")
+        return
+    config.write(target, proposed)
+    say(f"wrote {target}; next: ./inv cluster.check")
+
+
+@task(
+    example="./inv cluster.check",
+    config=CONFIG,
+    record="also write what the nodes said about themselves, such as facts.json; it names hosts and addresses",
+    json_="print the findings as JSON",
+)
+def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool = False) -> None:
+    """Check all nodes before a model is served over them.
+
+    It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
+    """
+    from sparkforge.core.files import write_atomic
+    from sparkforge.serve.cluster import check, checks, facts
+
+    situation = check.look(_read(config))
+    if record:
+        write_atomic(Path(caller_path(record)), facts.as_sheet(situation.facts))
+    findings = checks.evaluate(situation)
+    if json_:
+        echo_json([asdict(finding) for finding in findings])
+    else:
+        check.show(findings)
+    check.require_fine(findings)
+
+
+@task(example="./inv cluster.measure", config=CONFIG, json_="print the figures as JSON")
+def cluster_measure(_ctx: Context, config: str = "", json_: bool = False) -> None:
+    """Measure all-reduces between all nodes.
+
+    The interpreter that serves runs torch.distributed on every node, with NCCL where there is a GPU and Gloo otherwise,
+    and compares every sum. So far on the embedded device only.
+    """
+    from sparkforge.serve.cluster import start
+
+    answer = start.measure(_read(config))
+    echo_json(answer) if json_ else start.show_measured(answer)
+
+
+@task(example="./inv cluster.up", config=CONFIG)
+def cluster_up(_ctx: Context, config: str = "") -> None:
+    """Serve one model over all nodes.
+
+    It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
+    node's part ends, the others end within 30 seconds and say which it was. So far on the embedded device only.
+    """
+    from sparkforge.serve.cluster import start
+
+    answer = start.up(_read(config))
+    echo(f"{answer['url']}/v1")
+
+
+@task(example="./inv cluster.status", config=CONFIG, json_="print the states as JSON")
+def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
+    """Show what every node does.
+
+    Exit code 0 means that all parts run; 24 that one does not, or does not answer.
+    """
+    from sparkforge.serve.cluster import start
+
+    states = start.status(_read(config))
+    echo_json(states) if json_ else start.show_status(states)
+    if any(state["state"] != "running" for state in states.values()):
+        raise Exit(code=ServerError.exit_code)
+
+
+@task(example="./inv cluster.logs --lines 100", config=CONFIG, lines="lines of each node's log, at most 400")
+def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
+    """Show the end of every node's log, its name before each line."""
+    from sparkforge.serve.cluster import start
+
+    start.show_logs(_read(config), whole_number("--lines", lines))
+
+
+@task(example="./inv cluster.down", config=CONFIG)
+def cluster_down(_ctx: Context, config: str = "") -> None:
+    """Stop every node's part."""
+    from sparkforge.serve.cluster import start
+
+    start.down(_read(config))
+
+
+def _read(path: str) -> ClusterConfig:
+    from sparkforge.core import paths
+    from sparkforge.serve.cluster import config
+
+    return config.read(Path(caller_path(path)) if path else paths.ROOT / config.FILE)

@@ -1,0 +1,342 @@
+"""One model over several machines: memory of each, bytes over the link, speed at best, and when own servers win.
+
+Four ways to use N machines with one GPU each: `tensor` splits every layer, `expert` splits attention and whole experts,
+`pipeline` gives each machine a part of the layers, `replicas` are N servers of their own that share the users. Computed
+from the same roofline as one machine's plan, plus the link's cited latencies. Left out, as there: all that is not
+bytes, arithmetic or the link. Experts are taken to be spread evenly over the machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from sparkforge.core.errors import UsageError
+from sparkforge.core.tables import Figure, Record, load
+from sparkforge.plan import budget, roofline
+from sparkforge.plan.architecture import BLOCK, Architecture, DenseFormat
+from sparkforge.plan.budget import Workload
+from sparkforge.plan.devices import Device, Interconnect
+from sparkforge.plan.roofline import Work
+
+FILE = Path(__file__).with_name("cluster.toml")
+USERS = (1, 4, 8, 16, 32, 64)
+MOST_NODES = 128
+MOST_USERS = 1024  # up to which a crossover is looked for
+HIDDEN_BYTES = 2  # a hidden state's element, bf16
+Way = Literal["tensor", "expert", "pipeline", "replicas"]
+SPLIT: tuple[Way, ...] = ("tensor", "expert", "pipeline")
+WAYS: tuple[Way, ...] = (*SPLIT, "replicas")
+
+
+class ClusterSpeed(Record):
+    """Tokens a second of all users together, at best: of one machine, and of each way. None: not known."""
+
+    users: int
+    single: float | None
+    ways: dict[Way, float | None]
+
+
+class WayRow(Record):
+    """A way to use the machines. Bytes are of one machine; `link_bytes` go out of one machine for a token of one user.
+
+    `against` says why the model cannot be split so; empty if it can. `share` is of the device's memory.
+    """
+
+    way: Way
+    weights_bytes: int
+    kv_bytes: int
+    share: float
+    fits: bool
+    link_bytes: float
+    link_seconds: float | None
+    against: tuple[str, ...]
+
+
+class CitedSpeeds(Record):
+    """Published speeds of one machine, of both as one server, and of two servers, in tokens a second of all users."""
+
+    users: int = Field(ge=1)
+    single: float = Field(gt=0)
+    tensor: float = Field(gt=0)
+    replicas: float = Field(gt=0)
+
+
+class CitedCluster(Record):
+    """Somebody's figures. `sequences`: how many users a server works on at once; `why_sequences`: how that is known.
+
+    The servers of their own had a balancer that chooses at random.
+    """
+
+    model: str
+    device: str
+    nodes: int
+    context: int
+    attention: Literal["bf16", "fp8", "mxfp4"]
+    head: Literal["bf16", "fp8", "mxfp4"]
+    kv: Literal["bf16", "fp8"]
+    sequences: int
+    why_sequences: str
+    source: str = Field(min_length=1)
+    date: str
+    speeds: tuple[CitedSpeeds, ...]
+
+
+class CitedClusters(Record):
+    """The whole of cluster.toml."""
+
+    cited: tuple[CitedCluster, ...]
+
+
+class ClusterComparison(Record):
+    """A published figure beside the computed one: the gain of both machines as one server, and of two servers."""
+
+    users: int
+    cited_gain: float
+    computed_gain: float
+    cited_winner: Literal["tensor", "replicas"]
+    computed_winner: Literal["tensor", "replicas"]
+
+
+class ClusterPlan(Record):
+    """What `./inv plan --nodes N` adds. `crossover`: users from which servers of their own win; None: they do not."""
+
+    nodes: int
+    link: Figure
+    sequences: int
+    ways: list[WayRow]
+    speeds: list[ClusterSpeed]
+    crossover: int | None
+    recommended: Way
+    why: str
+    cited: list[ClusterComparison]
+    cited_source: str = ""
+
+
+def read_nodes(text: str) -> int:
+    """Return --nodes. Raises UsageError."""
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else 0
+    if not 2 <= number <= MOST_NODES:
+        raise UsageError(f"--nodes {text} has no meaning", f"it is a number from 2 to {MOST_NODES}", "--nodes 2")
+    return number
+
+
+def make(name: str, model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
+    """Return the plan for `nodes` machines; `name` is the model's. Raises UsageError for a device without a link."""
+    if device.link is None:
+        fix = "./inv plan gpt-oss-120b --device spark --nodes 2"
+        raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
+    ways = [_way(model, device, asked, nodes, way) for way in WAYS]
+    crossover = _crossover(model, device, asked, nodes)
+    recommended, why = _recommend(ways, asked, crossover)
+    source, comparisons = _against(name, model, device, nodes)
+    return ClusterPlan(
+        nodes=nodes,
+        link=device.link.bandwidth,
+        sequences=asked.sequences,
+        ways=ways,
+        speeds=[speeds(model, device, asked, nodes, users) for users in USERS],
+        crossover=crossover,
+        recommended=recommended,
+        why=why,
+        cited=comparisons,
+        cited_source=source,
+    )
+
+
+def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
+    """Return why vLLM cannot split the model so; empty if it can."""
+    split_attention = way in ("tensor", "expert")
+    against = {
+        f"{model.heads} heads are no multiple of {nodes}": split_attention and model.heads % nodes,
+        f"{model.kv_heads} KV heads and {nodes} machines are no multiples of each other": split_attention
+        and model.kv_heads % nodes
+        and nodes % model.kv_heads,
+        f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
+        f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
+    }
+    return tuple(objection for objection, applies in against.items() if applies)
+
+
+def reduce_seconds(link: Interconnect, size: float, nodes: int) -> float:
+    """Seconds of one all-reduce of `size` bytes: the cited latencies between their sizes, beyond them the bandwidth.
+
+    They were measured with two machines. A ring of N takes N - 1 times the steps, each with 2/N of the bytes.
+    """
+    points = link.latency
+    steps, piece = nodes - 1, size * 2 / nodes
+    if piece <= points[0].bytes:
+        return steps * points[0].seconds
+    for low, high in itertools.pairwise(points):
+        if piece <= high.bytes:
+            part = (piece - low.bytes) / (high.bytes - low.bytes)
+            return steps * (low.seconds + part * (high.seconds - low.seconds))
+    return steps * (points[-1].seconds + (piece - points[-1].bytes) / (link.bandwidth.value * 1e9))
+
+
+def link_bytes(model: Architecture, nodes: int, way: Way) -> float:
+    """Bytes that one machine sends for a token of one user.
+
+    `tensor` and `expert`: an all-reduce of the hidden state after attention and after the experts of each layer and one
+    after the embedding, 2(N-1)/N of it each, and the machine's part of the logits. `pipeline`: one hidden state and the
+    residual beside it.
+    """
+    hidden = HIDDEN_BYTES * model.hidden
+    if way == "replicas":
+        return 0.0
+    if way == "pipeline":
+        return 2.0 * hidden
+    return (2 * model.layers + 1) * hidden * 2 * (nodes - 1) / nodes + HIDDEN_BYTES * model.vocab / nodes
+
+
+def link_seconds(model: Architecture, link: Interconnect, batch: int, nodes: int, way: Way) -> float:
+    """Seconds that the link adds to a step of `batch` tokens."""
+    hidden = batch * HIDDEN_BYTES * model.hidden
+    if way == "replicas":
+        return 0.0
+    if way == "pipeline":
+        return nodes * (link.latency[0].seconds / 2 + 2 * hidden / (link.bandwidth.value * 1e9))
+    logits = batch * HIDDEN_BYTES * model.vocab / nodes
+    return (2 * model.layers + 1) * reduce_seconds(link, hidden, nodes) + reduce_seconds(link, logits, nodes)
+
+
+def speeds(model: Architecture, device: Device, load: Workload, nodes: int, users: int) -> ClusterSpeed:
+    """Return the tokens a second of all `users` together; a server works on `load.sequences` of them at once."""
+    return ClusterSpeed(
+        users=users,
+        single=_single(model, device, load, users),
+        ways={way: total(model, device, load, nodes, users, way) for way in WAYS},
+    )
+
+
+def total(model: Architecture, device: Device, load: Workload, nodes: int, users: int, way: Way) -> float | None:
+    """Return the tokens a second of all `users` together by one way; None if it is impossible or not known."""
+    if device.link is None or objections(model, nodes, way):
+        return None
+    if way == "replicas":
+        parts = [_single(model, device, load, users // nodes + (rank < users % nodes)) for rank in range(nodes)]
+        return None if None in parts else sum(part or 0.0 for part in parts)
+    batch = min(users, load.sequences)
+    if way == "pipeline":  # the machines work on N groups of the users at the same time
+        group = -(-batch // nodes)
+        seconds = _seconds(model, device, load, group)
+        link = link_seconds(model, device.link, group, nodes, way)
+        return batch / (seconds + link) if seconds else None
+    seconds = _seconds(model, device, load, batch, nodes)
+    return batch / (seconds + link_seconds(model, device.link, batch, nodes, way)) if seconds else None
+
+
+def shuffled(model: Architecture, device: Device, load: Workload, nodes: int, users: int) -> float | None:
+    """Return the tokens a second of `users` on servers of their own, each sent to one at random; in expectation."""
+    expected = 0.0
+    for count in range(users + 1):
+        speed = _single(model, device, load, count)
+        if speed is None:
+            return None
+        expected += math.comb(users, count) * (nodes - 1) ** (users - count) / nodes**users * speed
+    return nodes * expected
+
+
+def _single(model: Architecture, device: Device, load: Workload, users: int) -> float | None:
+    batch = min(users, load.sequences)
+    if not batch:
+        return 0.0
+    seconds = _seconds(model, device, load, batch)
+    return batch / seconds if seconds else None
+
+
+def _seconds(model: Architecture, device: Device, load: Workload, batch: int, nodes: int = 1) -> float | None:
+    """Return the seconds of a step on one of `nodes` machines that split its work; router and norms are on each."""
+    work = roofline.decode(model, batch, load.context, load.kv, load.dense)
+    whole = _on_each(model, load.dense)
+    cut = Work((work.bytes - whole) / nodes + whole, work.expert_flops / nodes, work.dense_flops / nodes)
+    return roofline.time(cut, device).seconds
+
+
+def _on_each(model: Architecture, dense: DenseFormat) -> int:
+    """Bytes of the weights that every machine has whole under tensor parallelism."""
+    return sum(part.bytes for part in model.parts(dense) if part.name in ("router", "norms"))
+
+
+def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: Way) -> WayRow:
+    lines = {line.name: line.bytes for line in budget.share_lines(model, device, load)}
+    weights, cache, padding = lines.pop("weights"), lines.pop("KV cache"), lines.pop("padding of experts")
+    if way == "replicas":
+        cache = budget.kv_bytes(model, replace(load, concurrency=-(-load.concurrency // nodes)))
+    elif way == "pipeline":
+        weights, cache, padding = (
+            -(-size * -(-model.layers // nodes) // model.layers) for size in (weights, cache, padding)
+        )
+    else:
+        whole = _on_each(model, load.dense)
+        weights, cache = (weights - whole) // nodes + whole, cache // min(nodes, model.kv_heads)
+        narrow = replace(model, intermediate=-(-model.intermediate // nodes // BLOCK) * BLOCK)
+        padding = narrow.padding_bytes(device.align) if way == "tensor" else padding // nodes
+    share = (weights + cache + padding + sum(lines.values())) / device.memory_bytes
+    against = objections(model, nodes, way)
+    return WayRow(
+        way=way,
+        weights_bytes=weights + padding,
+        kv_bytes=cache,
+        share=share,
+        fits=not against and share <= budget.most_share(device),
+        link_bytes=link_bytes(model, nodes, way),
+        link_seconds=link_seconds(model, device.link, 1, nodes, way) if device.link else None,
+        against=against,
+    )
+
+
+def _crossover(model: Architecture, device: Device, load: Workload, nodes: int) -> int | None:
+    """Return from how many users on servers of their own have more tokens a second in all than every split."""
+    for users in range(1, MOST_USERS + 1):
+        alone = total(model, device, load, nodes, users, "replicas")
+        split = [speed for way in SPLIT if (speed := total(model, device, load, nodes, users, way))]
+        if alone and (not split or alone > max(split)):
+            return users
+    return None
+
+
+def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) -> tuple[Way, str]:
+    fitting = {row.way for row in ways if row.fits}
+    split: list[Way] = [way for way in SPLIT if way in fitting]
+    if not fitting:
+        return "pipeline", "no way fits; this needs least of each machine"
+    if "replicas" not in fitting:
+        return split[0], "one machine does not hold the model"
+    if crossover is not None and load.concurrency >= crossover:
+        return "replicas", f"from {crossover} users on, servers of their own have more tokens a second in all"
+    if not split:
+        return "replicas", "the model cannot be split so"
+    return split[0], f"{load.concurrency} users have more tokens a second than with servers of their own"
+
+
+def table(path: Path = FILE) -> tuple[CitedCluster, ...]:
+    """Return the published figures. Raises InputError."""
+    return load(path, CitedClusters).cited
+
+
+def _against(name: str, model: Architecture, device: Device, nodes: int) -> tuple[str, list[ClusterComparison]]:
+    figures = [row for row in table() if row.model == name and row.nodes == nodes and row.device in device.names]
+    for row in figures:
+        dense = DenseFormat(row.attention, row.head)
+        served = Workload(row.context, 1, row.kv, dense, sequences=row.sequences)
+        return f"{row.source} ({row.date})", [_compare(model, device, served, nodes, cited) for cited in row.speeds]
+    return "", []
+
+
+def _compare(model: Architecture, device: Device, load: Workload, nodes: int, cited: CitedSpeeds) -> ClusterComparison:
+    row = speeds(model, device, load, nodes, cited.users)
+    tensor, replicas = row.ways["tensor"] or 0.0, shuffled(model, device, load, nodes, cited.users) or 0.0
+    return ClusterComparison(
+        users=cited.users,
+        cited_gain=cited.tensor / cited.single,
+        computed_gain=tensor / row.single if row.single else 0.0,
+        cited_winner="replicas" if cited.replicas > cited.tensor else "tensor",
+        computed_winner="replicas" if replicas > tensor else "tensor",
+    )

@@ -1,0 +1,156 @@
+"""Ask all nodes, try what comes from one to another, and judge: `./inv cluster.discover`, `./inv cluster.check`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkforge import pins
+from sparkforge.core.console import echo, say
+from sparkforge.core.errors import InputError, RefusalError, SparkforgeError, UsageError
+from sparkforge.image.devices import EMBEDDED
+from sparkforge.models import table as models
+from sparkforge.pins import locks
+from sparkforge.plan import architecture, choose
+from sparkforge.plan.architecture import Architecture
+from sparkforge.serve import profiles, settings
+from sparkforge.serve.cluster import checks, discover, facts, remote
+from sparkforge.serve.cluster.checks import Situation
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.facts import NodeFacts, Reach
+from validate.checks.finding import Finding, Status
+from validate.report import MARKS, one_line
+
+# Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
+# stops them. One such port stands for all.
+CHOSEN_PORT = 47_113
+SERVED = {"docker": "gpt-oss-120b", "embedded": settings.TINY_ID}
+
+
+def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[dict[str, NodeFacts], ClusterConfig]:
+    """Ask machines by their names for ssh, the head first, and return facts and a configuration.
+
+    `local` is this machine. Raises the first node's error if one does not answer, RefusalError if they share no
+    network, UsageError for a name that is none.
+    """
+    if len(destinations) < 2:
+        why = "a cluster has two nodes or more; local is this machine"
+        raise UsageError("fewer than two nodes are named", why, "./inv cluster.discover --nodes local,spark-2")
+    try:
+        asked = [_node(destination, index) for index, destination in enumerate(destinations)]
+    except ValueError as error:
+        why = "it takes names for ssh, such as nvidia@spark-2, and local"
+        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, "--nodes local,spark-2") from error
+    answers = facts.gather(asked, {})
+    for answer in answers.values():
+        if isinstance(answer, SparkforgeError):
+            raise answer
+    known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
+    for line in discover.describe(known):
+        say(line)
+    return known, discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)
+
+
+def _node(destination: str, index: int) -> ClusterNode:
+    ssh = "" if destination == "local" else destination
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2])
+    return ClusterNode(name=name, ssh=ssh, address=f"0.0.0.{index}", interface="unknown")
+
+
+def look(config: ClusterConfig) -> Situation:
+    """Return what there is to judge: facts of all nodes, and what comes from one to another."""
+    answers = remote.on_all(config.nodes, lambda node: facts.ask(node, _options(config, node)))
+    known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
+    stack = pins.load().devices.get(config.device, pins.load().default)
+    return Situation(
+        config,
+        known,
+        errors,
+        dict(_reaches(config, known)),
+        nccl=_nccl(stack),
+        model=_model(config),
+        head=_head_format(config, stack),
+    )
+
+
+def _options(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
+    ports = [config.port, config.master_port, config.watch_port] if node == config.head else []
+    stack = pins.load().devices.get(config.device, pins.load().default)
+    image = "" if config.device == EMBEDDED else f"sparkforge/vllm:{stack}"
+    return {"ports": ports, "model": config.model, "image": image}
+
+
+def _reaches(
+    config: ClusterConfig, known: Mapping[str, NodeFacts]
+) -> Iterator[tuple[tuple[str, str], Reach | SparkforgeError]]:
+    """Yield what comes through, both ways between the head and each worker, then on every other subnet of two nodes."""
+    head, nodes = config.head, {node.name: node for node in config.nodes}
+    ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
+    for worker in config.workers:
+        ways.append((worker, head, worker.address, head.address, (config.master_port, config.watch_port)))
+        ways.append((head, worker, head.address, worker.address, (CHOSEN_PORT,)))
+    control = {node.address for node in config.nodes}
+    for first, own, second, other in discover.pairs(config, known):
+        if not {own, other} <= control:
+            ways.append((nodes[first], nodes[second], own, other, (CHOSEN_PORT,)))
+    for sender, receiver, own, other, ports in ways:
+        if sender.name not in known or receiver.name not in known:
+            continue
+        mtu = max((e.mtu for e in known[sender.name].interfaces or () if own in e.hosts), default=1500)
+        try:
+            answer: Reach | SparkforgeError = facts.reach(sender, receiver, ports, mtu, (own, other))
+        except SparkforgeError as error:
+            answer = error
+        yield (f"{sender.name} {own}", f"{receiver.name} {other}"), answer
+
+
+def _nccl(stack: str) -> str:
+    """Return the version of NCCL in a stack's lock; empty if it has none."""
+    lock = locks.lock_path(stack)
+    found_version = re.search(r"^nvidia-nccl-cu\d+==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    return found_version[1] if found_version else ""
+
+
+def _model(config: ClusterConfig) -> Architecture | None:
+    """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
+    known = models.load()
+    name = Path(config.model).name if config.model else SERVED[config.device]
+    try:
+        return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))
+    except InputError:
+        return None
+
+
+def _head_format(config: ClusterConfig, stack: str) -> str:
+    rows = choose.read_profiles(profiles.load(stack=stack))
+    name = config.profile or settings.DEFAULTS["embedded" if config.device == EMBEDDED else "spark"][0]
+    if name not in rows:
+        profiles.named(name, stack=stack)
+    return rows[name].dense.head
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a line for each finding, with fix and page under those that did not pass."""
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        echo(f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}")
+        if finding.status in (Status.WARN, Status.FAIL):
+            echo(f"       next: {one_line(finding.fix)}")
+            echo(f"       read: {finding.doc}")
+
+
+def require_fine(findings: Sequence[Finding]) -> None:
+    """Raise RefusalError, with the first finding's fix, if a check failed."""
+    refusing = [finding for finding in findings if finding.status is Status.FAIL]
+    if refusing:
+        names = ", ".join(finding.check for finding in refusing)
+        why = f"{refusing[0].check}: {one_line(refusing[0].evidence)}"
+        raise RefusalError(f"the cluster is refused by {names}", why, refusing[0].fix, code="validation.cluster")
+
+
+def checked(config: ClusterConfig) -> list[Finding]:
+    """Return the findings about a cluster as it is now."""
+    return checks.evaluate(look(config))

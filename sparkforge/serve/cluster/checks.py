@@ -1,0 +1,373 @@
+"""Checks before a cluster starts: pure functions from facts of all nodes to a result.
+
+Each is a failure that others met. `CHECKS` has all of them in the order of the report; docs/reference/cluster.md
+explains each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
+
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.plan import cluster as plan
+from sparkforge.plan.architecture import Architecture
+from sparkforge.plan.devices import GIB
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
+from validate.checks.finding import CheckResult, Finding, Status, failed, judged, passed, warned
+
+DOC = "docs/reference/cluster.md"
+CLOCK_SECONDS = 2.0  # our own bound: logs of two nodes are read side by side, and tokens of registries expire
+FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
+# Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
+LEAST_FREE = 4 * GIB
+HANGING_NCCL = {"2.30.4": "NVIDIA/nccl issue 2167"}
+MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multiple (eugr/spark-vllm-docker issue 136)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known: the configuration, facts or error of every node, and what comes from one node to another.
+
+    `nccl` is the version in the stack's lock, `model` the sizes of what will be served, `head` its LM head's format.
+    """
+
+    config: ClusterConfig
+    facts: Mapping[str, NodeFacts]
+    errors: Mapping[str, SparkforgeError] = field(default_factory=dict)
+    reaches: Mapping[tuple[str, str], Reach | SparkforgeError] = field(default_factory=dict)
+    nccl: str = ""
+    model: Architecture | None = None
+    head: str = "bf16"
+
+    def nodes(self) -> Iterator[tuple[ClusterNode, NodeFacts]]:
+        """Yield the nodes that answered."""
+        for node in self.config.nodes:
+            if node.name in self.facts:
+                yield node, self.facts[node.name]
+
+    def used(self) -> Iterator[tuple[ClusterNode, NetworkInterface]]:
+        """Yield the interfaces that carry the model: those of the RDMA devices, and the control network's."""
+        for node, facts in self.nodes():
+            names = {node.interface} if not node.hcas or self.config.topology in ("two", "switch") else set[str]()
+            names |= {device.interface for name in node.hcas if (device := facts.device(name))}
+            yield from ((node, entry) for entry in facts.interfaces or () if entry.name in names)
+
+    def unknown(self, name: str) -> str:
+        """Return which nodes do not know a fact, with the reason; empty if all know it."""
+        return "; ".join(
+            f"{node.name}: {facts.errors.get(name, 'not asked')}"
+            for node, facts in self.nodes()
+            if getattr(facts, name) is None
+        )
+
+
+ClusterJudge = Callable[[Situation], CheckResult]
+
+
+@dataclass(frozen=True)
+class ClusterCheck:
+    """One row of the table: what is judged, and the next command if it fails."""
+
+    name: str
+    meaning: str
+    judge: ClusterJudge
+    fix: str
+
+
+CHECKS: list[ClusterCheck] = []
+
+
+def add(name: str, meaning: str, fix: str) -> Callable[[ClusterJudge], ClusterJudge]:
+    """Return a decorator that adds a check with this function as its judge."""
+
+    def register(judge: ClusterJudge) -> ClusterJudge:
+        """Add the check; the function stays as it is."""
+        CHECKS.append(ClusterCheck(name, meaning, judge, fix))
+        return judge
+
+    return register
+
+
+def evaluate(situation: Situation) -> list[Finding]:
+    """Judge every check. A bug in a check is a fail: it must not let a cluster start."""
+    findings = []
+    for check in CHECKS:
+        try:
+            result = check.judge(situation)
+        except Exception as error:  # noqa: BLE001 - fails closed
+            result = failed(f"internal error in this check: {type(error).__name__}: {error}", "report this")
+        fix = "" if result.status is Status.PASS else result.fix or check.fix
+        findings.append(Finding(check.name, result.status, True, result.evidence, fix, f"{DOC}#{check.name}"))
+    return findings
+
+
+def _same(situation: Situation, name: str, fact: str) -> CheckResult:
+    """Pass if a fact is known and the same on all nodes."""
+    if unknown := situation.unknown(fact):
+        return failed(f"{name} is not known: {unknown}")
+    values = {node.name: str(getattr(facts, fact)) for node, facts in situation.nodes()}
+    if len(set(values.values())) > 1:
+        return failed(f"{name} differs: " + ", ".join(f"{node} has {value[:80]}" for node, value in values.items()))
+    return passed(f"{next(iter(values.values()), 'no node')[:80]} on {len(values)} nodes")
+
+
+def _on_gpus(judge: ClusterJudge) -> ClusterJudge:
+    """Skip a check on the embedded device, which has neither GPU nor image."""
+
+    def only(situation: Situation) -> CheckResult:
+        """Judge if there are GPUs."""
+        if situation.config.device == "docker":
+            return judge(situation)
+        return CheckResult(Status.SKIPPED, "the embedded device has none")
+
+    return only
+
+
+@add("nodes", "Every node answers over ssh, without a question.", "ssh NODE true   # then ssh-copy-id NODE")
+def _nodes(situation: Situation) -> CheckResult:
+    silent = {name: error for name, error in situation.errors.items() if name not in situation.facts}
+    if silent:
+        first = next(iter(silent.values()))
+        return failed("; ".join(f"{name}: {error.why}" for name, error in silent.items()), first.fix)
+    return judged(len(situation.facts) == len(situation.config.nodes), f"{len(situation.facts)} nodes answer")
+
+
+@add("clocks", "The nodes' clocks agree.", "sudo timedatectl set-ntp true   # on the node that is off")
+def _clocks(situation: Situation) -> CheckResult:
+    offsets = {node.name: facts.clock_offset for node, facts in situation.nodes() if facts.clock_offset is not None}
+    errors = [facts.clock_error for _, facts in situation.nodes()]
+    if len(offsets) < 2:
+        return failed("fewer than two clocks are known")
+    late, early = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
+    apart, surely = offsets[early] - offsets[late], sum(sorted(errors)[-2:])
+    evidence = f"{early} is {apart:.1f} s ahead of {late}, measured to {surely:.1f} s"
+    if apart - surely > CLOCK_SECONDS:
+        return failed(evidence)
+    free = [node.name for node, facts in situation.nodes() if facts.clock_synchronised is False]
+    return warned(f"{', '.join(free)}: the clock follows no server") if free else passed(evidence)
+
+
+@add("machines", "All nodes have the same processor architecture.", "one kind of machine for all nodes of a cluster")
+def _machines(situation: Situation) -> CheckResult:
+    return _same(situation, "the architecture", "machine")
+
+
+@add(
+    "drivers",
+    "All nodes have the same GPU driver.",
+    "sudo apt update && sudo apt full-upgrade && sudo reboot   # on each",
+)
+@_on_gpus
+def _drivers(situation: Situation) -> CheckResult:
+    return _same(situation, "the driver", "driver")
+
+
+@add(
+    "images",
+    "All nodes have the same image, by its id.",
+    "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node",
+)
+@_on_gpus
+def _images(situation: Situation) -> CheckResult:
+    return _same(situation, "the image", "image")
+
+
+@add("models", "All nodes have the same model, by a hash.", "rsync -a MODEL/ OTHER:MODEL/   # over the link's address")
+def _models(situation: Situation) -> CheckResult:
+    if not situation.config.model:
+        return CheckResult(Status.SKIPPED, "cluster.toml names no model")
+    return _same(situation, "the model", "model")
+
+
+@add(
+    "link",
+    "Each node's control interface is up, has a cable, and has its address.",
+    "ip -br addr; ibdev2netdev; check the cable",
+)
+def _link(situation: Situation) -> CheckResult:
+    problems = []
+    for node, facts in situation.nodes():
+        interface = facts.interface(node.interface)
+        if interface is None:
+            problems.append(f"{node.name} has no interface {node.interface}")
+        elif not (interface.up and interface.carrier):
+            problems.append(f"{node.interface} of {node.name} is down")
+        elif node.address not in interface.hosts:
+            has = ", ".join(interface.hosts) or "no address"
+            problems.append(f"{node.interface} of {node.name} has {has}, not {node.address}")
+    return judged(not problems, "; ".join(problems) or "up on every node")
+
+
+@add(
+    "control-network",
+    "The control network is one subnet, and no WiFi.",
+    "name a wired interface in cluster.toml: ./inv cluster.discover",
+)
+def _control_network(situation: Situation) -> CheckResult:
+    subnets, radio = set(), []
+    for node, facts in situation.nodes():
+        interface = facts.interface(node.interface)
+        if interface and interface.wireless:
+            radio.append(f"{node.interface} of {node.name}")
+        addresses = [
+            entry for entry in (interface.addresses if interface else ()) if entry.startswith(f"{node.address}/")
+        ]
+        subnets |= {IPv4Interface(address).network for address in addresses}
+    if radio:
+        return failed(f"WiFi carries the control network: {', '.join(radio)}")
+    return judged(len(subnets) == 1, f"{len(subnets)} subnets: {', '.join(map(str, sorted(subnets)))}")
+
+
+@add(
+    "rdma",
+    "Every RDMA device that cluster.toml names is there and active.",
+    "ibdev2netdev   # then hcas in cluster.toml",
+)
+@_on_gpus
+def _rdma(situation: Situation) -> CheckResult:
+    problems = []
+    for node, facts in situation.nodes():
+        if not node.hcas:
+            problems.append(f"{node.name} names no hcas, so that NCCL takes TCP: two machines are slower than one then")
+        for name in node.hcas:
+            device = facts.device(name)
+            if device is None:
+                problems.append(f"{node.name} has no {name}")
+            elif device.state != "ACTIVE":
+                problems.append(f"{name} of {node.name} is {device.state or 'unknown'}")
+        if not any(entry.startswith("uverbs") for entry in facts.infiniband or ()):
+            problems.append(f"{node.name} has no /dev/infiniband/uverbs*")
+    return judged(not problems, "; ".join(problems) or "active on every node")
+
+
+@add(
+    "port-halves",
+    "Both halves of each port are used, and are on different subnets.",
+    "name both RDMA devices of the port in hcas, and give each half a subnet of its own",
+)
+@_on_gpus
+def _port_halves(situation: Situation) -> CheckResult:
+    problems = []
+    for node, facts in situation.nodes():
+        used = {device.interface: device.name for name in node.hcas if (device := facts.device(name))}
+        for port in sorted({entry.port for entry in facts.interfaces or () if entry.name in used and entry.port}):
+            halves = [entry for entry in facts.interfaces or () if entry.port == port]
+            unused = [entry.name for entry in halves if entry.name not in used]
+            if unused:
+                problems.append(f"{node.name} does not use {', '.join(unused)}, half of port {port}")
+            elif len({network for entry in halves for network in entry.networks}) < len(halves):
+                networks = ", ".join(f"{entry.name} {' '.join(entry.addresses) or 'no address'}" for entry in halves)
+                problems.append(f"the halves of port {port} of {node.name} are not on two subnets: {networks}")
+    return judged(not problems, "; ".join(problems) or "both halves, on their own subnets")
+
+
+@add(
+    "mtu",
+    "Every interface that carries the model has the same MTU, 9000.",
+    "sudo ip link set INTERFACE mtu 9000   # on each node",
+)
+def _mtu(situation: Situation) -> CheckResult:
+    sizes = {f"{node.name} {entry.name}": entry.mtu for node, entry in situation.used()}
+    text = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    if len(set(sizes.values())) > 1:
+        return failed(f"they differ: {text}")
+    if any(size < FULL_MTU for size in sizes.values()):
+        return warned(f"smaller than {FULL_MTU}, so the link is slower than it could be: {text}")
+    return judged(bool(sizes), text or "no interface is known")
+
+
+@add(
+    "packets",
+    "A packet of the whole MTU passes between the nodes, on every subnet that they share.",
+    "set the same MTU on both ends and on the switch",
+)
+def _packets(situation: Situation) -> CheckResult:
+    return _reached(situation, lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}")
+
+
+@add("ports", "The ports of cluster.toml are free.", "choose other ports in cluster.toml, or ./inv cluster.down")
+def _ports(situation: Situation) -> CheckResult:
+    taken = {node.name: facts.ports_taken for node, facts in situation.nodes() if facts.ports_taken}
+    problems = [f"{name}: {', '.join(map(str, ports))}" for name, ports in taken.items()]
+    return judged(not problems, "; ".join(problems) or "free on every node")
+
+
+@add("firewall", "The nodes reach each other's ports.", "sudo ufw allow from OTHER-ADDRESS   # on both nodes")
+def _firewall(situation: Situation) -> CheckResult:
+    def blocked(reach: Reach) -> str:
+        """Name the ports that cannot be reached."""
+        return ", ".join(f"port {port}: {why}" for port, why in reach.blocked.items())
+
+    return _reached(situation, blocked)
+
+
+def _reached(situation: Situation, problem: Callable[[Reach], str]) -> CheckResult:
+    problems = []
+    for (sender, receiver), reach in situation.reaches.items():
+        why = reach.why if isinstance(reach, SparkforgeError) else problem(reach)
+        if why:
+            problems.append(f"from {sender} to {receiver}: {why}")
+    if not situation.reaches:
+        return failed("not tried: fewer than two nodes answered")
+    return judged(not problems, "; ".join(problems) or f"{len(situation.reaches)} ways between nodes")
+
+
+@add(
+    "nccl",
+    "NCCL is no version that is known to hang.",
+    "take another version into locks/spark.in, then ./inv pins.lock",
+)
+@_on_gpus
+def _nccl(situation: Situation) -> CheckResult:
+    if not situation.nccl:
+        return failed("the stack's lock names no NCCL")
+    if report := HANGING_NCCL.get(situation.nccl):
+        return failed(f"NCCL {situation.nccl} hangs between Sparks ({report})")
+    return passed(f"NCCL {situation.nccl}")
+
+
+@add(
+    "remove-ipc",
+    "A logout does not delete a server's shared memory.",
+    "sudo loginctl enable-linger USER   # on each node",
+)
+def _remove_ipc(situation: Situation) -> CheckResult:
+    deleting = [node.name for node, facts in situation.nodes() if facts.remove_ipc]
+    return warned(f"RemoveIPC is on for this user: {', '.join(deleting)}") if deleting else passed("off, or no logind")
+
+
+@add(
+    "free-memory",
+    "Enough memory is free, not only available, for RDMA buffers.",
+    "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # on that node",
+)
+@_on_gpus
+def _free_memory(situation: Situation) -> CheckResult:
+    if unknown := situation.unknown("memory"):
+        return failed(f"not known: {unknown}")
+    free = {node.name: (facts.memory or {}).get("MemFree", 0) for node, facts in situation.nodes()}
+    text = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in free.items())
+    return judged(all(size >= LEAST_FREE for size in free.values()), f"MemFree: {text}")
+
+
+@add(
+    "split",
+    "The model can be split as cluster.toml says.",
+    "set tensor and pipeline in cluster.toml: ./inv plan MODEL --nodes N",
+)
+def _split(situation: Situation) -> CheckResult:
+    config, model = situation.config, situation.model
+    if model is None:
+        return failed("the model's sizes are not known")
+    ways: list[tuple[int, plan.Way]] = [
+        (config.tensor, "expert" if config.expert else "tensor"),
+        (config.pipeline, "pipeline"),
+    ]
+    problems = [objection for count, way in ways if count > 1 for objection in plan.objections(model, count, way)]
+    if situation.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
+        columns = model.vocab // config.tensor
+        problems.append(f"an LM head in {situation.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
+    return judged(not problems, "; ".join(problems) or f"tensor {config.tensor}, pipeline {config.pipeline}")

@@ -1,0 +1,156 @@
+"""From what the nodes say about themselves to a proposed cluster.toml: cables, subnets, halves of ports."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import IPv4Network
+
+from sparkforge.core.errors import RefusalError
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode, Topology
+from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts
+
+GUIDE = "docs/guide/two-machines.md, The link"
+
+
+def propose(
+    facts: Mapping[str, NodeFacts], destinations: Mapping[str, str], device: str = "docker", folder: str = ""
+) -> ClusterConfig:
+    """Return the configuration for these nodes, the head first; `destinations` are their names for ssh.
+
+    Raises RefusalError if two of them share no network that can carry a model.
+    """
+    topology, control = shape(facts)
+    nodes = [_node(name, facts[name], control[name], destinations[name], folder) for name in facts]
+    return ClusterConfig.model_validate(
+        {"schema": 1, "device": device, "topology": topology, **split(len(nodes)), "nodes": nodes}
+    )
+
+
+def split(nodes: int) -> dict[str, int]:
+    """Return tensor parallelism for powers of two, which divide a model's heads; else pipeline parallelism."""
+    return {"tensor": nodes, "pipeline": 1} if nodes & (nodes - 1) == 0 else {"tensor": 1, "pipeline": nodes}
+
+
+def shape(facts: Mapping[str, NodeFacts]) -> tuple[Topology, dict[str, tuple[NetworkInterface, str]]]:
+    """Return how the nodes are connected, and each one's interface and address on the control network.
+
+    Raises RefusalError, which names the nodes without a common network.
+    """
+    fast = {name: shared(facts, name) for name in facts}
+    common = set.intersection(*(set(networks) for networks in fast.values()))
+    if common:
+        network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))
+        control = {name: fast[name][network] for name in facts}
+        return ("two" if len(facts) == 2 else "switch"), {
+            name: (interface, _host(interface, network)) for name, interface in control.items()
+        }
+    neighbours = {
+        name: {other for other in facts if other != name and set(fast[name]) & set(fast[other])} for name in facts
+    }
+    if len(facts) > 2 and all(len(others) == 2 for others in neighbours.values()) and _is_connected(neighbours):
+        return ("mesh" if len(facts) == 3 else "ring"), _out_of_band(facts)
+    apart = [
+        f"{first} and {second}" for first, second in itertools.combinations(facts, 2) if second not in neighbours[first]
+    ]
+    raise RefusalError(
+        f"{len(facts)} nodes are not connected by a network that can carry a model",
+        f"no wired interface that is up has a subnet in common: {', '.join(apart[:4])}",
+        f"connect the cable, give both halves of the port addresses, then the same command again ({GUIDE})",
+        code="validation.cluster",
+    )
+
+
+def shared(facts: Mapping[str, NodeFacts], name: str) -> dict[IPv4Network, NetworkInterface]:
+    """Return the subnets that a node's fast interfaces share with another node, each with the interface."""
+    others = {network for other in facts if other != name for network in _networks(facts[other])}
+    return {network: interface for network, interface in _networks(facts[name]).items() if network in others}
+
+
+def _networks(node: NodeFacts) -> dict[IPv4Network, NetworkInterface]:
+    """Return the subnets of a node's ConnectX interfaces that are up; of all wired ones if it has no ConnectX."""
+    wired = [entry for entry in node.interfaces or () if not entry.wireless and not entry.bridge]
+    usable = [entry for entry in wired if entry.up and entry.carrier]
+    fast = [entry for entry in usable if entry.port] if any(entry.port for entry in wired) else usable
+    return {network: entry for entry in sorted(fast, key=_order, reverse=True) for network in entry.networks}
+
+
+def _order(interface: NetworkInterface) -> tuple[str, str]:
+    """Sort by PCI address: the half in the first domain comes first."""
+    return interface.pci, interface.name
+
+
+def _host(interface: NetworkInterface, network: IPv4Network) -> str:
+    return interface.hosts[interface.networks.index(network)]
+
+
+def _is_connected(neighbours: Mapping[str, set[str]]) -> bool:
+    reached, waiting = set[str](), [next(iter(neighbours))]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += neighbours[name]
+    return len(reached) == len(neighbours)
+
+
+def _out_of_band(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkInterface, str]]:
+    """Return the wired interface that all nodes share beside the cables of a mesh or ring. Raises RefusalError."""
+    networks = defaultdict[IPv4Network, dict[str, NetworkInterface]](dict)
+    for name, node in facts.items():
+        for interface in node.interfaces or ():
+            if interface.up and not (interface.wireless or interface.bridge or interface.port):
+                for network in interface.networks:
+                    networks[network][name] = interface
+    for network, interfaces in networks.items():
+        if len(interfaces) == len(facts):
+            return {name: (interface, _host(interface, network)) for name, interface in interfaces.items()}
+    raise RefusalError(
+        "the nodes of a mesh or ring share no wired network for control",
+        "each cable connects two of them only, and WiFi is too slow and too unsteady",
+        f"connect their 10 GbE ports to one switch, then the same command again ({GUIDE})",
+        code="validation.cluster",
+    )
+
+
+def _node(
+    name: str, facts: NodeFacts, control: tuple[NetworkInterface, str], destination: str, folder: str
+) -> ClusterNode:
+    interface, address = control
+    return ClusterNode(
+        name=name, ssh=destination, folder=folder, address=address, interface=interface.name, hcas=tuple(_hcas(facts))
+    )
+
+
+def _hcas(facts: NodeFacts) -> Iterator[str]:
+    """Yield the RDMA devices of every port that has a cable, both halves, in the order of their PCI address."""
+    ports = {entry.name: entry for entry in facts.interfaces or () if entry.port and entry.carrier}
+    active = [device for device in facts.rdma or () if device.state == "ACTIVE" and device.interface in ports]
+    for device in sorted(active, key=lambda device: _order(ports[device.interface])):
+        yield device.name
+
+
+def describe(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
+    """Yield lines about each node's fast interfaces, for people."""
+    for name, node in facts.items():
+        ports = [entry for entry in node.interfaces or () if entry.port]
+        yield f"{name}: {node.hostname}, {node.machine}" + ("" if ports else ", no ConnectX")
+        for entry in sorted(ports, key=_order):
+            state = "up" if entry.up and entry.carrier else "no cable"
+            rdma = next((device.name for device in node.rdma or () if device.interface == entry.name), "no RDMA device")
+            addresses = ", ".join(entry.addresses) or "no address"
+            yield f"  port {entry.port}: {entry.name} ({rdma}), {state}, MTU {entry.mtu}, {addresses}"
+
+
+def pairs(config: ClusterConfig, facts: Mapping[str, NodeFacts]) -> Sequence[tuple[str, str, str, str]]:
+    """Return (node, its address, other node, its address) for every subnet that two nodes share."""
+    shared_pairs = []
+    for first, second in itertools.combinations([node.name for node in config.nodes if node.name in facts], 2):
+        own, other = _networks(facts[first]), _networks(facts[second])
+        shared_pairs += [
+            (first, _host(own[network], network), second, _host(other[network], network))
+            for network in own
+            if network in other
+        ]
+    return shared_pairs

@@ -1,0 +1,221 @@
+"""`python -m sparkforge.serve.cluster.node < REQUEST`: one node's part of a cluster, as its head asks for it over ssh.
+
+The request is a JSON object with an `action` and the cluster's configuration; the answer is a JSON object on stdout,
+and messages for people go to stderr. It uses what serves one machine: validator, launch, record and log.
+
+  validate  run the validator for this node's part of the server
+  begin     start a worker and return at once
+  start     start the head's part and wait until it has answered its first requests
+  reduce    measure all-reduces with the other nodes, by the interpreter that serves
+  status    say whether this node's part runs, and how it ended
+  logs      the last `lines` of its log
+  down      end it, and what a killed one left
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, echo, show_error
+from sparkforge.core.documents import parse_json, read_json
+from sparkforge.core.errors import InputError, ServerError, SparkforgeError
+from sparkforge.core.process import run
+from sparkforge.core.tables import Record
+from sparkforge.serve import embedded, environment, launch, logs, record
+from sparkforge.serve.cluster import allreduce, engine, watch
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.command_line import served_name
+from sparkforge.serve.launch import LOOPBACK, Launch
+from sparkforge.serve.settings import TINY_ID
+
+LINES = 400
+REDUCE_SECONDS = 60.0
+
+
+class NodeRequest(Record):
+    """What the head asks of the node called `name`. `token` is that of this start; nobody else has it."""
+
+    action: str
+    name: str
+    config: ClusterConfig
+    token: str = ""
+    lines: int = 40
+
+    @property
+    def node(self) -> ClusterNode:
+        """This node. Raises InputError for a name that the configuration lacks."""
+        for node in self.config.nodes:
+            if node.name == self.name:
+                return node
+        raise InputError(f"there is no node {self.name!r}", "the request is malformed", "./inv cluster.status")
+
+
+def end_path() -> Path:
+    """Return where it is written which other node ended this one's part."""
+    return paths.state() / "cluster.end.json"
+
+
+def describe(request: NodeRequest) -> Launch:
+    """Return what starts this node's part. Raises what `environment.prepare` and `embedded.write_tiny` raise."""
+    config, node = request.config, request.node
+    python = _interpreter(node)
+    model = paths.typed(config.model).absolute() if config.model else embedded.write_tiny(python)
+    described = embedded.describe(
+        python,
+        model,
+        served_name(model) if config.model else TINY_ID,
+        config.port,
+        arguments=(*engine.arguments(config, node), *config.flags),
+        profile=config.profile,
+    )
+    is_head = node == config.head
+    command = watch.watched(
+        described.command,
+        node=node.name,
+        address=config.head.address,
+        port=config.watch_port,
+        peers=[worker.name for worker in config.workers] if is_head else [config.head.name],
+        listen=is_head,
+        end=end_path(),
+    )
+    variables = {**described.environment, **engine.environment(config, node), watch.TOKEN: request.token}
+    return replace(described, command=command, environment=variables)
+
+
+def validate(request: NodeRequest) -> dict[str, Any]:
+    """Validate this node's part. Raises RefusalError."""
+    described = describe(request)
+    python = Path(described.command[described.command.index("--") + 1])
+    flags = (*engine.arguments(request.config, request.node), *request.config.flags)
+    verdict = embedded.validate(python, described.model, described.port, LOOPBACK, flags, request.config.profile)
+    return {"verdict": verdict}
+
+
+def begin(request: NodeRequest) -> dict[str, Any]:
+    """Start a worker. Raises what `launch.starting` and `launch.begin` raise."""
+    with launch.starting():
+        end_path().unlink(missing_ok=True)
+        return {"pid": launch.begin(describe(request)).pid}
+
+
+def start(request: NodeRequest) -> dict[str, Any]:
+    """Start the head and wait for its first answers.
+
+    Raises what `launch.start` raises; where another node ended it, a ServerError that names that node.
+    """
+    with launch.starting():
+        end_path().unlink(missing_ok=True)
+        try:
+            server = launch.start(describe(request), lambda _: None)
+        except ServerError:
+            if loss := lost():
+                fix = "./inv cluster.logs"
+                raise ServerError(
+                    f"node {loss['node']} ended the start", loss["why"], fix, code="server.cluster"
+                ) from None
+            raise
+    return {"pid": server.pid, "url": server.url, "model": server.model_id, "proof": server.proof}
+
+
+def lost() -> Mapping[str, str] | None:
+    """Return which other node ended this one's part, and why; None if none did."""
+    with suppress(OSError, ValueError):
+        note = read_json(end_path())
+        if isinstance(note, dict) and {"node", "why"} <= note.keys():
+            return {"node": str(note["node"]), "why": str(note["why"])}
+    return None
+
+
+def reduce(request: NodeRequest) -> dict[str, Any]:
+    """Measure all-reduces with the other nodes; all must be asked at the same time. Raises ProcessError."""
+    config, node = request.config, request.node
+    options = {
+        "rank": config.nodes.index(node),
+        "nodes": len(config.nodes),
+        "address": config.head.address,
+        "port": config.master_port,
+        "seconds": REDUCE_SECONDS,
+    }
+    command: list[str | Path] = [_interpreter(node), "-P", allreduce.__file__, json.dumps(options)]
+    fix = "./inv cluster.check"
+    result = run(command, env=engine.environment(config, node), fix=fix, seconds=2 * REDUCE_SECONDS)
+    answer: dict[str, Any] = parse_json(result.stdout.strip().splitlines()[-1], "the all-reduce's answer")
+    return answer
+
+
+def _interpreter(node: ClusterNode) -> Path:
+    return Path(node.python) if node.python else environment.prepare(Steps(1)).python
+
+
+def status(_request: NodeRequest) -> dict[str, Any]:
+    """Say whether this node's part runs; if it has ended, how, and which node it was."""
+    server = record.read()
+    if server is None:
+        return {"state": "stopped"}
+    if server.alive:
+        return {"state": "running", "pid": server.pid, "milestone": logs.milestone(logs.read(Path(server.log)))}
+    loss = lost()
+    why = f"node {loss['node']}: {loss['why']}" if loss else record.how_it_ended(server)
+    return {"state": "ended", "why": why, "left": len(record.leftovers())}
+
+
+def tail(request: NodeRequest) -> dict[str, Any]:
+    """Return the last lines of the log."""
+    return {"lines": logs.read(record.log_path()).splitlines()[-min(request.lines, LINES) :]}
+
+
+def down(_request: NodeRequest) -> dict[str, Any]:
+    """End this node's part, and what a killed one left."""
+    try:
+        stopped = launch.down()
+    except ServerError as error:
+        if error.code != "server.not-running":
+            raise
+        record.forget()
+        return {"state": "nothing to stop"}
+    return {"state": f"stopped {stopped.where}" if stopped else "ended what was left"}
+
+
+ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
+    "validate": validate,
+    "begin": begin,
+    "start": start,
+    "reduce": reduce,
+    "status": status,
+    "logs": tail,
+    "down": down,
+}
+
+
+def main() -> int:
+    """Read the request from stdin and answer it; returns the exit code. An error is an answer too."""
+    try:
+        try:
+            request = NodeRequest.model_validate(parse_json(sys.stdin.read(), "the request"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise InputError("the request is malformed", why, "the same Sparkforge on every node: git pull") from error
+        if request.action not in ACTIONS:
+            why, fix = f"there is no action {request.action[:40]!r}", "the same Sparkforge on every node: git pull"
+            raise InputError("the request is malformed", why, fix)
+        paths.secure_state()
+        answer = ACTIONS[request.action](request)
+    except SparkforgeError as error:
+        show_error(error)
+        answer = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}
+    echo(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""What a node says about itself: `python3 - ARGUMENT < probe.py`, which prints one JSON object.
+
+It runs on a machine that may have nothing of ours, by that machine's own Python 3.9 or newer, as the user that ssh logs
+in. So it imports the standard library alone. A fact that cannot be read is null, and `errors` says why.
+
+The argument is a JSON object with a `mode`:
+  facts   all facts; `ports` are tried, `model` is a folder whose files are fingerprinted, `image` one of Docker's
+  listen  answer on `address` and `ports` for `seconds`, over TCP and UDP
+  reach   connect from `source` to `address` and each of `ports`, and send one UDP packet of `mtu` bytes unfragmented
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HEADERS = 28  # bytes of an IPv4 and a UDP header
+EDGE = 1 << 20  # bytes at both ends of a file that its fingerprint reads
+IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, whatever the kernel knows of the path
+CONNECT_SECONDS = 3.0
+PROGRAM_SECONDS = 20
+
+
+def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
+    """Return all facts."""
+    errors: dict[str, str] = {}
+
+    def ask(name: str, read: Callable[[], Any]) -> Any:
+        """Return what `read` returns, or null with the reason in `errors`."""
+        try:
+            return read()
+        except (OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError) as error:
+            errors[name] = " ".join(str(error).split())[:300] or type(error).__name__
+            return None
+
+    answers = {
+        "hostname": socket.gethostname(),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "user": ask("user", lambda: os.environ.get("USER") or str(os.getuid())),
+        "time": time.time(),
+        "clock_synchronised": ask("clock_synchronised", clock_synchronised),
+        "interfaces": ask("interfaces", lambda: interfaces(root)),
+        "rdma": ask("rdma", lambda: rdma(root)),
+        "infiniband": ask("infiniband", lambda: sorted(path.name for path in (root / "dev/infiniband").iterdir())),
+        "memlock": ask("memlock", lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]),
+        "memory": ask("memory", lambda: memory(root)),
+        "remove_ipc": ask("remove_ipc", remove_ipc),
+        "gpu": ask("gpu", lambda: query("gpu_name")),
+        "driver": ask("driver", lambda: query("driver_version")),
+        "ports_taken": ask("ports_taken", lambda: [port for port in options.get("ports", ()) if is_taken(port)]),
+        "image": ask("image", lambda: image(options["image"])) if options.get("image") else None,
+        "model": ask("model", lambda: fingerprint(Path(options["model"]))) if options.get("model") else None,
+    }
+    return {**answers, "errors": errors}
+
+
+def program(*words: str) -> str:
+    """Return what a program prints. Raises OSError or SubprocessError."""
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PROGRAM_SECONDS)
+    return done.stdout.strip()
+
+
+def interfaces(root: Path) -> list[dict[str, Any]]:
+    """Return every network interface but loopback."""
+    addresses = {entry["ifname"]: entry.get("addr_info", []) for entry in json.loads(program("ip", "-j", "addr"))}
+    return [
+        interface(folder, addresses.get(folder.name, []))
+        for folder in sorted((root / "sys/class/net").iterdir())
+        if folder.name != "lo" and folder.is_dir()
+    ]
+
+
+def interface(folder: Path, addresses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an interface: its IPv4 networks, state and size, and the PCI function that it is, if any."""
+    device = folder / "device"
+    return {
+        "name": folder.name,
+        "addresses": [f"{entry['local']}/{entry['prefixlen']}" for entry in addresses if entry.get("family") == "inet"],
+        "mac": content(folder / "address"),
+        "mtu": int(content(folder / "mtu") or 0),
+        "up": content(folder / "operstate") in ("up", "unknown"),
+        "carrier": content(folder / "carrier") == "1",
+        "speed": int(content(folder / "speed") or -1),  # Mb/s
+        "bridge": (folder / "bridge").exists(),
+        "wireless": (folder / "wireless").exists() or (folder / "phy80211").exists(),
+        "pci": device.resolve().name if device.exists() else "",
+        "driver": (device / "driver").resolve().name if (device / "driver").exists() else "",
+    }
+
+
+def rdma(root: Path) -> list[dict[str, Any]]:
+    """Return every RDMA device with the state of its first port and the interface that it belongs to."""
+    folder = root / "sys/class/infiniband"
+    return [
+        {
+            "name": device.name,
+            "interface": next((net.name for net in sorted((device / "device/net").iterdir())), ""),
+            "state": content(device / "ports/1/state").partition(":")[2].strip(),
+            "rate": content(device / "ports/1/rate"),
+        }
+        for device in (sorted(folder.iterdir()) if folder.is_dir() else ())
+    ]
+
+
+def content(file: Path) -> str:
+    """Return a small file's text; empty if it cannot be read, as the speed of an interface that is down."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def memory(root: Path) -> dict[str, int]:
+    """Return MemTotal, MemFree and MemAvailable in bytes."""
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
+    return {name: int(sizes[name]) * 1024 for name in ("MemTotal", "MemFree", "MemAvailable")}
+
+
+def clock_synchronised() -> bool:
+    """Tell whether systemd says that the clock follows a server."""
+    return program("timedatectl", "show", "-p", "NTPSynchronized", "--value") == "yes"
+
+
+def remove_ipc() -> bool:
+    """Tell whether logind deletes this user's shared memory at the end of the last session."""
+    names = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager", "RemoveIPC")
+    if program("busctl", "get-property", *names).split()[-1] != "true":
+        return False
+    return not Path("/var/lib/systemd/linger", os.environ.get("USER", "")).is_file()
+
+
+def query(field: str) -> str:
+    """Return a field of nvidia-smi for the first GPU."""
+    return program("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()[0].strip()
+
+
+def image(name: str) -> str:
+    """Return the id of one of Docker's images, which is the digest of its configuration."""
+    docker = shutil.which("docker") or "docker"
+    return program(docker, "image", "inspect", "--format", "{{.Id}}", name)
+
+
+def is_taken(port: int) -> bool:
+    """Tell whether another program listens on a TCP port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the names, sizes and both ends of a model's files: 65 GB are not read for it."""
+    digest = hashlib.sha256()
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in (".safetensors", ".json"))
+    if not files:
+        raise ValueError(f"{folder} holds no safetensors and no json")
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(EDGE))
+            opened.seek(max(0, size - EDGE))
+            digest.update(opened.read(EDGE))
+    return digest.hexdigest()
+
+
+def listen(options: dict[str, Any]) -> dict[str, Any]:
+    """Answer connections, and then one packet, for `seconds` at most; say which ports others have."""
+    opened: list[socket.socket] = []
+    taken = []
+    for port in options["ports"]:
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            server = socket.socket(socket.AF_INET, kind)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind((options["address"], port))
+            except OSError as error:
+                taken.append(f"{port}: {error.strerror}")
+                continue
+            if kind == socket.SOCK_STREAM:
+                server.listen()
+            opened.append(server)
+    end = time.monotonic() + options["seconds"]
+    while opened and (left := end - time.monotonic()) > 0:
+        for server in select.select(opened, [], [], left)[0]:
+            if server.type == socket.SOCK_STREAM:
+                server.accept()[0].close()
+            else:
+                _, sender = server.recvfrom(1 << 16)
+                server.sendto(b"received", sender)
+                return {"taken": taken}  # the packet is what the other side sends last
+    return {"taken": taken}
+
+
+def reach(options: dict[str, Any]) -> dict[str, Any]:
+    """Return why ports cannot be connected to, and why a full packet does not pass; "" if it does."""
+    deadline = time.monotonic() + options.get("seconds", 2 * CONNECT_SECONDS)
+    blocked = {}
+    for port in options["ports"]:
+        if why := connect(options["source"], options["address"], port, deadline):
+            blocked[str(port)] = why
+    return {"blocked": blocked, "packet": send_packet(options)}
+
+
+def connect(source: str, address: str, port: int, deadline: float) -> str:
+    """Return why a TCP connection cannot be made; "" if it can. One that is refused is tried until the deadline."""
+    while True:
+        try:
+            socket.create_connection((address, port), CONNECT_SECONDS, (source, 0)).close()
+        except ConnectionRefusedError as error:  # the other side's listener may not be there yet
+            if time.monotonic() > deadline:
+                return str(error.strerror)
+            time.sleep(0.1)
+        except OSError as error:
+            return str(error.strerror or error)
+        else:
+            return ""
+
+
+def send_packet(options: dict[str, Any]) -> str:
+    """Return why a packet of the whole MTU is not answered; "" if it is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.bind((options["source"], 0))
+            sender.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE)
+            sender.settimeout(CONNECT_SECONDS)
+            sender.connect((options["address"], options["ports"][0]))
+            sender.send(b"x" * (options["mtu"] - HEADERS))
+            sender.recv(64)
+        except OSError as error:
+            return str(error.strerror or error)
+    return ""
+
+
+def main(argument: str) -> None:
+    """Print the answer to one argument."""
+    options = json.loads(argument)
+    answer = {"facts": facts, "listen": listen, "reach": reach}[options["mode"]](options)
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,129 @@
+"""Start, show and stop a cluster: the head asks every node over ssh, and each serves its part as one machine does."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparkforge.core.console import Steps, echo, say
+from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
+from sparkforge.serve.cluster import check, remote
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+
+MODULE = "sparkforge.serve.cluster.node"
+INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
+VALIDATE_SECONDS, BEGIN_SECONDS, START_SECONDS = 600.0, 300.0, 1200.0  # the environment may have to be made
+ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
+
+
+def up(config: ClusterConfig) -> Mapping[str, Any]:
+    """Check, validate on every node, start the workers and then the head; return the head's answer.
+
+    Whenever it raises, no node's part is left running. Raises RefusalError if a check or a validation fails, and the
+    first node's error otherwise.
+    """
+    _require_embedded(config)
+    steps, token = Steps(4), secrets.token_hex(16)
+    with steps.step("check", f"{len(config.nodes)} nodes") as tell:
+        findings = check.checked(config)
+        check.require_fine(findings)
+        tell(f"{len(findings)} checks, none failed")
+    with steps.step("validation", "on every node") as tell:
+        verdicts = _all(config, config.nodes, "validate", token, VALIDATE_SECONDS)
+        tell("; ".join(f"{name}: {answer['verdict']}" for name, answer in verdicts.items()))
+    try:
+        with steps.step("workers", ", ".join(node.name for node in config.workers)):
+            _all(config, config.workers, "begin", token, BEGIN_SECONDS)
+        with steps.step("head", f"{config.head.name}: vLLM starts") as tell:
+            answer = ask(config, config.head, "start", START_SECONDS, token=token)
+            tell(f"first answers received at {answer['url']}")
+    except BaseException:
+        down(config)
+        raise
+    return answer
+
+
+def measure(config: ClusterConfig) -> dict[str, Any]:
+    """Return what all-reduces between all nodes take, as the head measured them. Raises the first node's error."""
+    _require_embedded(config)
+    return _all(config, config.nodes, "reduce", "", VALIDATE_SECONDS)[config.head.name]
+
+
+def show_measured(answer: Mapping[str, Any]) -> None:
+    """Print a line for each size."""
+    for row in answer["sizes"]:
+        size, speed = f"{row['bytes'] >> 10} KiB", f"{row['gigabytes_a_second']:.3f} GB/s"
+        echo(f"all-reduce by {answer['backend']}  {size:>9}  {row['microseconds']:>9.1f} µs  {speed}")
+
+
+def _require_embedded(config: ClusterConfig) -> None:
+    if config.device != "embedded":
+        why = "it runs vLLM's CPU build; the containers of several Sparks are not built yet"
+        raise UsageError(f"device {config.device} cannot be started", why, "docs/guide/two-machines.md, State")
+
+
+def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
+    """Return each node's state; a node that does not answer has the state `silent` and says why."""
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "status", ASK_SECONDS))
+    return {name: _state(answer) for name, answer in answers.items()}
+
+
+def _state(answer: Mapping[str, Any] | SparkforgeError) -> dict[str, Any]:
+    return {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else dict(answer)
+
+
+def show_status(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a line for each node."""
+    width = max(map(len, states))
+    for name, state in states.items():
+        echo(f"{name:<{width}}  {state['state']:<8} {state.get('why') or state.get('milestone') or ''}".rstrip())
+
+
+def show_logs(config: ClusterConfig, lines: int) -> None:
+    """Print the last lines of every node's log, each with the node's name in front."""
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "logs", ASK_SECONDS, lines=lines))
+    width = max(len(node.name) for node in config.nodes)
+    for name, answer in answers.items():
+        if isinstance(answer, SparkforgeError):
+            say(f"{name}: {answer.what}: {answer.why}")
+            continue
+        for line in answer["lines"]:
+            echo(f"{name:<{width}} | {line}")
+
+
+def down(config: ClusterConfig) -> None:
+    """End every node's part at the same time. Raises ServerError, after the others have ended, for one that did not."""
+    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down", DOWN_SECONDS))
+    for name, answer in answers.items():
+        say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
+    if failed:
+        why = "; ".join(f"{name}: {error.why}" for name, error in failed.items())
+        fix = "./inv cluster.down   # again, once they can be reached; until then each ends its part by itself"
+        raise ServerError(f"{', '.join(failed)} may still run", why, fix, code="server.cluster")
+
+
+def ask(config: ClusterConfig, node: ClusterNode, action: str, seconds: float, **more: Any) -> dict[str, Any]:
+    """Return a node's answer. Raises ServerError for an error of the node, and what `remote.document` raises."""
+    request = json.dumps(
+        {"action": action, "name": node.name, "config": config.model_dump(by_alias=True, mode="json"), **more}
+    )
+    python = sys.executable if not node.ssh else INTERPRETER
+    answer = remote.document(node, [python, "-P", "-m", MODULE], seconds=seconds, stdin=request)
+    if error := answer.get("error"):
+        raise ServerError(f"{node.name}: {error['what']}", error["why"], error["fix"], code="server.cluster")
+    return dict(answer)
+
+
+def _all(
+    config: ClusterConfig, nodes: Sequence[ClusterNode], action: str, token: str, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Ask several nodes at the same time. Raises the first one's error."""
+    answers = remote.on_all(nodes, lambda node: ask(config, node, action, seconds, token=token))
+    for answer in answers.values():
+        if isinstance(answer, SparkforgeError):
+            raise answer
+    return {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}

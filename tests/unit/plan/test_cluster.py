@@ -1,0 +1,115 @@
+"""Several machines: what each holds, what goes over the link, when servers of their own win, and published figures."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from sparkforge.core.errors import UsageError
+from sparkforge.core.paths import ROOT
+from sparkforge.models import table as models
+from sparkforge.plan import budget, cluster, devices, roofline
+from sparkforge.plan.architecture import parse
+from sparkforge.plan.budget import Workload
+from sparkforge.plan.document import Plan
+
+BIG = parse(models.load()["gpt-oss-120b"].config, "test")
+SPARK = devices.table()["spark"]
+LOAD = Workload(8192, 4, sequences=16)
+
+
+def make(nodes=2, load=LOAD, model=BIG):
+    return cluster.make("gpt-oss-120b", model, SPARK, load, nodes)
+
+
+def test_two_machines_hold_half_of_the_weights_each_and_send_two_hidden_states_a_layer():
+    rows = {row.way: row for row in make().ways}
+    alone = budget.share_lines(BIG, SPARK, LOAD)[0].bytes
+    whole = 36 * 2 * (128 * 2880 + 128) + 73 * 2880 * 2  # router and norms
+    padding = 36 * 128 * (3 * 2944 * 1536 - 3 * 2880 * 1440) * 17 / 32  # 1440 of each expert, padded to 128
+    assert rows["tensor"].weights_bytes == pytest.approx((alone - whole) / 2 + whole + padding, rel=1e-3)
+    assert rows["tensor"].link_bytes == 73 * 2 * 2880 + 2 * 201088 / 2
+    assert rows["pipeline"].link_bytes == 2 * 2 * 2880
+    assert rows["replicas"].link_bytes == 0
+    assert rows["replicas"].share < 0.87
+    assert all(row.fits for row in rows.values())
+
+
+def test_an_all_reduce_takes_the_cited_latency_and_beyond_it_the_bandwidth():
+    link = SPARK.link
+    assert cluster.reduce_seconds(link, 5760, 2) == pytest.approx(35.15e-6)
+    assert cluster.reduce_seconds(link, 24576, 2) == pytest.approx((31.67 + 39.56) / 2 * 1e-6)
+    assert cluster.reduce_seconds(link, 65536 + 23_700_000, 2) == pytest.approx(67.93e-6 + 1e-3)
+    assert cluster.reduce_seconds(link, 5760, 4) == pytest.approx(3 * 35.15e-6)
+
+
+def test_one_user_gains_by_the_half_of_the_bytes_and_pays_for_the_link():
+    row = cluster.speeds(BIG, SPARK, LOAD, 2, 1)
+    work = roofline.decode(BIG, 1, 8192, "bf16")
+    link = cluster.link_seconds(BIG, SPARK.link, 1, 2, "tensor")
+    assert row.single == pytest.approx(273e9 / work.bytes)
+    assert 1 / row.ways["tensor"] == pytest.approx(work.bytes / 2 / 273e9 + link, rel=0.01)
+    assert link == pytest.approx(73 * 35.15e-6 + cluster.reduce_seconds(SPARK.link, 201088, 2))
+    assert row.ways["replicas"] == row.single  # the other machine has nothing to do
+    assert row.ways["pipeline"] < row.single
+
+
+def test_servers_of_their_own_win_where_one_server_has_no_more_room():
+    planned = make()
+    assert 16 < planned.crossover <= 32  # --max-num-seqs is 16
+    before, after = (cluster.speeds(BIG, SPARK, LOAD, 2, users).ways for users in (16, 32))
+    assert before["tensor"] > before["replicas"]
+    assert after["tensor"] == before["tensor"] < after["replicas"]
+    assert planned.recommended == "tensor"
+    assert make(load=replace(LOAD, concurrency=64)).recommended == "replicas"
+
+
+def test_the_published_gain_and_winner_are_near_the_computed_ones():
+    rows = {row.users: row for row in make().cited}
+    assert rows[1].cited_gain == pytest.approx(69.0 / 57.5)
+    # At 8 users the computed ones are within 2 % of each other.
+    assert [users for users, row in rows.items() if row.cited_winner != row.computed_winner] == [8]
+    assert rows[64].cited_winner == "replicas"
+    for row in rows.values():  # a ceiling: measured servers gain less
+        assert row.cited_gain < row.computed_gain < 1.35 * row.cited_gain
+
+
+@pytest.mark.parametrize(
+    ("nodes", "way", "words"),
+    [(3, "tensor", "64 heads"), (3, "expert", "128 experts"), (64, "pipeline", "36 layers"), (2, "tensor", "")],
+)
+def test_a_model_that_cannot_be_split_so_says_why(nodes, way, words):
+    assert words in " ".join(cluster.objections(BIG, nodes, way))
+    assert bool(words) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)
+
+
+def test_three_machines_take_no_tensor_parallelism():
+    planned = make(3)
+    assert "tensor" not in {planned.recommended, *(row.way for row in planned.ways if row.fits)}
+
+
+def test_a_model_larger_than_one_machine_is_split():
+    large = replace(BIG, layers=72, sliding_layers=36)
+    planned = make(model=large)
+    assert planned.recommended == "tensor"
+    assert "does not hold" in planned.why
+
+
+@pytest.mark.parametrize("text", ["1", "0", "two", "-2", "129", "2.5"])
+def test_a_number_of_machines_that_makes_no_sense_is_refused(text):
+    with pytest.raises(UsageError, match="--nodes"):
+        cluster.read_nodes(text)
+
+
+def test_a_device_without_a_known_network_is_refused():
+    with pytest.raises(UsageError, match="link"):
+        cluster.make("gpt-oss-120b", BIG, devices.table()["h200"], LOAD, 2)
+
+
+def test_the_command_prints_the_plan_of_two_machines():
+    command = [sys.executable, "-m", "invoke", "plan", "gpt-oss-120b", "--nodes", "2", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Plan.model_validate(json.loads(done.stdout)).cluster.nodes == 2

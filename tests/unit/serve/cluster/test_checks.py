@@ -1,0 +1,153 @@
+"""Each check of a cluster: nothing on healthy nodes, and its finding with its fix for a broken one."""
+
+from dataclasses import replace
+
+import pytest
+
+from sparkforge.core.errors import NetworkError
+from sparkforge.core.paths import ROOT
+from sparkforge.serve.cluster import checks
+from sparkforge.serve.cluster.facts import Reach
+from validate.checks.finding import Status
+
+SECOND = "spark2"
+
+
+def node(situation, **changes):
+    """Return the situation with other facts of the second node."""
+    facts = situation.facts[SECOND].model_copy(update=changes)
+    return replace(situation, facts={**situation.facts, SECOND: facts})
+
+
+def interface(situation, name, **changes):
+    entries = situation.facts[SECOND].interfaces
+    changed = tuple(entry.model_copy(update=changes) if entry.name == name else entry for entry in entries)
+    return node(situation, interfaces=changed)
+
+
+def device(situation, name, **changes):
+    entries = situation.facts[SECOND].rdma
+    return node(situation, rdma=tuple(e.model_copy(update=changes) if e.name == name else e for e in entries))
+
+
+def config(situation, **changes):
+    return replace(situation, config=situation.config.model_copy(update=changes))
+
+
+def nodes(situation, **changes):
+    """Return the situation with another entry of the second node in cluster.toml."""
+    first, second = situation.config.nodes
+    return config(situation, nodes=(first, second.model_copy(update=changes)))
+
+
+def reach(situation, answer):
+    return replace(situation, reaches={**situation.reaches, ("spark", SECOND): answer})
+
+
+SILENT = NetworkError("spark2 cannot be reached by ssh", "Permission denied (publickey).", "ssh spark2 true")
+CONTROL, HALF = "enp1s0f1np1", "enP2p1s0f1np1"
+MEMORY = {"MemTotal": 1 << 37, "MemFree": 1 << 30, "MemAvailable": 1 << 36}
+
+
+def silent(situation):
+    return replace(situation, facts={"spark": situation.facts["spark"]}, errors={SECOND: SILENT})
+
+
+BROKEN = [
+    ("nodes", silent, "Permission denied"),
+    ("clocks", lambda s: node(s, clock_offset=-90.0), "spark is 90.0 s ahead of spark2"),
+    ("machines", lambda s: node(s, machine="x86_64"), "spark2 has x86_64"),
+    ("drivers", lambda s: node(s, driver="590.10"), "spark2 has 590.10"),
+    ("drivers", lambda s: node(s, driver=None, errors={"driver": "no nvidia-smi"}), "spark2: no nvidia-smi"),
+    ("images", lambda s: node(s, image="sha256:" + "9" * 64), "the image differs"),
+    ("images", lambda s: node(s, image=None, errors={"image": "No such image"}), "No such image"),
+    ("models", lambda s: node(s, model="3" * 64), "the model differs"),
+    ("link", lambda s: interface(s, CONTROL, carrier=False), "enp1s0f1np1 of spark2 is down"),
+    ("link", lambda s: nodes(s, interface="enp9"), "spark2 has no interface enp9"),
+    ("link", lambda s: nodes(s, address="192.168.177.99"), "not 192.168.177.99"),
+    ("control-network", lambda s: nodes(s, interface="wlP9s9", address="192.168.0.32"), "WiFi carries"),
+    ("control-network", lambda s: nodes(s, interface=HALF, address="192.168.178.12"), "2 subnets"),
+    ("rdma", lambda s: nodes(s, hcas=()), "NCCL takes TCP"),
+    ("rdma", lambda s: nodes(s, hcas=("mlx5_0",)), "spark2 has no mlx5_0"),
+    ("rdma", lambda s: device(s, "rocep1s0f1", state="DOWN"), "rocep1s0f1 of spark2 is DOWN"),
+    ("rdma", lambda s: node(s, infiniband=None), "no /dev/infiniband"),
+    ("port-halves", lambda s: nodes(s, hcas=("rocep1s0f1",)), "does not use enP2p1s0f1np1"),
+    ("port-halves", lambda s: interface(s, HALF, addresses=("192.168.177.22/24",)), "not on two subnets"),
+    ("mtu", lambda s: interface(s, HALF, mtu=1500), "they differ"),
+    ("packets", lambda s: reach(s, Reach(packet="Message too long")), "from spark to spark2: a full packet"),
+    ("ports", lambda s: node(s, ports_taken=(29500,)), "spark2: 29500"),
+    ("firewall", lambda s: reach(s, Reach(blocked={"29500": "timed out"})), "port 29500: timed out"),
+    ("firewall", lambda s: reach(s, SILENT), "Permission denied"),
+    ("firewall", lambda s: replace(s, reaches={}), "not tried"),
+    ("nccl", lambda s: replace(s, nccl="2.30.4"), "hangs"),
+    ("nccl", lambda s: replace(s, nccl=""), "no NCCL"),
+    ("free-memory", lambda s: node(s, memory=MEMORY), "spark2 1.0 GiB"),
+    ("split", lambda s: replace(s, model=None), "not known"),
+    ("split", lambda s: config(s, tensor=3), "64 heads are no multiple of 3"),
+    ("split", lambda s: config(s, tensor=3, expert=True), "128 experts are no multiple of 3"),
+    ("split", lambda s: replace(s, head="mxfp4"), "100544 columns"),
+]
+WARNED = [
+    ("clocks", lambda s: node(s, clock_synchronised=False), "spark2: the clock"),
+    ("remove-ipc", lambda s: node(s, remove_ipc=True), "RemoveIPC is on for this user: spark2"),
+]
+
+
+def finding(situation, name):
+    return next(found for found in checks.evaluate(situation) if found.check == name)
+
+
+def test_two_healthy_nodes_pass_every_check(healthy):
+    assert {found.check: found.evidence for found in checks.evaluate(healthy) if found.status is not Status.PASS} == {}
+
+
+@pytest.mark.parametrize(("name", "broken", "words"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_broken_fact_is_refused_by_its_check_with_a_fix(healthy, name, broken, words):
+    found = finding(broken(healthy), name)
+    assert found.status is Status.FAIL
+    assert words in found.evidence
+    assert found.fix
+
+
+@pytest.mark.parametrize(("name", "broken", "words"), WARNED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_may_do_harm_later_is_a_warning(healthy, name, broken, words):
+    found = finding(broken(healthy), name)
+    assert (found.status, words in found.evidence) == (Status.WARN, True)
+
+
+def test_a_small_mtu_on_all_is_slower_but_no_fault(healthy, sheet):
+    facts = {
+        name: facts.model_copy(
+            update={"interfaces": tuple(entry.model_copy(update={"mtu": 1500}) for entry in facts.interfaces)}
+        )
+        for name, facts in healthy.facts.items()
+    }
+    assert finding(replace(healthy, facts=facts), "mtu").status is Status.WARN
+
+
+def test_a_clock_that_was_measured_too_coarsely_is_not_judged(healthy):
+    assert finding(node(healthy, clock_offset=-3.0, clock_error=2.0), "clocks").status is Status.PASS
+
+
+def test_every_check_has_a_broken_fact_here_and_a_section_in_the_reference():
+    names = {check.name for check in checks.CHECKS}
+    assert len(names) == len(checks.CHECKS)
+    assert {name for name, *_ in (*BROKEN, *WARNED)} == names
+    page = (ROOT / checks.DOC).read_text(encoding="utf-8")
+    assert {name for name in names if f"\n### {name}\n" not in page} == set()
+
+
+def test_a_bug_in_a_check_refuses(healthy, monkeypatch):
+    def broken(situation):
+        raise ZeroDivisionError("x")
+
+    monkeypatch.setattr(checks, "CHECKS", [checks.ClusterCheck("nodes", "", broken, "")])
+    (found,) = checks.evaluate(healthy)
+    assert (found.status, "ZeroDivisionError" in found.evidence) == (Status.FAIL, True)
+
+
+def test_the_embedded_device_is_not_asked_for_gpus(healthy):
+    situation = config(node(healthy, driver=None, image=None, infiniband=None), device="embedded")
+    assert {f.check: f.status for f in checks.evaluate(situation) if f.check in ("drivers", "images", "rdma")} == (
+        dict.fromkeys(("drivers", "images", "rdma"), Status.SKIPPED)
+    )

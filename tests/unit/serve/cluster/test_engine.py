@@ -1,0 +1,163 @@
+"""Each node's flags and variables, what a node answers, and what the head makes of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
+from sparkforge.core.paths import ROOT
+from sparkforge.serve.cluster import check, discover, engine, node, remote, start
+from sparkforge.serve.cluster.config import ClusterNode
+from sparkforge.serve.command_line import ServerCommand
+
+
+@pytest.fixture
+def config(healthy):
+    return healthy.config
+
+
+def test_each_node_gets_its_rank_and_only_workers_are_headless(config):
+    head, worker = (engine.arguments(config, node) for node in config.nodes)
+    assert {"--nnodes=2", "--node-rank=0", "--tensor-parallel-size=2", "--master-addr=192.168.177.11"} < set(head)
+    assert "--headless" not in head
+    assert {"--node-rank=1", "--headless", "--master-addr=192.168.177.11"} < set(worker)
+    assert "--enable-expert-parallel" in engine.arguments(config.model_copy(update={"expert": True}), config.head)
+
+
+def test_a_worker_is_started_by_the_command_that_has_headless():
+    command = ServerCommand("/m", "m", "127.0.0.1", 8000, extra_arguments=("--headless",)).command("python")
+    assert command[:4] == ("python", "-m", "vllm.entrypoints.cli.main", "serve")
+    assert ServerCommand("/m", "m", "127.0.0.1", 8000).command("python")[2] == "vllm.entrypoints.openai.api_server"
+
+
+def test_nccl_and_gloo_take_the_control_network_and_both_halves(config, sheet):
+    variables = engine.environment(config, config.workers[0])
+    assert variables == {
+        "VLLM_HOST_IP": "192.168.177.12",
+        "GLOO_SOCKET_IFNAME": "enp1s0f1np1",
+        "NCCL_SOCKET_IFNAME": "=enp1s0f1np1",
+        "NCCL_IB_HCA": "=rocep1s0f1,roceP2p1s0f1",
+    }
+    ring = discover.propose(sheet("ring-from-eugr"), dict.fromkeys(sheet("ring-from-eugr"), "x"))
+    variables = engine.environment(ring, ring.head)
+    assert (variables["NCCL_ALGO"], variables["NCCL_IB_MERGE_NICS"]) == ("Ring", "0")
+    assert variables["GLOO_SOCKET_IFNAME"] == "enP7s7"
+
+
+def ask(request):
+    command = [sys.executable, "-m", start.MODULE]
+    done = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("request_", ["", "{}", "[1]", '{"action": "status", "name": "x", "config": {}}', "{" * 99])
+def test_a_malformed_request_is_answered_with_an_error(request_):
+    assert {"what", "why", "fix", "code"} == ask(request_)["error"].keys()
+
+
+def test_a_node_where_nothing_runs_says_so(config):
+    body = {"name": "spark", "config": config.model_dump(by_alias=True, mode="json")}
+    assert ask(json.dumps({"action": "status", **body})) == {"state": "stopped"}
+    assert ask(json.dumps({"action": "down", **body})) == {"state": "nothing to stop"}
+    assert ask(json.dumps({"action": "logs", **body})) == {"lines": []}
+
+
+def test_an_action_that_there_is_not_is_answered_with_an_error(config):
+    body = {"name": "spark", "config": config.model_dump(by_alias=True, mode="json")}
+    assert "reboot" in ask(json.dumps({"action": "reboot", **body}))["error"]["why"]
+
+
+def test_containers_of_several_machines_are_refused_before_anything_is_asked(config):
+    with pytest.raises(UsageError, match="docker cannot be started"):
+        start.up(config)
+
+
+@pytest.fixture
+def asked(config, healthy, monkeypatch):
+    """Return what was asked of which node, in order; `answers` has what they answer, by node and action."""
+    questions, answers = [], {}
+
+    def answer(_config, node, action, _seconds, **_more):
+        questions.append((node.name, action))
+        reply = answers.get((node.name, action), {"verdict": "serve", "state": "running", "url": "http://x"})
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(start, "ask", answer)
+    monkeypatch.setattr(check, "look", lambda _config: healthy)
+    embedded = config.model_copy(update={"device": "embedded"})
+    return embedded, questions, answers
+
+
+def test_workers_start_before_the_head_after_every_node_was_validated(asked):
+    config, questions, _ = asked
+    assert start.up(config)["url"] == "http://x"
+    assert sorted(questions[:2]) == [("spark", "validate"), ("spark2", "validate")]
+    assert questions[2:] == [("spark2", "begin"), ("spark", "start")]
+
+
+def test_a_refused_validation_starts_nothing(asked):
+    config, questions, answers = asked
+    answers["spark2", "validate"] = ServerError("spark2: the validator refuses", "x", "y")
+    with pytest.raises(ServerError, match="spark2"):
+        start.up(config)
+    assert {action for _, action in questions} == {"validate"}
+
+
+def test_a_refused_check_asks_no_node_for_anything(asked, healthy, monkeypatch):
+    config, questions, _ = asked
+    monkeypatch.setattr(check, "look", lambda _config: replace(healthy, reaches={}))
+    with pytest.raises(RefusalError, match="firewall"):
+        start.up(config)
+    assert questions == []
+
+
+@pytest.mark.parametrize("failing", [("spark2", "begin"), ("spark", "start")])
+def test_a_start_that_fails_leaves_no_part_running(asked, failing):
+    config, questions, answers = asked
+    answers[failing] = ServerError("it did not start", "x", "y")
+    with pytest.raises(ServerError, match="did not start"):
+        start.up(config)
+    assert sorted(questions[-2:]) == [("spark", "down"), ("spark2", "down")]
+
+
+def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):
+    config, questions, answers = asked
+    answers["spark2", "down"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
+    with pytest.raises(ServerError, match="spark2 may still run"):
+        start.down(config)
+    assert ("spark", "down") in questions
+
+
+def test_a_silent_node_is_a_state(asked, capsys):
+    config, _, answers = asked
+    answers["spark2", "status"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
+    start.show_status(start.status(config))
+    assert "spark2  silent   No route to host" in capsys.readouterr().out
+
+
+def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
+    other = ClusterNode(name="b", ssh="me@b", folder="/a b", state="/s t", address="10.0.0.2", interface="eth0")
+    command = remote.command_line(other, ["python3", "-", '{"x": "$(reboot)"}'])
+    assert command[0] == "ssh"
+    assert "BatchMode=yes" in command
+    assert command[-2:] == ["me@b", "cd '/a b' && exec env 'SPARKFORGE_STATE=/s t' python3 - '{\"x\": \"$(reboot)\"}'"]
+    assert command[-3] == "--"
+
+
+def test_a_program_that_fails_on_a_node_names_the_node():
+    here = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
+    with pytest.raises(ProcessError, match="false failed on a"):
+        remote.output(here, ["false"], seconds=10)
+
+
+def test_a_lost_node_is_read_from_its_note(tmp_path):
+    node.end_path().write_text('{"node": "spark2", "why": "signal 9 ended its server", "time": 1}')
+    assert node.lost() == {"node": "spark2", "why": "signal 9 ended its server"}
+    node.end_path().write_text("{")
+    assert node.lost() is None

@@ -1,0 +1,179 @@
+"""What ends a node's part of a server: another node's end, silence or absence; and what does not."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from sparkforge.serve.cluster import watch
+
+SECRET = "token-of-this-start"
+FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+@pytest.fixture
+def start(tmp_path, free_port):
+    """Return a function: start a node's watch; its log and end file are in a folder of its name."""
+    running, port = [], free_port()
+
+    def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20"):
+        folder = tmp_path / node
+        folder.mkdir(exist_ok=True)
+        words = list(
+            watch.watched(
+                command, node=node, address="127.0.0.1", port=port, peers=peers, listen=listen, end=folder / "end.json"
+            )
+        )
+        words[words.index("--") : words.index("--")] = ["--join", join]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(words, env={**os.environ, watch.TOKEN: token}, stdout=log, stderr=log)
+        running.append(process)
+        process.folder, process.port = folder, port
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def both(start):
+    """A head and a worker that have met."""
+    head = start("head", ["worker"], listen=True)
+    worker = start("worker", ["head"])
+    wait_for(lambda: connected(head.port), "they do not meet")
+    return head, worker
+
+
+def connected(port):
+    """Tell whether there is an established connection to a port of this machine."""
+    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(local.endswith(f":{port:04X}") and state == "01" for local, _, state in rows)
+
+
+def wait_for(true, why, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.02)
+
+
+def end(process):
+    return json.loads((process.folder / "end.json").read_text())
+
+
+def child(process):
+    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(pid)
+
+
+@pytest.mark.parametrize(("dying", "living"), [(1, 0), (0, 1)], ids=["worker", "head"])
+def test_a_killed_server_ends_the_other_nodes_by_name(both, dying, living, ended):
+    server = child(both[living])
+    os.kill(child(both[dying]), signal.SIGKILL)
+    assert both[living].wait(15) == 24
+    name = both[dying].folder.name
+    assert end(both[living])["node"] == name
+    assert end(both[living])["why"] == "signal 9 ended its server"
+    assert f"node {name} ended this node's part" in (both[living].folder / "log").read_text()
+    assert ended(server, 1)
+    assert both[dying].wait(15) == 24
+
+
+def test_a_killed_watch_counts_as_a_lost_node(both):
+    head, worker = both
+    os.kill(child(worker), signal.SIGKILL)  # nobody reaps it in this test
+    worker.kill()
+    assert head.wait(15) == 24
+    assert end(head)["node"] == "worker"
+
+
+def test_a_stop_ends_the_others_and_says_so(both):
+    head, worker = both
+    head.send_signal(signal.SIGTERM)
+    assert head.wait(15) == 128 + signal.SIGTERM
+    assert worker.wait(15) == 24
+    assert end(worker)["why"] == "it was stopped"
+    assert not (head.folder / "end.json").exists()
+
+
+def test_a_frozen_node_is_noticed(both):
+    head, worker = both
+    worker.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert head.wait(watch.SILENT_SECONDS + 10) == 24
+    assert time.monotonic() - began < 30
+    assert end(head) | {"time": 0} == {"node": "worker", "why": "nothing came from it for 10 s", "time": 0}
+
+
+def test_a_node_that_does_not_come_ends_the_others(start):
+    head = start("head", ["worker", "third"], listen=True, join="1")
+    assert head.wait(15) == 24
+    assert end(head)["node"] == "third, worker"
+
+
+def test_the_third_node_hears_of_the_second_ones_end_by_its_name(start):
+    head = start("head", ["worker", "third"], listen=True)
+    worker, third = start("worker", ["head"]), start("third", ["head"])
+    wait_for(lambda: len(established(head.port)) == 2, "they do not meet")
+    os.kill(child(worker), signal.SIGKILL)
+    assert (head.wait(15), third.wait(15)) == (24, 24)
+    assert end(third)["node"] == "worker"
+
+
+def established(port):
+    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [local for local, _, state in rows if local.endswith(f":{port:04X}") and state == "01"]
+
+
+STRANGERS = [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n', b"x" * 20000]
+
+
+@pytest.mark.parametrize("words", STRANGERS, ids=["nothing", "http", "guess", "long"])
+def test_a_stranger_is_dropped_and_changes_nothing(both, words):
+    head, worker = both
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as stranger, suppress(OSError):
+        stranger.sendall(words)
+        stranger.shutdown(socket.SHUT_WR)
+        while received := stranger.recv(100):
+            assert b"token" not in received
+    assert (head.poll(), worker.poll()) == (None, None)
+
+
+def test_who_does_not_know_the_token_is_no_worker(start):
+    head = start("head", ["worker"], listen=True)
+    wait_for(lambda: listening(head.port), "it does not listen")
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as impostor:
+        impostor.sendall(b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n')
+        assert impostor.recv(100) == b""
+    assert head.poll() is None
+
+
+def listening(port):
+    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(local.endswith(f":{port:04X}") and state == "0A" for local, _, state in rows)
+
+
+def test_the_server_does_not_get_the_token(start, tmp_path):
+    out = tmp_path / "environment"
+    show = [
+        sys.executable,
+        "-c",
+        f"import os, signal; open({str(out)!r}, 'w').write(str(dict(os.environ))); signal.pause()",
+    ]
+    start("head", ["worker"], show, listen=True)
+    wait_for(lambda: out.exists() and out.stat().st_size, "the server does not start")
+    assert SECRET not in out.read_text()
+
+
+def test_the_command_that_ends_by_itself_with_0_is_an_end_all_the_same(start):
+    head = start("head", ["worker"], [sys.executable, "-c", ""], listen=True)
+    assert head.wait(15) == 24
