@@ -90,6 +90,7 @@ class Manager:
             fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
         elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
             fix = Manager(True, self.unit).install
+            fix = fix.replace("install", "remove") if words[0] == "disable" else fix
         return ServerError(f"systemctl {words[0]} failed", why or "it printed nothing", fix, code=CODE)
 
     def show(self) -> dict[str, str]:
