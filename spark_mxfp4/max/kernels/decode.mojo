@@ -3,6 +3,7 @@
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
+from std.sys.info import _accelerator_arch
 from std.utils import StaticTuple
 
 from .groups import find_tile, tile_limit
@@ -14,6 +15,8 @@ comptime UP_TO_8 = Shape[1, 1, 4, 1, 7]()
 comptime UP_TO_16 = Shape[1, 2, 4, 1, 5]()
 comptime UP_TO_32 = Shape[1, 4, 4, 1, 3]()
 comptime UP_TO_64 = Shape[1, 8, 4, 1, 2]()
+# What shared memory has room for on an SM: 227 kB on Hopper, 100 kB on 12.x. It bounds the registers.
+comptime BLOCKS = 4 if "90" in _accelerator_arch() else 2
 comptime ROWS = UP_TO_8.rows
 comptime THREADS = UP_TO_8.threads
 comptime RING_BYTES = max(
@@ -22,7 +25,7 @@ comptime RING_BYTES = max(
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
-@__llvm_metadata(`nvvm.minctasm`=SIMDLength(4))
+@__llvm_metadata(`nvvm.minctasm`=SIMDLength(BLOCKS))
 def decode_kernel[
     swiglu: Bool, bias_dtype: DType
 ](

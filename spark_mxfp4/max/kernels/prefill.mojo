@@ -1,4 +1,4 @@
-"""Many rows an expert: a thread block has 128 weight rows and 128 tokens; each warp 32 rows and 64 tokens."""
+"""Many rows an expert: a thread block has 128 weight rows and up to 128 tokens; each warp 32 rows and half the tokens."""
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
 from max.gpu.host import DeviceContext, FuncAttribute
@@ -9,10 +9,12 @@ from std.utils import StaticTuple
 from .groups import find_tile, tile_limit
 from .product import Bytes, Shape, multiply_tile
 
-# Registers leave one block an SM. Hopper's shared memory has room for four stages of it; 12.x has 99 kB, for two.
-comptime STAGES = 4 if "90" in _accelerator_arch() else 2
-comptime SHAPE = Shape[2, 8, 4, 2, STAGES]()
-# The rest of a group that is no multiple of 128 does not pay for 128 tokens.
+# Registers leave one block an SM. Hopper's shared memory has room for four stages of 128 tokens; 12.x has 99 kB, for two
+# of 64.
+comptime IS_HOPPER = "90" in _accelerator_arch()
+comptime STAGES = 4 if IS_HOPPER else 2
+comptime SHAPE = Shape[2, 8 if IS_HOPPER else 4, 4, 2, STAGES]()
+# The rest of a group does not pay for all tokens of a block.
 comptime UP_TO_64 = Shape[2, 4, 4, 2, STAGES]()
 comptime UP_TO_32 = Shape[2, 2, 4, 2, STAGES]()
 
