@@ -124,7 +124,7 @@ class PackedMoE(GptOssMoE):
         return product(hidden, self.hidden_dim, False, self._down_weight, self._down_scale, self._down_bias)
 
 
-class PackedConfig(GptOssConfig):
+class PackedGptOssConfig(GptOssConfig):
     """gpt-oss' configuration; on a CPU everything but the experts is float32."""
 
     quant_config: Any
@@ -150,10 +150,10 @@ class PackedConfig(GptOssConfig):
 class PackedModel(GptOssModel):
     """MAX's model with `PackedMoE`, and on a CPU without what only a GPU has."""
 
-    model_config_cls: ClassVar[type[Any]] = PackedConfig
+    model_config_cls: ClassVar[type[Any]] = PackedGptOssConfig
 
     def _create_model_config(self, state_dict: dict[str, Any]) -> GptOssConfig:
-        config = PackedConfig.initialize(self.pipeline_config, max_seq_len=self.max_seq_len)
+        config = PackedGptOssConfig.initialize(self.pipeline_config, max_seq_len=self.max_seq_len)
         config.finalize(self.huggingface_config, state_dict, self.return_logits)
         return config
 
@@ -247,8 +247,8 @@ def architectures() -> list[Any]:
     packed = dataclasses.replace(
         gpt_oss_arch,
         pipeline_model=PackedModel,
-        config=PackedConfig,
-        supported_encodings=PackedConfig.SUPPORTED_ENCODINGS,
+        config=PackedGptOssConfig,
+        supported_encodings=PackedGptOssConfig.SUPPORTED_ENCODINGS,
         weight_adapters={WeightsFormat.safetensors: convert_state_dict},
         memory_planner=PagedMemoryPlanner.with_activation_reservation(RESERVED_BYTES, always_signal_buffers=True),
         multi_gpu_supported=False,

@@ -17,9 +17,9 @@ from sparkforge.cli.command import caller_path, task, whole_number
     context="longest sequence in tokens; default 512",
 )
 def serve(_ctx: Context, model: str, device: str = "cpu", port: str = "8000", context: str = "512") -> None:
-    """Serve gpt-oss by Modular's MAX with packed experts, in the foreground.
+    """Serve gpt-oss by Modular's MAX, with packed experts.
 
-    Ctrl-C ends it. The first start brings MAX, about 400 MB, and compiles the model for minutes.
+    It stays in the foreground; Ctrl-C ends it. The first start brings MAX, about 400 MB, and compiles the model for minutes.
     """
     from sparkforge.serve import modular
 
@@ -33,7 +33,7 @@ def serve(_ctx: Context, model: str, device: str = "cpu", port: str = "8000", co
     target="sm_90a (H100, H200) or sm_121a (DGX Spark); default sm_90a",
 )
 def compile(_ctx: Context, model: str, target: str = "sm_90a") -> None:  # noqa: A001 - the command's name
-    """Compile a model and the Mojo kernels for a GPU, without one."""
+    """Compile a model and the Mojo kernels for a GPU."""
     from sparkforge.serve import modular
 
     modular.run(modular.compile_command(Path(caller_path(model)), target))
@@ -41,7 +41,7 @@ def compile(_ctx: Context, model: str, target: str = "sm_90a") -> None:  # noqa:
 
 @task(example="./inv max.test")
 def test(_ctx: Context) -> None:
-    """Build the Mojo kernels for this CPU and compare them with the reference."""
+    """Compare the Mojo kernels with the reference, on a CPU."""
     from sparkforge.serve import modular
 
     modular.test()

@@ -24,7 +24,8 @@ TARGETS = ("sm_90a", "sm_121a")
 def variables() -> dict[str, str]:
     """Return the environment of MAX's programs: no telemetry, no hub, compiled models kept in our state."""
     return {
-        "MODULAR_TELEMETRY_ENABLED": "0",
+        "MODULAR_TELEMETRY_ENABLED": "0",  # what the engine's documentation names; the server does not read it
+        "MAX_SERVE_DISABLE_TELEMETRY": "1",
         "MODULAR_CACHE_DIR": str(paths.state() / "cache" / "max"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",

@@ -31,6 +31,7 @@ def test_a_gpu_keeps_the_checkpoint_s_format(checkpoint):
 def test_telemetry_and_the_hub_are_off():
     variables = modular.variables()
     assert variables["MODULAR_TELEMETRY_ENABLED"] == "0"
+    assert variables["MAX_SERVE_DISABLE_TELEMETRY"] == "1"
     assert variables["HF_HUB_OFFLINE"] == "1"
 
 
