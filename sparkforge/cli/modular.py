@@ -19,7 +19,8 @@ from sparkforge.cli.command import caller_path, task, whole_number
 def serve(_ctx: Context, model: str, device: str = "cpu", port: str = "8000", context: str = "512") -> None:
     """Serve gpt-oss by Modular's MAX, with packed experts.
 
-    It stays in the foreground; Ctrl-C ends it. The first start brings MAX, about 400 MB, and compiles the model for minutes.
+    It stays in the foreground; Ctrl-C ends it. The first start brings MAX, about 400 MB, and compiles the model for
+    minutes.
     """
     from sparkforge.serve import modular
 
