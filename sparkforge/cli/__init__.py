@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, modular, serve, service
 
 namespace = Collection(
     serve.up,
@@ -97,6 +97,7 @@ for _collection in (
         update=maintain.pins_update,
     ),
     Collection("upstream", check=maintain.upstream_check),
+    Collection("max", serve=modular.serve, compile=modular.compile, test=modular.test),
     Collection("docs", build=maintain.docs_build, serve=maintain.docs_serve),
 ):
     namespace.add_collection(_collection)

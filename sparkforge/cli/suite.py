@@ -95,7 +95,8 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
         variables[FAST] = "1"
         workers = min(WORKERS, os.cpu_count() or 1)
     else:
-        python, arguments = embedded.prepare(Steps(1), environments.TEST).python, ["tests", "--durations=15"]
+        python = embedded.prepare(Steps(1), environments.TEST).python
+        arguments = ["tests", "--ignore=tests/max", "--durations=15"]  # `./inv max.test` runs those
         workers = workers_for(memory.measure())
     if select:
         arguments += ["-k", select]

@@ -50,9 +50,9 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, ["tests", "--durations=15", "--numprocesses=2"]),
+        ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
-        ({"select": "ctrl"}, ["tests", "--durations=15", "-k", "ctrl"]),
+        ({"select": "ctrl"}, ["tests", "--ignore=tests/max", "--durations=15", "-k", "ctrl"]),
         ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=2", *suite.COVERAGE]),
         ({"fast": True, "select": "ctrl"}, ["tests/unit", "-k", "ctrl"]),
     ],

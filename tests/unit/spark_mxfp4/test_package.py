@@ -45,7 +45,7 @@ def installed(built, tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(installed):
     files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     package = {name for name in files if ".dist-info/" not in name}
-    suffixes = (".py", ".cu", ".cuh", ".json", ".typed")
+    suffixes = (".py", ".cu", ".cuh", ".mojo", ".json", ".typed")
     sources = [path for path in PACKAGE.rglob("*") if path.suffix in suffixes and "build" not in path.parts]
     assert package == {f"spark_mxfp4/{path.relative_to(PACKAGE)}" for path in sources}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)

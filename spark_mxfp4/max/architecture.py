@@ -1,0 +1,259 @@
+"""MAX's gpt-oss with experts that stay packed, for `max serve --custom-architectures`.
+
+SPARK_MXFP4_QUANTIZATION_FORMAT selects what happens to the experts: `packed` (the default) expands them in registers,
+`dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at every step.
+On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. On a CPU, where MAX's routing has no kernels,
+`spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from max.driver import Buffer
+from max.dtype import DType
+from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Weight, ops
+from max.graph.weights import WeightData, WeightsFormat
+from max.nn.layer import Module
+from max.nn.moe import GateUpFormat, StackedMoE
+from max.pipelines.architectures.gpt_oss import gpt_oss, weight_adapters
+from max.pipelines.architectures.gpt_oss.arch import gpt_oss_arch
+from max.pipelines.architectures.gpt_oss.layers import transformer_block
+from max.pipelines.architectures.gpt_oss.layers.moe import GptOssMoE, GptOssMoEGate, gptoss_glu_activation
+from max.pipelines.architectures.gpt_oss.model import GptOssModel
+from max.pipelines.architectures.gpt_oss.model_config import GptOssConfig
+from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
+from max.pipelines.lib.graph_specs import GraphSpec
+
+from spark_mxfp4.max import versions
+
+versions.require_version()
+versions.require_signature(GptOssMoE, "__init__", "self", "config", "is_sharding")
+versions.require_signature(GptOssMoE, "_forward_quantized", "self", "permuted_states", "routing")
+versions.require_signature(GptOssMoE, "_init_mxfp4_weights", "self")
+versions.require_signature(GptOssModel, "graph_specs", "self", "model_config")
+versions.require_signature(GptOssModel, "_load_state_dict", "self")
+versions.require_signature(weight_adapters, "convert_safetensor_state_dict", "state_dict", "kwargs")
+versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config", "state_dict", "return_logits")
+versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
+versions.require_signature(gpt_oss, "signal_inputs", "device_refs")
+
+KERNELS = Path(__file__).parent / "kernels"
+BLOCK = 32  # elements that share a scale
+SETTING = "SPARK_MXFP4_QUANTIZATION_FORMAT"
+FORMATS = ("packed", "dequant")
+# Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
+# experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
+RESERVED_BYTES = 6 * 1024**3
+
+
+def quantization_format() -> str:
+    """Return the setting. Raises ValueError for a format that does not exist."""
+    name = os.environ.get(SETTING, "packed")
+    if name not in FORMATS:
+        raise ValueError(f"{SETTING}={name[:40]} is unknown · the formats are {', '.join(FORMATS)} · set one of them")
+    return name
+
+
+def in_pairs(x: TensorValue) -> TensorValue:
+    """Return `x` [P, K] with every eight columns in the order 0 4 1 5 2 6 3 7, which the kernels take."""
+    rows, columns = x.shape
+    return ops.reshape(ops.transpose(ops.reshape(x, [rows, int(columns) // 8, 2, 4]), 2, 3), [rows, columns])
+
+
+class PackedMoE(GptOssMoE):
+    """The experts of a layer: blocks u8 [E, N, K/2] and scales u8 [E, N, K/32], as the checkpoint has them."""
+
+    def __init__(self, config: GptOssConfig, is_sharding: bool = False) -> None:
+        """As GptOssMoE, whose own __init__ cannot be given the router's dtype."""
+        self.config = config
+        StackedMoE.__init__(
+            self,
+            devices=config.devices,
+            hidden_dim=config.hidden_size,
+            num_experts=config.num_local_experts,
+            num_experts_per_token=config.num_experts_per_tok,
+            moe_dim=config.intermediate_size,
+            gate_cls=GptOssMoEGate,
+            dtype=config.dtype,
+            gate_up_format=GateUpFormat.INTERLEAVED,
+            gated_activation_fn=gptoss_glu_activation,
+            has_bias=True,
+            quant_config=config.quant_config,
+            router_dtype=config.dtype if config.devices[0].is_cpu() else None,
+            is_sharding=is_sharding,
+        )
+
+    def _init_mxfp4_weights(self) -> None:
+        def weight(name: str, rows: int, columns: int) -> Weight:
+            return Weight(f"experts.{name}", DType.uint8, [self.num_experts, rows, columns], self.devices[0])
+
+        hidden, inner = self.hidden_dim, self.moe_dim
+        self._gate_up_weight = weight("gate_up_proj", 2 * inner, hidden // 2)
+        self._gate_up_scale = weight("gate_up_proj_scale", 2 * inner, hidden // BLOCK)
+        self._down_weight = weight("down_proj", hidden, inner // 2)
+        self._down_scale = weight("down_proj_scale", hidden, inner // BLOCK)
+
+    def __call__(self, x: TensorValue) -> TensorValue:
+        """Return the experts' weighted sum [T, H] for `x` [T, H]."""
+        if not self.devices[0].is_cpu():
+            return super().__call__(x)
+        experts, routing = self.gate(x)
+        values = [
+            x, ops.cast(experts, DType.int32), routing, self._gate_up_weight, self._gate_up_scale,
+            self._gate_up_bias, self._down_weight, self._down_scale, self._down_bias,
+        ]  # fmt: skip
+        return ops.custom("spark_mxfp4.moe", DeviceRef.CPU(), values, [x.type])[0].tensor
+
+    def _forward_quantized(self, permuted_states: TensorValue, routing: Any) -> TensorValue:
+        def product(x: TensorValue, columns: int, swiglu: bool, *weights: Weight) -> TensorValue:
+            result = TensorType(x.dtype, [x.shape[0], columns], x.device)
+            values = [x, *weights, routing.expert_start_indices, routing.expert_ids]
+            name = "spark_mxfp4.grouped_matmul"
+            return ops.custom(name, x.device, values, [result], parameters={"swiglu": swiglu})[0].tensor
+
+        hidden = product(
+            in_pairs(permuted_states), self.moe_dim, True, self._gate_up_weight, self._gate_up_scale, self._gate_up_bias
+        )
+        return product(hidden, self.hidden_dim, False, self._down_weight, self._down_scale, self._down_bias)
+
+
+class PackedGptOssConfig(GptOssConfig):
+    """gpt-oss' configuration; on a CPU everything but the experts is float32."""
+
+    quant_config: Any
+    SUPPORTED_ENCODINGS: ClassVar[set[Any]] = {*GptOssConfig.SUPPORTED_ENCODINGS, "float32"}
+
+    def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
+        """Refuse what the packed path does not have: several devices, and experts that are not MXFP4."""
+        super().finalize(huggingface_config, dict(state_dict), return_logits)
+        if len(self.devices) > 1:
+            raise ValueError(
+                f"{len(self.devices)} devices were given · tensor parallelism of packed experts is not built · "
+                f"give one device, or set {SETTING}=dequant"
+            )
+        if self.quant_config is None:
+            raise ValueError(
+                f"the checkpoint's experts are not MXFP4 · packed experts need its blocks and scales · "
+                f"set {SETTING}=dequant"
+            )
+        if self.devices[0].is_cpu():
+            self.quant_config = dataclasses.replace(self.quant_config, embedding_output_dtype=None)
+
+
+class PackedModel(GptOssModel):
+    """MAX's model with `PackedMoE`, and on a CPU without what only a GPU has."""
+
+    model_config_cls: ClassVar[type[Any]] = PackedGptOssConfig
+
+    def _create_model_config(self, state_dict: dict[str, Any]) -> GptOssConfig:
+        config = PackedGptOssConfig.initialize(self.pipeline_config, max_seq_len=self.max_seq_len)
+        config.finalize(self.huggingface_config, state_dict, self.return_logits)
+        return config
+
+    def _load_state_dict(self) -> dict[str, Any]:
+        weights = super()._load_state_dict()
+        if _is_cpu(self.devices):
+            weights = {name: _float32(data) for name, data in weights.items()}
+            self._language_weights_dict = weights
+        return weights
+
+    @property
+    def signal_buffers(self) -> list[Buffer]:
+        """A byte for each device on a CPU, where nothing is reduced; else MAX's."""
+        if _is_cpu(self.devices):
+            return [Buffer(DType.uint8, [1]) for _ in self.devices]
+        return list(super().signal_buffers)
+
+    def graph_specs(self, model_config: GptOssConfig) -> dict[str, GraphSpec]:
+        """Return the decoder's graph, built from our experts."""
+        with _replaced(on_cpu=_is_cpu(self.devices)):
+            specs = super().graph_specs(model_config)
+        return {
+            role: dataclasses.replace(spec, custom_extensions=[*spec.custom_extensions, KERNELS])
+            for role, spec in specs.items()
+        }
+
+
+def convert_state_dict(state_dict: dict[str, Any], **kwargs: Any) -> dict[str, WeightData]:
+    """Return MAX's names and shapes for the checkpoint's weights; scales stay u8, which the kernels shift."""
+    converted = weight_adapters.convert_safetensor_state_dict(state_dict, **kwargs)
+    return {
+        name: dataclasses.replace(data, dtype=DType.uint8) if data.dtype == DType.float8_e8m0fnu else data
+        for name, data in converted.items()
+    }
+
+
+class _Unreduced(Module):
+    """In place of Allreduce, which opens an accelerator even for one device."""
+
+    def __init__(self, num_accelerators: int) -> None:  # noqa: ARG002 - Allreduce's
+        super().__init__()
+
+    def __call__(
+        self,
+        inputs: Iterable[TensorValue],
+        signal_buffers: Iterable[BufferValue],  # noqa: ARG002 - Allreduce's
+    ) -> list[TensorValue]:
+        return list(inputs)
+
+
+def _byte_signals(device_refs: list[DeviceRef]) -> dict[str, tuple[BufferType, ...]]:
+    return {"signal": tuple(BufferType(DType.uint8, [1], device) for device in device_refs)}
+
+
+@contextmanager
+def _replaced(*, on_cpu: bool) -> Iterator[None]:
+    """Let MAX's model build its graph from our experts: it names its classes itself, in its modules."""
+    replacements: list[tuple[Any, str, Any]] = [(gpt_oss, "GptOssMoE", PackedMoE)]
+    if on_cpu:
+        replacements += [
+            (transformer_block, "Allreduce", _Unreduced),
+            (gpt_oss, "signal_inputs", _byte_signals),
+        ]
+    former = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    try:
+        for module, name, value in replacements:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in former:
+            setattr(module, name, value)
+
+
+def _is_cpu(devices: Iterable[Any]) -> bool:
+    return all(device.is_host for device in devices)
+
+
+def _float32(data: WeightData) -> WeightData:
+    """Return a bfloat16 weight as float32; others as they are."""
+    if data.dtype != DType.bfloat16:
+        return data
+    shape = [int(size) for size in data.shape]
+    bits = data.to_buffer().view(DType.uint16, shape).to_numpy().astype(np.uint32) << 16
+    return WeightData.from_numpy(bits.view(np.float32), data.name)
+
+
+def architectures() -> list[Any]:
+    """Return what MAX is to register: our architecture under its own one's name, or its own one."""
+    if quantization_format() == "dequant":
+        return [gpt_oss_arch]
+    packed = dataclasses.replace(
+        gpt_oss_arch,
+        pipeline_model=PackedModel,
+        config=PackedGptOssConfig,
+        supported_encodings=PackedGptOssConfig.SUPPORTED_ENCODINGS,
+        weight_adapters={WeightsFormat.safetensors: convert_state_dict},
+        memory_planner=PagedMemoryPlanner.with_activation_reservation(RESERVED_BYTES, always_signal_buffers=True),
+        multi_gpu_supported=False,
+    )
+    return [packed]
+
+
+ARCHITECTURES = architectures()

@@ -1,0 +1,86 @@
+"""Few rows an expert: a thread block has 64 weight rows, and up to 64 tokens share the one read of them."""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
+from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.memory import AddressSpace, external_memory
+from std.sys.info import _accelerator_arch
+from std.utils import StaticTuple
+
+from .groups import find_tile, tile_limit
+from .product import Bytes, Shape, multiply_tile
+
+comptime TOKENS = 64
+# The fewer tokens, the deeper the ring: with four blocks an SM all of them together keep some 100 kB on their way.
+comptime UP_TO_8 = Shape[1, 1, 4, 1, 7]()
+comptime UP_TO_16 = Shape[1, 2, 4, 1, 5]()
+comptime UP_TO_32 = Shape[1, 4, 4, 1, 3]()
+comptime UP_TO_64 = Shape[1, 8, 4, 1, 2]()
+# What shared memory has room for on an SM: 227 kB on Hopper, 100 kB on 12.x. It bounds the registers.
+comptime BLOCKS = 4 if "90" in _accelerator_arch() else 2
+comptime ROWS = UP_TO_8.rows
+comptime THREADS = UP_TO_8.threads
+comptime RING_BYTES = max(
+    max(UP_TO_8.ring_bytes, UP_TO_16.ring_bytes), max(UP_TO_32.ring_bytes, UP_TO_64.ring_bytes)
+)
+
+
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
+@__llvm_metadata(`nvvm.minctasm`=SIMDLength(BLOCKS))
+def decode_kernel[
+    swiglu: Bool, bias_dtype: DType
+](
+    output: Pointer[BFloat16, MutAnyOrigin],
+    x: Bytes,
+    weight: Bytes,
+    scales: Bytes,
+    bias: Pointer[Scalar[bias_dtype], ImmutAnyOrigin],
+    starts: Pointer[UInt32, ImmutAnyOrigin],
+    ids: Pointer[Int32, ImmutAnyOrigin],
+    groups: Int32,
+    rows: Int32,
+    columns: Int32,
+):
+    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_decode`."""
+    var shared = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=128]()
+    var tile = find_tile[TOKENS](Int(block_idx.y), starts, ids, Int(groups))
+    var first_row = Int(block_idx.x) * ROWS
+    var n = Int(rows)
+    var k = Int(columns)
+    if tile.count == 0:
+        return
+    if tile.count <= 8:
+        multiply_tile[UP_TO_8, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
+    elif tile.count <= 16:
+        multiply_tile[UP_TO_16, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
+    elif tile.count <= 32:
+        multiply_tile[UP_TO_32, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
+    else:
+        multiply_tile[UP_TO_64, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
+
+
+def launch_decode[
+    swiglu: Bool, bias_dtype: DType
+](
+    output: Pointer[BFloat16, MutAnyOrigin],
+    x: Bytes,
+    weight: Bytes,
+    scales: Bytes,
+    bias: Pointer[Scalar[bias_dtype], ImmutAnyOrigin],
+    starts: Pointer[UInt32, ImmutAnyOrigin],
+    ids: Pointer[Int32, ImmutAnyOrigin],
+    tokens: Int,
+    groups: Int,
+    rows: Int,
+    columns: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    comptime kernel = decode_kernel[swiglu, bias_dtype]
+    var shared = RING_BYTES + ROWS * (columns // 32)
+    ctx.enqueue_function[kernel](
+        output, x, weight, scales, bias, starts, ids, Int32(groups), Int32(rows), Int32(columns),
+        grid_dim=((rows + ROWS - 1) // ROWS, tile_limit(tokens, groups, TOKENS)),
+        block_dim=THREADS,
+        shared_mem_bytes=shared,
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
+    )

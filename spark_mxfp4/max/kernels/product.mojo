@@ -1,0 +1,199 @@
+"""The grouped product on NVIDIA GPUs: a tile of weight rows times a tile of activations, weights expanded in registers.
+
+Weights are the left operand of `mma` (16 x 8 x 16, bfloat16, float32 sums). They stay as the checkpoint has them: u8
+[experts, N, K/2] and scales u8 [experts, N, K/32]. A chunk is 128 columns: of a row 64 bytes, which are 16 bytes, one
+block, for each of the four threads that share a row in the matrix instruction. Which columns the instruction multiplies
+in which step is free as long as both operands agree, so a thread's block need not be moved to other threads.
+Row 2i of 16 is the instruction's row i and row 2i + 1 its row i + 8: gate and up meet in one thread.
+"""
+
+from max.gpu import lane_id, thread_idx
+from max.gpu.compute.mma import mma
+from max.gpu.memory import AddressSpace, async_copy, async_copy_commit_group, async_copy_wait_group
+from max.gpu.sync import barrier
+from std.math import exp
+from std.memory import bitcast
+
+from .format import expand_pairs, multiply_pairs, scale_factors
+from .groups import Tile
+
+comptime Bytes = Pointer[UInt8, ImmutAnyOrigin]
+comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
+comptime CHUNK = 128  # columns
+comptime CHUNK_BYTES = CHUNK // 2  # of one weight row
+comptime TOKEN_BYTES = CHUNK * 2  # of one row of activations
+comptime ALPHA = Float32(1.702)  # openai/gpt-oss, gpt_oss/torch/model.py: swiglu
+comptime LIMIT = Float32(7.0)
+
+
+@fieldwise_init
+struct Shape[row_tiles: Int, token_tiles: Int, row_warps: Int, token_warps: Int, stages: Int](TrivialRegisterPassable):
+    """A thread block: warps as row_warps x token_warps, each with row_tiles x 16 rows and token_tiles x 8 tokens."""
+
+    comptime rows = Self.row_warps * Self.row_tiles * 16
+    comptime tokens = Self.token_warps * Self.token_tiles * 8
+    comptime threads = Self.row_warps * Self.token_warps * 32
+    comptime weight_bytes = Self.rows * CHUNK_BYTES
+    comptime stage_bytes = Self.weight_bytes + Self.tokens * TOKEN_BYTES
+    comptime ring_bytes = Self.stages * Self.stage_bytes
+
+
+@always_inline
+def swiglu(gate: Float32, up: Float32) -> Float32:
+    """Returns gpt-oss' activation: (up + 1) · gate · sigmoid(1.702 · gate), gate at most 7, up within ± 7."""
+    var g = min(gate, LIMIT)
+    var u = max(min(up, LIMIT), -LIMIT)
+    return (u + 1) * (g / (1 + exp(-ALPHA * g)))
+
+
+@always_inline
+def multiply_tile[
+    shape: Shape, swiglu_: Bool, bias_dtype: DType
+](
+    output: Pointer[BFloat16, MutAnyOrigin],
+    x: Bytes,
+    weight: Bytes,
+    scales: Bytes,
+    bias: Pointer[Scalar[bias_dtype], ImmutAnyOrigin],
+    shared: Shared,
+    tile: Tile,
+    first_row: Int,
+    rows: Int,
+    columns: Int,
+):
+    """Multiplies one tile; `output` is [all tokens, rows], or with `swiglu_` [all tokens, rows/2] in paired order.
+
+    `x` is bfloat16 [all tokens, columns] in paired order. `shared` holds `shape.ring_bytes`, then the tile's scales.
+    """
+    comptime ROWS = shape.rows
+    comptime THREADS = shape.threads
+    var thread = Int(thread_idx.x)
+    var lane = Int(lane_id())
+    var warp = thread // 32
+    var group = lane // 4  # row of a fragment, and token
+    var quad = lane % 4
+    var blocks = columns // 32
+    var chunks = (blocks + 3) // 4
+    var warp_row = (warp % shape.row_warps) * shape.row_tiles * 16
+    var warp_token = (warp // shape.row_warps) * shape.token_tiles * 8
+    var expert_row = tile.expert * rows
+    var tile_scales = shared.unsafe_offset(shape.ring_bytes)
+
+    # Offsets within a tile have 32 bits; 64 would take twice the registers.
+    var weight_tile = weight.unsafe_offset((expert_row + first_row) * (columns // 2))
+    var x_tile = x.unsafe_offset(tile.begin * columns * 2)
+    var valid_rows = Int32(rows - first_row)
+    var valid_tokens = Int32(tile.count)
+    var valid_blocks = Int32(blocks)
+    var weight_stride = Int32(columns // 2)
+    var thread32 = Int32(thread)
+
+    @always_inline
+    @__parameter
+    def copy(source: Bytes, offset: Int32, to: Shared, valid: Bool):
+        var at = source.unsafe_offset(Int(offset if valid else 0)).unsafe_address_space_cast[AddressSpace.GLOBAL]()
+        async_copy[16, fill=UInt8(0), bypass_L1_16B=True](at, to, Int32(16) if valid else Int32(0))
+
+    @always_inline
+    @__parameter
+    def fetch(chunk: Int):
+        var stage = shared.unsafe_offset(Int(UInt32(chunk) % UInt32(shape.stages)) * shape.stage_bytes)
+        var first_block = Int32(chunk * 4)
+        if chunk < chunks:
+            comptime for i in range(ROWS * 4 // THREADS):
+                var row = Int32(i * THREADS // 4) + thread32 // 4
+                var block = first_block + thread32 % 4
+                var position = row // 16 * 16 + row % 2 * 8 + row % 16 // 2  # the fragments' order of rows
+                copy(weight_tile, row * weight_stride + block * 16,
+                     stage.unsafe_offset(Int((position * 4 + thread32 % 4) * 16)),
+                     row < valid_rows and block < valid_blocks)
+            comptime for i in range(shape.tokens * 16 // THREADS):
+                var token = Int32(i * THREADS // 16) + thread32 // 16
+                var block = first_block + thread32 % 16 // 4
+                var word = thread32 % 4
+                var place = (word * 4 + thread32 % 16 // 4) ^ (token % 2 * 4)  # spreads a quarter warp over the banks
+                copy(x_tile, token * weight_stride * 4 + block * 64 + word * 16,
+                     stage.unsafe_offset(shape.weight_bytes + Int(token * TOKEN_BYTES + place * 16)),
+                     token < valid_tokens and block < valid_blocks)
+        async_copy_commit_group()
+
+    # A tile's scales lie together: rows x K/32 bytes, a multiple of 16 since a tile has a multiple of 16 rows.
+    var scales_tile = scales.unsafe_offset((expert_row + first_row) * blocks)
+    var scale_units = min(ROWS, rows - first_row) * blocks // 16
+    for unit in range(thread, scale_units, THREADS):
+        copy(scales_tile, Int32(unit * 16), tile_scales.unsafe_offset(unit * 16), True)
+    comptime for stage in range(shape.stages - 1):
+        fetch(stage)
+
+    var sums = Array[SIMD[DType.float32, 4], shape.row_tiles * shape.token_tiles](
+        fill=SIMD[DType.float32, 4](0)
+    )
+    for chunk in range(chunks):
+        async_copy_wait_group(Int32(shape.stages - 2))
+        barrier()
+        fetch(chunk + shape.stages - 1)
+        var stage = shared.unsafe_offset(Int(UInt32(chunk) % UInt32(shape.stages)) * shape.stage_bytes)
+        var block = min(chunk * 4 + quad, blocks - 1)  # behind the end both operands are zeros
+        var words = Array[SIMD[DType.uint32, 4], 2 * shape.row_tiles](fill=SIMD[DType.uint32, 4](0))
+        var factors = Array[UInt32, 4 * shape.row_tiles](fill=UInt32(0))
+        comptime for half in range(2 * shape.row_tiles):
+            comptime m = half // 2
+            var position = warp_row + m * 16 + half % 2 * 8 + group
+            words[half] = bitcast[DType.uint32, 4](
+                stage.unsafe_offset((position * 4 + quad) * 16).unsafe_load[width=16, alignment=16]()
+            )
+            var row = warp_row + m * 16 + 2 * group + half % 2
+            var scale = tile_scales[unsafe_offset=min(row, rows - first_row - 1) * blocks + block].cast[DType.uint32]()
+            var pair = scale_factors(scale)
+            factors[2 * half] = pair[0]
+            factors[2 * half + 1] = pair[1]
+        comptime for word in range(4):
+            var a = Array[SIMD[DType.uint32, 4], 2 * shape.row_tiles](fill=SIMD[DType.uint32, 4](0))
+            comptime for half in range(2 * shape.row_tiles):
+                var pairs = expand_pairs(words[half][word])
+                comptime for i in range(4):
+                    pairs[i] = multiply_pairs(pairs[i], factors[2 * half])
+                if factors[2 * half + 1] != 0x3F803F80:  # a scale above 2^1; 1.0 twice otherwise
+                    comptime for i in range(4):
+                        pairs[i] = multiply_pairs(pairs[i], factors[2 * half + 1])
+                a[half] = pairs
+            comptime for n in range(shape.token_tiles):
+                var token = warp_token + n * 8 + group
+                var place = (word * 4 + quad) ^ (group % 2 * 4)
+                var b = bitcast[DType.uint32, 4](
+                    stage.unsafe_offset(shape.weight_bytes + token * TOKEN_BYTES + place * 16)
+                    .unsafe_load[width=16, alignment=16]()
+                )
+                comptime for m in range(shape.row_tiles):
+                    comptime for step in range(2):
+                        var left = bitcast[DType.bfloat16, 8](
+                            SIMD[DType.uint32, 4](
+                                a[2 * m][2 * step], a[2 * m + 1][2 * step],
+                                a[2 * m][2 * step + 1], a[2 * m + 1][2 * step + 1],
+                            )
+                        )
+                        var right = bitcast[DType.bfloat16, 4](
+                            SIMD[DType.uint32, 2](b[2 * step], b[2 * step + 1])
+                        )
+                        mma(sums[m * shape.token_tiles + n], left, right, sums[m * shape.token_tiles + n])
+
+    comptime for m in range(shape.row_tiles):
+        var row = first_row + warp_row + m * 16 + 2 * group
+        if row < rows:
+            var bias_even = bias[unsafe_offset=expert_row + row].cast[DType.float32]()
+            var bias_odd = bias[unsafe_offset=expert_row + row + 1].cast[DType.float32]()
+            comptime for n in range(shape.token_tiles):
+                comptime for column in range(2):
+                    var token = warp_token + n * 8 + 2 * quad + column
+                    if token < tile.count:
+                        var even = sums[m * shape.token_tiles + n][column] + bias_even
+                        var odd = sums[m * shape.token_tiles + n][2 + column] + bias_odd
+                        comptime if swiglu_:
+                            var place = (row // 16) * 8 + group % 4 * 2 + group // 4  # paired order
+                            output[unsafe_offset=(tile.begin + token) * (rows // 2) + place] = swiglu(
+                                even, odd
+                            ).cast[DType.bfloat16]()
+                        else:
+                            output.unsafe_offset((tile.begin + token) * rows + row).unsafe_store[alignment=4](
+                                0, SIMD[DType.float32, 2](even, odd).cast[DType.bfloat16]()
+                            )

@@ -1,0 +1,389 @@
+"""Checks the kernels on a GPU against float32 and times them: `mojo build`, then run it on a machine with a GPU.
+
+It prints a line a case and ends with 1 if a result is wrong. Outputs are filled with NaN before each product. Inputs
+are random, weights of gpt-oss-120b's shape; the reference expands each weight by `expand`, which shares nothing with
+the kernels' own expansion. Times are of many launches with another routing each, so that the L2 cache does not hold
+the experts; bytes are those of the experts that have tokens, packed.
+"""
+
+from max.gpu import block_dim, block_idx, thread_idx
+from max.gpu.host import DeviceBuffer, DeviceContext
+from std.math import isfinite, isnan, sqrt
+from std.memory import bitcast
+from std.sys import argv
+from std.time import perf_counter_ns
+
+from kernels.cpu import paired
+from kernels.decode import launch_decode
+from kernels.format import expand
+from kernels.prefill import launch_prefill
+from kernels.product import swiglu
+
+comptime HIDDEN = 2880
+comptime INNER = 2880
+comptime EXPERTS = 128
+comptime CHOSEN = 4
+comptime ROUTINGS = 16
+comptime Bf16 = DType.bfloat16
+
+
+@always_inline
+def mixed(value: UInt32) -> UInt32:
+    """Returns pseudo-random bits of a counter (the finaliser of MurmurHash3)."""
+    var x = value
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+def fill_bytes(to: Pointer[UInt8, MutAnyOrigin], count: Int64, seed: UInt32, low: UInt32, span: UInt32):
+    """Writes bytes of `low` … `low + span - 1`."""
+    var i = Int64(block_idx.x) * Int64(block_dim.x) + Int64(thread_idx.x)
+    if i < count:
+        to[unsafe_offset=Int(i)] = UInt8(low + mixed(UInt32(i) ^ seed) % span)
+
+
+def fill_bf16(to: Pointer[BFloat16, MutAnyOrigin], count: Int64, seed: UInt32):
+    """Writes values between -1 and 1."""
+    var i = Int64(block_idx.x) * Int64(block_dim.x) + Int64(thread_idx.x)
+    if i < count:
+        var value = Float32(Int32(mixed(UInt32(i) ^ seed) >> 8)) * Float32(1.1920929e-07) - 1
+        to[unsafe_offset=Int(i)] = value.cast[Bf16]()
+
+
+def poison(to: Pointer[BFloat16, MutAnyOrigin], count: Int64):
+    """Writes NaN."""
+    var i = Int64(block_idx.x) * Int64(block_dim.x) + Int64(thread_idx.x)
+    if i < count:
+        to[unsafe_offset=Int(i)] = bitcast[Bf16, 1](UInt16(0xFFFF))
+
+
+def reference(
+    to: Pointer[Float32, MutAnyOrigin],
+    x: Pointer[BFloat16, ImmutAnyOrigin],
+    weight: Pointer[UInt8, ImmutAnyOrigin],
+    scales: Pointer[UInt8, ImmutAnyOrigin],
+    bias: Pointer[BFloat16, ImmutAnyOrigin],
+    expert_of: Pointer[Int32, ImmutAnyOrigin],
+    rows: Int32,
+    columns: Int32,
+):
+    """Writes `to` [tokens, rows] in float32, a thread a value; `expert_of` has each token's expert."""
+    var row = Int(block_idx.x) * Int(block_dim.x) + Int(thread_idx.x)
+    var token = Int(block_idx.y)
+    var n = Int(rows)
+    var k = Int(columns)
+    if row >= n:
+        return
+    var at = Int(expert_of[unsafe_offset=token]) * n + row
+    var sum = Float32(0)
+    for block in range(k // 32):
+        var scale = scales[unsafe_offset=at * (k // 32) + block]
+        for column in range(block * 32, block * 32 + 32):
+            var byte = weight[unsafe_offset=at * (k // 2) + column // 2]
+            var code = byte >> 4 if column % 2 == 1 else byte & 15
+            sum += expand[1](SIMD[DType.uint8, 1](code), scale)[0] * x[
+                unsafe_offset=token * k + paired(column)
+            ].cast[DType.float32]()
+    to[unsafe_offset=token * n + row] = sum + bias[unsafe_offset=at].cast[DType.float32]()
+
+
+def grid(count: Int) -> Int:
+    return (count + 255) // 256
+
+
+struct Layer(Movable):
+    """Random weights of one projection of all experts."""
+
+    var weight: DeviceBuffer[DType.uint8]
+    var scales: DeviceBuffer[DType.uint8]
+    var bias: DeviceBuffer[Bf16]
+    var experts: Int
+    var rows: Int
+    var columns: Int
+
+    def __init__(out self, ctx: DeviceContext, experts: Int, rows: Int, columns: Int, seed: UInt32) raises:
+        var bytes = experts * rows * columns // 2
+        self.weight = ctx.enqueue_create_buffer[DType.uint8](bytes)
+        self.scales = ctx.enqueue_create_buffer[DType.uint8](bytes // 16)
+        self.bias = ctx.enqueue_create_buffer[Bf16](experts * rows)
+        self.experts = experts
+        self.rows = rows
+        self.columns = columns
+        ctx.enqueue_function[fill_bytes](
+            self.weight, Int64(bytes), seed, UInt32(0), UInt32(256), grid_dim=grid(bytes), block_dim=256
+        )
+        ctx.enqueue_function[fill_bytes](
+            self.scales, Int64(bytes // 16), seed + 1, UInt32(117), UInt32(6), grid_dim=grid(bytes // 16), block_dim=256
+        )
+        ctx.enqueue_function[fill_bf16](
+            self.bias, Int64(experts * rows), seed + 2, grid_dim=grid(experts * rows), block_dim=256
+        )
+
+
+def launch[
+    swiglu_: Bool
+](
+    ctx: DeviceContext,
+    prefill: Bool,
+    layer: Layer,
+    output: DeviceBuffer[Bf16],
+    x: DeviceBuffer[Bf16],
+    starts: DeviceBuffer[DType.uint32],
+    ids: DeviceBuffer[DType.int32],
+    tokens: Int,
+    groups: Int,
+) raises:
+    """Enqueues the decode or the prefill kernel."""
+    var to = rebind[Pointer[BFloat16, MutAnyOrigin]](output.unsafe_ptr())
+    var x_bytes = rebind[Pointer[BFloat16, ImmutAnyOrigin]](x.unsafe_ptr()).unsafe_bitcast[UInt8]()
+    var weight = rebind[Pointer[UInt8, ImmutAnyOrigin]](layer.weight.unsafe_ptr())
+    var scales = rebind[Pointer[UInt8, ImmutAnyOrigin]](layer.scales.unsafe_ptr())
+    var bias = rebind[Pointer[BFloat16, ImmutAnyOrigin]](layer.bias.unsafe_ptr())
+    var begins = rebind[Pointer[UInt32, ImmutAnyOrigin]](starts.unsafe_ptr())
+    var experts = rebind[Pointer[Int32, ImmutAnyOrigin]](ids.unsafe_ptr())
+    if prefill:
+        launch_prefill[swiglu_, Bf16](
+            to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, layer.rows, layer.columns, ctx
+        )
+    else:
+        launch_decode[swiglu_, Bf16](
+            to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, layer.rows, layer.columns, ctx
+        )
+
+
+def routed(tokens: Int, experts: Int, seed: Int) -> List[Int]:
+    """Returns how many of `tokens` tokens each expert gets, when each token takes CHOSEN different ones at random."""
+    var sizes = List[Int](length=experts, fill=0)
+    var counter = UInt32(seed * 7919 + 1)
+    for _ in range(tokens):
+        var taken = List[Int]()
+        while len(taken) < min(CHOSEN, experts):
+            counter += 1
+            var expert = Int(mixed(counter) % UInt32(experts))
+            if expert not in taken:
+                taken.append(expert)
+                sizes[expert] += 1
+    return sizes^
+
+
+def upload(
+    ctx: DeviceContext, sizes: List[Int], starts: DeviceBuffer[DType.uint32], ids: DeviceBuffer[DType.int32]
+) raises:
+    """Writes the groups of `sizes` as MAX's `moe_create_indices` gives them, empty ones included."""
+    with starts.map_to_host() as host_starts:
+        var begin = 0
+        for i in range(len(sizes)):
+            host_starts[i] = UInt32(begin)
+            begin += sizes[i]
+        host_starts[len(sizes)] = UInt32(begin)
+    with ids.map_to_host() as host_ids:
+        for i in range(len(sizes)):
+            host_ids[i] = Int32(i)
+
+
+def check[
+    swiglu_: Bool
+](ctx: DeviceContext, name: String, layer: Layer, sizes: List[Int]) raises -> Bool:
+    """Compares both kernels with the reference; prints the largest error in units of the outputs' own size."""
+    var tokens = 0
+    for size in sizes:
+        tokens += size
+    var groups = len(sizes)
+    var width = layer.rows // 2 if swiglu_ else layer.rows
+    var x = ctx.enqueue_create_buffer[Bf16](tokens * layer.columns)
+    var output = ctx.enqueue_create_buffer[Bf16](tokens * width)
+    var expected = ctx.enqueue_create_buffer[DType.float32](tokens * layer.rows)
+    var starts = ctx.enqueue_create_buffer[DType.uint32](groups + 1)
+    var ids = ctx.enqueue_create_buffer[DType.int32](groups)
+    var expert_of = ctx.enqueue_create_buffer[DType.int32](tokens)
+    upload(ctx, sizes, starts, ids)
+    with expert_of.map_to_host() as host:
+        var token = 0
+        for expert in range(groups):
+            for _ in range(sizes[expert]):
+                host[token] = Int32(expert)
+                token += 1
+    ctx.enqueue_function[fill_bf16](
+        x, Int64(tokens * layer.columns), UInt32(tokens), grid_dim=grid(tokens * layer.columns), block_dim=256
+    )
+    ctx.enqueue_function[reference](
+        expected, x, layer.weight, layer.scales, layer.bias, expert_of, Int32(layer.rows), Int32(layer.columns),
+        grid_dim=(grid(layer.rows), tokens), block_dim=256,
+    )
+    var passed = True
+    for kernel in range(2):
+        ctx.enqueue_function[poison](output, Int64(tokens * width), grid_dim=grid(tokens * width), block_dim=256)
+        launch[swiglu_](ctx, kernel == 1, layer, output, x, starts, ids, tokens, groups)
+        ctx.synchronize()
+        var worst = Float32(0)
+        var squares = Float64(0)
+        var bad = 0
+        with output.map_to_host() as values, expected.map_to_host() as wanted:
+            for token in range(tokens):
+                for column in range(width):
+                    var want: Float32
+                    var got: Float32
+                    comptime if swiglu_:
+                        var at = token * layer.rows + 2 * column
+                        want = swiglu(wanted[at], wanted[at + 1])
+                        got = values[token * width + paired(column)].cast[DType.float32]()
+                    else:
+                        want = wanted[token * width + column]
+                        got = values[token * width + column].cast[DType.float32]()
+                    if not isfinite(got):
+                        bad += 1
+                    else:
+                        # bfloat16 has 8 bits; the sum's order may move the value before it is rounded.
+                        var error = abs(got - want)
+                        if error > abs(want) * Float32(0.0079) + Float32(0.002):
+                            bad += 1
+                        worst = max(worst, error)
+                    squares += Float64(want) * Float64(want)
+        var size = sqrt(squares / Float64(tokens * width))
+        print(
+            "check", name, "swiglu" if swiglu_ else "plain", "prefill" if kernel == 1 else "decode", "rows", tokens,
+            "N", layer.rows, "K", layer.columns, "worst", worst, "rms", size, "wrong", bad,
+        )
+        passed = passed and bad == 0
+    return passed
+
+
+def check_format(ctx: DeviceContext) raises -> Bool:
+    """Multiplies all bytes at all scales whose values are finite with the identity: each must come back exactly."""
+    comptime ROWS = 16 * 256
+    var layer = Layer(ctx, 1, ROWS, 32, UInt32(1))
+    with layer.weight.map_to_host() as weight, layer.scales.map_to_host() as scales, layer.bias.map_to_host() as bias:
+        for row in range(ROWS):
+            scales[row] = UInt8(row // 16)
+            bias[row] = BFloat16(0)
+            for i in range(16):
+                weight[row * 16 + i] = UInt8(row % 16 * 16 + i)
+    var x = ctx.enqueue_create_buffer[Bf16](32 * 32)
+    with x.map_to_host() as host:
+        for token in range(32):
+            for column in range(32):
+                host[token * 32 + paired(column)] = BFloat16(1) if token == column else BFloat16(0)
+    var output = ctx.enqueue_create_buffer[Bf16](32 * ROWS)
+    var starts = ctx.enqueue_create_buffer[DType.uint32](2)
+    var ids = ctx.enqueue_create_buffer[DType.int32](1)
+    var sizes = List[Int](length=1, fill=32)
+    upload(ctx, sizes, starts, ids)
+    var passed = True
+    for kernel in range(2):
+        ctx.enqueue_function[poison](output, Int64(32 * ROWS), grid_dim=grid(32 * ROWS), block_dim=256)
+        launch[False](ctx, kernel == 1, layer, output, x, starts, ids, 32, 1)
+        ctx.synchronize()
+        var wrong = 0
+        var subnormal_wrong = 0
+        var compared = 0
+        with output.map_to_host() as values:
+            for row in range(ROWS):
+                var scale = UInt8(row // 16)
+                if scale > 252:
+                    continue  # an infinite weight times zero is NaN
+                for column in range(32):
+                    var byte = UInt8(row % 16 * 16 + column // 2)
+                    var code = byte >> 4 if column % 2 == 1 else byte & 15
+                    var want = expand[1](SIMD[DType.uint8, 1](code), scale)[0]
+                    var got = values[column * ROWS + row].cast[DType.float32]()
+                    compared += 1
+                    if got != want:
+                        if scale < 3:
+                            subnormal_wrong += 1
+                        else:
+                            wrong += 1
+        print(
+            "format", "prefill" if kernel == 1 else "decode", "compared", compared, "wrong", wrong,
+            "wrong with scale bytes 0 to 2", subnormal_wrong,
+        )
+        passed = passed and wrong == 0 and subnormal_wrong == 0
+    return passed
+
+
+def measure[
+    swiglu_: Bool
+](ctx: DeviceContext, layer: Layer, tokens: Int, copied: Float64, repeats: Int) raises:
+    """Times both kernels for `tokens` tokens of CHOSEN experts each."""
+    var pairs = tokens * CHOSEN
+    var width = layer.rows // 2 if swiglu_ else layer.rows
+    var x = ctx.enqueue_create_buffer[Bf16](pairs * layer.columns)
+    var output = ctx.enqueue_create_buffer[Bf16](pairs * width)
+    ctx.enqueue_function[fill_bf16](
+        x, Int64(pairs * layer.columns), UInt32(tokens), grid_dim=grid(pairs * layer.columns), block_dim=256
+    )
+    var ids = ctx.enqueue_create_buffer[DType.int32](EXPERTS)
+    var all_starts = List[DeviceBuffer[DType.uint32]]()
+    var active = 0
+    for routing in range(ROUTINGS):
+        var sizes = routed(tokens, EXPERTS, routing)
+        for size in sizes:
+            active += 1 if size > 0 else 0
+        var starts = ctx.enqueue_create_buffer[DType.uint32](EXPERTS + 1)
+        upload(ctx, sizes, starts, ids)
+        all_starts.append(starts)
+    var bytes = Float64(active) / Float64(ROUTINGS) * Float64(layer.rows * layer.columns) * (0.5 + 1.0 / 32)
+    for kernel in range(2):
+        for _ in range(2):
+            for routing in range(ROUTINGS):
+                launch[swiglu_](ctx, kernel == 1, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
+        ctx.synchronize()
+        var best = Float64(1e30)
+        for _ in range(repeats):
+            var begin = perf_counter_ns()
+            for routing in range(ROUTINGS):
+                launch[swiglu_](ctx, kernel == 1, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
+            ctx.synchronize()
+            best = min(best, Float64(perf_counter_ns() - begin) / Float64(ROUTINGS))
+        var gbs = bytes / best
+        print(
+            "time", "swiglu" if swiglu_ else "plain", "prefill" if kernel == 1 else "decode", "M", tokens,
+            "microseconds", best / 1000, "GB/s", gbs, "of copy", gbs / copied,
+            "TFLOP/s", 2 * Float64(pairs) * Float64(layer.rows) * Float64(layer.columns) / best / 1000,
+        )
+
+
+def copy_rate(ctx: DeviceContext) raises -> Float64:
+    """Returns the GB/s, read and written, at which the device copies 2 GB within its memory."""
+    comptime SIZE = 2_000_000_000
+    var a = ctx.enqueue_create_buffer[DType.uint8](SIZE)
+    var b = ctx.enqueue_create_buffer[DType.uint8](SIZE)
+    var best = Float64(1e30)
+    for _ in range(10):
+        ctx.synchronize()
+        var begin = perf_counter_ns()
+        ctx.enqueue_copy(b, a)
+        ctx.synchronize()
+        best = min(best, Float64(perf_counter_ns() - begin))
+    return 2 * Float64(SIZE) / best
+
+
+def main() raises:
+    with DeviceContext() as ctx:
+        print("device", ctx.name())
+        var passed = check_format(ctx)
+        # Shapes with odd ends, and groups at the borders of every tile, empty ones between them.
+        for size in [32, 64, 96, 160, 288]:
+            for rows in [32, 64, 96, 192, 288]:
+                var layer = Layer(ctx, 5, rows, size, UInt32(size * 31 + rows))
+                passed = check[True](ctx, "ends", layer, [3, 0, 1, 20, 0]) and passed
+                passed = check[False](ctx, "ends", layer, [0, 9, 0, 140, 2]) and passed
+        var borders = Layer(ctx, 24, 128, 256, UInt32(77))
+        var sizes: List[Int] = [
+            0, 1, 2, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 0, 0, 63, 64, 65, 127, 128, 129, 200, 257, 0
+        ]
+        passed = check[True](ctx, "borders", borders, sizes) and passed
+        passed = check[False](ctx, "borders", borders, sizes) and passed
+        var gate_up = Layer(ctx, EXPERTS, 2 * INNER, HIDDEN, UInt32(1000))
+        var down = Layer(ctx, EXPERTS, HIDDEN, INNER, UInt32(2000))
+        for tokens in [1, 2, 3, 4, 7, 8, 16, 17, 32, 64, 100, 256, 512]:
+            passed = check[True](ctx, "120b", gate_up, routed(tokens, EXPERTS, tokens)) and passed
+            passed = check[False](ctx, "120b", down, routed(tokens, EXPERTS, tokens + 1)) and passed
+        print("checks passed" if passed else "CHECKS FAILED")
+        var copied = copy_rate(ctx)
+        print("copy GB/s", copied)
+        for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]:
+            measure[True](ctx, gate_up, tokens, copied, 20 if tokens < 1024 else 5)
+            measure[False](ctx, down, tokens, copied, 20 if tokens < 1024 else 5)
+        if not passed:
+            raise Error("a kernel gave wrong results; see the lines with `wrong`")
