@@ -131,7 +131,7 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
 def _require_gpus(wanted: int) -> None:
     """Raise UsageError if this machine has fewer GPUs than are to share the model, and says so."""
     try:
-        present = len(gpu.nvidia_smi(Target(Options(), "embedded"))) if wanted > 1 else wanted
+        present = len(gpu.nvidia_smi(Target(Options(), ""))) if wanted > 1 else wanted
     except ProbeError:
         return  # without a GPU at all the engine says what is missing
     if present < wanted:
