@@ -306,7 +306,8 @@ def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) ->
     fitting = {row.way for row in ways if row.fits}
     split: list[Way] = [way for way in SPLIT if way in fitting]
     if not fitting:
-        return "pipeline", "no way fits; this needs least of each machine"
+        possible = [row for row in ways if not row.against] or list(ways)
+        return min(possible, key=lambda row: row.share).way, "no way fits; this needs least of each machine"
     if "replicas" not in fitting:
         return split[0], "one machine does not hold the model"
     if crossover is not None and load.concurrency >= crossover:

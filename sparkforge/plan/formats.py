@@ -32,9 +32,15 @@ def kv_type(arguments: Sequence[str]) -> str:
 def dense_format(arguments: Sequence[str], variables: Mapping[str, str]) -> DenseFormat:
     """Return the formats of the dense layers that a server's arguments and environment variables ask for."""
     return DenseFormat(
-        attention=_form(variables.get(LINEAR_VARIABLE) or _named(arguments, LINEAR_KEY)),
-        head=_form(variables.get(HEAD_VARIABLE) or _named(arguments, HEAD_KEY)),
+        attention=_form(_chosen(variables, LINEAR_VARIABLE) or _named(arguments, LINEAR_KEY)),
+        head=_form(_chosen(variables, HEAD_VARIABLE) or _named(arguments, HEAD_KEY)),
     )
+
+
+def _chosen(variables: Mapping[str, str], name: str) -> str:
+    """Return the plugin's format; empty for `bf16`, with which it leaves the layers to vLLM and its flag."""
+    form = variables.get(name, "")
+    return "" if form == BF16.attention else form
 
 
 def _form(name: str) -> str:

@@ -172,6 +172,16 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
+def test_a_fast_dense_profile_keeps_vllms_experts(model, trees, claim, monkeypatch):
+    """Our plugin with vLLM's experts: what `fast-dense-8` serves, which no GPU has run."""
+    for name, value in {"KERNEL": "vllm", "LINEAR": "mxfp8", "LM_HEAD": "mxfp8"}.items():
+        monkeypatch.setenv(f"SPARK_MXFP4_{name}", value)
+    facts = deep.gather(target(model, trees["patched"], claim, args=("--quantization", "spark-mxfp4")))
+    assert facts["deep.quantization"].value == "gpt_oss_mxfp4"
+    assert facts["deep.moe_backend"].value == FP4
+    assert set(facts["deep.dense_kernels"].value.values()) == {"spark-mxfp4 mxfp8"}
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The 120b shape, for which vLLM chooses by size; without weights."""
@@ -196,10 +206,10 @@ def test_dense_kernels_on_a_claimed_gb10(request, deep_facts, large, release, cl
     assert facts["deep.dense_kernels"].value == {"qkv_proj": kernel, "o_proj": kernel, "lm_head": "bf16"}
 
 
-def test_one_devices_share_decides(told, large, trees, claim):
+def test_one_devices_share_decides(deep_facts, large, trees, claim):
     """On 64 devices each has one head: 64 columns of o_proj, which FlashInfer's kernel does not take."""
     args = ("--quantization-config.linear", "mxfp8", "--tensor-parallel-size", "64")
-    facts = told(large, trees["upstream"], claim, args=args)
+    facts = deep_facts(large, trees["upstream"], claim, args=args)
     assert facts["deep.dense_kernels"].error is None
     kernels = facts["deep.dense_kernels"].value
     assert kernels["qkv_proj"] == "FlashInferCutlassMxfp8LinearKernel"  # 64 rows of queries, as many of keys and values
@@ -216,10 +226,10 @@ def test_one_devices_share_decides(told, large, trees, claim):
         (("mxfp4", "--linear-backend", "marlin", "--tensor-parallel-size", "2"), "MarlinMxFp4LinearKernel"),
     ],
 )
-def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, told, large, release, claim, args, kernel):
+def test_the_lm_head_of_patch_0013_on_a_claimed_gb10(request, deep_facts, large, release, claim, args, kernel):
     """A head of 201,088 rows, and of 100,544 on each of two devices."""
     head = ("--quantization-config.lm_head", *args)
-    facts = told(large, vars(request.getfixturevalue(release))["patched"], claim, args=head)
+    facts = deep_facts(large, vars(request.getfixturevalue(release))["patched"], claim, args=head)
     assert facts["deep.dense_kernels"].error is None
     assert facts["deep.dense_kernels"].value == {"qkv_proj": "bf16", "o_proj": "bf16", "lm_head": kernel}
 
