@@ -30,7 +30,7 @@ from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import Thresholds
 
 TELL = signal.SIGUSR1  # to a supervisor: end the server, this machine has too little memory
-PROGRAM = b"sparkforge/serve/supervise.py"  # in a supervisor's command line
+PROGRAM = b"/sparkforge/serve/supervise.py"  # the end of a supervisor's third word: `supervised` there
 BUFFER = 1 << 14  # bytes; memory.stat has 2 to 5 kB
 UNLIMITED = 1 << 50  # bytes: cgroup version 1 writes 2^63 for no limit
 CURRENT, FUTURE = 1, 2  # mlockall(2)
@@ -347,7 +347,7 @@ def _supervisors() -> list[int]:
 def _is_supervisor(pid: int) -> bool:
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return any(word.endswith(PROGRAM) for word in words[1:4])
+        return len(words) > 2 and words[1] == b"-P" and words[2].endswith(PROGRAM)  # no editor of that file
     return False
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import GIB
-from sparkforge.serve import guard
+from sparkforge.serve import guard, supervise
 from sparkforge.serve.guard import MemoryWatch
 
 SPARK = 120 * GIB
@@ -255,20 +255,19 @@ def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path
     assert "this machine has 2.0 GiB of 120.0 GiB left, under 3.0 GiB; servers that are ended: 1" in result["line"]
 
 
-def test_a_supervisor_is_known_by_its_command_line(ended):
-    from sparkforge.serve.supervise import supervised
-
-    process = subprocess.Popen(supervised((sys.executable, "-c", "import time; time.sleep(600)")))
+def test_a_supervisor_is_known_by_its_command_line():
+    process = subprocess.Popen(supervise.supervised((sys.executable, "-c", "import time; time.sleep(600)")))
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    editor = subprocess.Popen(["tail", "-f", supervise.__file__], stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while process.pid not in guard._supervisors():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert other.pid not in guard._supervisors()
-        guard._signal([other.pid], guard.TELL)  # its id was used again: it is not ours to end
-        assert other.poll() is None
+        assert not {other.pid, editor.pid} & set(guard._supervisors())
+        guard._signal([other.pid, editor.pid], guard.TELL)  # an id was used again: it is not ours to end
+        assert (other.poll(), editor.poll()) == (None, None)
     finally:
-        for child in (process, other):
+        for child in (process, other, editor):
             child.terminate()
             child.wait(60)
