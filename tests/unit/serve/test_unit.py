@@ -232,6 +232,12 @@ def test_the_guard_runs_as_the_checkouts_owner_with_one_right_of_root():
     assert int(settings["OOMScoreAdjust"]) < 0
 
 
+def test_the_guards_memory_is_protected_by_every_cgroup_above_it():
+    settings = settings_of(guard_unit())
+    assert settings["MemoryMin"]
+    assert settings["Slice"] == "-.slice"  # system.slice has no memory.min, so nothing below it is protected
+
+
 def test_the_mark_of_one_unit_is_not_the_others():
     assert unit.root_of(guard_unit(root=Path("/srv/x")), unit.GUARD) == "/srv/x"
     assert not unit.root_of(guard_unit(root=Path("/srv/x")), unit.NAME)
