@@ -345,7 +345,8 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 def _kill_servers(supervisors: Sequence[int], *, or_supervisors: bool = False) -> None:
     """Kill all that each supervisor has started, which leaves it to say why.
 
-    With `or_supervisors` one that has no server is killed itself; without, it may be about to say why. A killed supervisor ends its API server only: the engine would keep the memory.
+    With `or_supervisors` one that has no server is killed itself; without, it may be about to say why. A killed
+    supervisor ends its API server only: the engine would keep the memory.
     """
     parents = dict(_parents()) if supervisors else {}
     for supervisor in supervisors:
