@@ -126,7 +126,7 @@ def all_times():
 
 @pytest.fixture
 def figures(all_times):
-    """Measure once; with ENGINE_FIGURES=FILE thrice. A second try measures anew; a try that is not whole is left out."""
+    """Measure once; with ENGINE_FIGURES=FILE thrice. A second try measures anew; what is not whole is left out."""
     measured = Figures(RUNS if os.environ.get("ENGINE_FIGURES") else 1)
     yield measured
     all_times.update({name: runs for name, runs in measured.times.items() if len(runs) == measured.repeats})
