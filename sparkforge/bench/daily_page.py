@@ -29,8 +29,8 @@ def table(document: Mapping[str, Any]) -> str:
     """
     counts = {name: len(runs) for name, runs in document["seconds_to"].items()}
     if counts != dict.fromkeys(NAMES, RUNS):
-        found = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "nothing"
-        raise ValueError(f"{FIGURES.name} needs {RUNS} runs of each of {', '.join(NAMES)}; it has {found}")
+        measured = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "nothing"
+        raise ValueError(f"{FIGURES.name} needs {RUNS} runs of each of {', '.join(NAMES)}; it has {measured}")
     rows = ["| Figure | Median | From … to | Runs | Load at the start |", "| --- | --- | --- | --- | --- |"]
     for name, runs in document["seconds_to"].items():
         seconds, loads = [run["seconds"] for run in runs], [run["load"] for run in runs]
