@@ -177,7 +177,7 @@ ARG REVISION=
 LABEL org.opencontainers.image.title="Sparkforge" \
       org.opencontainers.image.description="vLLM with gpt-oss in MXFP4 for NVIDIA DGX Spark" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.revision="${REVISION:-unknown; BUILDX_GIT_LABELS=1 in .env names the commit here, source.json has it in the image}" \
+      org.opencontainers.image.revision="${REVISION:-unknown; BUILDX_GIT_LABELS=1 in the environment (Compose: or .env) names the commit here, source.json has it in the image}" \
       org.sparkforge.stack="${SPARKFORGE_STACK}" \
       org.sparkforge.source="/opt/sparkforge/source.json" \
       org.sparkforge.manifest="/opt/sparkforge/image.json" \

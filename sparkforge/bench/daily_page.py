@@ -6,6 +6,7 @@ The figures are those of `ENGINE_FIGURES=bench/results/daily.json tests/engine/r
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,20 @@ from sparkforge.core.paths import ROOT
 
 FIGURES = ROOT / "bench" / "results" / "daily.json"
 PAGE = ROOT / "docs" / "guide" / "daily-use.md"
+RUNS = 3
+NAMES = ("docker run to the first token", "power-on to the first token", "rollback to the first answers")
 BEGIN, END = "<!-- made by python3 -m sparkforge.bench.daily_page -->", "<!-- end of what it made -->"
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """Return the times as a table in Markdown, with the machine that they were measured on."""
+    """Return the times as a table in Markdown, with the machine that they were measured on.
+
+    Raises ValueError unless each of NAMES was measured RUNS times: a part of the tests, or a failed one, leaves less.
+    """
+    counts = {name: len(runs) for name, runs in document["seconds_to"].items()}
+    if counts != dict.fromkeys(NAMES, RUNS):
+        measured = ", ".join(f"{name}: {count}" for name, count in counts.items()) or "nothing"
+        raise ValueError(f"{FIGURES.name} needs {RUNS} runs of each of {', '.join(NAMES)}; it has {measured}")
     rows = ["| Figure | Median | From … to | Runs | Load at the start |", "| --- | --- | --- | --- | --- |"]
     for name, runs in document["seconds_to"].items():
         seconds, loads = [run["seconds"] for run in runs], [run["load"] for run in runs]
@@ -35,7 +45,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 
 def replaced(text: str, figures: Path = FIGURES) -> str:
-    """Return the page with the table between its markers. Raises ValueError if the markers are missing."""
+    """Return the page with the table between its markers. Raises ValueError if they or figures are missing."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -45,4 +55,7 @@ def replaced(text: str, figures: Path = FIGURES) -> str:
 
 
 if __name__ == "__main__":
-    write_atomic(PAGE, replaced(PAGE.read_text(encoding="utf-8")))
+    try:
+        write_atomic(PAGE, replaced(PAGE.read_text(encoding="utf-8")))
+    except ValueError as error:
+        sys.exit(f"✗ {error}\n  next: sudo env ENGINE_FIGURES={FIGURES} tests/engine/run -k figures")

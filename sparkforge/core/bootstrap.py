@@ -33,6 +33,13 @@ def main(root: Path) -> None:
             f"sudo apt install python{version}-venv, then run the same command again",
             code="process.setup",
         )
+    if os.geteuid() == 0 and os.environ.get("SUDO_UID") and (owner := root.stat().st_uid):
+        raise ProcessError(
+            ".venv is not made with sudo",
+            f"root would own it, and {root} belongs to uid {owner}, who could not renew it",
+            "./inv --list, which makes it; then run the same command with sudo again",
+            code="process.setup",
+        )
     state = root / ".sparkforge"
     try:
         state.mkdir(mode=0o700, exist_ok=True)

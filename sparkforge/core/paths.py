@@ -15,13 +15,18 @@ from sparkforge.core.errors import UsageError
 # The image has our packages in a folder of their own, and pins, locks and patches elsewhere.
 ROOT = Path(os.environ.get("SPARKFORGE_ROOT") or Path(__file__).resolve().parents[2])
 
-OF_THE_HOST = re.compile(r"(?:^|[\s(])(?:\./inv|docker|sudo|systemctl|loginctl|journalctl)\s")
+OF_THE_HOST = ("docker", "sudo", "systemctl", "loginctl", "journalctl")  # no image has them
 
 
 def where_it_runs(advice: str) -> str:
-    """Return an advised command, with a word on where it runs if that is not here: an image has no `./inv`."""
-    here = (ROOT / "inv").exists() or "on the host" in advice or not OF_THE_HOST.search(advice)
-    return advice if here else f"on the host: {advice}"
+    """Return an advised command, with a word on where it runs if that is not here.
+
+    An image has no Compose files; that for development has an `./inv`, the one that serves has none.
+    """
+    if (ROOT / "docker-compose.yml").exists() or "on the host" in advice:
+        return advice
+    absent = "|".join((*OF_THE_HOST, *(() if (ROOT / "inv").exists() else (r"\./inv",))))
+    return f"on the host: {advice}" if re.search(rf"(?:^|[\s(`])(?:{absent})[\s`]", advice) else advice
 
 
 def state() -> Path:

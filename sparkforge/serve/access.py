@@ -200,7 +200,8 @@ def require_key(address: str, key: str) -> None:
         raise UsageError(f"{address[:60]!r} is no address", str(error)[:100], f"{BIND}=127.0.0.1") from error
     if not is_loopback and not key:
         why = "every machine that reaches this one could use the server"
-        fix = f"(umask 077; openssl rand -hex 32 > key), then SPARKFORGE_API_KEY=./key, or {KEY_FILE} in docker run"
+        make = "(umask 077; openssl rand -hex 32 > key); a container reads it as uid 1000: sudo chown 1000 key"
+        fix = f"{make}; sudo chmod 440 key; then SPARKFORGE_API_KEY=./key, or {KEY_FILE} in docker run"
         raise UsageError(f"{address} would open the server without an API key", why, f"{fix}; or {BIND}=127.0.0.1")
 
 

@@ -30,12 +30,12 @@ from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import Thresholds
 
 TELL = signal.SIGUSR1  # to a supervisor: end the server, this machine has too little memory
-PROGRAM = b"sparkforge/serve/supervise.py"  # in a supervisor's command line
+PROGRAM = b"/sparkforge/serve/supervise.py"  # the end of a supervisor's third word: `supervised` there
 BUFFER = 1 << 14  # bytes; memory.stat has 2 to 5 kB
 UNLIMITED = 1 << 50  # bytes: cgroup version 1 writes 2^63 for no limit
 CURRENT, FUTURE = 1, 2  # mlockall(2)
 RECENT_SECONDS = 30.0  # a server whose process the kernel killed ends within that time
-SEARCH_SECONDS = 5.0  # between two searches for supervisors
+SEARCH_SECONDS = 1.0  # between two searches for supervisors while memory is short
 FULL, TOTAL = b"full ", b"total="  # Documentation/accounting/psi.rst
 # What the kernel can drop: memory.stat of version 2 and 1.
 DROPPABLE = {
@@ -270,24 +270,51 @@ def main(arguments: Sequence[str], root: Path = Path("/")) -> int:
         return 1 if trouble else 0
     print(f"memory guard: {in_gib(lock_memory())} of this process are locked", flush=True)
     notify.tell(ready=True, status=_bounds(watch, "watches; "))
-    supervisors: list[int] = []
-    searched = signalled_at = 0.0
+    ending: _Ending | None = None
     while True:
         now = time.monotonic()
-        if now - searched > SEARCH_SECONDS:
-            supervisors, searched = _supervisors(), now
-        trouble = watch.look(now)
-        if trouble and not signalled_at:
-            signalled_at = now
-            _signal(supervisors, TELL)
-            _tell(f"{trouble.why}; servers that are ended: {len(supervisors)}")
-        elif trouble and now - signalled_at > 2 * limits.grace_seconds:
-            _kill_servers(supervisors)
-            signalled_at = now
-            _tell(f"{trouble.why}; servers that did not end and are killed: {len(supervisors)}")
-        elif not trouble:
-            signalled_at = 0.0
+        if trouble := watch.look(now):
+            ending = ending or _Ending(2 * limits.grace_seconds)
+            ending.look(trouble, now)
+        else:
+            ending = None
         time.sleep(limits.period_seconds)
+
+
+class _Ending:
+    """Ends the servers while the machine has too little memory: tells each supervisor, and kills what does not end.
+
+    `patience` is how many seconds a supervisor has after it was told, and again after a kill.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._now, self._searched = False, -SEARCH_SECONDS
+        self._since: dict[int, float] = {}  # supervisor → when it was told, or its server was killed
+        self._killed: set[int] = set()  # those whose servers were killed at once
+
+    def look(self, trouble: Trouble, now: float) -> None:
+        """Search for supervisors, and act on those whose turn it is. `now` is a monotonic time in seconds."""
+        if trouble.now == self._now and now - self._searched < SEARCH_SECONDS:
+            return
+        self._now, self._searched = trouble.now, now
+        running = _supervisors()
+        self._since = {pid: self._since[pid] for pid in running if pid in self._since}  # ids are used again
+        self._killed.intersection_update(running)
+        new = [pid for pid in running if pid not in self._since]
+        late = [pid for pid, since in self._since.items() if now - since > self._patience]
+        at_once = [pid for pid in running if trouble.now and pid not in {*late, *self._killed}]
+        _signal(new, TELL)  # before the kill: it takes SIGUSR1 before SIGCHLD, and so says why
+        _kill_servers(at_once)
+        _kill_servers(late, or_supervisors=True)
+        self._since.update(dict.fromkeys((*new, *at_once, *late), now))
+        self._killed.update(at_once)
+        if new:
+            _tell(f"{trouble.why}; servers that are ended: {len(new)}")
+        if at_once:
+            _tell(f"{trouble.why}; servers that are killed at once: {len(at_once)}")
+        if late:
+            _tell(f"{trouble.why}; servers that did not end and are killed: {len(late)}")
 
 
 def _bounds(watch: MemoryWatch, start: str = "") -> str:
@@ -315,18 +342,19 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
-def _kill_servers(supervisors: Sequence[int]) -> None:
-    """Kill all that a supervisor has started, which leaves it to say why; one that has no server is killed itself.
+def _kill_servers(supervisors: Sequence[int], *, or_supervisors: bool = False) -> None:
+    """Kill all that each supervisor has started, which leaves it to say why.
 
-    A killed supervisor ends its API server only: the engine would keep the memory.
+    With `or_supervisors` one that has no server is killed itself; without, it may be about to say why. A killed
+    supervisor ends its API server only: the engine would keep the memory.
     """
-    parents = dict(_parents())
+    parents = dict(_parents()) if supervisors else {}
     for supervisor in supervisors:
         family = [supervisor]
         for pid in family:
             family += [child for child, parent in parents.items() if parent == pid]
         if _is_supervisor(supervisor):  # ids are used again
-            for pid in family[1:] or family:
+            for pid in family[1:] or (family if or_supervisors else []):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -347,7 +375,7 @@ def _supervisors() -> list[int]:
 def _is_supervisor(pid: int) -> bool:
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return any(word.endswith(PROGRAM) for word in words[1:4])
+        return len(words) > 2 and words[1] == b"-P" and words[2].endswith(PROGRAM)  # no editor of that file
     return False
 
 

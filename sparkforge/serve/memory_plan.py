@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkforge.core.arguments import flag_value
 from sparkforge.core.bounded import ProbeError
+from sparkforge.core.console import say
 from sparkforge.core.errors import RefusalError, StorageError, UsageError
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.models import local
@@ -45,7 +46,8 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
     model, revision = words.model or container.model, flag_value(arguments, "--revision") or ""
     try:
         folder = local.find_mounted(model, service.environment, _mounts(project), revision)
-    except StorageError:  # the container's user may read it
+    except (OSError, UnicodeError, StorageError) as error:  # the container's user may read it
+        say(f"NOTE: {model} cannot be read here ({error}), so the container plans its memory, not this host")
         return
     if folder:
         environment = {**profile.variables(), **service.environment}

@@ -69,7 +69,17 @@ class Manager:
     @property
     def install(self) -> str:
         """The command that installs the unit."""
-        return f"{'sudo ' if self.system else ''}./inv {COMMANDS[self.unit]}{self.option}"
+        return f"{self.sudo}./inv {COMMANDS[self.unit]}{self.option}"
+
+    @property
+    def sudo(self) -> str:
+        """What stands before an advised command that changes the unit."""
+        return "sudo " if self.system else ""
+
+    @property
+    def systemctl(self) -> str:
+        """The program and its option, as an advised command that changes the unit has them."""
+        return "sudo systemctl" if self.system else "systemctl --user"
 
     def control(self, *words: str, check: bool = True) -> str:
         """Run `systemctl` and return what it prints. Raises ServerError."""
@@ -174,7 +184,12 @@ def install_guard(*, show: bool = False) -> None:
     former = _require_ours(manager)
     _enable(manager, former, text)
     manager.control("reset-failed", GUARD, check=False)
-    manager.control("start" if former == text else "restart", GUARD)
+    manager.control("restart", GUARD)  # an equal unit may run code from before an upgrade
+    bound, before = unit.bound_of(text), unit.bound_of(former or "")
+    say(f"servers end under {bound or f'{thresholds.load().end_gib:g}'} GiB{'' if bound else ', the default'}")
+    if before not in {"", bound}:
+        keep = f"sudo {thresholds.VARIABLE}={before} ./inv service.guard --install"
+        say(f"NOTE: the unit before had {before} GiB; to have that again: {keep}")
     say("it runs now and at boot; see it: ./inv service.guard; undo it: sudo ./inv service.guard --remove")
 
 
@@ -260,7 +275,7 @@ def show(*, system: bool) -> None:
     echo(f"last failure: {reason or 'none since its last good start'}")
     echo(f"next start: {_next_start(state, manager)}")
     if state.get("ActiveState") == "failed":
-        fix = f"./inv doctor; then systemctl{'' if manager.system else ' --user'} restart {NAME}"
+        fix = f"./inv doctor; then {manager.systemctl} restart {NAME}"
         raise ServerError("the service has stopped trying", reason or f"Result={state.get('Result')}", fix, code=CODE)
 
 
@@ -331,10 +346,10 @@ def _require_ours(manager: Manager) -> str | None:
     root = unit.root_of(text, manager.unit)
     if root == str(paths.ROOT):
         return text
-    control = f"systemctl{'' if manager.system else ' --user'}"
-    fix = f"{control} disable --now {manager.unit}; rm {manager.file}"
+    fix = f"{manager.systemctl} disable --now {manager.unit}; {manager.sudo}rm {manager.file}"
     if root:
-        why, fix = f"{root} wrote it", f"{root}/inv {command.replace('install', 'remove')}{manager.option}"
+        remove = f"{root}/inv {command.replace('install', 'remove')}{manager.option}"
+        why, fix = f"{root} wrote it", f"{manager.sudo}{remove}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from sparkforge.core import paths, tables
 from sparkforge.core.errors import InputError, IntegrityError, PatchError, RefusalError, UsageError
 from sparkforge.core.tables import Record
+from sparkforge.plan import thresholds
 
 TABLE = Path(__file__).with_name("unit.toml")
 NAME, GUARD = "sparkforge.service", "sparkforge-guard.service"
@@ -146,6 +148,12 @@ def root_of(text: str, name: str = NAME) -> str:
     begin = MARK.partition("{root}")[0].format(command=COMMANDS[name])
     written = start.startswith(begin) and digest == hashlib.sha256(body.encode()).hexdigest()
     return start.removeprefix(begin) if written else ""
+
+
+def bound_of(text: str) -> str:
+    """Return the bound in GiB that a guard's unit names; empty if it has the default."""
+    match = re.search(rf'^Environment="{thresholds.VARIABLE}=([^"]*)"$', text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _marked(name: str, root: Path, lines: Iterable[str]) -> str:

@@ -83,6 +83,18 @@ def test_it_works_from_another_folder_and_says_which_one(complete):
     assert done.stdout == "run x in /\n"
 
 
+def test_sudo_makes_no_environment_in_the_checkout_of_somebody_else(checkout, monkeypatch):
+    monkeypatch.setenv("SUDO_UID", "1000")
+    monkeypatch.setattr(bootstrap, "make", lambda *_: pytest.fail("root would own .venv"))
+    if os.geteuid() == 0:
+        os.chown(checkout, 1000, 1000)
+    monkeypatch.setattr(bootstrap.os, "geteuid", lambda: 0)
+    with pytest.raises(ProcessError, match="not made with sudo") as refused:
+        bootstrap.main(checkout)
+    assert refused.value.fix.startswith("./inv --list")
+    assert not (checkout / ".sparkforge").exists()
+
+
 def test_no_python_is_an_error_with_the_command_that_installs_one(checkout, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -8,6 +8,7 @@ from sparkforge.bench import batch
 from sparkforge.cli import command
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
+from sparkforge.core.paths import ROOT
 from sparkforge.doctor import doctor
 from sparkforge.models import hub
 from sparkforge.models.hub_mirror import Mirror
@@ -77,6 +78,8 @@ def test_a_home_that_nobody_has_is_refused(named):
         ("less context, or another share (./inv plan)", "on the host: less context, or another share (./inv plan)"),
         ("docker start 12ab   # as it is", "on the host: docker start 12ab   # as it is"),
         ("on the host: ./inv up", "on the host: ./inv up"),
+        ("then `docker compose up -d`", "on the host: then `docker compose up -d`"),
+        ("`sudo ./inv x`", "on the host: `sudo ./inv x`"),
         ("SPARKFORGE_VALIDATE=strict", "SPARKFORGE_VALIDATE=strict"),
         ("nvidia-smi   # if that hangs too, reboot", "nvidia-smi   # if that hangs too, reboot"),
     ],
@@ -85,4 +88,15 @@ def test_advice_in_an_image_says_what_runs_on_the_host(monkeypatch, tmp_path, ad
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     assert paths.where_it_runs(advice) == in_an_image
     (tmp_path / "inv").touch()
+    of_host = advice.lstrip("`").startswith(("docker", "sudo")) or "`docker" in advice
+    assert paths.where_it_runs(advice) == (in_an_image if of_host else advice)  # the image for development
+    (tmp_path / "docker-compose.yml").touch()
     assert paths.where_it_runs(advice) == advice
+
+
+def test_no_image_has_the_compose_file_by_which_a_checkout_is_known():
+    for name in ("Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"):
+        copied = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("COPY")]
+        assert copied
+        assert not [line for line in copied if "docker-compose" in line or " . " in line]
+    assert (ROOT / "docker-compose.yml").is_file()

@@ -133,6 +133,11 @@ def test_the_labels_name_the_files_that_the_audit_stage_left():
         assert f'{label}="/opt/sparkforge/{path}"' in TEXT
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.ngc"])
+def test_a_label_without_a_commit_says_what_names_it_in_a_plain_build_too(name):  # which reads no .env
+    assert "BUILDX_GIT_LABELS=1 in the environment" in (ROOT / name).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("way", builder.WAYS)
 def test_each_way_to_vllm_is_a_stage(way):
     assert re.search(rf"^FROM kernels AS vllm-{way}$", TEXT, re.MULTILINE)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +12,8 @@ import pytest
 
 from sparkforge.plan import thresholds
 from sparkforge.plan.thresholds import GIB
-from sparkforge.serve import guard
-from sparkforge.serve.guard import MemoryWatch
+from sparkforge.serve import guard, supervise
+from sparkforge.serve.guard import MemoryWatch, Trouble
 
 SPARK = 120 * GIB
 V2 = ("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw", "0::/", "sys/fs/cgroup")
@@ -209,11 +210,12 @@ def test_locking_says_how_much_is_kept():
 
 # In a process namespace of its own: the guard ends every server that it sees.
 GUARDED = """
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from sparkforge.serve import guard
 from sparkforge.serve.supervise import supervised
 root, end, pids = (Path(word) for word in sys.argv[1:4])
+stopped, gib = sys.argv[4] == "stopped", int(sys.argv[5])
 child = "import os, sys, time; os.fork(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
 server = subprocess.Popen(supervised((sys.executable, "-c", child, str(pids)), end))
 def until(condition):
@@ -226,17 +228,34 @@ code = "import sys; from pathlib import Path; from sparkforge.serve import guard
 watcher = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True)
 watcher.stdout.readline()
 assert server.poll() is None
+def lives(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+if stopped:
+    os.kill(server.pid, signal.SIGSTOP)
 meminfo = root / "proc/meminfo"
-meminfo.write_text(meminfo.read_text().replace(f"MemAvailable: {8 << 20} kB", f"MemAvailable: {2 << 20} kB"))
+meminfo.write_text(meminfo.read_text().replace(f"MemAvailable: {8 << 20} kB", f"MemAvailable: {gib << 20} kB"))
+began = time.monotonic()
 line = watcher.stdout.readline()
+until(lambda: not any(map(lives, pids.read_text().split())))
+seconds = time.monotonic() - began
+os.kill(server.pid, signal.SIGCONT)
 code = server.wait(60)
 watcher.terminate()
 left = [pid for pid in pids.read_text().split() if os.path.exists(f"/proc/{pid}")]
-print(json.dumps({"code": code, "why": json.loads(end.read_text())["why"], "left": left, "line": line}))
+print(json.dumps({"code": code, "why": json.loads(end.read_text())["why"], "left": left, "line": line,
+                  "seconds": seconds}))
 """
 
 
-def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("supervisor", "gib", "line"),
+    [
+        ("runs", 2, "this machine has 2.0 GiB of 120.0 GiB left, under 3.0 GiB; servers that are ended: 1"),
+        ("stopped", 1, "this machine has 1.0 GiB of 120.0 GiB left, and it falls; servers that are ended: 1"),
+    ],
+)
+def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path, supervisor, gib, line):
     unshare = ["unshare", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")), "--pid", "--fork"]
     unshare += ["--mount-proc", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
@@ -245,6 +264,7 @@ def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path
     (root / "proc").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {120 << 20} kB\nMemAvailable: {8 << 20} kB\n")
     command = [*unshare, sys.executable, "-c", GUARDED, root, tmp_path / "end.json", tmp_path / "pids"]
+    command += [supervisor, str(gib)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), thresholds.VARIABLE: ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -252,23 +272,76 @@ def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path
     assert result["code"] == 24
     assert result["why"].startswith("the machine's memory guard asked for it: ")
     assert not result["left"]
-    assert "this machine has 2.0 GiB of 120.0 GiB left, under 3.0 GiB; servers that are ended: 1" in result["line"]
+    assert line in result["line"]
+    if gib == 1:  # there is no time to wait for who was told
+        assert result["seconds"] < 2 * thresholds.load().grace_seconds
 
 
-def test_a_supervisor_is_known_by_its_command_line(ended):
-    from sparkforge.serve.supervise import supervised
-
-    process = subprocess.Popen(supervised((sys.executable, "-c", "import time; time.sleep(600)")))
+def test_a_supervisor_is_known_by_its_command_line():
+    process = subprocess.Popen(supervise.supervised((sys.executable, "-c", "import time; time.sleep(600)")))
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    editor = subprocess.Popen([shutil.which("tail"), "-f", supervise.__file__], stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while process.pid not in guard._supervisors():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert other.pid not in guard._supervisors()
-        guard._signal([other.pid], guard.TELL)  # its id was used again: it is not ours to end
-        assert other.poll() is None
+        assert not {other.pid, editor.pid} & set(guard._supervisors())
+        guard._signal([other.pid, editor.pid], guard.TELL)  # an id was used again: it is not ours to end
+        assert (other.poll(), editor.poll()) == (None, None)
     finally:
-        for child in (process, other):
+        for child in (process, other, editor):
             child.terminate()
             child.wait(60)
+
+
+class Machine:
+    """Stands in for the processes: which supervisors run, and what the guard did to them, by time."""
+
+    def __init__(self, monkeypatch):
+        self.running, self.done = [], []
+        monkeypatch.setattr(guard, "_supervisors", lambda: list(self.running))
+        monkeypatch.setattr(guard, "_signal", lambda pids, _: self._note("told", pids))
+        monkeypatch.setattr(
+            guard, "_kill_servers", lambda pids, or_supervisors=False: self._note(f"killed {or_supervisors}", pids)
+        )
+        self.ending, self.time = guard._Ending(6.0), 0.0
+
+    def _note(self, action, pids):
+        if pids:
+            self.done.append((round(self.time, 1), action, list(pids)))
+
+    def look(self, begin, end, *, now=False):
+        """Have the guard look ten times a second, and return what it did, anew."""
+        self.done.clear()
+        for tenth in range(round(10 * begin), round(10 * end)):
+            self.time = tenth / 10
+            self.ending.look(Trouble("little", now), self.time)
+        return list(self.done)
+
+
+def test_a_server_that_starts_while_memory_is_short_is_told_before_it_is_killed(monkeypatch, capsys):
+    machine = Machine(monkeypatch)
+    assert machine.look(100, 120) == []
+    assert capsys.readouterr().out == ""  # no line for ever about no server
+    machine.running = [11]
+    assert machine.look(120, 124) == [(120.0, "told", [11])]
+    machine.running = [11, 12]
+    ((first, *told), (second, *killed)) = machine.look(124, 129)
+    assert (told, killed) == (["told", [12]], ["killed True", [11]])
+    assert first < 125
+    assert 126 < second < 127.5
+    assert capsys.readouterr().out.count("\n") == 3
+    machine.running = [12]
+    assert [action for _, *action in machine.look(129, 132)] == [["killed True", [12]]]
+
+
+def test_without_time_servers_are_told_and_killed_in_one_look_and_their_supervisors_are_left_to_say_why(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.running = [11]
+    assert machine.look(100, 100.3) == [(100.0, "told", [11])]
+    assert machine.look(100.3, 105, now=True) == [(100.3, "killed False", [11])]
+    machine.running = [11, 12]
+    new = machine.look(105, 106.3, now=True)
+    assert [action for _, *action in new] == [["told", [12]], ["killed False", [12]]]
+    assert new[0][0] == new[1][0]

@@ -83,6 +83,26 @@ def test_a_model_in_the_hubs_cache_is_found_where_the_container_will_find_it(mod
     assert len(judged) == 2
 
 
+@pytest.mark.parametrize("damage", ["reference", "folder"])
+def test_a_cache_that_this_user_cannot_read_is_left_to_the_container(monkeypatch, tmp_path, capsys, damage):
+    monkeypatch.setattr(memory_plan, "_unified", lambda: True)
+    repository = tmp_path / "models--openai--gpt-oss-20b"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "snapshots").mkdir()
+    (repository / "refs/main").write_bytes(b"\xff\xfe")
+    if damage == "folder":  # root may enter every folder, so the kernel's answer is made up
+
+        def denied(folder):
+            raise PermissionError(13, "Permission denied", str(folder))
+
+        monkeypatch.setattr(memory_plan.local.files, "unreadable", denied)
+    mounts = project(tmp_path / "no-models")
+    hub = {"type": "bind", "source": str(tmp_path), "target": "/root/.cache/huggingface/hub"}
+    mounts["services"]["vllm"]["volumes"].append(hub)
+    memory_plan.require_room(service(SPARKFORGE_MODEL="openai/gpt-oss-20b"), mounts)
+    assert "the container plans its memory" in capsys.readouterr().err
+
+
 def test_words_behind_the_images_name_name_the_model_too(model, monkeypatch):
     monkeypatch.setattr(memory_plan, "_unified", lambda: True)
     judged = []

@@ -232,6 +232,12 @@ def test_the_guard_runs_as_the_checkouts_owner_with_one_right_of_root():
     assert int(settings["OOMScoreAdjust"]) < 0
 
 
+def test_the_guards_memory_is_protected_by_every_cgroup_above_it():
+    settings = settings_of(guard_unit())
+    assert settings["MemoryMin"]
+    assert settings["Slice"] == "-.slice"  # system.slice has no memory.min, so nothing below it is protected
+
+
 def test_the_mark_of_one_unit_is_not_the_others():
     assert unit.root_of(guard_unit(root=Path("/srv/x")), unit.GUARD) == "/srv/x"
     assert not unit.root_of(guard_unit(root=Path("/srv/x")), unit.NAME)
@@ -271,10 +277,37 @@ class TestGuardCommand:
         assert "GiB available" in out
         calls.clear()
         guard(Context(), install=True)
-        assert ("start", unit.GUARD) in calls
+        assert ("restart", unit.GUARD) in calls  # an equal unit, and perhaps newer code
         guard(Context(), remove=True)
         assert ("disable", "--now", unit.GUARD) in calls
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.usefixtures("systemd")
+    def test_install_says_its_bound_and_the_one_that_it_replaces(self, monkeypatch, capsys):
+        def said():
+            guard(Context(), install=True)
+            return capsys.readouterr().err
+
+        assert "servers end under 3 GiB, the default" in (first := said())
+        assert "NOTE" not in first
+        monkeypatch.setenv(thresholds.VARIABLE, "4")
+        assert "servers end under 4 GiB\n" in said()
+        monkeypatch.delenv(thresholds.VARIABLE)
+        assert f"had 4 GiB; to have that again: sudo {thresholds.VARIABLE}=4 ./inv service.guard" in said()
+
+    @pytest.mark.usefixtures("systemd")
+    @pytest.mark.parametrize(
+        ("text", "advice"),
+        [
+            ("edited", f"sudo systemctl disable --now {unit.GUARD}; sudo rm "),
+            (guard_unit(root=Path("/srv/x")), "next: sudo /srv/x/inv service.guard --remove"),
+        ],
+    )
+    def test_advice_for_the_systems_units_has_sudo(self, tmp_path, capsys, text, advice):
+        (tmp_path / unit.GUARD).write_text(text)
+        with pytest.raises(Exit):
+            guard(Context(), install=True)
+        assert advice in " ".join(capsys.readouterr().err.split())
 
     @pytest.mark.parametrize("state", [{"ActiveState": "failed", "Result": "exit-code"}, {"ActiveState": "inactive"}])
     def test_a_guard_that_does_not_run_is_an_error(self, systemd, state, capsys):

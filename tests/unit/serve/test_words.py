@@ -172,6 +172,8 @@ def test_another_address_needs_a_key(address):
     with pytest.raises(UsageError, match="would open the server without an API key") as caught:
         access.require_key(address, "")
     assert "SPARKFORGE_API_KEY" in caught.value.fix
+    assert "umask 077" in caught.value.fix  # and uid 1000 of the container could not read that
+    assert "sudo chown 1000 key; sudo chmod 440 key" in caught.value.fix
     access.require_key(address, "sesame")
 
 
