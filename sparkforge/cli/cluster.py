@@ -23,7 +23,7 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
     example="./inv cluster.discover --nodes local,spark-2",
     nodes="names for ssh, the head first; local is this machine",
     device="docker, or embedded: vLLM's CPU build",
-    folder="the checkout on the other machines; default: this one's path",
+    folder="absolute path of the checkout on the other machines; default: this one's path",
     file="write the proposal there; default: print it",
     replace="overwrite the file",
 )
@@ -32,7 +32,7 @@ def cluster_discover(
 ) -> None:
     """Propose a cluster.toml from what machines say of their networks.
 
-    It asks over ssh, and changes nothing on any machine.
+    It asks over ssh, and changes nothing on any machine. Not verified on a DGX Spark.
     """
     from sparkforge.core import paths
     from sparkforge.serve.cluster import check, config
@@ -60,6 +60,7 @@ def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool
     """Check all nodes before a model is served over them.
 
     It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
+    Not verified on a DGX Spark.
     """
     from sparkforge.core.files import write_atomic
     from sparkforge.serve.cluster import check, checks, facts
@@ -94,6 +95,7 @@ def cluster_up(_ctx: Context, config: str = "") -> None:
 
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
     node's part ends, the others end within 30 seconds and say which it was. So far on the embedded device only.
+    Not verified: the whole way with vLLM was not run.
     """
     from sparkforge.serve.cluster import start
 
@@ -115,7 +117,7 @@ def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None
         raise Exit(code=ServerError.exit_code)
 
 
-@task(example="./inv cluster.logs --lines 100", config=CONFIG, lines="lines of each node's log, at most 400")
+@task(example="./inv cluster.logs --lines 100", config=CONFIG, lines="lines of each node's log, 1 to 400")
 def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
     """Show the end of every node's log, its name before each line."""
     from sparkforge.serve.cluster import start
@@ -125,7 +127,10 @@ def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
 
 @task(example="./inv cluster.down", config=CONFIG)
 def cluster_down(_ctx: Context, config: str = "") -> None:
-    """Stop every node's part."""
+    """Stop every node's part.
+
+    It ends whatever server each node's checkout runs, also one that ./inv up started there. Embedded device only.
+    """
     from sparkforge.serve.cluster import start
 
     start.down(_read(config))

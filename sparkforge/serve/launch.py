@@ -100,23 +100,23 @@ def check_free(port: int, host: str = LOOPBACK) -> None:
     check_port(port, host)
 
 
-def check_port(port: int, host: str) -> None:
-    """Raise ServerError if a program has the port, UsageError for a number that is none."""
+def check_port(port: int, host: str, command: str = "./inv up") -> None:
+    """Raise ServerError if a program has the port, UsageError for a number that is none; `command` takes --port."""
     if not 0 < port < 65536:
-        raise UsageError(f"{port} is no port", "ports are 1 to 65535", "./inv up --port 8000")
+        raise UsageError(f"{port} is no port", "ports are 1 to 65535", f"{command} --port 8000")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As uvicorn binds: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except PermissionError as error:
-            fix = "./inv up --port 8000"
+            fix = f"{command} --port 8000"
             raise ServerError(f"cannot use port {port}", str(error), fix, code="server.port") from error
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 failure, why = f"cannot listen on {host}", "this machine does not have that address"
                 raise ServerError(failure, why, "hostname -I", code="server.port") from error
-            why, fix = f"another program listens on {host}:{port}", f"./inv up --port {port + 1}"
+            why, fix = f"another program listens on {host}:{port}", f"{command} --port {port + 1}"
             raise ServerError(f"port {port} is taken", why, fix, code="server.port") from error
 
 

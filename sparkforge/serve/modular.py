@@ -12,7 +12,7 @@ from sparkforge.core import paths
 from sparkforge.core.errors import InputError, ProcessError, UsageError
 from sparkforge.core.process import call
 from sparkforge.environments import TEST, Environment
-from sparkforge.serve.launch import LOOPBACK
+from sparkforge.serve.launch import LOOPBACK, check_port
 
 MAX = Environment("max")
 ARCHITECTURE = f"{paths.ROOT}:spark_mxfp4.max.architecture"
@@ -33,9 +33,16 @@ def variables() -> dict[str, str]:
 
 
 def serve_command(model: Path, device: str, port: int, context: int) -> list[str | Path]:
-    """Return the command line of MAX's server on the loopback address. Raises UsageError, InputError."""
+    """Return the command line of MAX's server on the loopback address.
+
+    Raises UsageError, InputError, and ServerError for a port that is taken.
+    """
     if device not in DEVICES:
         raise UsageError(f"unknown device {device!r}", f"MAX has {', '.join(DEVICES)}", "./inv max.serve --device cpu")
+    if context < 1:
+        why = "it is the longest sequence in tokens"
+        raise UsageError(f"--context {context} has no meaning", why, "./inv max.serve --context 512")
+    check_port(port, LOOPBACK, "./inv max.serve")
     return [
         *_max("serve", model), *DEVICES[device], "--host", LOOPBACK, "--port", str(port),
         "--max-length", str(context), *(("--max-batch-size", "1") if device == "cpu" else ()),

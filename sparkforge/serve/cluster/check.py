@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sparkforge import pins
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError, UsageError
@@ -33,7 +35,7 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[d
     """Ask machines by their names for ssh, the head first, and return facts and a configuration.
 
     `local` is this machine. Raises the first node's error if one does not answer, RefusalError if they share no
-    network, UsageError for a name that is none.
+    network, UsageError for a name that is none and for one machine named twice.
     """
     if len(destinations) < 2:
         why = "a cluster has two nodes or more; local is this machine"
@@ -43,6 +45,10 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[d
     except ValueError as error:
         why = "it takes names for ssh, such as nvidia@spark-2, and local"
         raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, "--nodes local,spark-2") from error
+    names = [node.name for node in asked]
+    if twice := [name for name in names if names.count(name) > 1]:
+        why = "each machine is one node, whoever logs in there"
+        raise UsageError(f"--nodes names {twice[0]} twice", why, "--nodes local,spark-2")
     answers = facts.gather(asked, {})
     for answer in answers.values():
         if isinstance(answer, SparkforgeError):
@@ -50,7 +56,13 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[d
     known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
     for line in discover.describe(known):
         say(line)
-    return known, discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)
+    try:
+        return known, discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)
+    except ValidationError as error:  # such as two names of one machine
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'nodes'}: {first['msg']}"
+        fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
+        raise UsageError("these machines make no cluster.toml", why, fix) from error
 
 
 def _node(destination: str, index: int) -> ClusterNode:

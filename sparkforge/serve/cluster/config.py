@@ -18,8 +18,11 @@ from sparkforge.core.tables import Record
 FILE = "cluster.toml"
 # Also of a vLLM flag, a shell command and a log line, so nothing that either would read otherwise.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-# A destination of ssh: user@host, or a name of ~/.ssh/config. A leading dash would be an option.
-Destination = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.@:-]{0,250})?$")]
+# A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
+Destination = Annotated[
+    str, StringConstraints(pattern=r"^(([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]{0,250})?$")
+]
+Folder = Annotated[str, StringConstraints(pattern=r"^(/.*)?$")]  # absolute: no shell expands a ~ in it
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Topology = Literal["two", "switch", "mesh", "ring"]
 
@@ -35,7 +38,7 @@ class ClusterNode(Record):
 
     name: Name
     ssh: Destination = ""
-    folder: str = ""
+    folder: Folder = ""
     state: str = ""
     python: str = ""
     address: str

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, show_error
@@ -48,7 +48,7 @@ class NodeRequest(Record):
     name: str
     config: ClusterConfig
     token: str = ""
-    lines: int = 40
+    lines: int = Field(default=40, ge=1, le=LINES)
 
     @property
     def node(self) -> ClusterNode:
@@ -92,7 +92,13 @@ def describe(request: NodeRequest) -> Launch:
 
 
 def validate(request: NodeRequest) -> dict[str, Any]:
-    """Validate this node's part. Raises RefusalError."""
+    """Validate this node's part.
+
+    Raises RefusalError; ServerError if a server of this checkout runs, which a failed start would end with the rest;
+    and what `embedded.check` raises.
+    """
+    launch.refuse_second()
+    embedded.check(request.config.model, request.config.profile)
     described = describe(request)
     python = Path(described.command[described.command.index("--") + 1])
     flags = (*engine.arguments(request.config, request.node), *request.config.flags)
@@ -170,7 +176,7 @@ def status(_request: NodeRequest) -> dict[str, Any]:
 
 def tail(request: NodeRequest) -> dict[str, Any]:
     """Return the last lines of the log."""
-    return {"lines": logs.read(record.log_path()).splitlines()[-min(request.lines, LINES) :]}
+    return {"lines": logs.read(record.log_path()).splitlines()[-request.lines :]}
 
 
 def down(_request: NodeRequest) -> dict[str, Any]:

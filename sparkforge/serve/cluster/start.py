@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from typing import Any
 
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
+from sparkforge.serve import access
 from sparkforge.serve.cluster import check, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.node import LINES
 
 MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
@@ -22,10 +25,11 @@ ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
 def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
-    Whenever it raises, no node's part is left running. Raises RefusalError if a check or a validation fails, and the
-    first node's error otherwise.
+    Whenever it raises, no node's part is left running, except on a node that it names. Raises UsageError for settings
+    that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
     _require_embedded(config)
+    _refuse_access(os.environ)
     steps, token = Steps(4), secrets.token_hex(16)
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = check.checked(config)
@@ -41,7 +45,10 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
             answer = ask(config, config.head, "start", START_SECONDS, token=token)
             tell(f"first answers received at {answer['url']}")
     except BaseException:
-        down(config)
+        try:
+            down(config)
+        except ServerError as error:  # why the start failed is what people need first
+            say(f"{error.what}: {error.why}; next: {error.fix}")
         raise
     return answer
 
@@ -61,8 +68,16 @@ def show_measured(answer: Mapping[str, Any]) -> None:
 
 def _require_embedded(config: ClusterConfig) -> None:
     if config.device != "embedded":
-        why = "it runs vLLM's CPU build; the containers of several Sparks are not built yet"
+        why = "these commands run vLLM's CPU build; the containers of several Sparks are not built yet"
         raise UsageError(f"device {config.device} cannot be started", why, "docs/guide/two-machines.md, State")
+
+
+def _refuse_access(environment: Mapping[str, str]) -> None:
+    """Raise UsageError for a key, its file, or names of hosts: the head would serve without them."""
+    for name in (access.KEY, access.KEY_FILE, access.HOSTS):
+        if environment.get(name):
+            why = "a cluster has no API key and no further names of hosts yet; its head listens on loopback only"
+            raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
 
 
 def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
@@ -83,7 +98,9 @@ def show_status(states: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def show_logs(config: ClusterConfig, lines: int) -> None:
-    """Print the last lines of every node's log, each with the node's name in front."""
+    """Print the last lines of every node's log, each with the node's name in front. Raises UsageError."""
+    if not 1 <= lines <= LINES:
+        raise UsageError(f"--lines {lines} has no meaning", f"it is 1 to {LINES}", "./inv cluster.logs --lines 100")
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "logs", ASK_SECONDS, lines=lines))
     width = max(len(node.name) for node in config.nodes)
     for name, answer in answers.items():
@@ -95,7 +112,11 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
 
 
 def down(config: ClusterConfig) -> None:
-    """End every node's part at the same time. Raises ServerError, after the others have ended, for one that did not."""
+    """End at the same time what each node's checkout runs, whoever started it there.
+
+    Raises ServerError, after the others have ended, for one that did not, and UsageError for another device.
+    """
+    _require_embedded(config)
     answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down", DOWN_SECONDS))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")

@@ -142,6 +142,7 @@ class NodeWatch:
                 return Loss(str(message.get("node") or peer.name), str(message["end"]))
         if len(peer.rest) > LONGEST_LINE:
             self._drop(peer)
+            return Loss(peer.name, "it sent a line that is too long") if peer.name else None
         return None
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class NodeWatch:
 def _message(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or too deep
         return {}
     return message if isinstance(message, dict) else {}
 

@@ -1,8 +1,10 @@
 """Command lines for Modular's MAX."""
 
+import socket
+
 import pytest
 
-from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.errors import InputError, ServerError, UsageError
 from sparkforge.serve import modular
 
 
@@ -12,19 +14,20 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def test_the_cpu_serves_in_float32_on_the_loopback_address(checkpoint):
-    command = [str(word) for word in modular.serve_command(checkpoint, "cpu", 8005, 256)]
+def test_the_cpu_serves_in_float32_on_the_loopback_address(checkpoint, free_port):
+    port = free_port()
+    command = [str(word) for word in modular.serve_command(checkpoint, "cpu", port, 256)]
     assert command[1:4] == ["serve", "--model-path", str(checkpoint)]
     pairs = dict(zip(command[2::2], command[3::2], strict=True))
     assert pairs["--host"] == "127.0.0.1"
-    assert pairs["--port"] == "8005"
+    assert pairs["--port"] == str(port)
     assert pairs["--max-length"] == "256"
     assert pairs["--quantization-encoding"] == "float32"
     assert pairs["--custom-architectures"].endswith(":spark_mxfp4.max.architecture")
 
 
-def test_a_gpu_keeps_the_checkpoint_s_format(checkpoint):
-    assert "--quantization-encoding" not in modular.serve_command(checkpoint, "gpu", 8000, 4096)
+def test_a_gpu_keeps_the_checkpoint_s_format(checkpoint, free_port):
+    assert "--quantization-encoding" not in modular.serve_command(checkpoint, "gpu", free_port(), 4096)
     assert modular.compile_command(checkpoint, "sm_121a")[-1] == "cuda:sm_121a"
 
 
@@ -35,10 +38,29 @@ def test_telemetry_and_the_hub_are_off():
     assert variables["HF_HUB_OFFLINE"] == "1"
 
 
-def test_what_does_not_exist_is_refused_by_name(checkpoint, tmp_path_factory):
+def test_what_does_not_exist_is_refused_by_name(checkpoint, tmp_path_factory, free_port):
     with pytest.raises(UsageError, match="tpu"):
-        modular.serve_command(checkpoint, "tpu", 8000, 512)
+        modular.serve_command(checkpoint, "tpu", free_port(), 512)
     with pytest.raises(UsageError, match="sm_80"):
         modular.compile_command(checkpoint, "sm_80")
     with pytest.raises(InputError, match=r"config\.json"):
-        modular.serve_command(tmp_path_factory.mktemp("empty"), "cpu", 8000, 512)
+        modular.serve_command(tmp_path_factory.mktemp("empty"), "cpu", free_port(), 512)
+
+
+@pytest.mark.parametrize(
+    ("port", "context", "words"), [(0, 512, "0 is no port"), (70_000, 512, "70000"), (None, 0, "--context 0")]
+)
+def test_numbers_that_max_cannot_serve_with_are_refused(checkpoint, free_port, port, context, words):
+    with pytest.raises(UsageError, match=words) as refused:
+        modular.serve_command(checkpoint, "cpu", free_port() if port is None else port, context)
+    assert refused.value.fix.startswith("./inv max.serve")
+
+
+def test_a_port_that_is_taken_is_refused_before_max_is_brought(checkpoint, free_port):
+    port = free_port()
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ServerError, match=f"port {port} is taken") as refused,
+    ):
+        modular.serve_command(checkpoint, "cpu", port, 512)
+    assert refused.value.fix == f"./inv max.serve --port {port + 1}"

@@ -3,7 +3,7 @@
 import pytest
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
-from sparkforge.serve.cluster import config, discover
+from sparkforge.serve.cluster import check, config, discover, facts
 
 
 def propose(facts, **options):
@@ -93,6 +93,20 @@ def test_what_is_proposed_is_read_again_as_it_was(sheet, tmp_path):
     assert "torch.distributed's, on the head" in file.read_text()
 
 
+@pytest.mark.parametrize("names", [["a", "a"], ["u@h", "root@h"], ["local", "local"]])
+def test_one_machine_named_twice_is_refused_before_it_is_asked(monkeypatch, names):
+    monkeypatch.setattr(facts, "gather", lambda *_: pytest.fail("it asked"))
+    with pytest.raises(UsageError, match="twice"):
+        check.find_nodes(names, "docker", "")
+
+
+def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
+    one = sheet("two-from-eugr")["spark"]
+    monkeypatch.setattr(facts, "gather", lambda *_: {"a": one, "b": one})
+    with pytest.raises(UsageError, match="two nodes have the same address"):
+        check.find_nodes(["a", "b"], "docker", "")
+
+
 def test_people_see_each_half_of_each_port(sheet):
     lines = list(discover.describe(sheet("two-from-nvidia-playbook")))
     assert "  port 1: enp1s0f1np1 (rocep1s0f1), up, MTU 1500, 192.168.100.10/24" in lines
@@ -120,6 +134,8 @@ nodes = [
         ("10.0.0.2", "10.0.0.1", "same address"),
         ("10.0.0.2", "spark-2", "address"),
         ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
+        ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
+        ('ssh = "b"', 'ssh = "b", folder = "sparkforge"', "folder"),
         ('ssh = "b", ', "", "no ssh"),
         ('interface = "eth0"}', 'interface = "eth0; reboot"}', "interface"),
         ("schema = 1", "schema = 1\nnode = 1", "node"),

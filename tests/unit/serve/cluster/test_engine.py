@@ -9,6 +9,7 @@ import pytest
 
 from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
+from sparkforge.serve import launch
 from sparkforge.serve.cluster import check, discover, engine, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
@@ -124,6 +125,58 @@ def test_a_start_that_fails_leaves_no_part_running(asked, failing):
     with pytest.raises(ServerError, match="did not start"):
         start.up(config)
     assert sorted(questions[-2:]) == [("spark", "down"), ("spark2", "down")]
+
+
+def test_an_end_that_fails_too_does_not_hide_why_the_start_failed(asked, capsys):
+    config, _, answers = asked
+    answers["spark", "start"] = ServerError("it did not start", "x", "y")
+    answers["spark2", "down"] = NetworkError("unreachable", "No route to host", "ssh spark2 true")
+    with pytest.raises(ServerError, match="did not start"):
+        start.up(config)
+    assert "spark2 may still run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "SPARKFORGE_API_KEY_FILE", "SPARKFORGE_ALLOWED_HOSTS"])
+def test_a_key_or_host_that_it_would_not_heed_is_refused_by_name(asked, monkeypatch, name):
+    config, questions, _ = asked
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(UsageError, match=name):
+        start.up(config)
+    assert questions == []
+
+
+@pytest.mark.parametrize("lines", [-1, 0, 401])
+def test_a_number_of_lines_that_no_log_has_is_refused(asked, lines):
+    config, questions, _ = asked
+    with pytest.raises(UsageError, match=f"--lines {lines}"):
+        start.show_logs(config, lines)
+    assert questions == []
+
+
+def test_a_server_of_the_checkout_that_runs_is_refused_before_anything_starts(config, monkeypatch):
+    def refuse():
+        raise ServerError("a server of this checkout runs already", "x", "./inv down", code="server.running")
+
+    monkeypatch.setattr(launch, "refuse_second", refuse)
+    monkeypatch.setattr(node, "describe", lambda _request: pytest.fail("it went on"))
+    with pytest.raises(ServerError, match="runs already"):
+        node.validate(node.NodeRequest(action="validate", name="spark", config=config))
+
+
+def test_a_profile_that_is_not_for_this_device_is_refused_before_an_environment_is_made(config, monkeypatch):
+    monkeypatch.setattr(node, "describe", lambda _request: pytest.fail("it went on"))
+    request = node.NodeRequest(
+        action="validate", name="spark", config=config.model_copy(update={"profile": "no-such-profile"})
+    )
+    with pytest.raises(UsageError, match="no-such-profile"):
+        node.validate(request)
+
+
+def test_down_of_containers_is_refused_before_anything_is_asked(asked):
+    config, questions, _ = asked
+    with pytest.raises(UsageError, match="docker"):
+        start.down(config.model_copy(update={"device": "docker"}))
+    assert questions == []
 
 
 def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):

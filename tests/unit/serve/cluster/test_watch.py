@@ -134,10 +134,16 @@ def established(port):
     return [local for local, _, state in rows if local.endswith(f":{port:04X}") and state == "01"]
 
 
-STRANGERS = [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n', b"x" * 20000]
+STRANGERS = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"hello": "worker", "token": "guess"}\n{"end": "x"}\n',
+    b"x" * 20000,
+    b"[" * 4000 + b"\n",  # deeper than json reads
+]
 
 
-@pytest.mark.parametrize("words", STRANGERS, ids=["nothing", "http", "guess", "long"])
+@pytest.mark.parametrize("words", STRANGERS, ids=["nothing", "http", "guess", "long", "deep"])
 def test_a_stranger_is_dropped_and_changes_nothing(both, words):
     head, worker = both
     with socket.create_connection(("127.0.0.1", head.port), timeout=5) as stranger, suppress(OSError):
@@ -145,7 +151,19 @@ def test_a_stranger_is_dropped_and_changes_nothing(both, words):
         stranger.shutdown(socket.SHUT_WR)
         while received := stranger.recv(100):
             assert b"token" not in received
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as next_one:  # it still listens and drops
+        next_one.sendall(b"x\n")
+        assert next_one.recv(100) == b""
     assert (head.poll(), worker.poll()) == (None, None)
+
+
+def test_a_node_whose_line_is_too_long_is_lost(start):
+    head = start("head", ["worker"], listen=True)
+    wait_for(lambda: listening(head.port), "it does not listen")
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as worker, suppress(OSError):
+        worker.sendall(json.dumps({"hello": "worker", "token": SECRET}).encode() + b"\n" + b"x" * 20000)
+        assert head.wait(15) == 24
+    assert end(head) | {"time": 0} == {"node": "worker", "why": "it sent a line that is too long", "time": 0}
 
 
 def test_who_does_not_know_the_token_is_no_worker(start):
