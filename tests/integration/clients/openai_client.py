@@ -220,7 +220,12 @@ def metric(url, name):
 @feature("cancel")
 def _(url, model):
     """A closed stream ends the answer: far fewer tokens are generated than were asked for."""
-    before = metric(url, "vllm:generation_tokens_total")
+
+    def unfinished():
+        """Tokens of answers that have not ended, or were ended before their end; other clients are at work too."""
+        return metric(url, "vllm:generation_tokens_total") - metric(url, "vllm:request_generation_tokens_sum")
+
+    before = unfinished()
     options = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}, "stream": True}
     stream = client(url).completions.create(model=model, prompt="x", **options)
     next(iter(stream))
@@ -229,7 +234,7 @@ def _(url, model):
     while metric(url, "vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
     equal(metric(url, "vllm:num_requests_running"), 0.0)
-    equal(metric(url, "vllm:generation_tokens_total") - before < 3000, True)
+    equal(unfinished() - before < 1500, True)
 
 
 @feature("seed")
