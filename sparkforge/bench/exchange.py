@@ -201,7 +201,13 @@ def phase_speeds(result: Result) -> list[PhaseSpeed]:
         (f"tg{config.osl}", run.tg_throughput, run.tg_req_throughput, None),
     )
     return [
-        PhaseSpeed(f"{name} (c{config.conc})", total and total.mean, one.mean, one.std, first and first.mean)
+        PhaseSpeed(
+            test=f"{name} (c{config.conc})",
+            total=total.mean if total else None,
+            per_request=one.mean,
+            deviation=one.std,
+            first_token_ms=first.mean if first else None,
+        )
         for name, total, one, first in phases
         if one
     ]

@@ -29,8 +29,8 @@ LIMIT_SECONDS = 7200.0  # 1k/8k at concurrency 16 with 160 prompts at 220 tok/s 
 def choose_client(choice: str, python: Path | None, tokenizer: str, seconds: float) -> LoadClient:
     """Choose the client: vLLM's where its environment and a tokenizer are known, else ours. Raises UsageError.
 
-    A tokenizer that is a repository is taken from this machine where it is here: vLLM knows fewer caches than we do, and
-    would ask the hub for it.
+    A tokenizer that is a repository is taken from the caches of this machine where it is in one. vLLM knows fewer of
+    them, and would ask the hub.
     """
     if choice not in CHOICES:
         raise UsageError(f"there is no client {choice!r}", f"there are {', '.join(CHOICES)}", "--client own")

@@ -109,8 +109,8 @@ def find_differences(
 ) -> list[str]:
     """Return how a measurement differs from what the competition's boards take; empty if it does not.
 
-    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure. `to` is where
-    it goes, as in Destination: each board takes one shape.
+    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure; `to` is
+    as in Destination, since each board takes one shape.
     """
     board, differences = table.competition, list[str]()
     text, threshold = pins.load().texts[board.text], table.threshold(board.model, board.text)
@@ -124,7 +124,9 @@ def find_differences(
     if not (url := board.url(*shape)):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
     elif to.rstrip("/") in {one.url for one in board.boards} - {url}:
-        differences.append(f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}")
+        differences.append(
+            f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
+        )
     return differences
 
 

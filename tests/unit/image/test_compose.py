@@ -298,8 +298,9 @@ def test_the_benchmark_has_the_tokenizer_of_the_model_that_is_served(stack, give
     services = resolve(stack, **given)["services"]
     server, load = services["vllm"], services["bench"]
     assert load["environment"]["BENCH_TOKENIZER"] == server["environment"]["SPARKFORGE_MODEL"]
-    assert [volume for volume in load["volumes"] if volume == str(volume) or volume in server["volumes"]] == load["volumes"]
-    assert {"/models", f"{local.MOUNTED}/hub"} <= {volume["target"] for volume in load["volumes"] if volume != str(volume)}
+    mounted = {volume["target"]: volume for volume in load["volumes"] if volume != str(volume)}
+    assert mounted.keys() == {"/models", f"{local.MOUNTED}/hub"}
+    assert all(volume in server["volumes"] for volume in mounted.values())
     named = resolve(stack, BENCH_TOKENIZER="/mine", **given)["services"]["bench"]
     assert named["environment"]["BENCH_TOKENIZER"] == "/mine"
 
