@@ -204,12 +204,12 @@ def phase_speeds(result: Result) -> list[PhaseSpeed]:
         PhaseSpeed(
             test=f"{name} (c{config.conc})",
             total=total.mean if total else None,
-            per_request=one.mean,
-            deviation=one.std,
+            per_request=per_request.mean,
+            deviation=per_request.std,
             first_token_ms=first.mean if first else None,
         )
-        for name, total, one, first in phases
-        if one
+        for name, total, per_request, first in phases
+        if per_request
     ]
 
 

@@ -123,7 +123,7 @@ def find_differences(
             differences.append(f"{name} was held against {limits.get(name) or 'nothing'}, not {limit}")
     if not (url := board.url(*shape)):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
-    elif to.rstrip("/") in {one.url for one in board.boards} - {url}:
+    elif to.rstrip("/") in {known.url for known in board.boards} - {url}:
         differences.append(
             f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
         )
