@@ -17,6 +17,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,44 @@ def _run(isl: int, osl: int, conc: int, results: Sequence[Result]) -> BenchyRow:
         est_ppt=first,
         e2e_ttft=first,
     )
+
+
+@dataclass(frozen=True)
+class PhaseSpeed:
+    """Tokens a second of one phase: of all requests together, and of one request (mean and standard deviation)."""
+
+    test: str
+    total: float | None
+    per_request: float
+    deviation: float
+    first_token_ms: float | None
+
+
+def phase_speeds(result: Result) -> list[PhaseSpeed]:
+    """Return prompt processing and token generation as llama-benchy names them (ppN, tgN), as the export has them.
+
+    pp of a request is its prompt's tokens over its time to the first token, so it holds the time in the server's queue;
+    the pure speed is the one at concurrency 1. tg is (tokens - 1) over the time after the first token.
+    """
+    if not result.passed:
+        return []
+    config = result.config
+    run = _run(config.isl, config.osl, config.conc, [result])
+    phases = (
+        (f"pp{config.isl}", run.pp_throughput, run.pp_req_throughput, run.ttfr),
+        (f"tg{config.osl}", run.tg_throughput, run.tg_req_throughput, None),
+    )
+    return [
+        PhaseSpeed(
+            test=f"{name} (c{config.conc})",
+            total=total.mean if total else None,
+            per_request=per_request.mean,
+            deviation=per_request.std,
+            first_token_ms=first.mean if first else None,
+        )
+        for name, total, per_request, first in phases
+        if per_request
+    ]
 
 
 def _prompt_speed(requests: Sequence[Request]) -> float:

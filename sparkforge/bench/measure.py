@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +19,25 @@ from sparkforge.bench.samples import FinishedLoad
 from sparkforge.bench.schema import Client, Config, Gate, Result, ResultCheck
 from sparkforge.bench.vllm_client import VllmClient
 from sparkforge.core import sse
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.errors import InputError, SparkforgeError, UsageError
+from sparkforge.models import local
 
 CHOICES = ("auto", "vllm", "own")
 LIMIT_SECONDS = 7200.0  # 1k/8k at concurrency 16 with 160 prompts at 220 tok/s takes 6,000 s
 
 
 def choose_client(choice: str, python: Path | None, tokenizer: str, seconds: float) -> LoadClient:
-    """Choose the client: vLLM's where its environment and a tokenizer are known, else ours. Raises UsageError."""
+    """Choose the client: vLLM's where its environment and a tokenizer are known, else ours. Raises UsageError.
+
+    A tokenizer that is a repository is taken from the caches of this machine where it is in one. vLLM knows fewer of
+    them, and would ask the hub.
+    """
     if choice not in CHOICES:
         raise UsageError(f"there is no client {choice!r}", f"there are {', '.join(CHOICES)}", "--client own")
     if choice != "own" and python and python.exists() and tokenizer:
+        if local.REPOSITORY.fullmatch(tokenizer):
+            with suppress(InputError):
+                tokenizer = str(local.find(tokenizer, os.environ))
         return VllmClient(python, tokenizer, seconds)
     if choice == "vllm":
         why = "it needs an environment with vLLM and a tokenizer's folder"

@@ -8,8 +8,8 @@ from pathlib import Path
 from sparkforge.bench import page
 from sparkforge.bench.baselines import Baselines, CitedFigure, missing_figures
 from sparkforge.bench.chart import latency_chart, speed_chart
+from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import Cell, SortableTable
-from sparkforge.bench.samples import phase_speeds
 from sparkforge.bench.schema import Gate, Result, ServedModel
 from sparkforge.core.files import write_atomic
 

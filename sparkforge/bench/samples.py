@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sparkforge.bench.schema import Config, Metrics, Request, Result, Spread
+from sparkforge.bench.schema import Config, Metrics, Request, Spread
 
 
 @dataclass
@@ -95,39 +95,3 @@ def compute_metrics(load: FinishedLoad, config: Config) -> Metrics | None:
         itl_ms=spread([gap for s in answered for gap in s.gaps]),
         e2el_ms=latency,
     )
-
-
-@dataclass(frozen=True)
-class PhaseSpeed:
-    """Tokens a second of one phase: of all requests together, and of one request (mean and standard deviation)."""
-
-    test: str
-    total: float | None
-    per_request: float
-    deviation: float
-    first_token_ms: float | None = None
-
-
-def phase_speeds(result: Result) -> list[PhaseSpeed]:
-    """Return prompt processing and token generation as llama-benchy names them (ppN, tgN), from the same requests.
-
-    pp of a request is its prompt's tokens over its time to the first token, so it holds the time in the server's queue;
-    the pure speed is the one at concurrency 1. tg is (tokens - 1) over the time after the first token.
-    """
-    config, requests = result.config, result.requests
-    if result.metrics is None or not result.passed:
-        return []
-    prefill = [r.prompt_tokens / r.ttft_ms * 1000 for r in requests if r.ttft_ms > 0]
-    decode = [1000 / r.tpot_ms for r in requests if r.tpot_ms]
-    speeds = []
-    if prefill:
-        first = statistics.fmean(r.ttft_ms for r in requests)
-        speeds.append(PhaseSpeed(f"pp{config.isl} (c{config.conc})", None, *_mean_and_deviation(prefill), first))
-    if decode:
-        total = result.metrics.output_throughput
-        speeds.append(PhaseSpeed(f"tg{config.osl} (c{config.conc})", total, *_mean_and_deviation(decode)))
-    return speeds
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -82,7 +82,7 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
         threshold = table.threshold(prepared.endpoint.model, prepared.passage.name)
         limits = threshold.at_most if threshold else {}
         isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
-        _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl)))
+        _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl), to))
     outcome = None if flags.get("result") else runs.measure(flags, python)
     for path in outcome.files if outcome else [Path(flags["result"])]:
         result = schema.read(path)
@@ -100,11 +100,17 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
 
 
 def find_differences(
-    table: Baselines, model: str, text_sha256: str, limits: Mapping[str, float | None], shape: tuple[int, int]
+    table: Baselines,
+    model: str,
+    text_sha256: str,
+    limits: Mapping[str, float | None],
+    shape: tuple[int, int],
+    to: str,
 ) -> list[str]:
     """Return how a measurement differs from what the competition's boards take; empty if it does not.
 
-    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure.
+    `shape` is isl and osl; `limits` are the upper limits that the measurement was held against, by figure; `to` is
+    as in Destination, since each board takes one shape.
     """
     board, differences = table.competition, list[str]()
     text, threshold = pins.load().texts[board.text], table.threshold(board.model, board.text)
@@ -115,8 +121,12 @@ def find_differences(
     for name, limit in (threshold.at_most if threshold else {}).items():
         if limits.get(name) != limit:
             differences.append(f"{name} was held against {limits.get(name) or 'nothing'}, not {limit}")
-    if not board.url(*shape):
+    if not (url := board.url(*shape)):
         differences.append(f"there is no board for {shape[0]}/{shape[1]}")
+    elif to.rstrip("/") in {known.url for known in board.boards} - {url}:
+        differences.append(
+            f"{to} is the board of another shape; that of {shape[0]}/{shape[1]} is {url}, or --to {BOARD}"
+        )
     return differences
 
 
@@ -131,11 +141,11 @@ def _refuse(differences: list[str]) -> None:
         )
 
 
-def require_board(table: Baselines, result: Result) -> None:
-    """Raise BenchmarkError for a result that was not measured as the competition's boards want it."""
+def require_board(table: Baselines, result: Result, to: str) -> None:
+    """Raise BenchmarkError for a result that was not measured as the competition's board at `to` wants it."""
     gate, config = result.gate, result.config
     limits = {check.name: check.limit for check in gate.checks if check.bound == "upper" and check.ok}
-    differences = find_differences(table, config.model, gate.text_sha256, limits, (config.isl, config.osl))
+    differences = find_differences(table, config.model, gate.text_sha256, limits, (config.isl, config.osl), to)
     if gate.chunked_by != "tokens":
         differences.append(f"the text was cut by {gate.chunked_by}, not into chunks of 512 tokens")
     _refuse(differences)
@@ -159,7 +169,7 @@ def deliver(path: Path, result: Result, destination: Destination, table: Baselin
             say(f"the competition's board for {config.isl}/{config.osl} is {board}: {later} --to {BOARD}")
         return
     if destination.is_competition(table):
-        require_board(table, result)
+        require_board(table, result, destination.to)
     url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
     post = {"digest": result.digest, "url": url, "team": team, "form": form}

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sparkforge.bench.baselines import CitedFigure
+from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import format_figure, format_optional
-from sparkforge.bench.samples import phase_speeds
 from sparkforge.bench.schema import Result, Spread
 from sparkforge.core.console import console
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ SPECIAL = ("200006", "200005", "200008", "200007")
 ALWAYS = 100  # the API's largest bias
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a server without a store names
 NO_STORE = "the server stores no responses"
+NOT_KEPT = "the response that is continued is not stored in the process that was asked"
+ALSO = "; failed, too: "  # between why the first call failed and the names of the others
 CITIES = ["Paris", "Rome"]
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 TOOL: dict[str, Any] = {
@@ -103,16 +106,17 @@ def prove(url: str, model: str, timeout: float, key: str = "", patches: Collecti
             except ServerError as error:
                 faults[name] = error
                 continue
-            limit = LIMITS.get(name)
-            if fault and (limit is None or fault != limit.fault or limit.patch in patches):
+            limits = (limit for limit in LIMITS.get(name, ()) if limit.patch not in patches)
+            reason = next((limit.reason for limit in limits if fault == limit.fault), "")
+            if fault and not reason:
                 faults[name] = client.unanswered(name, fault)
-            outcome[name] = limit.reason if fault and limit else ""
+            outcome[name] = reason
     finally:
         executor.shutdown(wait=False, cancel_futures=True)  # at Ctrl-C the server is ended, and with it the requests
     if faults:
         first, *others = faults
         cause = faults[first]
-        also = f"; failed, too: {', '.join(others)}" if others else ""
+        also = f"{ALSO}{', '.join(others)}" if others else ""
         raise ServerError(cause.what, f"{cause.why}{also}", cause.fix, code=cause.code) from cause
     return outcome
 
@@ -143,6 +147,8 @@ def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> 
     except ServerError as error:
         if STORE in error.why:
             return NO_STORE
+        if _NOT_FOUND.search(error.why):
+            return NOT_KEPT
         if error.what == client.CANNOT:
             raise
         raise client.unanswered(name, f"{error.what}: {error.why}") from error
@@ -461,21 +467,29 @@ CALLS: Mapping[str, ProofRequest] = {
         patch="0015-separate-streamed-harmony-messages.patch",
     ),
 }
+_NOT_FOUND = re.compile(r"Response with id '\S+' not found")  # a wrong path or model has other words
 _STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
 # Patches of the queues for 0.32.0 and 0.33.0 cure the first two; the vLLM of the stack ngc-25.12 is older. That nothing
-# is stored is the user's choice.
-LIMITS: Mapping[str, Limit] = {
-    "a JSON answer": Limit(
-        "content is null (finish_reason 'stop')",
-        "content is lost, vLLM #41902",
-        "0004-read-final-json-as-content-type.patch",
-    ),
-    "a stop string": Limit(
-        "the content does not end before the stop string",
-        "it stays in the answer, vLLM #52599",
-        "0006-leave-stop-strings-out-of-harmony-text.patch",
-    ),
-    "an unknown response": _STORE_LIMIT,
-    "a continued response": _STORE_LIMIT,
-    "a response that fails": _STORE_LIMIT,
+# is stored, or that there is a store in each of several processes, is the user's choice.
+LIMITS: Mapping[str, Sequence[Limit]] = {
+    "a JSON answer": [
+        Limit(
+            "content is null (finish_reason 'stop')",
+            "content is lost, vLLM #41902",
+            "0004-read-final-json-as-content-type.patch",
+        )
+    ],
+    "a stop string": [
+        Limit(
+            "the content does not end before the stop string",
+            "it stays in the answer, vLLM #52599",
+            "0006-leave-stop-strings-out-of-harmony-text.patch",
+        )
+    ],
+    "an unknown response": [_STORE_LIMIT],
+    "a continued response": [
+        _STORE_LIMIT,
+        Limit(NOT_KEPT, "--api-server-count or a small VLLM_RESPONSES_API_STORE_MAX_ENTRIES loses responses"),
+    ],
+    "a response that fails": [_STORE_LIMIT],
 }

@@ -219,7 +219,8 @@ def lines(report: StatusReport) -> list[str]:
     shown.append(f"memory: {_memory(report)}")
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
-        shown.append(f"last error {where}, {error.when}: {error.text[:300]}")
+        text, also, failed = error.text.partition(proof.ALSO)  # the names of all calls that failed stay
+        shown.append(f"last error {where}, {error.when}: {text[:300]}{also}{failed}")
     elif report.server:
         shown.append("last error: none in the log")
     if served := report.server:

@@ -185,6 +185,14 @@ def _(url, model):
     equal(second.usage.input_tokens > first.usage.input_tokens, True)
 
 
+@feature("Responses: log probabilities")
+def _(url, model):
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": TOKENS}
+    response = client(url).responses.create(model=model, input=ANSWER, **options)
+    (message,) = (item for item in response.output if item.type == "message")
+    equal({len(entry.top_logprobs) for entry in message.content[0].logprobs}, {2})
+
+
 @feature("log probabilities")
 def _(url, model):
     response = chat(url, model, ANSWER, logprobs=True, top_logprobs=2)

@@ -3,13 +3,15 @@
 import itertools
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.bench import judge, samples, terminal, vllm_client
+from sparkforge.bench import exchange, judge, measure, samples, terminal, vllm_client
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.core.errors import BenchmarkError
 
@@ -87,6 +89,17 @@ def test_another_file_is_refused(tmp_path, config, text):
         vllm_client.parse(tmp_path / "result.json", config)
 
 
+def test_a_tokenizer_in_the_hubs_cache_is_its_folder(tmp_path, monkeypatch):
+    """Compose names the model that is served, which may be a repository; the container's cache is not the user's."""
+    snapshot = tmp_path / "hub/models--openai--gpt-oss-20b/snapshots/c1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name, taken in (("openai/gpt-oss-20b", str(snapshot)), ("openai/none", "openai/none"), ("/tok", "/tok")):
+        client = measure.choose_client("vllm", Path(sys.executable), name, 1.0)
+        assert client.tokenizer == taken
+
+
 def test_vllms_command_says_everything(tmp_path, config):
     arguments = vllm_client.command(tmp_path / "python", config, "/tok", tmp_path)
     options = dict(itertools.pairwise(arguments))
@@ -125,12 +138,29 @@ def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, config, endpoint, s
 
 
 def test_pp_and_tg_are_tokens_over_their_own_time(make_result):
-    prefill, decode = samples.phase_speeds(make_result(speed=1.0))
+    prefill, decode = exchange.phase_speeds(make_result(speed=1.0, count=4))
     assert prefill.test == "pp1024 (c4)"
     assert prefill.per_request == pytest.approx(1024 / 0.2, rel=0.05)
     assert decode.per_request == pytest.approx(100, rel=0.05)
-    assert decode.total == pytest.approx(4 * 1024 / (0.2 + 10.23), rel=0.05)
+    assert decode.total == pytest.approx(4 * 1023 / (0.3 + 10.23), rel=0.05)
     assert math.isfinite(prefill.deviation)
+
+
+@pytest.mark.parametrize(("conc", "count"), [(4, 4), (4, 40), (1, 3)])
+def test_the_terminals_table_has_the_figures_of_the_export(make_result, capsys, table, conc, count):
+    """Of several rounds llama-benchy's total is not defined, and empty in both."""
+    result = make_result(conc=conc, count=count)
+    (run,) = exchange.report([result]).benchmarks
+    prefill, decode = exchange.phase_speeds(result)
+    for speed, total, one in (
+        (prefill, run.pp_throughput, run.pp_req_throughput),
+        (decode, run.tg_throughput, run.tg_req_throughput),
+    ):
+        assert speed.total == (total.mean if total else None)
+        assert (speed.total is None) == (count > conc > 1)
+        assert (speed.per_request, speed.deviation) == (one.mean, one.std)
+    terminal.print_results([result], table.figures)
+    assert f"{decode.per_request:.2f} ± {decode.deviation:.2f}" in capsys.readouterr().err
 
 
 def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):

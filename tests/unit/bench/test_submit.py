@@ -253,6 +253,23 @@ def test_a_limit_that_was_looser_is_refused(stub, board_result, tmp_path):
     assert "bits_per_byte was held against 4.235, not 2.1175" in caught.value.why
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
+    other = table.competition.url(1024, 8192) + end
+    for form in ("", "gradio"):
+        with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
+            send(board_saved, other, form)
+        assert f"that of 1024/1024 is {table.competition.url(1024, 1024)}" in caught.value.why
+
+
+def test_the_board_of_another_shape_is_not_measured_for(stub, table, tmp_path):
+    flags = {"team": "T", "to": table.competition.url(1024, 8192), "url": stub.url, "output": str(tmp_path)}
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
+        submit.main({**flags, "isl": "1024", "osl": "1024", "conc": "1"}, Path("/nonexistent"))
+    assert "is the board of another shape" in caught.value.why
+    assert not stub.asked
+
+
 def test_what_the_board_would_refuse_is_not_measured(stub, tmp_path):
     flags = {"team": "T", "to": "board", "url": stub.url, "isl": "24", "osl": "8", "conc": "1", "output": str(tmp_path)}
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board"):

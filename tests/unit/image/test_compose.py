@@ -290,6 +290,21 @@ def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stac
     assert (ROOT / "models").is_dir()  # of a fresh clone
 
 
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
+@pytest.mark.parametrize(
+    "given", [{}, {"SPARKFORGE_MODEL_NAME": "gpt-oss-20b"}, {"SPARKFORGE_MODEL": "openai/gpt-oss-20b", "HF_HOME": "/c"}]
+)
+def test_the_benchmark_has_the_tokenizer_of_the_model_that_is_served(stack, given):
+    services = resolve(stack, **given)["services"]
+    server, load = services["vllm"], services["bench"]
+    assert load["environment"]["BENCH_TOKENIZER"] == server["environment"]["SPARKFORGE_MODEL"]
+    mounted = {volume["target"]: volume for volume in load["volumes"] if volume != str(volume)}
+    assert mounted.keys() == {"/models", f"{local.MOUNTED}/hub"}
+    assert all(volume in server["volumes"] for volume in mounted.values())
+    named = resolve(stack, BENCH_TOKENIZER="/mine", **given)["services"]["bench"]
+    assert named["environment"]["BENCH_TOKENIZER"] == "/mine"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_the_server_starts_by_itself(device):
     services = resolve(device)["services"]

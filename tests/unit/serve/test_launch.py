@@ -160,7 +160,7 @@ def test_status_shows_what_the_start_proved(begin, capsys):
 
 def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, monkeypatch):
     limit = proof.Limit("content is null (finish_reason 'length')", "lost, #1")
-    monkeypatch.setattr(proof, "LIMITS", {"a JSON answer": limit, "a chat": limit})
+    monkeypatch.setattr(proof, "LIMITS", {"a JSON answer": [limit], "a chat": [limit]})
     monkeypatch.setattr(status, "queues", lambda *_: [])  # a stack without patches: no canary is sent
     server = begin(changes=FORM)
     called = [name for name, call in proof.CALLS.items() if not call.patch]
@@ -176,7 +176,7 @@ def test_a_stop_string_that_stays_is_a_known_limit():
 
 
 def test_what_a_patch_cures_is_no_limit_where_the_stack_has_it():
-    patches = [limit.patch for limit in proof.LIMITS.values() if limit.patch]
+    patches = [limit.patch for limits in proof.LIMITS.values() for limit in limits if limit.patch]
     with misbehaving.answering("keeps stop strings") as port, pytest.raises(ServerError, match="stop string: the cont"):
         proof.prove(f"http://127.0.0.1:{port}", "m", 60, patches=patches)
 

@@ -68,7 +68,7 @@ def test_a_canary_tells_the_fault(name):
 
 
 def test_a_store_that_is_off_is_known_as_such():
-    call, limit = proof.CALLS["an unknown response"], proof.LIMITS["an unknown response"]
+    call, limit = proof.CALLS["an unknown response"], proof.LIMITS["an unknown response"][0]
     assert call.fault("404: The server stores no responses: set VLLM_ENABLE_RESPONSES_API_STORE=1") == limit.fault
     assert call.fault("404: it is not one of the last 1000 · send the conversation in `input`") == ""
 
@@ -95,11 +95,39 @@ def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
 
     monkeypatch.setattr(client, "request", refuse)
     monkeypatch.setattr(client, "events", refuse)
-    assert proof.fault_of(name, "http://127.0.0.1:1", "m", 60.0) == proof.LIMITS[name].fault
+    assert proof.fault_of(name, "http://127.0.0.1:1", "m", 60.0) == proof.LIMITS[name][0].fault
 
 
-def sent(monkeypatch, patches):
-    """Prove a server that answers rightly; return the names of the calls that were sent."""
+@pytest.mark.parametrize("reason", [" It is not one of the last 2 that were used", ""])
+def test_a_response_that_is_not_kept_is_a_known_limit(monkeypatch, reason):
+    """Of two API processes one has it, and a small store may have lost it to the other requests."""
+
+    def lose(name, url, path, body, *rest):
+        if body.get("previous_response_id") == fake_api.GOOD["id"]:
+            raise client.unanswered(name, f"the server answered 404: Response with id 'resp_1' not found.{reason}")
+        return request(name, url, path, body, *rest)
+
+    answer_rightly(monkeypatch)
+    request = client.request
+    monkeypatch.setattr(client, "request", lose)
+    outcome = proof.prove("http://127.0.0.1:1", "m", 60.0, patches=PATCHES)
+    assert [name for name, limit in outcome.items() if limit] == ["a continued response"]
+    assert "--api-server-count" in proof.in_words(outcome)
+
+
+def test_another_404_is_a_fault(monkeypatch):
+    def refuse(name, url, path, body, *rest):
+        if "previous_response_id" in body:
+            raise client.unanswered(name, "the server answered 404: The model `m` does not exist.")
+        return fake_api.GOOD
+
+    monkeypatch.setattr(client, "request", refuse)
+    with pytest.raises(ServerError, match="does not exist"):
+        proof.fault_of("a continued response", "http://127.0.0.1:1", "m", 60.0)
+
+
+def answer_rightly(monkeypatch):
+    """Have a server that answers rightly."""
 
     def request(name, url, path, body, *rest):
         code, value = fake_api.answer(body)
@@ -116,6 +144,11 @@ def sent(monkeypatch, patches):
     monkeypatch.setattr(client, "request", request)
     monkeypatch.setattr(client, "refusal", refusal)
     monkeypatch.setattr(client, "events", lambda url, path, body, *_: iter(fake_api.stream(body)))
+
+
+def sent(monkeypatch, patches):
+    """Prove a server that answers rightly; return the names of the calls that were sent."""
+    answer_rightly(monkeypatch)
     return proof.prove("http://127.0.0.1:1", "m", 60.0, patches=patches)
 
 

@@ -13,7 +13,7 @@ from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import started_at
-from sparkforge.serve import failure, record, screen, status
+from sparkforge.serve import failure, proof, record, screen, status
 
 METRICS = """\
 # HELP vllm:generation_tokens_total Number of generation tokens processed.
@@ -110,6 +110,23 @@ def test_a_person_reads_them_in_lines(server, no_gpu, capsys):
     assert "GB available\n" in out
     assert "last error: none in the log\n" in out
     assert "proved: a chat · at its start, 2027-01-15T08:00:00+00:00\n" in out
+
+
+def test_every_call_of_the_proof_that_failed_is_named(server, no_gpu, monkeypatch):
+    """The first one's refusal may be long: it is shortened, and not the names."""
+
+    def fault_of(name, *_):
+        return "x" * 2000 if name == "a completion" else "wrong"
+
+    monkeypatch.setattr(proof, "fault_of", fault_of)
+    with pytest.raises(ServerError) as caught:
+        proof.prove("http://127.0.0.1:1", "m", 60.0)
+    report, _ = status.report(server)
+    text = f"{caught.value.what}: {caught.value.why}"
+    last = status.LastError(source="up", when="2027-01-15T08:00:00+00:00", text=text)
+    (line,) = [one for one in status.lines(report.model_copy(update={"last_error": last})) if "last error" in one]
+    assert len(line) < 1000
+    assert all(name in line for name, call in proof.CALLS.items() if not call.patch)
 
 
 def test_json_follows_its_schema_which_is_the_file(server, no_gpu, capsys):

@@ -11,10 +11,12 @@ from vllm import SamplingParams
 from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser.parser_manager import ParserManager
 
 SECONDS = 5
-INVALID = ValueError("the schema is none")
+INVALID = VLLMValidationError("the schema is none")
 
 
 class Serving(OpenAIServingResponses):
@@ -127,7 +129,6 @@ def test_a_background_stream_that_fails_ends(ask):
     async def main():
         server = Serving(fails)
         response_id, stream = await ask(server, background=True, stream=True)
-        await asyncio.sleep(0)
         assert await types(stream) == [*BEGIN, "response.failed"]
         response = await server.retrieve_responses(response_id, None, False)
         assert (response.status, response.error.code) == ("failed", "invalid_prompt")
@@ -148,7 +149,6 @@ def test_a_background_stream_that_fails_before_its_first_event_ends(ask):
         server = Serving(runs)
         server.responses_stream_generator = breaks
         response_id, stream = await ask(server, background=True, stream=True)
-        await asyncio.sleep(0)
         assert await types(stream) == []
         response = await server.retrieve_responses(response_id, None, False)
         assert (response.status, response.error.code) == ("failed", "server_error")
@@ -174,12 +174,16 @@ def test_readers_of_a_cancelled_stream_end(ask):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(INVALID, "invalid_prompt"), (GenerationError("broken"), "server_error")],
+    [
+        (INVALID, "invalid_prompt"),
+        (GenerationError("broken"), "server_error"),
+        (TypeError("a fault of the server's code"), "server_error"),
+    ],
 )
 def test_a_stream_that_fails_has_the_error(ask, monkeypatch, error, code):
     logged = []
     monkeypatch.setattr(
-        serving.logger, "error", lambda *args, **kwargs: logged.append(args)
+        serving.logger, "error", lambda *args, exc_info=None: logged.append(exc_info)
     )
 
     async def generate(context):
@@ -194,7 +198,69 @@ def test_a_stream_that_fails_has_the_error(ask, monkeypatch, error, code):
         failed = events[-1].response
         assert (failed.status, failed.error.code) == ("failed", code)
         assert failed.error.message == str(error)
-        assert bool(logged) == (code == "server_error")
+        assert logged == ([True] if code == "server_error" else [])  # a traceback
+
+    run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_engine_error_before_the_first_message_fails(ask, streamed):
+    parser_cls = ParserManager.get_parser(
+        tool_parser_name="openai",
+        reasoning_parser_name="openai_gptoss",
+        enable_auto_tools=True,
+        is_harmony=True,
+    )
+
+    async def breaks(context):
+        completion = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason="error",
+        )
+        context.append_output(
+            RequestOutput(
+                request_id="resp_1",
+                prompt="hi",
+                prompt_token_ids=[1],
+                prompt_logprobs=None,
+                outputs=[completion],
+                finished=True,
+            )
+        )
+        yield context
+
+    async def main():
+        server = Serving(breaks)
+        server.use_harmony = True
+        server._make_response_parser = lambda *args: parser_cls(
+            SimpleNamespace(get_vocab=lambda: {})
+        )
+        server._extract_prompt_components = lambda engine_input: SimpleNamespace(
+            token_ids=[1]
+        )
+        response_id, stream = await ask(server, background=True, stream=streamed)
+        await asyncio.wait(server.background_tasks.values())
+        if streamed:
+            assert await types(stream) == [*BEGIN, "response.failed"]
+        response = await server.retrieve_responses(response_id, None, False)
+        assert (response.status, response.error.code) == ("failed", "server_error")
+
+    run(main())
+
+
+def test_events_that_are_removed_before_they_are_read_are_read(ask):
+    async def main():
+        server = Serving(fails)
+        response_id, stream = await ask(server, background=True, stream=True)
+        await asyncio.wait(server.background_tasks.values())
+        again = await server.retrieve_responses(response_id, None, True)
+        server.event_store.clear()
+        for events in (stream, again):
+            assert await types(events) == [*BEGIN, "response.failed"]
 
     run(main())
 
