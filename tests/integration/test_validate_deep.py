@@ -172,16 +172,6 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
-def test_a_fast_dense_profile_keeps_vllms_experts(model, trees, claim, monkeypatch):
-    """Our plugin with vLLM's experts: what `fast-dense-8` serves, which no GPU has run."""
-    for name, value in {"KERNEL": "vllm", "LINEAR": "mxfp8", "LM_HEAD": "mxfp8"}.items():
-        monkeypatch.setenv(f"SPARK_MXFP4_{name}", value)
-    facts = deep.gather(target(model, trees["patched"], claim, args=("--quantization", "spark-mxfp4")))
-    assert facts["deep.quantization"].value == "gpt_oss_mxfp4"
-    assert facts["deep.moe_backend"].value == FP4
-    assert set(facts["deep.dense_kernels"].value.values()) == {"spark-mxfp4 mxfp8"}
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The 120b shape, for which vLLM chooses by size; without weights."""
