@@ -190,9 +190,10 @@ def phase_speeds(result: Result) -> list[PhaseSpeed]:
     """Return prompt processing and token generation as llama-benchy names them (ppN, tgN), as the export has them.
 
     pp of a request is its prompt's tokens over its time to the first token, so it holds the time in the server's queue;
-    the pure speed is the one at concurrency 1. tg is (tokens - 1) over the time after the first token.
+    the pure speed is the one at concurrency 1. tg is (tokens - 1) over the time after the first token. A result that
+    keeps no requests has none of them.
     """
-    if not result.passed:
+    if not result.passed or not result.requests:
         return []
     config = result.config
     run = _run(config.isl, config.osl, config.conc, [result])

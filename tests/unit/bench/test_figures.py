@@ -146,6 +146,10 @@ def test_pp_and_tg_are_tokens_over_their_own_time(make_result):
     assert math.isfinite(prefill.deviation)
 
 
+def test_a_result_without_its_requests_has_no_phases(make_result):
+    assert exchange.phase_speeds(make_result().model_copy(update={"requests": []})) == []
+
+
 @pytest.mark.parametrize(("conc", "count"), [(4, 4), (4, 40), (1, 3)])
 def test_the_terminals_table_has_the_figures_of_the_export(make_result, capsys, table, conc, count):
     """Of several rounds llama-benchy's total is not defined, and empty in both."""
