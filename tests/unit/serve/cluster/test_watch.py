@@ -33,14 +33,16 @@ def start(tmp_path, free_port):
         )
         words[words.index("--") : words.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
-            process = subprocess.Popen(words, env={**os.environ, watch.TOKEN: token}, stdout=log, stderr=log)
+            environment = {**os.environ, watch.TOKEN: token}
+            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
         running.append(process)
         process.folder, process.port = folder, port
         return process
 
     yield start
     for process in running:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its command too, which a killed watch leaves
         process.wait()
 
 
@@ -182,13 +184,9 @@ def listening(port):
 
 def test_the_server_does_not_get_the_token(start, tmp_path):
     out = tmp_path / "environment"
-    show = [
-        sys.executable,
-        "-c",
-        f"import os, signal; open({str(out)!r}, 'w').write(str(dict(os.environ))); signal.pause()",
-    ]
-    start("head", ["worker"], show, listen=True)
-    wait_for(lambda: out.exists() and out.stat().st_size, "the server does not start")
+    show = [sys.executable, "-c", f"import os; open({str(out)!r}, 'w').write(str(dict(os.environ)))"]
+    head = start("head", ["worker"], show, listen=True)
+    assert head.wait(15) == 24
     assert SECRET not in out.read_text()
 
 
