@@ -222,7 +222,6 @@ def test_the_machines_guard_ends_a_server_when_a_faked_meminfo_runs_low(machine)
     assert machine.sh(f"systemctl show -p ControlGroup --value {GUARD}").strip() == f"/{GUARD}", "in the root slice"
     rights = dict(line.split(":\t") for line in machine.sh(f"cat /proc/{pid}/status").splitlines() if "Cap" in line)
     assert rights["CapEff"] == rights["CapBnd"] == f"{1 << 5:016x}", "CAP_KILL alone"
-    assert machine.sh(f"cat /proc/{pid}/oom_score_adj").strip() == "-900"
     assert "active (running)" in machine.inv("service.guard")
 
     machine.sh(f"sed 's/^MemAvailable:.*/MemAvailable: 700000 kB/' {MEMINFO}.whole > {MEMINFO}")
