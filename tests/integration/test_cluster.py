@@ -1,13 +1,20 @@
 """A cluster of two network namespaces: asked over a real sshd, with faults on the real link."""
 
 import json
+import os
+import re
+import shlex
+import shutil
 import socket
 import subprocess
+import sys
+import time
+from contextlib import ExitStack
 
 import cluster_nodes as namespaces
 import pytest
 
-from sparkforge.serve.cluster import config, facts
+from sparkforge.serve.cluster import config, facts, watch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
 
@@ -77,6 +84,100 @@ def test_a_blocked_port_is_named(nodes):
     assert found["firewall"]["status"] == "fail"
     assert "port 29500" in found["firewall"]["evidence"]
     assert "29501" not in found["firewall"]["evidence"]
+
+
+def test_lost_packets_are_named(nodes):
+    rule = ["INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"]
+    subprocess.run(nodes.inside(1, "iptables", "-A", *rule), check=True)
+    try:
+        code, shown = findings(nodes)
+    finally:
+        subprocess.run(nodes.inside(1, "iptables", "-D", *rule), check=True)
+    assert code == 30
+    assert "of 50 packets are lost" in shown["round-trip"]["evidence"]
+    assert shown["firewall"]["status"] == "pass"
+
+
+def test_a_slow_link_is_named(nodes):
+    with nodes.slow_link(0.005):
+        code, shown = findings(nodes, addresses=("10.78.0.1", "10.78.0.2"), interfaces=namespaces.SLOW)
+    assert code == 30
+    evidence = shown["round-trip"]["evidence"]
+    assert re.search(r"from worker \S+ to head \S+: the fastest packet took \d+\.\d ms", evidence)
+    assert shown["firewall"]["status"] == "pass"
+
+
+def test_a_clock_that_is_off_is_named_by_a_stand_in_python_whose_clock_is_ahead(nodes):
+    ahead = "import sys, time; now = time.time; time.time = lambda: now() + 300; exec(sys.stdin.read())"
+    with nodes.program(nodes.theirs, "python3", f'exec {sys.executable} -c {shlex.quote(ahead)} "$2"'):
+        code, shown = findings(nodes)
+    assert code == 30
+    assert re.match(r"worker is (299|30\d)\.\d s ahead of head", shown["clocks"]["evidence"])
+
+
+def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(random_model, other)
+    weights = max(other.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    with weights.open("r+b") as opened:
+        opened.seek(-1, 2)
+        last = opened.read(1)
+        opened.seek(-1, 2)
+        opened.write(bytes([last[0] ^ 1]))
+    with nodes.mounted(other, random_model):
+        file = nodes.config(model=json.dumps(str(random_model)))
+        done = nodes.inv("cluster.up", "--config", str(file))
+    assert done.returncode == 30
+    assert "models: the model differs: head has " in done.stderr
+    shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
+    assert {node["state"] for node in shown.values()} == {"stopped"}
+
+
+def test_another_image_on_one_node_is_named_by_stand_ins_of_docker(nodes):
+    with ExitStack() as stack:
+        for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
+            stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
+        code, shown = findings(nodes, device="docker")
+    assert code == 30
+    assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")
+    assert "worker has sha256:222" in shown["images"]["evidence"]
+
+
+def test_wifi_as_the_control_network_is_named_by_a_faked_sysfs(nodes, tmp_path):
+    files = f"/sys/class/net/{namespaces.CABLES[1]}"
+    (tmp_path / "wireless").mkdir()
+    for name in ("address", "mtu", "operstate", "carrier", "speed"):
+        shown = subprocess.run(nodes.inside(1, "cat", f"{files}/{name}"), capture_output=True, text=True, check=True)
+        (tmp_path / name).write_text(shown.stdout)
+    with nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{namespaces.CABLES[1]}"):
+        code, shown = findings(nodes)
+    assert code == 30
+    assert shown["control-network"]["evidence"] == "WiFi carries the control network: cable1 of worker"
+    assert shown["link"]["status"] == "pass"
+
+
+def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):
+    """Stand-ins for vLLM, whose part in it test_cluster_serve.py has: here it is the real link."""
+    forever, ends = [sys.executable, "-c", "import signal; signal.pause()"], [tmp_path / "a.json", tmp_path / "b.json"]
+    with ExitStack() as stack:
+        parts = []
+        for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
+            words = {"node": name, "address": namespaces.HEAD, "port": 29601, "peers": [other], "listen": not index}
+            command = nodes.inside(index, *watch.watched(forever, **words, end=ends[index]))
+            environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
+            parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
+            stack.callback(parts[-1].kill)
+        established = nodes.inside(0, "ss", "--no-header", "--tcp", "state", "established", "sport", "=", ":29601")
+        deadline = time.monotonic() + 20
+        while not subprocess.run(established, capture_output=True, check=True).stdout:
+            assert time.monotonic() < deadline
+        nodes.link(1, "down")
+        stack.callback(nodes.link, 1, "up")
+        began = time.monotonic()
+        assert [part.wait(30) for part in parts] == [24, 24]
+        assert time.monotonic() - began < 30
+    assert [json.loads(end.read_text())["node"] for end in ends] == ["worker", "head"]
+    assert {json.loads(end.read_text())["why"] for end in ends} == {"nothing came from it for 10 s"}
 
 
 def test_a_port_that_another_program_has_is_named(nodes):
