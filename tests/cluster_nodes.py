@@ -154,7 +154,7 @@ def start_sshd(nodes):
         f"ListenAddress {WORKER}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\nStrictModes no\n"
         f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
         f"SetEnv PYTHONPATH={ROOT}\n"  # the user's shell may set PATH at its start, so it is set after that
-        f"ForceCommand PATH={nodes.theirs}:{os.environ['PATH']} exec sh -c \"$SSH_ORIGINAL_COMMAND\"\n"
+        f'ForceCommand PATH={nodes.theirs}:{os.environ["PATH"]} exec sh -c "$SSH_ORIGINAL_COMMAND"\n'
     )
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
     nodes.ours.mkdir()

@@ -42,7 +42,16 @@ def model(nodes):
 
 @pytest.fixture(scope="module")
 def file(nodes, model, free_port):
-    return nodes.config(model=json.dumps(str(model)), flags=json.dumps(FLAGS), port=free_port())
+    """The configuration; its `python` is the interpreter, but servers fork one process that has imported vLLM."""
+    python = nodes.work / "forking"
+    script, cache = Path(__file__).with_name("forking.py"), os.environ["VLLM_CACHE_ROOT"]
+    python.write_text(f"""#!/bin/sh
+[ "$2" = validate ] && exec {sys.executable} "$@"
+shift
+VLLM_CACHE_ROOT={cache} OMP_NUM_THREADS=1 exec {sys.executable} {script} "$@"
+""")
+    python.chmod(0o755)
+    return nodes.config(python=python, model=json.dumps(str(model)), flags=json.dumps(FLAGS), port=free_port())
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +141,7 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
     assert shown["restarts"]["failures"] == 1
     assert shown["restarts"]["why"].startswith("started again after: node worker: ")
     kept = log.read_text()
-    order = [kept.index(step) for step in ("pausing: node worker: ", "validation", "workers", "head: vLLM starts")]
+    order = [kept.index(step) for step in ("pausing: node worker: ", "] validation", "] workers", "] head")]
     assert order == sorted(order)
     for (tokens, logprobs), prompt in zip(answers, PROMPTS, strict=True):
         again, logprobs_again = complete(up, prompt, *nodes.inside(0))
