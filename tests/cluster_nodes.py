@@ -1,7 +1,7 @@
-"""Two machines of a cluster as network namespaces: a veth pair as the cable, an sshd in the second one.
+"""Two machines of a cluster as network namespaces: a veth pair as the cable, and an sshd in each.
 
-They share the processes and the clock; each has a state folder of its own. What the second one's sshd starts has a view
-of the file system of its own, in which `mounted` changes a folder, and looks for programs in `theirs` first.
+They share the processes and the clock; each has a state folder of its own. What an sshd starts has a view of the file
+system of its own: `mounted` changes a folder in the second one's, which looks for programs in `theirs` first.
 """
 
 import collections
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ class Nodes:
 
     spaces: tuple[str, str]
     work: Path
-    server: subprocess.Popen | None = None  # the second one's sshd
+    servers: list[subprocess.Popen] = field(default_factory=list)  # each one's sshd
 
     @property
     def ours(self):
@@ -71,12 +71,13 @@ class Nodes:
         return done
 
     def config(
-        self, *, device="embedded", addresses=(HEAD, WORKER), interfaces=CABLES, python=sys.executable, **settings
-    ):
+        self, *, device="embedded", ssh=("", f"root@{WORKER}"), addresses=(HEAD, WORKER), interfaces=CABLES,
+        python=sys.executable, **settings,
+    ):  # fmt: skip
         lines = ["schema = 1", f'device = "{device}"', *(f"{name} = {value}" for name, value in settings.items())]
         for index, name in enumerate(("head", "worker")):
-            ssh, state = ("", self.work / "a") if index == 0 else (f"root@{WORKER}", self.work / "b")
-            lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh}"', f'address = "{addresses[index]}"']
+            state = self.work / "ab"[index]
+            lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh[index]}"', f'address = "{addresses[index]}"']
             lines += [f'interface = "{interfaces[index]}"', f'folder = "{self.work}"', f'state = "{state}"']
             lines += [f'python = "{python}"']
         file = self.work / "cluster.toml"
@@ -89,7 +90,7 @@ class Nodes:
     @contextlib.contextmanager
     def mounted(self, folder, target):
         """While inside, the second machine sees a folder in another one's place."""
-        view = [NSENTER, "--target", str(self.server.pid), "--mount"]
+        view = [NSENTER, "--target", str(self.servers[1].pid), "--mount"]
         subprocess.run([*view, "mount", "--bind", str(folder), str(target)], check=True)
         try:
             yield
@@ -142,47 +143,49 @@ def carry(taps, seconds, over):
             os.write(*waiting.popleft()[1:])
 
 
-def start_sshd(nodes):
-    """Start an sshd in the second namespace, for a key made for this test, and a client that knows it; return it."""
+def start_sshds(nodes):
+    """Start an sshd in each namespace, for a key made for this test, and write a client that knows both."""
     keys = nodes.work / "keys"
     keys.mkdir(mode=0o700)
     for name in ("host", "user"):
         subprocess.run([KEYGEN, "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
     shutil.copy(keys / "user.pub", keys / "authorized")
-    (keys / "known").write_text(f"{WORKER} {(keys / 'host.pub').read_text()}")
-    (keys / "sshd").write_text(
-        f"ListenAddress {WORKER}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\nStrictModes no\n"
-        f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
-        f"SetEnv PYTHONPATH={ROOT}\n"  # the user's shell may set PATH at its start, so it is set after that
-        f'ForceCommand PATH={nodes.theirs}:{os.environ["PATH"]} exec sh -c "$SSH_ORIGINAL_COMMAND"\n'
-    )
+    (keys / "known").write_text(f"{HEAD},{WORKER} {(keys / 'host.pub').read_text()}")
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
-    nodes.ours.mkdir()
-    nodes.theirs.mkdir()
     interpreter = nodes.work / start.INTERPRETER  # of the other machine's checkout
     interpreter.parent.mkdir(parents=True)
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for index, (address, programs) in enumerate(((HEAD, nodes.ours), (WORKER, nodes.theirs))):
+        programs.mkdir()
+        settings = keys / f"sshd{index}"
+        settings.write_text(
+            f"ListenAddress {address}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
+            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
+            f"StrictModes no\nSetEnv PYTHONPATH={ROOT}\n"  # the user's shell may set PATH, so it is set after that
+            f'ForceCommand PATH={programs}:{os.environ["PATH"]} exec sh -c "$SSH_ORIGINAL_COMMAND"\n'
+        )
+        command = nodes.inside(index, shutil.which("sshd"), "-D", "-e", "-f", str(settings))
+        with (keys / f"log{index}").open("w") as log:
+            nodes.servers.append(subprocess.Popen(command, stderr=log, stdout=log))
     client = nodes.ours / "ssh"  # OpenSSH finds its configuration by the user's record, not by HOME
     client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
     client.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    command = nodes.inside(1, shutil.which("sshd"), "-D", "-e", "-f", str(keys / "sshd"))
-    with (keys / "log").open("w") as log:
-        server = subprocess.Popen(command, stderr=log, stdout=log)
-    probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{WORKER}", "true")
     deadline = time.monotonic() + 20
-    while subprocess.run(probe, capture_output=True, check=False).returncode:
-        assert server.poll() is None, (keys / "log").read_text()
-        assert time.monotonic() < deadline, (keys / "log").read_text()
-        time.sleep(0.05)
-    return server
+    for index, (server, address) in enumerate(zip(nodes.servers, (HEAD, WORKER), strict=True)):
+        probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{address}", "true")
+        while subprocess.run(probe, capture_output=True, check=False).returncode:
+            log = (keys / f"log{index}").read_text()
+            assert server.poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.05)
 
 
 def made(work):
     """Make both namespaces, yield them, and remove them. Without privileges the test is skipped, and fails on CI."""
     spaces = tuple(f"sf{os.getpid()}{letter}" for letter in "ab")
-    nodes, server = Nodes(spaces, work), None
+    nodes = Nodes(spaces, work)
     try:
         try:
             ip("netns", "add", spaces[0])
@@ -195,10 +198,10 @@ def made(work):
             ip("-n", spaces[index], "link", "set", "lo", "up")
             ip("-n", spaces[index], "addr", "add", f"{address}/24", "dev", CABLES[index])
             nodes.link(index, "up", "mtu", "9000")
-        server = nodes.server = start_sshd(nodes)
+        start_sshds(nodes)
         yield nodes
     finally:
-        if server:
+        for server in nodes.servers:
             server.terminate()
             server.wait(20)
         for space in spaces:

@@ -1,6 +1,7 @@
-"""Independent servers of two network namespaces behind HAProxy: `cluster.up` and all that follows, over a real sshd.
+"""Independent servers of two network namespaces behind HAProxy: `cluster.up` and all that follows, over real sshds.
 
-The servers are stand-ins (replica.py), which the file's `python` starts in place of vLLM.
+The commands ask the head over ssh, too, as from a third machine. The servers are stand-ins (replica.py), which the
+file's `python` starts in place of vLLM.
 """
 
 import collections
@@ -69,7 +70,8 @@ PYTHONPATH={namespaces.ROOT}:{namespaces.ROOT}/tests exec {sys.executable} {scri
     stand_in.chmod(0o755)
     settings = {"mode": "replicas", "key_file": str(nodes.work / "key"), "model": str(random_model)}
     quoted = {name: json.dumps(value) for name, value in settings.items()}
-    return nodes.config(python=stand_in, tensor=1, port=port, **quoted)
+    ssh = [f"root@{address}" for address in (namespaces.HEAD, namespaces.WORKER)]
+    return nodes.config(ssh=ssh, python=stand_in, tensor=1, port=port, **quoted)
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,8 @@ class ClusterConfig(Record):
     def _fits_replicas(self) -> None:
         if (self.tensor, self.pipeline, self.expert) != (1, 1, False):
             raise ValueError("replicas share no layer: tensor and pipeline are 1, expert is false")
+        if self.device != "embedded":
+            raise ValueError("replicas are built for the embedded device only, so far")
         if not self.key_file:
             raise ValueError("replicas need key_file: their servers listen on the control network")
         if any(node.name == BALANCER for node in self.nodes):

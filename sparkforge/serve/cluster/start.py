@@ -20,6 +20,7 @@ MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
 VALIDATE_SECONDS, BEGIN_SECONDS, START_SECONDS = 600.0, 300.0, 1200.0  # the environment may have to be made
 ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
+REPLICA_SECONDS = 1200.0
 
 
 def up(config: ClusterConfig) -> Mapping[str, Any]:
@@ -60,7 +61,7 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
 
 def _up_replicas(config: ClusterConfig, steps: Steps) -> Mapping[str, Any]:
     with steps.step("servers", ", ".join(node.name for node in config.nodes)) as tell:
-        answers = _all(config, config.nodes, "start", "", START_SECONDS)
+        answers = _all(config, config.nodes, "start", "", REPLICA_SECONDS)
         tell("; ".join(f"{name}: first answers received" for name in answers))
     with steps.step("balancer", f"{config.head.name}: HAProxy starts") as tell:
         answer = ask(config, config.parts[-1], "balance", BEGIN_SECONDS)
@@ -73,7 +74,7 @@ def renew(config: ClusterConfig, node: ClusterNode) -> None:
     ask(config, node, "down", DOWN_SECONDS)
     if node in config.nodes:
         ask(config, node, "validate", VALIDATE_SECONDS)
-        ask(config, node, "start", START_SECONDS)
+        ask(config, node, "start", REPLICA_SECONDS)
     else:
         ask(config, node, "balance", BEGIN_SECONDS)
 

@@ -29,6 +29,7 @@ def replicas(healthy, tmp_path):
     [
         ({"tensor": 2}, "share no layer"),
         ({"expert": True}, "share no layer"),
+        ({"device": "docker"}, "embedded device only"),
         ({"key_file": ""}, "need key_file"),
         ({"replica_port": 8000}, "must differ"),
     ],
