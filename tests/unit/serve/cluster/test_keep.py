@@ -42,6 +42,7 @@ class Stage:
 
     def up(self, _config):
         self.done.append("up")
+        assert all(answer is not SILENT for answers in self.answers.values() for answer in answers)
         if self.failing:
             raise ServerError("it did not start", self.failing.pop(), "x")
 
@@ -136,11 +137,15 @@ def test_a_second_cluster_is_refused_while_one_is_kept():
 
 
 def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch):
-    """A program in place of `ssh` that never answers."""
+    """A program in place of `ssh` says that the head's part died, and never answers again."""
     monkeypatch.undo()
-    silent = tmp_path / "ssh"
-    silent.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/asked\nexec sleep 1000\n")
-    silent.chmod(0o755)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"""#!/bin/sh
+mkdir {tmp_path}/first 2> /dev/null && exec echo '{json.dumps(DIED)}'
+echo $$ > {tmp_path}/asked
+exec sleep 1000
+""")
+    ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     nodes = [node.model_copy(update={"ssh": f"n{number}"}) for number, node in enumerate(stage.config.nodes)]
@@ -150,7 +155,9 @@ def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch)
     while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    began = time.monotonic()
     keep.end()
+    assert time.monotonic() - began < 20  # and not what a question may take
     assert keep.running() is None
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "asked").read_text()), 0)
