@@ -28,7 +28,7 @@ from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.restarts import ServerFailure
 
 PURPOSE = "start a cluster again"
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 5.0  # a question starts an interpreter on the node
 BEGIN_SECONDS = 30.0
 RETURN_SECONDS = 1800.0  # a machine's own restart, with a check of its disks
 END_SECONDS = 200.0  # more than the keeper's own `down` takes
