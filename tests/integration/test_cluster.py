@@ -74,28 +74,19 @@ def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
     assert found["packets"]["status"] == "fail"
 
 
-def test_a_blocked_port_is_named(nodes):
-    rule = ["INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP"]
-    subprocess.run(nodes.inside(0, "iptables", "-A", *rule), check=True)
-    try:
-        _, found = findings(nodes)
-    finally:
-        subprocess.run(nodes.inside(0, "iptables", "-D", *rule), check=True)
-    assert found["firewall"]["status"] == "fail"
-    assert "port 29500" in found["firewall"]["evidence"]
-    assert "29501" not in found["firewall"]["evidence"]
-
-
-def test_lost_packets_are_named(nodes):
-    rule = ["INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"]
-    subprocess.run(nodes.inside(1, "iptables", "-A", *rule), check=True)
-    try:
+def test_a_blocked_port_and_lost_packets_are_named(nodes):
+    lost = ["INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"]
+    rules = [(0, ["INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP"]), (1, lost)]
+    with ExitStack() as stack:
+        for index, rule in rules:
+            subprocess.run(nodes.inside(index, "iptables", "-A", *rule), check=True)
+            stack.callback(subprocess.run, nodes.inside(index, "iptables", "-D", *rule), check=True)
         code, shown = findings(nodes)
-    finally:
-        subprocess.run(nodes.inside(1, "iptables", "-D", *rule), check=True)
     assert code == 30
-    assert "of 50 packets are lost" in shown["round-trip"]["evidence"]
-    assert shown["firewall"]["status"] == "pass"
+    assert shown["firewall"]["status"] == "fail"
+    assert "port 29500" in shown["firewall"]["evidence"]
+    assert "29501" not in shown["firewall"]["evidence"]
+    assert re.search(r"[1-9]\d* of 50 packets are lost", shown["round-trip"]["evidence"])
 
 
 def test_a_slow_link_is_named(nodes):
@@ -107,12 +98,26 @@ def test_a_slow_link_is_named(nodes):
     assert shown["firewall"]["status"] == "pass"
 
 
-def test_a_clock_that_is_off_is_named_by_a_stand_in_python_whose_clock_is_ahead(nodes):
+def test_a_clock_that_is_off_wifi_and_another_image_are_named_by_stand_ins_for_what_a_node_is_asked(nodes, tmp_path):
     ahead = "import sys, time; now = time.time; time.time = lambda: now() + 300; exec(sys.stdin.read())"
-    with nodes.program(nodes.theirs, "python3", f'exec {sys.executable} -c {shlex.quote(ahead)} "$2"'):
-        code, shown = findings(nodes)
+    cable = namespaces.CABLES[1]
+    (tmp_path / "wireless").mkdir()
+    for name in ("address", "mtu", "operstate", "carrier", "speed"):
+        command = nodes.inside(1, "cat", f"/sys/class/net/{cable}/{name}")
+        (tmp_path / name).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    with ExitStack() as stack:
+        python = f'exec {sys.executable} -c {shlex.quote(ahead)} "$2"'
+        stack.enter_context(nodes.program(nodes.theirs, "python3", python))
+        stack.enter_context(nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{cable}"))
+        for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
+            stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
+        code, shown = findings(nodes, device="docker")
     assert code == 30
     assert re.match(r"worker is (299|30\d)\.\d s ahead of head", shown["clocks"]["evidence"])
+    assert shown["control-network"]["evidence"] == f"WiFi carries the control network: {cable} of worker"
+    assert shown["link"]["status"] == "pass"
+    assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")
+    assert "worker has sha256:222" in shown["images"]["evidence"]
 
 
 def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_path):
@@ -131,29 +136,6 @@ def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_pat
     assert "models: the model differs: head has " in done.stderr
     shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
     assert {node["state"] for node in shown.values()} == {"stopped"}
-
-
-def test_another_image_on_one_node_is_named_by_stand_ins_of_docker(nodes):
-    with ExitStack() as stack:
-        for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
-            stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
-        code, shown = findings(nodes, device="docker")
-    assert code == 30
-    assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")
-    assert "worker has sha256:222" in shown["images"]["evidence"]
-
-
-def test_wifi_as_the_control_network_is_named_by_a_faked_sysfs(nodes, tmp_path):
-    files = f"/sys/class/net/{namespaces.CABLES[1]}"
-    (tmp_path / "wireless").mkdir()
-    for name in ("address", "mtu", "operstate", "carrier", "speed"):
-        shown = subprocess.run(nodes.inside(1, "cat", f"{files}/{name}"), capture_output=True, text=True, check=True)
-        (tmp_path / name).write_text(shown.stdout)
-    with nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{namespaces.CABLES[1]}"):
-        code, shown = findings(nodes)
-    assert code == 30
-    assert shown["control-network"]["evidence"] == "WiFi carries the control network: cable1 of worker"
-    assert shown["link"]["status"] == "pass"
 
 
 def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):
@@ -181,9 +163,7 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
 
 
 def test_a_port_that_another_program_has_is_named(nodes):
-    program = (
-        "import socket,sys; s=socket.socket(); s.bind(('',29501)); s.listen(); print(1,flush=True); sys.stdin.read()"
-    )
+    program = "import socket, sys; s = socket.create_server(('', 29501)); print(1, flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen(nodes.inside(0, "python3", "-c", program), stdin=pipe, stdout=pipe) as taking:
         taking.stdout.readline()
