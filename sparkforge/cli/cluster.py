@@ -114,7 +114,7 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
 
 @task(example="./inv cluster.status", config=CONFIG, json_="print the states as JSON")
 def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
-    """Show what every node does, and whether a part that dies is started again.
+    """Show what every node does, and what starts them again.
 
     Exit code 0 means that all parts run; 24 that one does not, or does not answer.
     """
