@@ -1,14 +1,21 @@
-"""Two machines of a cluster as network namespaces: a veth pair as the cable, an sshd in the second one.
+"""Two machines of a cluster as network namespaces: a veth pair as the cable, and an sshd in each.
 
-They share the file system, the processes and the clock; each has a state folder of its own.
+They share the processes and the clock; each has a state folder of its own. What an sshd starts has a view of the file
+system of its own: `mounted` changes a folder in the second one's, which looks for programs in `theirs` first.
 """
 
+import collections
+import contextlib
+import fcntl
 import os
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,8 +24,11 @@ from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import start
 
 IP, KEYGEN = (shutil.which(name) or name for name in ("ip", "ssh-keygen"))
+NSENTER = shutil.which("nsenter") or "nsenter"
 HEAD, WORKER = "10.77.0.1", "10.77.0.2"
 CABLES = ("cable0", "cable1")  # the ends, in the first and the second namespace
+SLOW = ("slow0", "slow1")
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
 
 
 def ip(*words):
@@ -31,12 +41,21 @@ class Nodes:
 
     spaces: tuple[str, str]
     work: Path
+    servers: list[subprocess.Popen] = field(default_factory=list)  # each one's sshd
+
+    @property
+    def ours(self):
+        return self.work / "bin"
+
+    @property
+    def theirs(self):
+        return self.work / "bin2"
 
     @property
     def environment(self):
         return {
             **os.environ,
-            "PATH": f"{self.work / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self.ours}:{os.environ['PATH']}",
             "SPARKFORGE_STATE": str(self.work / "a"),
         }
 
@@ -51,13 +70,16 @@ class Nodes:
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
-    def config(self, **settings):
-        lines = ["schema = 1", 'device = "embedded"', *(f"{name} = {value}" for name, value in settings.items())]
-        for index, (name, address) in enumerate((("head", HEAD), ("worker", WORKER))):
-            ssh, state = ("", self.work / "a") if index == 0 else (f"root@{WORKER}", self.work / "b")
-            lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh}"', f'address = "{address}"']
-            lines += [f'interface = "{CABLES[index]}"', f'folder = "{self.work}"', f'state = "{state}"']
-            lines += [f'python = "{sys.executable}"']
+    def config(
+        self, *, device="embedded", ssh=("", f"root@{WORKER}"), addresses=(HEAD, WORKER), interfaces=CABLES,
+        python=sys.executable, **settings,
+    ):  # fmt: skip
+        lines = ["schema = 1", f'device = "{device}"', *(f"{name} = {value}" for name, value in settings.items())]
+        for index, name in enumerate(("head", "worker")):
+            state = self.work / "ab"[index]
+            lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh[index]}"', f'address = "{addresses[index]}"']
+            lines += [f'interface = "{interfaces[index]}"', f'folder = "{self.work}"', f'state = "{state}"']
+            lines += [f'python = "{python}"']
         file = self.work / "cluster.toml"
         file.write_text("\n".join(lines) + "\n")
         return file
@@ -65,47 +87,105 @@ class Nodes:
     def link(self, index, *words):
         ip("-n", self.spaces[index], "link", "set", CABLES[index], *words)
 
+    @contextlib.contextmanager
+    def mounted(self, folder, target):
+        """While inside, the second machine sees a folder in another one's place."""
+        view = [NSENTER, "--target", str(self.servers[1].pid), "--mount"]
+        subprocess.run([*view, "mount", "--bind", str(folder), str(target)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*view, "umount", str(target)], check=True)
 
-def start_sshd(nodes):
-    """Start an sshd in the second namespace, for a key made for this test, and a client that knows it; return it."""
+    @contextlib.contextmanager
+    def program(self, folder, name, script):
+        """While inside, a machine has a stand-in of this name for a program."""
+        file = folder / name
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        try:
+            yield
+        finally:
+            file.unlink()
+
+    @contextlib.contextmanager
+    def slow_link(self, seconds):
+        """While inside, a second network, 10.78.0.0/24, connects both; each frame comes through after `seconds`.
+
+        A program carries the frames from one tap device to the other: not every kernel has netem.
+        """
+        with contextlib.ExitStack() as stack:
+            taps = []
+            for index, name in enumerate(SLOW):
+                tap = os.open("/dev/net/tun", os.O_RDWR)
+                stack.callback(os.close, tap)  # the device goes with it
+                first = self.spaces[index]  # nobody else's name while the device is not in its namespace yet
+                fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", first.encode(), IFF_TAP | IFF_NO_PI))
+                ip("link", "set", first, "netns", self.spaces[index], "name", name)
+                ip("-n", self.spaces[index], "addr", "add", f"10.78.0.{index + 1}/24", "dev", name)
+                ip("-n", self.spaces[index], "link", "set", name, "up")
+                taps.append(tap)
+            over = threading.Event()
+            carrier = threading.Thread(target=carry, args=(taps, seconds, over))
+            carrier.start()
+            stack.callback(carrier.join)
+            stack.callback(over.set)
+            yield
+
+
+def carry(taps, seconds, over):
+    """Write each frame of one tap device to the other one after `seconds`."""
+    waiting = collections.deque()
+    while not over.is_set():
+        for tap in select.select(taps, [], [], 0.001 if waiting else 0.05)[0]:
+            waiting.append((time.monotonic() + seconds, taps[1 - taps.index(tap)], os.read(tap, 1 << 14)))
+        while waiting and waiting[0][0] <= time.monotonic():
+            os.write(*waiting.popleft()[1:])
+
+
+def start_sshds(nodes):
+    """Start an sshd in each namespace, for a key made for this test, and write a client that knows both."""
     keys = nodes.work / "keys"
     keys.mkdir(mode=0o700)
     for name in ("host", "user"):
         subprocess.run([KEYGEN, "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
     shutil.copy(keys / "user.pub", keys / "authorized")
-    (keys / "known").write_text(f"{WORKER} {(keys / 'host.pub').read_text()}")
-    (keys / "sshd").write_text(
-        f"ListenAddress {WORKER}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\nStrictModes no\n"
-        f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
-        f"SetEnv PATH={os.environ['PATH']} PYTHONPATH={ROOT}\n"
-    )
+    (keys / "known").write_text(f"{HEAD},{WORKER} {(keys / 'host.pub').read_text()}")
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
-    programs = nodes.work / "bin"
-    programs.mkdir()
     interpreter = nodes.work / start.INTERPRETER  # of the other machine's checkout
     interpreter.parent.mkdir(parents=True)
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
-    client = programs / "ssh"  # OpenSSH finds its configuration by the user's record, not by HOME
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for index, (address, programs) in enumerate(((HEAD, nodes.ours), (WORKER, nodes.theirs))):
+        programs.mkdir()
+        settings = keys / f"sshd{index}"
+        settings.write_text(
+            f"ListenAddress {address}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
+            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
+            f"StrictModes no\nSetEnv PYTHONPATH={ROOT}\n"  # the user's shell may set PATH, so it is set after that
+            f'ForceCommand PATH={programs}:{os.environ["PATH"]} exec sh -c "$SSH_ORIGINAL_COMMAND"\n'
+        )
+        command = nodes.inside(index, shutil.which("sshd"), "-D", "-e", "-f", str(settings))
+        with (keys / f"log{index}").open("w") as log:
+            nodes.servers.append(subprocess.Popen(command, stderr=log, stdout=log))
+    client = nodes.ours / "ssh"  # OpenSSH finds its configuration by the user's record, not by HOME
     client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
     client.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    command = nodes.inside(1, shutil.which("sshd"), "-D", "-e", "-f", str(keys / "sshd"))
-    with (keys / "log").open("w") as log:
-        server = subprocess.Popen(command, stderr=log, stdout=log)
-    probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{WORKER}", "true")
     deadline = time.monotonic() + 20
-    while subprocess.run(probe, capture_output=True, check=False).returncode:
-        assert server.poll() is None, (keys / "log").read_text()
-        assert time.monotonic() < deadline, (keys / "log").read_text()
-        time.sleep(0.05)
-    return server
+    for index, (server, address) in enumerate(zip(nodes.servers, (HEAD, WORKER), strict=True)):
+        probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{address}", "true")
+        while subprocess.run(probe, capture_output=True, check=False).returncode:
+            log = (keys / f"log{index}").read_text()
+            assert server.poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.05)
 
 
 def made(work):
     """Make both namespaces, yield them, and remove them. Without privileges the test is skipped, and fails on CI."""
     spaces = tuple(f"sf{os.getpid()}{letter}" for letter in "ab")
-    nodes, server = Nodes(spaces, work), None
+    nodes = Nodes(spaces, work)
     try:
         try:
             ip("netns", "add", spaces[0])
@@ -118,10 +198,10 @@ def made(work):
             ip("-n", spaces[index], "link", "set", "lo", "up")
             ip("-n", spaces[index], "addr", "add", f"{address}/24", "dev", CABLES[index])
             nodes.link(index, "up", "mtu", "9000")
-        server = start_sshd(nodes)
+        start_sshds(nodes)
         yield nodes
     finally:
-        if server:
+        for server in nodes.servers:
             server.terminate()
             server.wait(20)
         for space in spaces:

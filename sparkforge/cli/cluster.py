@@ -89,30 +89,43 @@ def cluster_measure(_ctx: Context, config: str = "", json_: bool = False) -> Non
     echo_json(answer) if json_ else start.show_measured(answer)
 
 
-@task(example="./inv cluster.up", config=CONFIG)
-def cluster_up(_ctx: Context, config: str = "") -> None:
+@task(
+    example="./inv cluster.up",
+    config=CONFIG,
+    restart="start all parts again, in order, when one of them dies (default)",
+)
+def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     """Serve one model over all nodes.
 
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
-    node's part ends, the others end within 30 seconds and say which it was. So far on the embedded device only.
-    Not verified: the whole way with vLLM was not run.
+    node's part ends, the others end within 30 seconds and say which it was; a process on this machine then starts all
+    of them again, after the pauses and up to the number of failures of a single machine's server. --no-restart leaves
+    that process out. So far on the embedded device only. Not verified on a DGX Spark.
     """
-    from sparkforge.serve.cluster import start
+    from sparkforge.serve.cluster import keep, start
 
-    answer = start.up(_read(config))
+    cluster = _read(config)
+    keep.refuse_second()
+    answer = start.up(cluster)
+    if restart:
+        keep.begin(cluster)
     echo(f"{answer['url']}/v1")
 
 
 @task(example="./inv cluster.status", config=CONFIG, json_="print the states as JSON")
 def cluster_status(_ctx: Context, config: str = "", json_: bool = False) -> None:
-    """Show what every node does.
+    """Show what every node does, and what starts them again.
 
     Exit code 0 means that all parts run; 24 that one does not, or does not answer.
     """
-    from sparkforge.serve.cluster import start
+    from sparkforge.serve.cluster import keep, start
 
-    states = start.status(_read(config))
-    echo_json(states) if json_ else start.show_status(states)
+    states, restarts = start.status(_read(config)), keep.state()
+    if json_:
+        echo_json({"nodes": states, "restarts": restarts})
+    else:
+        start.show_status(states)
+        echo(f"restarts: {restarts['state']}, {restarts['why']}")
     if any(state["state"] != "running" for state in states.values()):
         raise Exit(code=ServerError.exit_code)
 
@@ -131,9 +144,11 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
 
     It ends whatever server each node's checkout runs, also one that ./inv up started there. Embedded device only.
     """
-    from sparkforge.serve.cluster import start
+    from sparkforge.serve.cluster import keep, start
 
-    start.down(_read(config))
+    cluster = _read(config)
+    keep.end()
+    start.down(cluster)
 
 
 def _read(path: str) -> ClusterConfig:

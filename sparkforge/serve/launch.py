@@ -134,7 +134,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
 
 
 def begin(launch: Launch) -> Server:
-    """Start a server without an API, such as a worker of a cluster, and return its record. Inside `starting`."""
+    """Start a cluster's worker or balancer, whose answers are not proved, and return its record. Inside `starting`."""
     refuse_second()
     with interrupt.held():
         return _spawn(launch)
@@ -217,7 +217,8 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
-    command = supervised(launch.command, record.end_path(), str(launch.model), trial=launch.trial)
+    weights = str(launch.model) if launch.model_id else ""
+    command = supervised(launch.command, record.end_path(), weights, trial=launch.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())
     server = Server(
         pid=pid,

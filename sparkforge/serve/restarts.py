@@ -69,8 +69,17 @@ def read(identity: Sequence[str], now: float) -> Starts:
             failures = ()
         else:
             failures += (ServerFailure(ended=end.time, why=end.why or f"it ended by itself with exit code {end.code}"),)
-    recent = tuple(failure for failure in failures if 0 <= now - failure.ended < WINDOW_SECONDS)
-    return Starts(identity=tuple(identity), failures=recent)
+    return Starts(identity=tuple(identity), failures=recent(failures, now))
+
+
+def recent(failures: Sequence[ServerFailure], now: float) -> tuple[ServerFailure, ...]:
+    """Return the failures that still count."""
+    return tuple(failure for failure in failures if 0 <= now - failure.ended < WINDOW_SECONDS)
+
+
+def summary(failures: Sequence[ServerFailure]) -> str:
+    """Say how often it failed, and how the last time."""
+    return f"{len(failures)} times within {WINDOW_SECONDS / 60:g} min; the last time {failures[-1].why}"
 
 
 def pause_seconds(failures: Sequence[ServerFailure], now: float) -> float:
@@ -93,7 +102,7 @@ def admit(identity: Sequence[str], run: Path) -> None:
     last = starts.failures[-1]
     try:
         if len(starts.failures) >= MOST:
-            why = f"{len(starts.failures)} times within {WINDOW_SECONDS / 60:g} min; the last time {last.why}"
+            why = summary(starts.failures)
             restart_command = f"docker restart {name}" if (name := container_id()) else "docker compose restart vllm"
             fix = f"./inv doctor; when the cause is gone: {restart_command}"
             hold(run, ServerError(TOO_OFTEN, why, fix, code="server.restarts"))

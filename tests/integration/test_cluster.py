@@ -1,13 +1,20 @@
 """A cluster of two network namespaces: asked over a real sshd, with faults on the real link."""
 
 import json
+import os
+import re
+import shlex
+import shutil
 import socket
 import subprocess
+import sys
+import time
+from contextlib import ExitStack
 
 import cluster_nodes as namespaces
 import pytest
 
-from sparkforge.serve.cluster import config, facts
+from sparkforge.serve.cluster import config, facts, watch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
 
@@ -67,22 +74,96 @@ def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
     assert found["packets"]["status"] == "fail"
 
 
-def test_a_blocked_port_is_named(nodes):
-    rule = ["INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP"]
-    subprocess.run(nodes.inside(0, "iptables", "-A", *rule), check=True)
-    try:
-        _, found = findings(nodes)
-    finally:
-        subprocess.run(nodes.inside(0, "iptables", "-D", *rule), check=True)
-    assert found["firewall"]["status"] == "fail"
-    assert "port 29500" in found["firewall"]["evidence"]
-    assert "29501" not in found["firewall"]["evidence"]
+def test_a_blocked_port_and_lost_packets_are_named(nodes):
+    lost = ["INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"]
+    rules = [(0, ["INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP"]), (1, lost)]
+    with ExitStack() as stack:
+        for index, rule in rules:
+            subprocess.run(nodes.inside(index, "iptables", "-A", *rule), check=True)
+            stack.callback(subprocess.run, nodes.inside(index, "iptables", "-D", *rule), check=True)
+        code, shown = findings(nodes)
+    assert code == 30
+    assert shown["firewall"]["status"] == "fail"
+    assert "port 29500" in shown["firewall"]["evidence"]
+    assert "29501" not in shown["firewall"]["evidence"]
+    assert re.search(r"[1-9]\d* of 50 packets are lost", shown["round-trip"]["evidence"])
+
+
+def test_a_slow_link_is_named(nodes):
+    with nodes.slow_link(0.005):
+        code, shown = findings(nodes, addresses=("10.78.0.1", "10.78.0.2"), interfaces=namespaces.SLOW)
+    assert code == 30
+    evidence = shown["round-trip"]["evidence"]
+    assert re.search(r"from worker \S+ to head \S+: the fastest packet took \d+\.\d ms", evidence)
+    assert shown["firewall"]["status"] == "pass"
+
+
+def test_a_clock_that_is_off_wifi_and_another_image_are_named_by_stand_ins_for_what_a_node_is_asked(nodes, tmp_path):
+    ahead = "import sys, time; now = time.time; time.time = lambda: now() + 300; exec(sys.stdin.read())"
+    cable = namespaces.CABLES[1]
+    (tmp_path / "wireless").mkdir()
+    for name in ("address", "mtu", "operstate", "carrier", "speed"):
+        command = nodes.inside(1, "cat", f"/sys/class/net/{cable}/{name}")
+        (tmp_path / name).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    with ExitStack() as stack:
+        python = f'exec {sys.executable} -c {shlex.quote(ahead)} "$2"'
+        stack.enter_context(nodes.program(nodes.theirs, "python3", python))
+        stack.enter_context(nodes.mounted(tmp_path, f"/sys/devices/virtual/net/{cable}"))
+        for folder, digit in ((nodes.ours, 1), (nodes.theirs, 2)):
+            stack.enter_context(nodes.program(folder, "docker", f"echo sha256:{str(digit) * 64}"))
+        code, shown = findings(nodes, device="docker")
+    assert code == 30
+    assert re.match(r"worker is (299|30\d)\.\d s ahead of head", shown["clocks"]["evidence"])
+    assert shown["control-network"]["evidence"] == f"WiFi carries the control network: {cable} of worker"
+    assert shown["link"]["status"] == "pass"
+    assert shown["images"]["evidence"].startswith("the image differs: head has sha256:111")
+    assert "worker has sha256:222" in shown["images"]["evidence"]
+
+
+def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(random_model, other)
+    weights = max(other.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    with weights.open("r+b") as opened:
+        opened.seek(-1, 2)
+        last = opened.read(1)
+        opened.seek(-1, 2)
+        opened.write(bytes([last[0] ^ 1]))
+    with nodes.mounted(other, random_model):
+        file = nodes.config(model=json.dumps(str(random_model)))
+        done = nodes.inv("cluster.up", "--config", str(file))
+    assert done.returncode == 30
+    assert "models: the model differs: head has " in done.stderr
+    shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
+    assert {node["state"] for node in shown.values()} == {"stopped"}
+
+
+def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_path):
+    """Stand-ins for vLLM, whose part in it test_cluster_serve.py has: here it is the real link."""
+    forever, ends = [sys.executable, "-c", "import signal; signal.pause()"], [tmp_path / "a.json", tmp_path / "b.json"]
+    with ExitStack() as stack:
+        parts = []
+        for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
+            words = {"node": name, "address": namespaces.HEAD, "port": 29601, "peers": [other], "listen": not index}
+            command = nodes.inside(index, *watch.watched(forever, **words, end=ends[index]))
+            environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
+            parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
+            stack.callback(parts[-1].kill)
+        established = nodes.inside(0, "ss", "--no-header", "--tcp", "state", "established", "sport", "=", ":29601")
+        deadline = time.monotonic() + 20
+        while not subprocess.run(established, capture_output=True, check=True).stdout:
+            assert time.monotonic() < deadline
+        nodes.link(1, "down")
+        stack.callback(nodes.link, 1, "up")
+        began = time.monotonic()
+        assert [part.wait(30) for part in parts] == [24, 24]
+        assert time.monotonic() - began < 30
+    assert [json.loads(end.read_text())["node"] for end in ends] == ["worker", "head"]
+    assert {json.loads(end.read_text())["why"] for end in ends} == {"nothing came from it for 10 s"}
 
 
 def test_a_port_that_another_program_has_is_named(nodes):
-    program = (
-        "import socket,sys; s=socket.socket(); s.bind(('',29501)); s.listen(); print(1,flush=True); sys.stdin.read()"
-    )
+    program = "import socket, sys; s = socket.create_server(('', 29501)); print(1, flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen(nodes.inside(0, "python3", "-c", program), stdin=pipe, stdout=pipe) as taking:
         taking.stdout.readline()

@@ -89,10 +89,9 @@ def look(config: ClusterConfig) -> Situation:
 
 
 def _options(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
-    ports = [config.port, config.master_port, config.watch_port] if node == config.head else []
     stack = pins.load().devices.get(config.device, pins.load().default)
     image = "" if config.device == EMBEDDED else f"sparkforge/vllm:{stack}"
-    return {"ports": ports, "model": config.model, "image": image}
+    return {"ports": config.ports(node), "model": config.model, "image": image}
 
 
 def _reaches(
@@ -102,6 +101,9 @@ def _reaches(
     head, nodes = config.head, {node.name: node for node in config.nodes}
     ways: list[tuple[ClusterNode, ClusterNode, str, str, tuple[int, ...]]] = []
     for worker in config.workers:
+        if config.mode == "replicas":
+            ways.append((head, worker, head.address, worker.address, (config.replica_port,)))
+            continue
         ways.append((worker, head, worker.address, head.address, (config.master_port, config.watch_port)))
         ways.append((head, worker, head.address, worker.address, (CHOSEN_PORT,)))
     control = {node.address for node in config.nodes}

@@ -24,6 +24,9 @@ FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1
 # Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
 LEAST_FREE = 4 * GIB
 HANGING_NCCL = {"2.30.4": "NVIDIA/nccl issue 2167"}
+# A Spark's cable takes tens of microseconds, a switch a few more, WiFi milliseconds. Every layer waits for two
+# all-reduces: 1 ms each would be 72 ms a token of gpt-oss-120b. Our own bound.
+ROUND_TRIP_SECONDS = 1e-3
 MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multiple (eugr/spark-vllm-docker issue 136)
 
 
@@ -286,6 +289,22 @@ def _mtu(situation: Situation) -> CheckResult:
 )
 def _packets(situation: Situation) -> CheckResult:
     return _reached(situation, lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}")
+
+
+@add(
+    "round-trip",
+    "Small packets between the nodes all come back, the fastest within 1 ms.",
+    "reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
+)
+def _round_trip(situation: Situation) -> CheckResult:
+    def problem(reach: Reach) -> str:
+        """Say what is wrong with the way."""
+        if reach.lost or not reach.sent:
+            return f"{reach.lost} of {reach.sent} packets are lost"
+        slow = reach.fastest is None or reach.fastest > ROUND_TRIP_SECONDS
+        return f"the fastest packet took {(reach.fastest or 0) * 1e3:.1f} ms there and back" if slow else ""
+
+    return _reached(situation, problem)
 
 
 @add("ports", "The ports of cluster.toml are free.", "choose other ports in cluster.toml, or ./inv cluster.down")

@@ -16,6 +16,8 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
 
 FILE = "cluster.toml"
+BALANCER = "balancer"
+STATE = ".sparkforge"  # in a checkout
 # Also of a vLLM flag, a shell command and a log line, so nothing that either would read otherwise.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # A destination of ssh: user@host, or a name of ~/.ssh/config. A dash at the start of either would be an option.
@@ -56,6 +58,7 @@ class ClusterConfig(Record):
     """The whole file. The first node is the head: it has the API and vLLM's scheduler."""
 
     schema_: Literal[1] = Field(alias="schema")
+    mode: Literal["split", "replicas"] = "split"
     engine: Literal["native"] = "native"
     device: Literal["docker", "embedded"] = "docker"
     topology: Topology = "two"
@@ -65,7 +68,9 @@ class ClusterConfig(Record):
     tensor: int = Field(default=2, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: bool = False
+    key_file: Folder = ""
     port: Port = 8000
+    replica_port: Port = 8001
     master_port: Port = 29500
     watch_port: Port = 29501
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
@@ -78,14 +83,26 @@ class ClusterConfig(Record):
         ):
             if len(set(values)) != len(values):
                 raise ValueError(f"two nodes have the same {what_for}")
-        if self.tensor * self.pipeline != len(self.nodes):
+        if self.mode == "replicas":
+            self._fits_replicas()
+        elif self.tensor * self.pipeline != len(self.nodes):
             split = f"tensor {self.tensor} x pipeline {self.pipeline}"
             raise ValueError(f"{split} is not the number of nodes, {len(self.nodes)}: each has one GPU")
-        if len({self.port, self.master_port, self.watch_port}) < 3:
-            raise ValueError("port, master_port and watch_port must differ")
+        if len({self.port, self.replica_port, self.master_port, self.watch_port}) < 4:
+            raise ValueError("port, replica_port, master_port and watch_port must differ")
         if sum(not node.ssh for node in self.nodes) > 1:
             raise ValueError("two nodes have no ssh: only the machine that the commands run on has none")
         return self
+
+    def _fits_replicas(self) -> None:
+        if (self.tensor, self.pipeline, self.expert) != (1, 1, False):
+            raise ValueError("replicas share no layer: tensor and pipeline are 1, expert is false")
+        if self.device != "embedded":
+            raise ValueError("replicas are built for the embedded device only, so far")
+        if not self.key_file:
+            raise ValueError("replicas need key_file: their servers listen on the control network")
+        if any(node.name == BALANCER for node in self.nodes):
+            raise ValueError(f"no node of replicas may be called {BALANCER}: it is the endpoint's name")
 
     @property
     def head(self) -> ClusterNode:
@@ -96,6 +113,20 @@ class ClusterConfig(Record):
     def workers(self) -> tuple[ClusterNode, ...]:
         """The other nodes."""
         return self.nodes[1:]
+
+    @property
+    def parts(self) -> tuple[ClusterNode, ...]:
+        """What runs, each with a state of its own: the nodes' servers, and for replicas the balancer on the head."""
+        if self.mode == "split":
+            return self.nodes
+        state = f"{self.head.state or STATE}/{BALANCER}"
+        return (*self.nodes, self.head.model_copy(update={"name": BALANCER, "state": state}))
+
+    def ports(self, node: ClusterNode) -> tuple[int, ...]:
+        """Return the ports on which a node listens."""
+        if self.mode == "replicas":
+            return (self.port, self.replica_port) if node == self.head else (self.replica_port,)
+        return (self.port, self.master_port, self.watch_port) if node == self.head else ()
 
 
 def read(path: Path) -> ClusterConfig:
@@ -117,6 +148,7 @@ def text(config: ClusterConfig) -> str:
 
 
 COMMENTS = {
+    "mode": "split: one model over all nodes; replicas: a server on each node behind one endpoint",
     "engine": "vLLM's own multi-node engine",
     "device": "docker, or embedded: vLLM's CPU build",
     "topology": "two, switch, mesh (three nodes) or ring",
@@ -126,7 +158,9 @@ COMMENTS = {
     "tensor": "machines that share each layer",
     "pipeline": "machines that share the layers; tensor x pipeline is the number of nodes",
     "expert": "whole experts on each machine instead of a part of each",
+    "key_file": "the API key's file, the same path on every node; replicas need one",
     "port": "of the API, on the head",
+    "replica_port": "of each node's server, on its address; replicas only",
     "master_port": "torch.distributed's, on the head",
     "watch_port": "on which nodes notice that another one has ended, on the head",
 }

@@ -18,7 +18,7 @@ from sparkforge.serve.cluster import probe, remote
 from sparkforge.serve.cluster.config import ClusterNode
 
 FACTS_SECONDS = 60.0
-LISTEN_SECONDS = 20.0
+LISTEN_SECONDS = 30.0
 CONNECTX = "mlx5_core"  # the driver of ConnectX-4 and later
 
 
@@ -96,10 +96,16 @@ class NodeFacts(Record):
 
 
 class Reach(Record):
-    """What comes from one node to another: blocked ports with reasons, and why a packet of the whole MTU does not."""
+    """What comes from one node to another: blocked ports with reasons, and why a packet of the whole MTU does not.
+
+    Of `sent` small packets `lost` did not come back; the `fastest` took so many seconds.
+    """
 
     blocked: Mapping[str, str] = Field(default_factory=dict)
     packet: str = ""
+    sent: int = 0
+    lost: int = 0
+    fastest: float | None = None
 
 
 def ask(node: ClusterNode, options: Mapping[str, Any]) -> NodeFacts:

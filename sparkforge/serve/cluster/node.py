@@ -5,7 +5,8 @@ and messages for people go to stderr. It uses what serves one machine: validator
 
   validate  run the validator for this node's part of the server
   begin     start a worker and return at once
-  start     start the head's part and wait until it has answered its first requests
+  start     start the head's part, or a replica, and wait until it has answered its first requests
+  balance   start the endpoint of replicas and wait until one of them answers through it
   reduce    measure all-reduces with the other nodes, by the interpreter that serves
   status    say whether this node's part runs, and how it ended
   logs      the last `lines` of its log
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,14 +26,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from sparkforge.core import paths
+from sparkforge.core import interrupt, paths
 from sparkforge.core.console import Steps, echo, show_error
 from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
-from sparkforge.core.process import run
+from sparkforge.core.files import write_atomic
+from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
-from sparkforge.serve import embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import allreduce, engine, watch
+from sparkforge.serve import access, client, embedded, environment, launch, logs, record
+from sparkforge.serve.cluster import allreduce, balancer, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
@@ -39,6 +42,7 @@ from sparkforge.serve.settings import TINY_ID
 
 LINES = 400
 REDUCE_SECONDS = 60.0
+BALANCE_SECONDS = 30.0
 
 
 class NodeRequest(Record):
@@ -52,8 +56,8 @@ class NodeRequest(Record):
 
     @property
     def node(self) -> ClusterNode:
-        """This node. Raises InputError for a name that the configuration lacks."""
-        for node in self.config.nodes:
+        """This node, or the balancer. Raises InputError for a name that the configuration lacks."""
+        for node in self.config.parts:
             if node.name == self.name:
                 return node
         raise InputError(f"there is no node {self.name!r}", "the request is malformed", "./inv cluster.status")
@@ -69,15 +73,22 @@ def describe(request: NodeRequest) -> Launch:
     config, node = request.config, request.node
     python = _interpreter(node)
     model = paths.typed(config.model).absolute() if config.model else embedded.write_tiny(python)
+    is_head, is_replica = node == config.head, config.mode == "replicas"
+    allowed = embedded.check(config.model, config.profile, ((is_head or is_replica) and config.key_file) or None)
+    if is_replica:  # the balancer passes on what its clients say
+        allowed = replace(allowed, hosts=tuple(access.loopback_hosts(config.port)))
     described = embedded.describe(
         python,
         model,
         served_name(model) if config.model else TINY_ID,
-        config.port,
-        arguments=(*engine.arguments(config, node), *config.flags),
+        config.replica_port if is_replica else config.port,
+        allowed,
+        arguments=_flags(request),
+        host=node.address if is_replica else LOOPBACK,
         profile=config.profile,
     )
-    is_head = node == config.head
+    if is_replica:
+        return described
     command = watch.watched(
         described.command,
         node=node.name,
@@ -91,6 +102,11 @@ def describe(request: NodeRequest) -> Launch:
     return replace(described, command=command, environment=variables)
 
 
+def _flags(request: NodeRequest) -> tuple[str, ...]:
+    config = request.config
+    return (*(engine.arguments(config, request.node) if config.mode == "split" else ()), *config.flags)
+
+
 def validate(request: NodeRequest) -> dict[str, Any]:
     """Validate this node's part.
 
@@ -98,11 +114,12 @@ def validate(request: NodeRequest) -> dict[str, Any]:
     and what `embedded.check` raises.
     """
     launch.refuse_second()
-    embedded.check(request.config.model, request.config.profile)
-    described = describe(request)
-    python = Path(described.command[described.command.index("--") + 1])
-    flags = (*engine.arguments(request.config, request.node), *request.config.flags)
-    verdict = embedded.validate(python, described.model, described.port, LOOPBACK, flags, request.config.profile)
+    config = request.config
+    embedded.check(config.model, config.profile)  # before an environment is made
+    described, python = describe(request), _interpreter(request.node)
+    verdict = embedded.validate(
+        python, described.model, described.port, described.host, _flags(request), config.profile
+    )
     return {"verdict": verdict}
 
 
@@ -130,6 +147,38 @@ def start(request: NodeRequest) -> dict[str, Any]:
                 ) from None
             raise
     return {"pid": server.pid, "url": server.url, "model": server.model_id, "proof": server.proof}
+
+
+def balance(request: NodeRequest) -> dict[str, Any]:
+    """Start the endpoint of replicas.
+
+    Raises UsageError without HAProxy, ServerError if no replica answers through it or one has another key.
+
+    Its record and log lie in a state folder of its own, so `status`, `logs` and `down` work as for a server.
+    """
+    config, file = request.config, paths.state() / balancer.FILE
+    key = access.read_key(Path(config.key_file))
+    for node in config.nodes:
+        if not client.accepts(f"http://{node.address}:{config.replica_port}", key):
+            why = f"its {config.key_file} is another one than the head's: clients would be refused now and then"
+            raise ServerError(
+                f"{node.name} does not take the API key", why, "one key_file for all", code="server.cluster"
+            )
+    write_atomic(file, balancer.text(config))
+    command = balancer.command(file)
+    run([*command, "-c"], fix=f"less {file}")
+    with launch.starting():
+        launch.check_free(config.port)
+        described = Launch(command, {}, Path(), "", balancer.PROGRAM, config.port)
+        server = launch.begin(described)
+        deadline = time.monotonic() + BALANCE_SECONDS
+        if not client.wait_until_healthy(lambda: client.healthy(server.url), deadline, lambda: server.alive):
+            why = "\n".join(logs.read(record.log_path()).splitlines()[-TAIL_LINES:]) or "its log is empty"
+            launch.stop()
+            raise ServerError(
+                "no replica answers through the balancer", why, "./inv cluster.check", code="server.cluster"
+            )
+    return {"pid": server.pid, "url": server.url}
 
 
 def lost() -> Mapping[str, str] | None:
@@ -163,7 +212,7 @@ def _interpreter(node: ClusterNode) -> Path:
 
 
 def status(_request: NodeRequest) -> dict[str, Any]:
-    """Say whether this node's part runs; if it has ended, how, and which node it was."""
+    """Say whether this node's part runs; if it has ended, how, which node it was, and whether somebody asked for it."""
     server = record.read()
     if server is None:
         return {"state": "stopped"}
@@ -171,7 +220,9 @@ def status(_request: NodeRequest) -> dict[str, Any]:
         return {"state": "running", "pid": server.pid, "milestone": logs.milestone(logs.read(Path(server.log)))}
     loss = lost()
     why = f"node {loss['node']}: {loss['why']}" if loss else record.how_it_ended(server)
-    return {"state": "ended", "why": why, "left": len(record.leftovers())}
+    end = record.ended(server)
+    asked = loss["why"] == watch.STOPPED if loss else bool(end and end.asked)
+    return {"state": "ended", "why": why, "asked": asked, "left": len(record.leftovers())}
 
 
 def tail(request: NodeRequest) -> dict[str, Any]:
@@ -195,6 +246,7 @@ ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
     "validate": validate,
     "begin": begin,
     "start": start,
+    "balance": balance,
     "reduce": reduce,
     "status": status,
     "logs": tail,
@@ -215,7 +267,8 @@ def main() -> int:
             why, fix = f"there is no action {request.action[:40]!r}", "the same Sparkforge on every node: git pull"
             raise InputError("the request is malformed", why, fix)
         paths.secure_state()
-        answer = ACTIONS[request.action](request)
+        with interrupt.caught():
+            answer = ACTIONS[request.action](request)
     except SparkforgeError as error:
         show_error(error)
         answer = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}

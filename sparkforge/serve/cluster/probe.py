@@ -6,7 +6,8 @@ in. So it imports the standard library alone. A fact that cannot be read is null
 The argument is a JSON object with a `mode`:
   facts   all facts; `ports` are tried, `model` is a folder whose files are fingerprinted, `image` one of Docker's
   listen  answer on `address` and `ports` for `seconds`, over TCP and UDP
-  reach   connect from `source` to `address` and each of `ports`, and send one UDP packet of `mtu` bytes unfragmented
+  reach   connect from `source` to `address` and each of `ports`, send small UDP packets there and back, and one of
+          `mtu` bytes unfragmented
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ HEADERS = 28  # bytes of an IPv4 and a UDP header
 EDGE = 1 << 20  # bytes at both ends of a file that its fingerprint reads
 IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, whatever the kernel knows of the path
 CONNECT_SECONDS = 3.0
+ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
+ECHO_SECONDS = 2.0  # for all of them, and again for late ones
 PROGRAM_SECONDS = 20
 
 
@@ -182,7 +186,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def listen(options: dict[str, Any]) -> dict[str, Any]:
-    """Answer connections, and then one packet, for `seconds` at most; say which ports others have."""
+    """Answer connections and packets for `seconds` at most, or until a large packet; say which ports others have."""
     opened: list[socket.socket] = []
     taken = []
     for port in options["ports"]:
@@ -203,20 +207,21 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
             if server.type == socket.SOCK_STREAM:
                 server.accept()[0].close()
             else:
-                _, sender = server.recvfrom(1 << 16)
-                server.sendto(b"received", sender)
-                return {"taken": taken}  # the packet is what the other side sends last
+                packet, sender = server.recvfrom(1 << 16)
+                server.sendto(packet[:ECHO_BYTES], sender)
+                if len(packet) > ECHO_BYTES:
+                    return {"taken": taken}  # it is what the other side sends last
     return {"taken": taken}
 
 
 def reach(options: dict[str, Any]) -> dict[str, Any]:
-    """Return why ports cannot be connected to, and why a full packet does not pass; "" if it does."""
+    """Return why ports cannot be connected to, how small packets come back, and why a full one does not pass."""
     deadline = time.monotonic() + options.get("seconds", 2 * CONNECT_SECONDS)
     blocked = {}
     for port in options["ports"]:
         if why := connect(options["source"], options["address"], port, deadline):
             blocked[str(port)] = why
-    return {"blocked": blocked, "packet": send_packet(options)}
+    return {"blocked": blocked, **echoes(options), "packet": send_packet(options)}
 
 
 def connect(source: str, address: str, port: int, deadline: float) -> str:
@@ -232,6 +237,33 @@ def connect(source: str, address: str, port: int, deadline: float) -> str:
             return str(error.strerror or error)
         else:
             return ""
+
+
+def echoes(options: dict[str, Any]) -> dict[str, Any]:
+    """Return how many small packets were `sent`, how many are `lost`, and the seconds of the `fastest` way and back."""
+    sent: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+
+        def receive(end: float) -> None:
+            """Wait for the answers to all packets that were sent."""
+            while len(seconds) < len(sent) and (left := end - time.monotonic()) > 0:
+                sender.settimeout(left)
+                with suppress(TimeoutError, socket.timeout):  # before Python 3.10 they differ
+                    number = int.from_bytes(sender.recv(64), "big")
+                    seconds.setdefault(number, time.monotonic() - sent[number])
+
+        try:
+            sender.bind((options["source"], 0))
+            sender.connect((options["address"], options["ports"][0]))
+            for number in range(ECHOES):  # one after the other: a burst would measure how soon a busy machine wakes up
+                sent[number] = time.monotonic()
+                sender.send(number.to_bytes(ECHO_BYTES, "big"))
+                receive(time.monotonic() + ECHO_SECONDS / ECHOES)
+            receive(time.monotonic() + ECHO_SECONDS)
+        except (OSError, KeyError):  # nothing more comes, or it is no answer to us
+            pass
+    return {"sent": ECHOES, "lost": ECHOES - len(seconds), "fastest": min(seconds.values(), default=None)}
 
 
 def send_packet(options: dict[str, Any]) -> str:

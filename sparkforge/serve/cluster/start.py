@@ -12,7 +12,7 @@ from typing import Any
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.serve import access
-from sparkforge.serve.cluster import check, remote
+from sparkforge.serve.cluster import balancer, check, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.node import LINES
 
@@ -20,17 +20,21 @@ MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
 VALIDATE_SECONDS, BEGIN_SECONDS, START_SECONDS = 600.0, 300.0, 1200.0  # the environment may have to be made
 ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
+REPLICA_SECONDS = 1200.0
 
 
 def up(config: ClusterConfig) -> Mapping[str, Any]:
     """Check, validate on every node, start the workers and then the head; return the head's answer.
 
+    Replicas start at the same time, and then the balancer, whose answer is returned.
     Whenever it raises, no node's part is left running, except on a node that it names. Raises UsageError for settings
     that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
     _require_embedded(config)
     _refuse_access(os.environ)
     steps, token = Steps(4), secrets.token_hex(16)
+    if config.mode == "replicas" and not config.head.ssh:
+        balancer.program()  # known at once, not after minutes
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = check.checked(config)
         check.require_fine(findings)
@@ -39,6 +43,8 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
         verdicts = _all(config, config.nodes, "validate", token, VALIDATE_SECONDS)
         tell("; ".join(f"{name}: {answer['verdict']}" for name, answer in verdicts.items()))
     try:
+        if config.mode == "replicas":
+            return _up_replicas(config, steps)
         with steps.step("workers", ", ".join(node.name for node in config.workers)):
             _all(config, config.workers, "begin", token, BEGIN_SECONDS)
         with steps.step("head", f"{config.head.name}: vLLM starts") as tell:
@@ -51,6 +57,26 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
             say(f"{error.what}: {error.why}; next: {error.fix}")
         raise
     return answer
+
+
+def _up_replicas(config: ClusterConfig, steps: Steps) -> Mapping[str, Any]:
+    with steps.step("servers", ", ".join(node.name for node in config.nodes)) as tell:
+        answers = _all(config, config.nodes, "start", "", REPLICA_SECONDS)
+        tell("; ".join(f"{name}: first answers received" for name in answers))
+    with steps.step("balancer", f"{config.head.name}: HAProxy starts") as tell:
+        answer = ask(config, config.parts[-1], "balance", BEGIN_SECONDS)
+        tell(f"{answer['url']} answers")
+    return answer
+
+
+def renew(config: ClusterConfig, node: ClusterNode) -> None:
+    """End what is left of a replica, or of their balancer, and start it again. Raises the node's error."""
+    ask(config, node, "down", DOWN_SECONDS)
+    if node in config.nodes:
+        ask(config, node, "validate", VALIDATE_SECONDS)
+        ask(config, node, "start", REPLICA_SECONDS)
+    else:
+        ask(config, node, "balance", BEGIN_SECONDS)
 
 
 def measure(config: ClusterConfig) -> dict[str, Any]:
@@ -76,13 +102,13 @@ def _refuse_access(environment: Mapping[str, str]) -> None:
     """Raise UsageError for a key, its file, or names of hosts: the head would serve without them."""
     for name in (access.KEY, access.KEY_FILE, access.HOSTS):
         if environment.get(name):
-            why = "a cluster has no API key and no further names of hosts yet; its head listens on loopback only"
+            why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
 
 
 def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
     """Return each node's state; a node that does not answer has the state `silent` and says why."""
-    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "status", ASK_SECONDS))
+    answers = remote.on_all(config.parts, lambda node: ask(config, node, "status", ASK_SECONDS))
     return {name: _state(answer) for name, answer in answers.items()}
 
 
@@ -101,8 +127,8 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
     """Print the last lines of every node's log, each with the node's name in front. Raises UsageError."""
     if not 1 <= lines <= LINES:
         raise UsageError(f"--lines {lines} has no meaning", f"it is 1 to {LINES}", "./inv cluster.logs --lines 100")
-    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "logs", ASK_SECONDS, lines=lines))
-    width = max(len(node.name) for node in config.nodes)
+    answers = remote.on_all(config.parts, lambda node: ask(config, node, "logs", ASK_SECONDS, lines=lines))
+    width = max(len(node.name) for node in config.parts)
     for name, answer in answers.items():
         if isinstance(answer, SparkforgeError):
             say(f"{name}: {answer.what}: {answer.why}")
@@ -117,7 +143,7 @@ def down(config: ClusterConfig) -> None:
     Raises ServerError, after the others have ended, for one that did not, and UsageError for another device.
     """
     _require_embedded(config)
-    answers = remote.on_all(config.nodes, lambda node: ask(config, node, "down", DOWN_SECONDS))
+    answers = remote.on_all(config.parts, lambda node: ask(config, node, "down", DOWN_SECONDS))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")
     failed = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}

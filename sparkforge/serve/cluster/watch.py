@@ -32,6 +32,7 @@ TURN_SECONDS = 0.2
 LONGEST_LINE = 4096  # bytes; a longer one is not of ours
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
+STOPPED = "it was stopped"  # by a signal: somebody's wish, or a machine that shuts down in order
 # Read by people, and by the doctor.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]
   why:  {why}
@@ -185,7 +186,7 @@ def run(options: argparse.Namespace, token: str) -> int:
     while child.poll() is None:
         if stopped and not passed_on:
             passed_on = True
-            watch.tell(options.node, "it was stopped")
+            watch.tell(options.node, STOPPED)
             child.send_signal(stopped[0])
         if loss := loss or (None if passed_on else watch.turn()):
             break

@@ -28,6 +28,7 @@ def healthy(sheet):
         name: node.model_copy(update={"image": IMAGE, "model": MODEL}) for name, node in sheet("two-from-eugr").items()
     }
     config = discover.propose(facts, {"spark": "", "spark2": "spark2"}).model_copy(update={"model": "/models/gpt"})
-    reaches = {("spark", "spark2"): Reach(), ("spark2", "spark"): Reach()}
+    reach = Reach(sent=50, fastest=5e-5)
+    reaches = {("spark", "spark2"): reach, ("spark2", "spark"): reach}
     model = parse(models.load()["gpt-oss-120b"].config, "test")
     return Situation(config, facts, reaches=reaches, nccl="2.29.7", model=model)

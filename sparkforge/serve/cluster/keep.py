@@ -1,0 +1,197 @@
+"""`python -P -m sparkforge.serve.cluster.keep CONFIG`: starts a cluster again, in order, when a node's part has ended.
+
+`cluster.up` starts it on the machine that the commands run on, in a session of its own. It asks the head, whose part
+ends whenever another's does. After an end that nobody asked for it pauses as one machine's server does (restarts.py),
+waits until every node answers, ends what is left, and starts as `cluster.up` does: check, validation, workers, head.
+Of replicas it asks every one, and starts only the one that ended. After too many failures it gives up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparkforge.core import interrupt, paths
+from sparkforge.core.console import say, show_error
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ServerError, SparkforgeError
+from sparkforge.core.files import holder, locked, write_json
+from sparkforge.core.process import spawn, started_at
+from sparkforge.serve import restarts
+from sparkforge.serve.cluster import start
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.restarts import ServerFailure
+
+PURPOSE = "start a cluster again"
+LOOK_SECONDS = 5.0  # a question starts an interpreter on the node
+BEGIN_SECONDS = 30.0
+RETURN_SECONDS = 1800.0  # a machine's own restart, with a check of its disks
+END_SECONDS = 200.0  # more than the keeper's own `down` takes
+
+
+def _lock_path() -> Path:
+    return paths.state() / "cluster.lock"
+
+
+def _note_path() -> Path:
+    return paths.state() / "cluster.keep.json"
+
+
+def log_path() -> Path:
+    """Return where its output goes."""
+    return paths.state() / "logs" / "cluster.log"
+
+
+def running() -> int | None:
+    """Return its process id; None if none runs for this checkout."""
+    return holder(_lock_path(), PURPOSE)
+
+
+def state() -> dict[str, Any]:
+    """Return what it does (`state`), since or because of what (`why`), and how many `failures` it remembers."""
+    note: dict[str, Any] = {"state": "off", "why": "nothing starts a part again", "failures": 0}
+    with suppress(OSError, ValueError):
+        read = read_json(_note_path())
+        if isinstance(read, dict) and note.keys() <= read.keys() and (running() or read["state"] == "gave up"):
+            note = {name: read[name] for name in note}
+    return note
+
+
+def refuse_second() -> None:
+    """Raise ServerError if one runs: it may be about to start the nodes."""
+    if pid := running():
+        why = f"pid {pid} serves it, or is about to start it again: {state()['why']}"
+        raise ServerError("a cluster is kept by this checkout", why, "./inv cluster.down", code="server.running")
+
+
+def begin(config: ClusterConfig) -> int:
+    """Start it, and return its process id once it holds its lock. Raises ServerError."""
+    command = [sys.executable, "-P", "-m", __name__, config.model_dump_json(by_alias=True)]
+    pid = spawn(command, log=log_path(), env=os.environ, cwd=paths.ROOT)
+    started, deadline = started_at(pid), time.monotonic() + BEGIN_SECONDS
+    while running() != pid:
+        if started_at(pid) != started or time.monotonic() > deadline:
+            why = "the nodes serve; a part that ends is not started again"
+            raise ServerError("the keeper did not start", why, f"less {log_path()}", code="server.cluster")
+        time.sleep(0.05)
+    return pid
+
+
+def end() -> None:
+    """End it, with a start of its own that is under way. Raises ServerError if it does not end."""
+    _note_path().unlink(missing_ok=True)
+    if not (pid := running()):
+        return
+    started, deadline = started_at(pid), time.monotonic() + END_SECONDS
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)  # also the questions that it has put to nodes
+    while started_at(pid) == started:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            fix = f"kill -9 {pid}; ./inv cluster.down"
+            raise ServerError("the keeper does not end", f"pid {pid} was asked to", fix, code="server.cluster")
+        time.sleep(0.05)
+    _note_path().unlink(missing_ok=True)
+
+
+def keep(config: ClusterConfig) -> None:
+    """Start the cluster again after each end that nobody asked for; return after one that somebody asked for.
+
+    Raises ServerError after too many failures.
+    """
+    failures: tuple[ServerFailure, ...] = ()
+    watched = [config.head] if config.mode == "split" else list(config.parts)
+    _note("watching", ", ".join(node.name for node in watched), failures)
+    while end := _next_end(config, watched):
+        node, why = end
+        while why:
+            now = time.time()
+            failures = restarts.recent((*failures, ServerFailure(ended=now, why=why)), now)
+            if len(failures) >= restarts.MOST:
+                raise ServerError(
+                    "the cluster ended too often and is not started",
+                    restarts.summary(failures),
+                    "./inv cluster.logs; when the cause is gone: ./inv cluster.up",
+                    code="server.restarts",
+                )
+            why = _start_again(config, node, failures)
+        _note("watching", f"started again after: {failures[-1].why}", failures)
+
+
+def _next_end(config: ClusterConfig, watched: list[ClusterNode]) -> tuple[ClusterNode, str] | None:
+    """Wait until a part has ended; return it and why. None if somebody asked for all that have."""
+    while watched:
+        for node in tuple(watched):
+            with suppress(SparkforgeError):  # one that does not answer may still serve
+                answer = start.ask(config, node, "status", start.ASK_SECONDS)
+                if answer["state"] == "stopped" or answer.get("asked"):
+                    watched.remove(node)
+                elif answer["state"] == "ended":
+                    return node, str(answer["why"])
+        time.sleep(LOOK_SECONDS)
+    return None
+
+
+def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[ServerFailure, ...]) -> str:
+    """Pause, wait for the nodes, and start; return why that failed, or ""."""
+    pause = restarts.pause_seconds(failures, time.time())
+    _note("pausing", f"{failures[-1].why}; the next start is in {pause:.0f} s", failures)
+    time.sleep(pause)
+    try:
+        _wait_for_nodes(config, failures)
+        _note("starting", failures[-1].why, failures)
+        if config.mode == "replicas":
+            start.renew(config, node)
+        else:
+            start.down(config)
+            start.up(config)
+    except SparkforgeError as error:
+        show_error(error)
+        return f"{error.what}: {error.why}"
+    return ""
+
+
+def _wait_for_nodes(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> None:
+    """Wait until every node answers: one that restarts is no failure. Raises ServerError."""
+    deadline = time.monotonic() + RETURN_SECONDS
+    while silent := [name for name, node in start.status(config).items() if node["state"] == "silent"]:
+        why = f"{', '.join(silent)} does not answer"
+        _note("waiting", why, failures)
+        if time.monotonic() > deadline:
+            fix = "./inv cluster.check"
+            raise ServerError(
+                "the cluster has too few nodes", f"{why} for {RETURN_SECONDS:g} s", fix, code="server.cluster"
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def _note(doing: str, why: str, failures: tuple[ServerFailure, ...]) -> None:
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {doing}: {why}")
+    with suppress(OSError):  # such as a full disk: it keeps the cluster all the same
+        write_json(_note_path(), {"state": doing, "why": why, "failures": len(failures)})
+
+
+def main(argument: str) -> int:
+    """Keep the cluster of this configuration; return the exit code."""
+    config = ClusterConfig.model_validate_json(argument)
+    try:
+        with interrupt.caught(), locked(_lock_path(), PURPOSE):
+            keep(config)
+    except KeyboardInterrupt:
+        return 0
+    except ServerError as error:
+        show_error(error)
+        if error.code == "server.restarts":
+            _note("gave up", error.why, ())
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""One model over two network namespaces by vLLM's own multi-node engine on CPU: answers, and nodes that die.
+
+Two starts of vLLM over both nodes, and one on a single node, for the whole file: the tests run in their order.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cluster_nodes as namespaces
+import psutil
+import pytest
+
+from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
+from sparkforge.models import tiny
+from sparkforge.serve import client, embedded, record
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
+FLAGS = ("--dtype=float32", "--max-num-seqs=4")
+PROMPTS = ("It is a truth universally", "Emma was")
+END_SECONDS, START_SECONDS = 30, 600
+ASK = """
+import sys, urllib.request as r
+request = r.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+print(r.urlopen(request, timeout=120).read().decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    yield from namespaces.made(tmp_path_factory.mktemp("nodes"))
+
+
+@pytest.fixture(scope="module")
+def model(nodes):
+    return tiny.write_tiny(nodes.work / "models" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def file(nodes, model, free_port):
+    """The configuration; its `python` is the interpreter, but servers fork one process that has imported vLLM."""
+    python = nodes.work / "forking"
+    script, cache = Path(__file__).with_name("forking.py"), os.environ["VLLM_CACHE_ROOT"]
+    python.write_text(f"""#!/bin/sh
+[ "$2" = validate ] && exec {sys.executable} "$@"
+shift
+VLLM_CACHE_ROOT={cache} OMP_NUM_THREADS=1 exec {sys.executable} {script} "$@"
+""")
+    python.chmod(0o755)
+    return nodes.config(python=python, model=json.dumps(str(model)), flags=json.dumps(FLAGS), port=free_port())
+
+
+@pytest.fixture(scope="module")
+def up(nodes, file):
+    done = nodes.inv("cluster.up", "--config", str(file), seconds=900)
+    logs = "".join(log.read_text()[-3000:] for log in nodes.work.glob("?/logs/server.log"))
+    assert done.returncode == 0, done.stderr + logs
+    yield done.stdout.strip()
+    if any(nodes.work.glob("?/server.json")):  # else the last test ended it
+        nodes.inv("cluster.down", "--config", str(file), seconds=300)
+
+
+@pytest.fixture(scope="module")
+def answers(nodes, up):
+    """What both nodes answer together, before one of them is killed."""
+    return [complete(up, prompt, *nodes.inside(0)) for prompt in PROMPTS]
+
+
+def complete(url, prompt, *inside):
+    """Return the tokens of an answer and their log probabilities."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    command = [*inside, sys.executable, "-c", ASK, f"{url}/completions", json.dumps(body)]
+    answer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    logprobs = answer["choices"][0]["logprobs"]
+    return logprobs["tokens"], logprobs["token_logprobs"]
+
+
+def status(nodes, file):
+    done = nodes.inv("cluster.status", "--config", str(file), "--json")
+    return done.returncode, json.loads(done.stdout)
+
+
+def left(nodes, name):
+    """Return the processes of a node's servers."""
+    pids = with_variable(record.MARK, record.mark(nodes.work / name))
+    return [pid for pid in pids if started_at(pid) is not None]
+
+
+def wait_for(true, seconds, why):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, why.read_text() if isinstance(why, Path) else why
+        time.sleep(0.2)
+
+
+def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
+    port = free_port()
+    launch = forking(embedded.describe(Path(sys.executable), model, "tiny", port, arguments=FLAGS))
+    environment = {**os.environ, **launch.environment, "PYTHONPATH": str(namespaces.ROOT)}
+    pid = spawn(launch.command, log=nodes.work / "one.log", env=environment, cwd=nodes.work)
+    started, url = started_at(pid), f"http://127.0.0.1:{port}"
+    try:
+        assert client.wait_until_serving(url, "tiny", time.monotonic() + 600, lambda: started_at(pid) == started)
+        for (tokens, logprobs), prompt in zip(answers, PROMPTS, strict=True):
+            expected, expected_logprobs = complete(f"{url}/v1", prompt)
+            assert len(tokens) == 12
+            assert tokens == expected
+            assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+    finally:
+        terminate_session(pid)
+
+
+def test_status_and_logs_name_both_nodes(answers, nodes, file):
+    code, shown = status(nodes, file)
+    assert code == 0
+    assert {name: node["state"] for name, node in shown["nodes"].items()} == {"head": "running", "worker": "running"}
+    assert (shown["restarts"]["state"], shown["restarts"]["failures"]) == ("watching", 0)
+    lines = nodes.inv("cluster.logs", "--config", str(file), "--lines", "400").stdout.splitlines()
+    assert any(line.startswith("head   | ") and "nnodes" in line for line in lines)
+    assert any(line.startswith("worker | ") and "headless" in line for line in lines)
+
+
+def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order(answers, up, nodes, file):
+    former = {name: node["pid"] for name, node in status(nodes, file)[1]["nodes"].items()}
+    everything = [pid for leader in former.values() for pid in session_members(leader)]
+    victims = [pid for pid in left(nodes, "b") if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline())]
+    assert victims
+    os.kill(victims[0], signal.SIGKILL)
+    wait_for(lambda: not any(map(started_at, everything)), END_SECONDS, "parts of the former servers are left")
+    note = nodes.work / "a/cluster.keep.json"
+    log = nodes.work / "a/logs/cluster.log"
+    wait_for(lambda: json.loads(note.read_text())["why"].startswith("started again"), START_SECONDS, log)
+    assert "node worker ended this node's part" in (nodes.work / "a/logs/server.previous.log").read_text()
+    code, shown = status(nodes, file)
+    assert code == 0
+    assert {node["state"] for node in shown["nodes"].values()} == {"running"}
+    assert shown["restarts"]["failures"] == 1
+    assert shown["restarts"]["why"].startswith("started again after: node worker: ")
+    kept = log.read_text()
+    order = [kept.index(step) for step in ("pausing: node worker: ", "] validation", "] workers", "] head")]
+    assert order == sorted(order)
+    for (tokens, logprobs), prompt in zip(answers, PROMPTS, strict=True):
+        again, logprobs_again = complete(up, prompt, *nodes.inside(0))
+        assert again == tokens
+        assert logprobs_again == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
+    for pid in left(nodes, "a"):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not left(nodes, "b"), END_SECONDS, "parts of the worker are left")
+    end = json.loads((nodes.work / "b/cluster.end.json").read_text())
+    assert end["node"] == "head"
+    assert end["why"].startswith("its connection broke")
+    assert nodes.inv("cluster.down", "--config", str(file), seconds=300).returncode == 0
+    assert [left(nodes, name) for name in "ab"] == [[], []]
+    code, shown = status(nodes, file)
+    assert code == 24
+    assert {node["state"] for node in shown["nodes"].values()} == {"stopped"}
+    assert shown["restarts"]["state"] == "off"

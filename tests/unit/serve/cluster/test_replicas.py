@@ -1,0 +1,122 @@
+"""Independent servers behind one endpoint: their settings, what is asked of which node, and each server's command."""
+
+import pytest
+from pydantic import ValidationError
+
+from sparkforge.core.errors import ServerError, UsageError
+from sparkforge.serve import client, embedded
+from sparkforge.serve.cluster import balancer, check, config, node, start
+
+ADDRESSES = ("192.168.177.11", "192.168.177.12")
+
+
+def changed(original, **changes):
+    """Return a configuration that was read with these settings."""
+    return config.ClusterConfig.model_validate({**original.model_dump(by_alias=True), **changes})
+
+
+@pytest.fixture
+def replicas(healthy, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("key-of-a-test")
+    key.chmod(0o600)
+    settings = {"mode": "replicas", "tensor": 1, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
+    return changed(healthy.config, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor": 2}, "share no layer"),
+        ({"expert": True}, "share no layer"),
+        ({"device": "docker"}, "embedded device only"),
+        ({"key_file": ""}, "need key_file"),
+        ({"replica_port": 8000}, "must differ"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(replicas, changes, words):
+    with pytest.raises(ValidationError, match=words):
+        changed(replicas, **changes)
+
+
+def test_a_node_with_the_balancers_name_is_refused(replicas):
+    nodes = [node.model_dump() for node in replicas.nodes]
+    nodes[1]["name"] = config.BALANCER
+    with pytest.raises(ValidationError, match="called balancer"):
+        changed(replicas, nodes=nodes)
+
+
+def test_the_file_keeps_the_mode_and_the_key(replicas, tmp_path):
+    config.write(tmp_path / "cluster.toml", replicas)
+    assert config.read(tmp_path / "cluster.toml") == replicas
+
+
+def test_the_balancer_is_a_part_on_the_head_with_a_state_of_its_own(replicas):
+    assert [part.name for part in replicas.parts] == ["spark", "spark2", "balancer"]
+    assert (replicas.parts[-1].ssh, replicas.parts[-1].state) == (replicas.head.ssh, ".sparkforge/balancer")
+    assert [replicas.ports(part) for part in replicas.nodes] == [(8000, 8001), (8001,)]
+    assert replicas.parts[:2] == replicas.nodes
+
+
+def test_a_replica_is_a_whole_server_on_its_address_with_the_key(replicas, monkeypatch, tmp_path):
+    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
+    nodes = tuple(part.model_copy(update={"python": "/python"}) for part in replicas.nodes)
+    request = node.NodeRequest(action="start", name="spark2", config=replicas.model_copy(update={"nodes": nodes}))
+    described = node.describe(request)
+    assert (described.host, described.port, described.key) == (ADDRESSES[1], 8001, "key-of-a-test")
+    assert not [word for word in described.command if "nnodes" in word or "headless" in word or "watch" in word]
+    hosts = described.environment["SPARKFORGE_ALLOWED_HOSTS"].split(",")
+    assert {"127.0.0.1:8000", f"{ADDRESSES[1]}:8001"} <= set(hosts)  # through the balancer, and for its own proof
+
+
+def test_a_split_models_head_takes_the_key_and_its_worker_needs_none(replicas, monkeypatch, tmp_path):
+    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
+    split = changed(replicas, mode="split", tensor=2)
+    nodes = tuple(part.model_copy(update={"python": "/python"}) for part in split.nodes)
+    split = split.model_copy(update={"nodes": nodes})
+    keys = [node.describe(node.NodeRequest(action="x", name=part.name, config=split)).key for part in nodes]
+    assert keys == ["key-of-a-test", ""]
+
+
+def test_every_server_is_checked_and_sessions_follow_that_check(replicas):
+    text = balancer.text(replicas)
+    assert "bind 127.0.0.1:8000" in text
+    for name, address in zip(("spark", "spark2"), ADDRESSES, strict=True):
+        assert f"server {name} {address}:8001 check" in text
+        assert f"server {name} {address}:8001 track servers/{name}" in text
+
+
+def test_without_haproxy_nothing_is_asked(replicas, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(balancer, "SYSTEM_FOLDERS", "")
+    monkeypatch.setattr(check, "checked", lambda _config: pytest.fail("it went on"))
+    with pytest.raises(UsageError, match="haproxy is not installed"):
+        start.up(replicas)
+
+
+def test_a_server_with_another_key_is_named(replicas, monkeypatch):
+    monkeypatch.setattr(
+        client, "accepts", lambda url, key: (url, key) != (f"http://{ADDRESSES[1]}:8001", "key-of-a-test")
+    )
+    with pytest.raises(ServerError, match="spark2 does not take the API key"):
+        node.balance(node.NodeRequest(action="balance", name="balancer", config=replicas))
+
+
+def test_servers_start_together_and_the_balancer_after_them(replicas, healthy, monkeypatch):
+    questions = []
+
+    def ask(_config, part, action, _seconds, **_more):
+        questions.append((part.name, action))
+        return {"verdict": "serve", "url": "http://x", "state": "stopped"}
+
+    monkeypatch.setattr(start, "ask", ask)
+    monkeypatch.setattr(check, "look", lambda _config: healthy)
+    monkeypatch.setattr(balancer, "program", lambda: "haproxy")
+    assert start.up(replicas)["url"] == "http://x"
+    assert sorted(questions[2:4]) == [("spark", "start"), ("spark2", "start")]
+    assert questions[4:] == [("balancer", "balance")]
+    questions.clear()
+    start.renew(replicas, replicas.nodes[1])
+    assert questions == [("spark2", "down"), ("spark2", "validate"), ("spark2", "start")]
+    start.down(replicas)
+    assert sorted(questions[3:]) == [("balancer", "down"), ("spark", "down"), ("spark2", "down")]
