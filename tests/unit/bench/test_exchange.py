@@ -126,9 +126,10 @@ def test_a_batch_is_named_by_its_folder(save, tmp_path, capsys):
 
 
 VLLM = {name: stack.components["vllm"].version for name, stack in pins.load().stacks.items() if name != "embedded"}
+DEFAULT = VLLM[pins.load().default]
 
 
-def served(version=VLLM[pins.load().default], **changes):
+def served(version=DEFAULT, **changes):
     return {"model": "gpt-oss-120b", "device": "docker", "version": version, **changes}
 
 
