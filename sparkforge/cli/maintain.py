@@ -40,7 +40,10 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     root: str = "",
     container: bool = False,
 ) -> None:
-    """Remove compiled FlashInfer modules that no process uses, or files that no pin names."""
+    """Remove compiled FlashInfer modules, or files that no pin names.
+
+    A module that a live process uses stays.
+    """
     if files:
         from sparkforge.sources import prune
 

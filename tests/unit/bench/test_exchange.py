@@ -65,9 +65,9 @@ def export(names, form, output, profile="safe"):
 
 
 def test_the_report_is_llama_benchys_with_its_formulas(save, tmp_path):
-    one = save("a.json", 1, (0, 100, 500), (500, 200, 1000))
+    single = save("a.json", 1, (0, 100, 500), (500, 200, 1000))
     first, second = (save(f"{n}.json", 2, (0, 100, 500), (0, 200, 700)) for n in "bc")
-    path = export([one, first, second], "llama-benchy", tmp_path / "out.json")
+    path = export([single, first, second], "llama-benchy", tmp_path / "out.json")
     report = json.loads(path.read_text())
     jsonschema.validate(report, REPORT)
     assert (report["model"], report["max_concurrency"], report["latency_mode"]) == ("gpt-oss-120b", 2, "none")
