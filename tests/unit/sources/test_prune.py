@@ -1,8 +1,8 @@
 """`./inv clean-cache --files` on a cache with files of the real pins and locks, and with others."""
 
+import fcntl
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -73,15 +73,20 @@ def test_what_is_no_file_of_the_cache_stays(cache, tmp_path):
     assert (folder / ("0" * 64)).is_symlink()
 
 
-def test_a_file_that_is_fetched_meanwhile_is_waited_for(cache):
-    _, (old, _) = cache
-    pruning = threading.Thread(target=prune.prune, kwargs={"dry_run": False})
-    with fetch.locked_download(old):
-        pruning.start()
-        pruning.join(0.2)
-        assert old.exists()
-    pruning.join()
-    assert not old.exists()
+def test_a_file_is_removed_under_the_lock_that_its_download_takes(cache):
+    _, others = cache
+    removed = []
+
+    def remove(folder, **_):
+        removed.append(folder)
+        if folder.parent.name == "files":
+            with (paths.cache() / "locks" / f"{folder.name}.lock").open() as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparkforge.sources.prune.shutil.rmtree", remove)
+        prune.prune(dry_run=False)
+    assert {path.parent for path in others} <= set(removed)
 
 
 def test_a_kill_at_any_step_leaves_nothing_that_is_trusted(kit, cache):
