@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -108,11 +108,29 @@ def state_folders(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_folders(state_folders, monkeypatch, request):
     if request.node.get_closest_marker("integration"):
-        return  # these bring real files; the shared cache, verified by hash, saves downloading them again
+        yield  # these bring real files; the shared cache, verified by hash, saves downloading them again
+        return
     folder = next(state_folders)
     for name in ("state", "cache"):
         (folder / name).mkdir(mode=0o700, parents=True)
         monkeypatch.setenv(f"SPARKFORGE_{name.upper()}", str(folder / name))
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def large_folder(tmp_path_factory):
+    """Return a context manager: a new folder for hundreds of megabytes, removed at its end, also of a failed run."""
+
+    @contextmanager
+    def large_folder(name):
+        folder = tmp_path_factory.mktemp(name)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return large_folder
 
 
 @pytest.fixture(scope="session")

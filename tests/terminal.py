@@ -9,8 +9,15 @@ import sys
 import time
 
 SECONDS = 120.0  # until a text must have come; on a busy machine a start of Python takes many
-# Makes the terminal the program's own, so that Ctrl-C typed there reaches it as a signal.
-OWN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+# Makes the terminal the program's own, so that Ctrl-C typed there reaches it as a signal, also where pytest's parent
+# ignores it (a shell's background job, nohup): a program inherits what is ignored.
+OWN = """
+import fcntl, os, signal, sys, termios
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Terminal:

@@ -29,6 +29,7 @@ from sparkforge.core.console import echo, say
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.tables import Record
+from sparkforge.image.devices import CPU
 from sparkforge.models import table as models
 from sparkforge.serve import profiles
 from sparkforge.serve.profiles import ServeProfile
@@ -277,25 +278,34 @@ def write_arena(folder: Path, results: Sequence[Result], profile: str) -> None:
 
     `profile` is the serve profile that the server was started with, which results do not hold. Raises UsageError for an
     unknown one, InputError for results that make no entry: of a machine without a GPU, of a model that models.toml does
-    not pin, or without speeds of all requests together.
+    not pin, of several releases of vLLM or one that no stack has, or without speeds of all requests together.
     """
     content = report(results)
     model = f"openai/{content.model}"
     revision = models.pinned_revision(model)
     slow = [run for run in content.benchmarks if run.tg_throughput is None]
     fix = "name results of a server in the container, measured with --num-prompts equal to --conc"
+    versions = {result.server.version.partition("+")[0] for result in results}  # without +sparkforge.N
+    stacks = [
+        name
+        for name, stack in pins.load().stacks.items()
+        if stack.image and stack.image.device != CPU and versions == {stack.components["vllm"].version}
+    ]
     why = ""
     if any(result.server.device in {"embedded", "docker-cpu"} for result in results):
         why = "they were measured without a GPU"
     elif not revision:
         why = f"sparkforge/models/models.toml pins no {model}"
+    elif not stacks:
+        released = ", ".join(sorted(version or "an unknown vLLM" for version in versions))
+        why = f"their servers ran {released}, and the image of a stack has one vLLM of pins.toml"
     elif slow:
         first = f"{slow[0].prompt_size}/{slow[0].response_size} c{slow[0].concurrency}"
         why = f"{first} has more requests than run at once, so llama-benchy's speeds of all of them are not defined"
     if why:
         raise InputError("these results make no entry for the Spark Arena", why, fix, code="input.result")
     config = results[0].config
-    image = f"sparkforge/vllm:{pins.load().default}"
+    image = f"sparkforge/vllm:{stacks[0]}"
     recipe = _recipe(model, image, config.model, config.tp, profiles.named(profile))
     ends = [_time(str(result.machine.get("measured_at", ""))) for result in results]
     start = min(end - timedelta(seconds=result.seconds) for end, result in zip(ends, results, strict=True))

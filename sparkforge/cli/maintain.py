@@ -22,23 +22,36 @@ ROOT = "the cache's folder, if it is not FlashInfer's own"
     changed="changed source files, with commas: remove the modules built from them",
     stale="remove what other versions left",
     all="remove every module; asks first",
+    files="instead: remove fetched and patched files that no pin or lock of this checkout names",
     dry_run=DRY_RUN,
     yes="do not ask",
     root=ROOT,
     container=CONTAINER,
 )
-def clean_cache(
+def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
     module: str = "",
     changed: str = "",
     stale: bool = False,
     all: bool = False,  # noqa: A002 - the option's name
+    files: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     root: str = "",
     container: bool = False,
 ) -> None:
-    """Remove compiled FlashInfer modules that no process uses."""
+    """Remove compiled FlashInfer modules, or files that no pin names.
+
+    A module that a live process uses stays.
+    """
+    if files:
+        from sparkforge.sources import prune
+
+        if module or changed or stale or all or root or container:
+            failure, why = "--files goes with --dry-run alone", "the other options choose compiled modules"
+            raise UsageError(failure, why, "./inv clean-cache --files --dry-run")
+        prune.prune(dry_run=dry_run)
+        return
     if container:
         from sparkforge.image import volume
 

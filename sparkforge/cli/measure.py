@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -13,10 +12,9 @@ from invoke.context import Context
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER, START
 from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task, whole_number
-from sparkforge.core.console import say
+from sparkforge.cli.serve import requested
 from sparkforge.core.errors import UsageError
 
-PORT = "8000"
 Options = Mapping[str, Any]
 
 # How a path among them is read: relative ones start in the caller's folder.
@@ -135,9 +133,7 @@ def bakeoff(options: Options) -> None:
     won. An interrupted bake-off of profiles goes on with the same command.
     """
     from sparkforge.bench import bakeoff, trials
-    from sparkforge.serve import passed, settings
-    from sparkforge.serve.device import choose
-    from sparkforge.serve.start import StartRequest, start
+    from sparkforge.serve.start import start
 
     names = listed(options.get("profiles", ""))
     if bool(names) == bool(options["file"]):
@@ -148,17 +144,10 @@ def bakeoff(options: Options) -> None:
         return
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
-    port = options["port"] or os.environ.get("PORT") or PORT
-    named = options["model"] or os.environ.get("MODEL", "")
-    choice = choose(options["device"])
-    say(f"device: {choice.device}, because {choice.why}")
-    request = StartRequest(
-        choice.device,
-        model=settings.checkpoint(named, caller_path(named)),
-        port=whole_number("--port", port),
+    request = requested(
+        options["device"], model=options["model"], port=options["port"], context=options["max_model_len"],
         stack=options["stack"],
-        variables=passed.with_context(os.environ, options["max_model_len"], ()),
-    )
+    )  # fmt: skip
     trials.run(names, options, request, lambda wanted: start(wanted, build_image), _python())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from invoke.context import Context
 
@@ -15,26 +16,69 @@ from sparkforge.core.console import Steps, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import held
 
+if TYPE_CHECKING:
+    from sparkforge.serve.start import StartRequest
+
 PORT = "8000"
+# The texts of the options that say what is served and to whom, of every command that has them.
+SERVED = {
+    "model": "folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
+    "port": "port to listen on; default 8000 [PORT]",
+    "host": "IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
+    "context": "longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
+    "api_key_file": "file with the API key that clients must send: one line, readable for you alone",
+    "allow_hosts": "more names for the Host header, with commas: spark.local,localhost:9000",
+    "stack": "a stack of pins.toml; default: the device's",
+    "vllm_flags": "vLLM's own flags, as in: ./inv up -- --max-num-seqs 4",
+}
+
+
+def requested(  # noqa: PLR0913 - a parameter an option
+    device: str,
+    *,
+    model: str = "",
+    profile: str = "",
+    port: str = "",
+    host: str = "",
+    context: str = "",
+    api_key_file: str | None = None,
+    allow_hosts: str = "",
+    stack: str = "",
+    vllm_flags: Sequence[str] = (),
+) -> StartRequest:
+    """Return what the options of a command and the environment ask for, and say which device serves, and why.
+
+    MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
+    """
+    from sparkforge.serve import passed, settings
+    from sparkforge.serve.device import choose
+    from sparkforge.serve.start import StartRequest
+
+    number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
+    named = model or os.environ.get("MODEL", "")
+    model = settings.checkpoint(named, caller_path(named))
+    key_file = caller_path(api_key_file) if api_key_file else api_key_file
+    address = passed.address(host, key_file)
+    variables = passed.with_context(os.environ, context, vllm_flags)
+    choice = choose(device)
+    flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
+    say(f"device: {choice.device}, because {choice.why}")
+    return StartRequest(
+        choice.device, model, profile, number, host and address, key_file, allow_hosts, stack=stack,
+        variables=variables, flags=flags,
+    )  # fmt: skip
 
 
 @task(
     example="./inv up --device docker --profile fast",
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
-    model="folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
     profile="a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner",
-    port="port to listen on; default 8000 [PORT]",
-    host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
-    context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
-    api_key_file="file with the API key that clients must send: one line, readable for you alone",
-    allow_hosts="more names for the Host header, with commas: spark.local,localhost:9000",
     profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
     foreground="stay, show the log, stop the server on Ctrl-C",
     hold="after a refused validation wait and validate again, as the systemd unit does",
-    stack="a stack of pins.toml; default: the device's",
     offline=OFFLINE,
     rest="vllm_flags",
-    vllm_flags="vLLM's own flags, as in: ./inv up -- --max-num-seqs 4",
+    **SERVED,
 )
 @held
 def up(  # noqa: PLR0913, PLR0917 - a parameter an option
@@ -60,34 +104,16 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
     from sparkforge.image.devices import AUTO
-    from sparkforge.serve import failure, passed, screen, settings, start
-    from sparkforge.serve.device import choose
+    from sparkforge.serve import failure, screen, start
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
         use_bundle(caller_path(offline))
-        number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
-        named = model or os.environ.get("MODEL", "")
-        model = settings.checkpoint(named, caller_path(named))
-        key_file = caller_path(api_key_file) if api_key_file else api_key_file
-        address = passed.address(host, key_file)
-        variables = passed.with_context(os.environ, context, vllm_flags)
-        choice = choose(device)
-        flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
-        say(f"device: {choice.device}, because {choice.why}")
-        request = start.StartRequest(
-            choice.device,
-            model,
-            profile,
-            number,
-            host and address,
-            key_file,
-            allow_hosts,
-            profiler,
-            stack,
-            variables,
-            flags,
-        )
+        request = requested(
+            device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
+            allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
+        )  # fmt: skip
+        request = replace(request, profiler=profiler)
         if profile == AUTO:
             from sparkforge.bench import trials
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from invoke.context import Context
 
-from sparkforge.cli.command import caller_path, task, whole_number
-from sparkforge.cli.serve import PORT
+from sparkforge.cli.command import task
+from sparkforge.cli.serve import SERVED, requested
 from sparkforge.core.errors import UsageError
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
@@ -20,18 +19,11 @@ SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
     system=SYSTEM,
     user="with --system: the account that runs it; default: who owns the checkout",
     device="as for up; `auto` is decided now, not at boot",
-    model="folder of a gpt-oss checkpoint; default: as for up [MODEL]",
     profile="docker: a serve profile",
-    port="port on 127.0.0.1; default 8000 [PORT]",
-    host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
-    context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
-    api_key_file="file with the API key that clients must send",
-    allow_hosts="more names for the Host header, with commas",
-    stack="a stack of pins.toml; default: the device's",
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
-    vllm_flags="vLLM's own flags, as for up",
+    **SERVED,
 )
 def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
@@ -55,45 +47,41 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     It writes and enables the unit sparkforge.service, which runs `./inv up`. The same command again changes it.
     """
     from sparkforge.core import paths
-    from sparkforge.core.console import say
-    from sparkforge.image.devices import stack_of
-    from sparkforge.serve import container, embedded, passed, service, settings
-    from sparkforge.serve.device import choose
+    from sparkforge.image.devices import EMBEDDED, stack_of
+    from sparkforge.serve import container, embedded, service
 
     service.version()  # without systemd nothing else matters
-    number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
-    named = os.environ.get("MODEL", "")
-    model = caller_path(model) or settings.checkpoint(named, caller_path(named))
-    key_file = caller_path(api_key_file) if api_key_file else api_key_file
-    address = passed.address(host, key_file)
-    variables = passed.with_context(os.environ, context, vllm_flags)
-    choice = choose(device)
-    flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
-    say(f"device: {choice.device}, because {choice.why}")
-    if choice.container:
-        container.variables(model, profile, number, key_file, allow_hosts, stack)
-        container.passed_on(variables, host and address, number, allow_hosts, flags)
+    request = requested(
+        device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
+        allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
+    )  # fmt: skip
+    if request.device == EMBEDDED:
+        embedded.check(request.model, profile, request.key_file, allow_hosts)
+        embedded.vllm_arguments(request.variables)
     else:
-        embedded.check(model, profile, key_file, allow_hosts)
-        embedded.vllm_arguments(variables)
-    stack_of(choice.device, stack)
+        container.variables(request.model, profile, request.port, request.key_file, allow_hosts, stack)
+        container.passed_on(request.variables, request.host, request.port, allow_hosts, request.flags)
+    stack_of(request.device, stack)
     options = {
-        "device": choice.device,
-        "model": model,
+        "device": request.device,
+        "model": request.model,
         "profile": profile,
-        "port": str(number),
-        "host": host and address,
+        "port": str(request.port),
+        "host": request.host,
         "context": context,
-        "api-key-file": key_file or "",
+        "api-key-file": request.key_file or "",
         "allow-hosts": allow_hosts,
         "stack": stack,
     }
     service.install(
-        (*(f"--{name}={value}" for name, value in options.items() if value), *(("--", *flags) if flags else ())),
+        (
+            *(f"--{name}={value}" for name, value in options.items() if value),
+            *(("--", *request.flags) if request.flags else ()),
+        ),
         system=system,
         account=user,
-        container=choice.container,
-        places=tuple(dict.fromkeys(filter(None, (paths.state(), Path(model) if model else None)))),
+        container=request.device != EMBEDDED,
+        places=tuple(dict.fromkeys([paths.state(), *([Path(request.model)] if request.model else [])])),
         now=now,
         show=show,
     )

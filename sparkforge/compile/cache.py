@@ -31,7 +31,7 @@ from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory, paths
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
-from sparkforge.core.files import locked
+from sparkforge.core.files import locked, tree_size
 from sparkforge.pins import Pins
 
 OPS = "cached_ops"
@@ -87,16 +87,6 @@ class CachedModule:
         state = "" if self.library.exists() else ", half built"
         size, units = self.size() / 1e6, len(self.units)
         return f"{self.version}/{self.arch}/{self.name} ({size:.1f} MB, {units} units{state})"
-
-
-def tree_size(folder: Path) -> int:
-    """Return the bytes of all files under a folder, links not followed."""
-    total = 0
-    for top, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # another process may remove it
-                total += Path(top, name).lstat().st_size
-    return total
 
 
 def default_root() -> Path:

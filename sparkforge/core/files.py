@@ -29,6 +29,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def tree_size(folder: Path) -> int:
+    """Return the bytes of all files under a folder, links not followed."""
+    total = 0
+    for top, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process may remove it
+                total += Path(top, name).lstat().st_size
+    return total
+
+
 def fsync_directory(path: Path) -> None:
     """Make a rename inside `path` durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -125,7 +135,7 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         raise StorageError(
             f"not enough room for {purpose}",
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            "free some space, or set SPARKFORGE_STATE and SPARKFORGE_CACHE to a larger disk",
+            "free some (./inv clean-cache --files), or set SPARKFORGE_STATE and SPARKFORGE_CACHE to a larger disk",
             code="storage.full",
         )
 

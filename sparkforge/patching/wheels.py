@@ -174,7 +174,7 @@ def _make_checked(component: Component, filename: str, queue: Queue, lock: Patch
 
 
 def _stamp(target: Path) -> Path:
-    return target.with_name("verified.json")
+    return target.with_name(fetch.VERIFIED)
 
 
 def identity(target: Path) -> list[int]:

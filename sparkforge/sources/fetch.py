@@ -28,6 +28,7 @@ from sparkforge.sources import offline
 LARGEST = 4 << 30  # bytes of a file whose size neither a pin nor the index names; the largest pinned one has 0.45 GB
 SLOWEST = 20_000  # bytes a second; a transfer may take as long as at this speed, and START_SECONDS more
 START_SECONDS = 600.0
+VERIFIED = "verified.json"  # beside a file that was made here: which bytes were hashed (patching/wheels.py)
 
 
 def cached(filename: str, sha256: str) -> Path:

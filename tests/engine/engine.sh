@@ -4,7 +4,9 @@
 #   tests/engine/engine.sh start [STORE]   install, start, make the base image; STORE: overlay2 (default) or containerd
 #   tests/engine/engine.sh env             print what a shell needs to use it: eval "$(tests/engine/engine.sh env)"
 #   tests/engine/engine.sh stop            end it and free what it held; the base images stay in the cache. ENGINE_KEEP=1: its
-#                                          data stay too, since 20 GB of small files take minutes to remove
+#                                          data stay too, since 20 GB of small files take minutes to remove; what no later
+#                                          run reads is removed, and of the build cache all but the latest $KEEP_CACHE
+#   tests/engine/engine.sh held            print the GB that its data take
 #
 # Needs root. Nothing here is used by the product: its Dockerfile and Compose files run unmodified. What this supplies is
 # what a registry would: bases that debootstrap makes stand in for the digests (tests/engine/ci.yml).
@@ -25,6 +27,7 @@ bases=("bookworm-$machine")
 [ -z "${ENGINE_CUDA:-}${ENGINE_NGC:-}" ] || bases+=("trixie-$machine")
 [ -z "${ENGINE_ARM64:-}" ] || bases+=(trixie-arm64)
 binfmt=/proc/sys/fs/binfmt_misc
+KEEP_CACHE=10GB  # of the build cache, between runs with ENGINE_KEEP=1: the embedded image's stages, twice
 
 # apt of Debian 13, beside the machine's own: 12's Docker is too old for Compose's `additional_contexts`.
 apt13() {
@@ -119,12 +122,27 @@ environment() {
     echo "export SPARKFORGE_ENGINE=$place DOCKER_HOST=unix://$place/docker.sock DOCKER_CONFIG=$place/config PATH=$root/usr/bin:\$PATH"
 }
 
+held() {
+    [ ! -e "$place/data" ] || du --one-file-system --block-size=1G --summarize "$place/data" | cut -f 1
+}
+
+# Not `docker system prune`: it removes every stage of the build cache that is no layer of an image.
+prune() {
+    docker container prune --force &&
+        docker image prune --force &&
+        docker volume prune --force &&
+        docker builder prune --force --keep-storage "$KEEP_CACHE"
+}
+
 stop() {
     if [ -f "$place/docker.pid" ]; then
         local pid
         pid=$(cat "$place/docker.pid")
         eval "$(environment)"
         docker ps -q 2> /dev/null | xargs -r docker stop -t 5 > /dev/null
+        if [ -n "${ENGINE_KEEP:-}" ] && docker version > /dev/null 2>&1; then
+            prune > "$place/prune.log" 2>&1 || { echo "what no run reads was not removed:" && tail -3 "$place/prune.log"; } >&2
+        fi
         kill "$pid" 2> /dev/null || true
         for _ in $(seq 60); do kill -0 "$pid" 2> /dev/null || break; sleep 0.5; done
     fi
@@ -136,7 +154,7 @@ stop() {
 }
 
 case ${1:-} in
-start | stop) "$@" ;;
+start | stop | held) "$@" ;;
 env) environment ;;
-*) sed -n '2,8p' "$0" && exit 2 ;;
+*) sed -n '2,10p' "$0" && exit 2 ;;
 esac

@@ -100,20 +100,19 @@ def forking():
 
 
 @pytest.fixture(scope="session")
-def fresh(tmp_path_factory, free_port):
+def fresh(large_folder, free_port):
     """Return a checkout in a folder with a space and a letter beyond ASCII, on a machine without a compiler."""
-    path = tmp_path_factory.mktemp("fresh") / "check out ä"
-    shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
-    programs = path.with_name("programs")
-    programs.mkdir()
-    for folder in os.environ["PATH"].split(os.pathsep):
-        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            if not COMPILER.fullmatch(program.name) and not (programs / program.name).is_symlink():
-                (programs / program.name).symlink_to(program)
-    checkout = Checkout(path, free_port(), programs)
-    yield checkout
-    checkout.inv("down")
-    shutil.rmtree(path / ".sparkforge", ignore_errors=True)  # gigabytes
+    with large_folder("fresh") as parent:
+        path, programs = parent / "check out ä", parent / "programs"
+        shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
+        programs.mkdir()
+        for folder in os.environ["PATH"].split(os.pathsep):
+            for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
+                if not COMPILER.fullmatch(program.name) and not (programs / program.name).is_symlink():
+                    (programs / program.name).symlink_to(program)
+        checkout = Checkout(path, free_port(), programs)
+        yield checkout
+        checkout.inv("down")
 
 
 @pytest.fixture(scope="session")
@@ -255,16 +254,17 @@ def vllm_process(forks):
 
 
 @pytest.fixture(scope="session")
-def installed_vllm(tmp_path_factory):
+def installed_vllm(large_folder):
     """Return a function: a new folder with a copy of the installed vLLM, its bytecode too (compiling takes 6 s)."""
     installed = Path(importlib.util.find_spec("vllm").origin).parent
+    with ExitStack() as stack:
 
-    def copy(name):
-        tree = tmp_path_factory.mktemp(name)
-        shutil.copytree(installed, tree / "vllm", copy_function=link_or_copy)
-        return tree
+        def copy(name):
+            tree = stack.enter_context(large_folder(name))
+            shutil.copytree(installed, tree / "vllm", copy_function=link_or_copy)
+            return tree
 
-    return copy
+        yield copy
 
 
 @pytest.fixture(scope="session")
@@ -282,7 +282,7 @@ def vllm_trees(installed_vllm):
 
 
 @pytest.fixture(scope="session")
-def next_trees(tmp_path_factory):
+def next_trees(large_folder):
     """vLLM's Python of the stack spark-next, from its source archive: `upstream`, and `patched` by its queue.
 
     There is no CPU build of it. Its Python runs on the test environment's torch with VLLM_TARGET_DEVICE=cpu, which is
@@ -292,13 +292,13 @@ def next_trees(tmp_path_factory):
     (filename,) = component.files
     trees.unpack_archive(component, filename)
     source, queue = trees.tree_folder(component, filename), Queue.load(ROOT / "patches" / component.patches)
-    unpacked = SimpleNamespace(upstream=tmp_path_factory.mktemp("upstream"), patched=tmp_path_factory.mktemp("patched"))
-    for tree in (unpacked.upstream, unpacked.patched):
-        for name in ("vllm", "vllm.egg-info"):
-            shutil.copytree(source / name, tree / name, copy_function=link_or_copy)
-    for change in (change for applied in queue.patches for change in applied.changes):
-        file = unpacked.patched / change.path
-        content = change.apply(file.read_bytes())
-        file.unlink()  # a hard link
-        file.write_bytes(content)
-    return unpacked
+    with large_folder("upstream") as pristine, large_folder("patched") as patched:
+        for tree in (pristine, patched):
+            for name in ("vllm", "vllm.egg-info"):
+                shutil.copytree(source / name, tree / name, copy_function=link_or_copy)
+        for change in (change for applied in queue.patches for change in applied.changes):
+            file = patched / change.path
+            content = change.apply(file.read_bytes())
+            file.unlink()  # a hard link
+            file.write_bytes(content)
+        yield SimpleNamespace(upstream=pristine, patched=patched)

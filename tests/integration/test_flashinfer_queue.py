@@ -68,10 +68,11 @@ def component(request):
 
 
 @pytest.fixture(scope="module")
-def pristine(component, tmp_path_factory):
+def pristine(component, large_folder):
     (name,) = [name for name in component.files if name.endswith(".tar.gz")]
     sdist = fetch.fetch_pinned(component, name)
-    return unpack(sdist, tmp_path_factory.mktemp("pristine"))
+    with large_folder("pristine") as folder:
+        yield unpack(sdist, folder)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +81,11 @@ def queue(component):
 
 
 @pytest.fixture(scope="module")
-def patched(pristine, queue, tmp_path_factory):
-    tree = tmp_path_factory.mktemp("patched") / "tree"
-    shutil.copytree(pristine, tree)
-    queue.apply_to(tree)
-    return tree
+def patched(pristine, queue, large_folder):
+    with large_folder("patched") as folder:
+        tree = shutil.copytree(pristine, folder / "tree")
+        queue.apply_to(tree)
+        yield tree
 
 
 @pytest.fixture

@@ -41,30 +41,29 @@ NVCC = '#!/bin/sh\nif [ -e {flag} ] && [ "$1" != --version ]; then echo "$@" >> 
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(large_folder):
     """An output folder, the environment's interpreter, and a CUDA_HOME whose nvcc can be taken away."""
-    base = tmp_path_factory.mktemp("kernels")
-    real, home = toolchain.install()[0] / toolchain.HOME, base / "cuda"
-    (home / "bin").mkdir(parents=True)
-    for entry in [*real.iterdir(), *(real / "bin").iterdir()]:
-        if entry.name not in ("bin", "nvcc"):
-            (home / entry.relative_to(real)).symlink_to(entry)
-    flag, calls = base / "no-compiler", base / "calls"
-    nvcc = home / "bin" / "nvcc"
-    nvcc.write_text(NVCC.format(flag=flag, calls=calls, real=real / "bin" / "nvcc"))
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-    env = {**os.environ, "CUDA_HOME": str(home), "CCACHE_DIR": str(base / "ccache")}
-    env["PYTHONPATH"] = str(ROOT)
-    yield SimpleNamespace(
-        base=base,
-        output=base / "out",
-        home=home,
-        env=env,
-        python=environments.build_interpreter("spark", "kernels"),
-        flag=flag,
-        calls=calls,
-    )
-    shutil.rmtree(base)
+    with large_folder("kernels") as base:
+        real, home = toolchain.install()[0] / toolchain.HOME, base / "cuda"
+        (home / "bin").mkdir(parents=True)
+        for entry in [*real.iterdir(), *(real / "bin").iterdir()]:
+            if entry.name not in ("bin", "nvcc"):
+                (home / entry.relative_to(real)).symlink_to(entry)
+        flag, calls = base / "no-compiler", base / "calls"
+        nvcc = home / "bin" / "nvcc"
+        nvcc.write_text(NVCC.format(flag=flag, calls=calls, real=real / "bin" / "nvcc"))
+        nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+        env = {**os.environ, "CUDA_HOME": str(home), "CCACHE_DIR": str(base / "ccache")}
+        env["PYTHONPATH"] = str(ROOT)
+        yield SimpleNamespace(
+            base=base,
+            output=base / "out",
+            home=home,
+            env=env,
+            python=environments.build_interpreter("spark", "kernels"),
+            flag=flag,
+            calls=calls,
+        )
 
 
 def command(site, *more):

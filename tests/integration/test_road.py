@@ -28,6 +28,13 @@ def api(up):
         yield client
 
 
+@pytest.fixture(scope="module")
+def stopped(up):
+    """What `up` made, without its server: one more would be refused, and a wrong argument never looked at."""
+    assert up.inv("down").returncode == 0
+    return up
+
+
 def server(up):
     return json.loads((up.state / "server.json").read_text())
 
@@ -217,7 +224,7 @@ def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
     assert api.get("/health").status_code == 200
 
 
-# The next ones end the server; they stand last, in this order. test_access.py ends one that is well.
+# The next ones end the server, so they stand last. test_access.py ends one that is well.
 
 
 def test_a_dead_engine_ends_the_server_with_a_code(up):
@@ -232,27 +239,28 @@ def test_a_dead_engine_ends_the_server_with_a_code(up):
     assert "exit code 24" in done.stderr
 
 
-def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up, forking, monkeypatch):
-    monkeypatch.setenv("SPARKFORGE_STATE", str(up.state))
-    python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / MODEL
-    launch.start(forking(embedded.describe(python, model, MODEL, up.port)), lambda _: None)
+def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, monkeypatch):
+    monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
+    python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
+    launch.start(forking(embedded.describe(python, model, MODEL, stopped.port)), lambda _: None)
     monkeypatch.undo()
-    pid = server(up)["pid"]
-    members = session_members(pid)
-    api = psutil.Process(pid).children()
-    for process in (psutil.Process(pid), *api):
+    supervisor = psutil.Process(server(stopped)["pid"])
+    members, api = session_members(supervisor.pid), supervisor.children()
+    supervisor.suspend()  # it ends what a dead API server leaves, and its own death would ask that one to end in order
+    for process in (*api, supervisor):
         process.kill()
-    done = up.inv("status")
+    psutil.wait_procs([*api, supervisor], timeout=120)
+    done = stopped.inv("status")
     assert done.returncode == 24
     assert "processes of one are left" in done.stderr
-    assert "server-leftovers" in up.inv("doctor").stdout
-    assert up.inv("down").returncode == 0
+    assert "server-leftovers" in stopped.inv("doctor").stdout
+    assert stopped.inv("down").returncode == 0
     assert [pid for pid in members if started_at(pid) is not None] == []
-    assert up.inv("down").returncode == 0
+    assert stopped.inv("down").returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code", "told"),
+    ("wrong", "code", "message"),
     [
         (["--model", "/nowhere"], 10, "no model in /nowhere"),
         (["--model", os.devnull], 10, "no model in"),
@@ -261,30 +269,30 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up, forking, monkeyp
         (["--port", "abc"], 2, "abc"),
     ],
 )
-def test_a_wrong_argument_is_one_clear_error(up, wrong, code, told):
-    done = up.inv("up", *wrong)
+def test_a_wrong_argument_is_one_clear_error(stopped, wrong, code, message):
+    done = stopped.inv("up", *wrong)
     assert done.returncode == code, done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_docker_without_an_engine_is_one_clear_error(up):
-    environment = {**up.environment, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}  # whatever this machine has
+def test_docker_without_an_engine_is_one_clear_error(stopped):
+    environment = {**stopped.environment, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}  # whatever this machine has
     command = ["./inv", "up", "--device", "docker"]
-    done = subprocess.run(command, cwd=up.path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=stopped.path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 62, done.stderr  # no docker command, or nobody behind it
     assert "Docker" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_hand_edited_environment_is_refused_by_name(up):
-    edited = next((up.state / "envs" / "embedded").rglob("vllm/platforms/interface.py"))
+def test_a_hand_edited_environment_is_refused_by_name(stopped):
+    edited = next((stopped.state / "envs" / "embedded").rglob("vllm/platforms/interface.py"))
     text = edited.read_bytes()
     try:
         replacement = edited.with_suffix(".new")  # never in place: the file may be shared with the installer's cache
         replacement.write_bytes(text + b"\n# by hand\n")
         replacement.replace(edited)
-        done = up.inv("up", "--port", str(up.port))
+        done = stopped.inv("up", "--port", str(stopped.port))
         assert done.returncode == 30, done.stderr
         assert "FAIL patches-intact" in done.stderr
         assert "vllm/platforms/interface.py: was changed" in done.stderr

@@ -22,12 +22,11 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory):
+def state(large_folder):
     """A state of its own; downloads go to the shared cache, where they are verified by hash."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("SPARKFORGE_STATE", str(tmp_path_factory.mktemp("state")))
+    with pytest.MonkeyPatch.context() as patched, large_folder("state") as folder:
+        patched.setenv("SPARKFORGE_STATE", str(folder))
         yield
-        shutil.rmtree(paths.state())
 
 
 @pytest.fixture(scope="module")

@@ -124,23 +124,23 @@ def vllm(installed_vllm, process, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def flashinfer(running, tmp_path_factory):
+def flashinfer(running, large_folder, tmp_path_factory):
     component = TABLE.component(STACK, "flashinfer")
     queue = Queue.load(status.PATCHES / component.patches)
-    folder = tmp_path_factory.mktemp("flashinfer")
     (name,) = [name for name in component.files if name.endswith(".whl")]
     wheel = fetch.fetch_pinned(component, name)
-    with zipfile.ZipFile(wheel) as archive:
-        needed = [name for name in archive.namelist() if name.endswith(".py") or "/data/csrc/" in name]
-        archive.extractall(folder, needed)
-    (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)  # so it is on the path before Python starts
 
     def installed_path(path):
         top, _, rest = path.partition("/")
         return f"{queue.installed.get(top, top)}/{rest}"
 
-    with running(folder) as process:
-        yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, installed_path)
+    with large_folder("flashinfer") as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            needed = [name for name in archive.namelist() if name.endswith(".py") or "/data/csrc/" in name]
+            archive.extractall(folder, needed)
+        (folder / "sitecustomize.py").write_text(WITHOUT_DRIVER)  # so it is on the path before Python starts
+        with running(folder) as process:
+            yield Package(folder, tmp_path_factory.mktemp("runs"), process, component, queue, installed_path)
 
 
 def outcomes(process, tree, submissions, scratch):

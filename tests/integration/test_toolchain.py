@@ -37,17 +37,17 @@ __global__ void sort(float *a) {
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
+def chain(large_folder):
     """The locked toolchain, installed for these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKFORGE_STATE", str(tmp_path_factory.mktemp("state")))
+    with pytest.MonkeyPatch.context() as patch, large_folder("state") as state, large_folder("ccache") as ccache:
+        patch.setenv("SPARKFORGE_STATE", str(state))
         patch.delenv("CUDA_HOME", raising=False)
         place, made = toolchain.install()
         assert made
         assert toolchain.install() == (place, False)
         patch.setenv("CUDA_HOME", str(place / toolchain.HOME))
         patch.setenv("PATH", f"{place / 'bin'}:/usr/bin:/bin")
-        patch.setenv("CCACHE_DIR", str(tmp_path_factory.mktemp("ccache")))
+        patch.setenv("CCACHE_DIR", str(ccache))
         yield toolchain.find("12.1a")
 
 

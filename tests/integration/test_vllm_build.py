@@ -59,26 +59,25 @@ def chain():
 
 
 @pytest.fixture(scope="module")
-def cmake(tmp_path_factory):
+def cmake(large_folder):
     """The locked CMake alone; the rest of its set is torch with CUDA."""
-    folder = tmp_path_factory.mktemp("cmake")
-    text = locks.lock_path("build-vllm").read_text()
-    (folder / "cmake.txt").write_text(re.search(r"^cmake==.*(?:\n    .*)*", text, re.MULTILINE)[0] + "\n")
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--require-hashes", "--no-deps"]
-    run([*command, "-r", folder / "cmake.txt", "--target", folder], env=locks.uv_environment())
-    return folder / "bin/cmake"
+    with large_folder("cmake") as folder:
+        text = locks.lock_path("build-vllm").read_text()
+        (folder / "cmake.txt").write_text(re.search(r"^cmake==.*(?:\n    .*)*", text, re.MULTILINE)[0] + "\n")
+        command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--require-hashes", "--no-deps"]
+        run([*command, "-r", folder / "cmake.txt", "--target", folder], env=locks.uv_environment())
+        yield folder / "bin/cmake"
 
 
 @pytest.fixture(scope="module")
-def order(chain, cmake, tmp_path_factory):
+def order(chain, cmake, large_folder):
     """An order for vLLM's real sources with everything left out that comes by git; `cmake` configures it once."""
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         cannot("there is no Python.h", f"sudo apt install python3.{sys.version_info.minor}-dev")
-    path = tmp_path_factory.mktemp("vllm")
     torch = run([sys.executable, "-c", "import torch; print(torch.__version__)"]).stdout.strip()
     versions = {"torch": torch, "built for python": sys.version.split()[0], "cmake": "locked"}
     interpreter = Interpreter(Path(sys.executable), cmake, versions)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, large_folder("vllm") as path:
         patch.setenv("SPARKFORGE_STATE", str(path / "state"))
         patch.setenv("CUDA_HOME", str(chain.home))  # else the audit's nvdisasm is installed once more, into that state
         patch.setenv("PYTHONPATH", str(cmake.parent.parent))  # its bin/cmake is a Python script

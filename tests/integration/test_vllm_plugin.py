@@ -23,6 +23,8 @@ from spark_mxfp4.vllm import versions
 from sparkforge import pins
 from sparkforge.models import tiny_random
 from sparkforge.models.tiny_format import config
+from validate.checks.software import MXFP4_METHODS
+from validate.facts import deep_child
 
 pytestmark = pytest.mark.integration
 TP_SIZES = [1, 2, 4, 8, 16]  # 2880 / 32 = 90 blocks: only 1 and 2 divide them
@@ -709,3 +711,15 @@ def test_the_experts_can_be_vllms(configure, formats, monkeypatch, amx):
     else:
         with pytest.raises(ValueError, match="no MXFP4 experts on a CPU without AMX"):
             configure(DENSE)
+
+
+@pytest.mark.parametrize("kernel", ["vllm", "torch"])
+def test_the_validator_sees_whose_experts_run(configure, formats, monkeypatch, kernel):
+    """Its child asks the configuration that the server would build: the check wants vLLM's own MXFP4 method."""
+    formats("fp8", "")
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    questions = deep_child.Questions(None, [])
+    questions.config = configure(DENSE, dtype="bfloat16")
+    assert questions.quantization() == {"vllm": "gpt_oss_mxfp4", "torch": "spark-mxfp4"}[kernel]
+    assert (questions.quantization() in MXFP4_METHODS) is (kernel == "vllm")

@@ -62,8 +62,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         called = f"{self.command} {re.sub(r'^/v[0-9.]+', '', parts.path)}"
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         self.engine.asked.append((called, query))
-        found = next((route for pattern, route in self.engine.routes.items() if re.fullmatch(pattern, called)), None)
-        answer = found(query) if found else (404, {"message": f"page not found: {called}"})
+        handler = next((route for pattern, route in self.engine.routes.items() if re.fullmatch(pattern, called)), None)
+        answer = handler(query) if handler else (404, {"message": f"page not found: {called}"})
         status, body, headers = (*answer, {})[:3]
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)

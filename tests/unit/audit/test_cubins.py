@@ -82,19 +82,19 @@ def read(library, tmp_path):
 
 
 def rules_of(binary):
-    return [one.rule for one in judge(binary, load())]
+    return [violation.rule for violation in judge(binary, load())]
 
 
 def test_plain_and_packed_cubins_are_read_where_they_lie(read):
     ptx = entry(b".version 8.7", kind=elf.KIND_PTX, sm=120)
-    found = read(fatbin(entry(cubin()), ptx), bytes(64), fatbin(packed(cubin("sm_80"))))
-    assert found.damage == ""
-    assert [(one.name, one.target, one.sm, one.size, one.loads) for one in found.cubins] == [
+    code = read(fatbin(entry(cubin()), ptx), bytes(64), fatbin(packed(cubin("sm_80"))))
+    assert code.damage == ""
+    assert [(item.name, item.target, item.sm, item.size, item.loads) for item in code.cubins] == [
         ("one.1.sm_90.cubin", TARGET, 90, len(cubin()) + -len(cubin()) % 8, False),
         ("one.2.sm_90.cubin", "sm_80", 90, len(cubin("sm_80")), False),
     ]
-    assert (found.host.cubins, found.host.ptx) == (2, ("compute_120",))
-    assert rules_of(found) == ["wrong-arch"]
+    assert (code.host.cubins, code.host.ptx) == (2, ("compute_120",))
+    assert rules_of(code) == ["wrong-arch"]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_damaged_cubins_are_said_to_be(read, broken):
 
 def test_what_is_packed_otherwise_is_left_to_cuobjdump(read):
     """Such as LZ4: here cuobjdump is not there, and that is what the damage says."""
-    found = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
-    assert "none" in found.damage
+    code = read(fatbin(entry(cubin()), entry(b"\xf0\x1flz4 would be here", len(cubin()))))
+    assert "none" in code.damage
 
 
 def test_without_the_unpacker_cuobjdump_is_asked(read, monkeypatch):
@@ -138,10 +138,10 @@ def test_without_the_unpacker_cuobjdump_is_asked(read, monkeypatch):
     ],
 )
 def test_a_fatbin_that_leads_nowhere_is_damage_with_its_place(read, broken, why):
-    found = read(broken())
-    assert why in found.damage
-    assert "section .nv_fatbin at byte" in found.damage
-    assert rules_of(found) == ["damaged"]
+    code = read(broken())
+    assert why in code.damage
+    assert "section .nv_fatbin at byte" in code.damage
+    assert rules_of(code) == ["damaged"]
 
 
 def test_more_entries_than_any_library_has_are_damage(read, monkeypatch):
@@ -159,8 +159,8 @@ def test_cubins_that_are_too_large_together_are_not_unpacked(read, monkeypatch):
 @pytest.mark.parametrize("sm", [90, 121])
 def test_a_library_with_nothing_but_ptx_is_refused(read, sm):
     """PTX is compiled by the driver at run time: nothing proves that the machine code holds what the rules demand."""
-    found = read(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=sm)))
-    (violation,) = judge(found, load())
+    code = read(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=sm)))
+    (violation,) = judge(code, load())
     assert violation.rule == "wrong-arch"
     assert f"compute_{sm} and no machine code" in violation.detail
 

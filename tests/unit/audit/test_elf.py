@@ -33,19 +33,19 @@ def host(path):
 
 
 def test_what_a_library_needs_and_offers(library):
-    found = host(library())
-    assert found.shared
-    assert "libc.so.6" in found.needed
-    assert found.undefined == ("foreign",)  # puts has a version, the start-up files' symbols are weak
-    assert "_Z7offeredv" in found.exports
-    assert found.glibc >= (2, 2)
-    assert (found.soname, found.runpath, found.executable_stack, found.cubins) == ("", (), False, 0)
+    part = host(library())
+    assert part.shared
+    assert "libc.so.6" in part.needed
+    assert part.undefined == ("foreign",)  # puts has a version, the start-up files' symbols are weak
+    assert "_Z7offeredv" in part.exports
+    assert part.glibc >= (2, 2)
+    assert (part.soname, part.runpath, part.executable_stack, part.cubins) == ("", (), False, 0)
 
 
 def test_flags_of_the_linker_are_seen(library):
     flags = "-Wl,-soname,other.so", "-Wl,-rpath,/opt/lib:$ORIGIN", "-Wl,-z,execstack"
-    found = host(library("one.so", *flags))
-    assert (found.soname, found.runpath, found.executable_stack) == ("other.so", ("/opt/lib", "$ORIGIN"), True)
+    part = host(library("one.so", *flags))
+    assert (part.soname, part.runpath, part.executable_stack) == ("other.so", ("/opt/lib", "$ORIGIN"), True)
     old = host(library("two.so", "-Wl,--disable-new-dtags,-rpath,/old"))
     assert old.runpath == ("/old",)
 
@@ -59,7 +59,7 @@ def test_truncated_library_is_damaged(library, tmp_path, share):
     # Neither program may be asked: the file is refused before.
     reader = Reader(Tools(tmp_path / "none", tmp_path / "none"), rules.watch())
     (binary,) = reader.finished([reader.draft(cut, "cut.so")])
-    assert [one.rule for one in judge(binary, rules)] == ["damaged"]
+    assert [violation.rule for violation in judge(binary, rules)] == ["damaged"]
 
 
 def test_what_is_no_elf_is_damaged(tmp_path):

@@ -35,22 +35,22 @@ def wheel(folder, content, *, recorded=None, name="_C.abi3.so", machine=None):
     path = folder / f"one-1.0-cp38-abi3-manylinux_2_28_{machine or platform.machine()}.whl"
     digest = hashlib.sha256(content if recorded is None else recorded).digest()
     encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr(f"one/{name}", content)
-        made.writestr(
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"one/{name}", content)
+        archive.writestr(
             "one-1.0.dist-info/RECORD", f"one/{name},sha256={encoded},{len(content)}\none-1.0.dist-info/RECORD,,\n"
         )
     return path
 
 
 def rules_of(*paths, **options):
-    return [one.rule for one in audit_files(list(paths), tools=lambda: NONE, **options).violations]
+    return [violation.rule for violation in audit_files(list(paths), tools=lambda: NONE, **options).violations]
 
 
 def test_wheel_with_the_files_that_it_records(tmp_path, extension):
     report = audit_files([wheel(tmp_path, extension)], tools=lambda: NONE)
     report.require_clean()
-    assert [one.path for one in report.binaries] == [f"{wheel(tmp_path, extension).name}/one/_C.abi3.so"]
+    assert [binary.path for binary in report.binaries] == [f"{wheel(tmp_path, extension).name}/one/_C.abi3.so"]
     assert report.bytes == len(extension)
 
 
@@ -153,9 +153,9 @@ def test_a_member_larger_than_the_directory_says_is_damage(tmp_path, extension):
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_wheel_that_contradicts_itself_is_damaged(tmp_path, extension, write):
     path = tmp_path / "one-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as made:
-        made.writestr("one/_C.abi3.so", extension)
-        write(made)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("one/_C.abi3.so", extension)
+        write(archive)
     assert rules_of(path) == ["damaged"]
 
 
@@ -163,10 +163,10 @@ def test_a_wheel_that_contradicts_itself_is_damaged(tmp_path, extension, write):
 def test_a_damaged_record_is_a_violation(tmp_path, extension, record, monkeypatch):
     monkeypatch.setattr(audit_report, "LARGEST_RECORD", 1 << 19)
     path = tmp_path / "one-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as made:
-        made.writestr("one/_C.abi3.so", extension)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("one/_C.abi3.so", extension)
         if record != "no":
-            made.writestr("one-1.0.dist-info/RECORD", record)
+            archive.writestr("one-1.0.dist-info/RECORD", record)
     assert rules_of(path) == ["damaged"]
 
 
@@ -181,7 +181,9 @@ def test_a_method_of_packing_that_nobody_knows_is_damage(tmp_path, extension):
 
 def patched_rules(path):
     report = audit_files([path], tools=lambda: NONE)
-    return [one.detail for one in report.violations if one.rule == "patched-wheel"], report.document()["wheels"]
+    return [
+        violation.detail for violation in report.violations if violation.rule == "patched-wheel"
+    ], report.document()["wheels"]
 
 
 def test_a_patched_wheel_is_compared_with_the_lock(patched_site, patched_wheel, tmp_path):

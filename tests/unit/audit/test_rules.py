@@ -28,7 +28,7 @@ def file(*kernels, target="sm_121a", path="x.so", strings=(), host=None, sm=121)
 
 
 def rules_of(binary, **options):
-    return [one.rule for one in judge(binary, RULES, **options)]
+    return [violation.rule for violation in judge(binary, RULES, **options)]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_hardware_fp4_passes():
 
 
 def test_grouped_gemm_with_too_few_block_scaled_mma_is_software():
-    (found,) = judge(file(Kernel(GEMM, 3000, {QMMA: 15})), RULES)
-    assert found.rule == "software-fp4"
-    assert "15 x" in found.detail
-    assert "compute_121 assembled as sm_121a" in found.detail
-    assert "arch=compute_121a,code=sm_121a" in found.fix
+    (violation,) = judge(file(Kernel(GEMM, 3000, {QMMA: 15})), RULES)
+    assert violation.rule == "software-fp4"
+    assert "15 x" in violation.detail
+    assert "compute_121 assembled as sm_121a" in violation.detail
+    assert "arch=compute_121a,code=sm_121a" in violation.fix
 
 
 def test_mma_without_block_scales_does_not_count():
@@ -69,10 +69,10 @@ def test_conversion_without_e2m1_is_named_by_its_label():
 
 
 def test_plain_sm_121_is_refused_without_any_fp4():
-    (found,) = judge(file(Kernel("scale", 24, {}), target="sm_121"), RULES)
-    assert found.rule == "arch-suffix"
-    assert "built for 12.1 without the suffix" in found.detail
-    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in found.fix
+    (violation,) = judge(file(Kernel("scale", 24, {}), target="sm_121"), RULES)
+    assert violation.rule == "arch-suffix"
+    assert "built for 12.1 without the suffix" in violation.detail
+    assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in violation.fix
 
 
 def test_upstreams_plain_sm_120_passes_where_fp4_is_not_in_play():
@@ -99,9 +99,9 @@ def test_stub_of_another_device_is_neither_violation_nor_support():
 
 
 def test_code_for_another_device_is_no_support():
-    (found,) = judge(file(target="sm_90a"), RULES)
-    assert found.rule == "wrong-arch"
-    assert "sm_90a; none of it loads on 12.1" in found.detail
+    (violation,) = judge(file(target="sm_90a"), RULES)
+    assert violation.rule == "wrong-arch"
+    assert "sm_90a; none of it loads on 12.1" in violation.detail
     assert rules_of(file(target="sm_90a", path="vllm/_vllm_fa3_C.abi3.so")) == []  # listed, with the reason
 
 
@@ -116,7 +116,7 @@ def test_cubin_that_does_not_say_its_target():
 
 
 @pytest.mark.parametrize(
-    ("changes", "rule", "told"),
+    ("changes", "rule", "detail"),
     [
         ({"needed": ("libfoo.so.1",)}, "needed", "libfoo.so.1"),
         ({"needed": ("libcudart.so.12",)}, "needed", "libcudart.so.12"),
@@ -127,12 +127,12 @@ def test_cubin_that_does_not_say_its_target():
         ({"soname": "other.so"}, "swapped-library", "other.so"),
     ],
 )
-def test_host_part(changes, rule, told):
+def test_host_part(changes, rule, detail):
     good = file(path="x.so", host=HOST)
     assert rules_of(good) == []
-    (found,) = judge(dataclasses.replace(good, host=dataclasses.replace(HOST, **changes)), RULES)
-    assert found.rule == rule
-    assert told in found.detail
+    (violation,) = judge(dataclasses.replace(good, host=dataclasses.replace(HOST, **changes)), RULES)
+    assert violation.rule == rule
+    assert detail in violation.detail
 
 
 def test_swapped_libraries():
@@ -166,8 +166,8 @@ HMMA, UNPACK = "HMMA.16816.F32.BF16", "F2FP.F16.E4M3.UNPACK_B"
 )  # fmt: skip
 def test_an_attention_module_is_told_by_its_kernels(module, kernels, kept):
     name = RULES.modules[module].file.replace("*", "x")
-    found = judge_modules([file(*kernels, path=name)], [module], RULES)
-    assert [one.rule for one in found] == ([] if kept else ["swapped-library"])
+    violations = judge_modules([file(*kernels, path=name)], [module], RULES)
+    assert [violation.rule for violation in violations] == ([] if kept else ["swapped-library"])
 
 
 def test_kernels_that_a_module_is_told_by_are_kept_by_the_reader():

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from sparkforge import pins
 from sparkforge.bench import exchange, schema
 from sparkforge.core.errors import InputError, UsageError
 
@@ -64,9 +65,9 @@ def export(names, form, output, profile="safe"):
 
 
 def test_the_report_is_llama_benchys_with_its_formulas(save, tmp_path):
-    one = save("a.json", 1, (0, 100, 500), (500, 200, 1000))
+    single = save("a.json", 1, (0, 100, 500), (500, 200, 1000))
     first, second = (save(f"{n}.json", 2, (0, 100, 500), (0, 200, 700)) for n in "bc")
-    path = export([one, first, second], "llama-benchy", tmp_path / "out.json")
+    path = export([single, first, second], "llama-benchy", tmp_path / "out.json")
     report = json.loads(path.read_text())
     jsonschema.validate(report, REPORT)
     assert (report["model"], report["max_concurrency"], report["latency_mode"]) == ("gpt-oss-120b", 2, "none")
@@ -124,8 +125,32 @@ def test_a_batch_is_named_by_its_folder(save, tmp_path, capsys):
     assert json.loads(path.read_text())["benchmarks"][0]["concurrency"] == 1
 
 
+VLLM = {name: stack.components["vllm"].version for name, stack in pins.load().stacks.items() if name != "embedded"}
+DEFAULT = VLLM[pins.load().default]
+
+
+def served(version=DEFAULT, **changes):
+    return {"model": "gpt-oss-120b", "device": "docker", "version": version, **changes}
+
+
+@pytest.mark.parametrize("stack", VLLM)
+def test_an_entry_names_the_image_of_the_stack_that_served(save, tmp_path, stack):
+    name = save("a.json", 1, (0, 100, 500), server=served(f"{VLLM[stack]}+sparkforge.4"))
+    folder = export([name], "spark-arena", tmp_path / "entry")
+    assert json.loads((folder / "metadata.json").read_text())["recipe"]["container"] == f"sparkforge/vllm:{stack}"
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["container"] == f"sparkforge/vllm:{stack}"
+
+
+def test_results_of_two_releases_of_vllm_make_no_entry(save, tmp_path):
+    versions = sorted(VLLM.values())[:2]
+    names = [save(f"{version}.json", 1, (0, 100, 500), server=served(version)) for version in versions]
+    with pytest.raises(InputError) as caught:
+        export(names, "spark-arena", tmp_path / "entry")
+    assert f"their servers ran {', '.join(versions)}, and" in caught.value.why
+
+
 def test_an_entry_has_the_three_files_of_sparkrun(save, tmp_path, capsys):
-    name = save("a.json", 1, (0, 100, 500), server={"model": "gpt-oss-120b", "device": "docker"})
+    name = save("a.json", 1, (0, 100, 500), server=served())
     folder = export([name], "spark-arena", tmp_path / "entry", "fast")
     assert sorted(path.name for path in folder.iterdir()) == ["benchmark.csv", "metadata.json", "recipe.yaml"]
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
@@ -147,12 +172,14 @@ def test_an_entry_has_the_three_files_of_sparkrun(save, tmp_path, capsys):
     [
         ({"device": "embedded"}, "without a GPU"),
         ({"model": "tiny-gpt-oss"}, "pins no openai/tiny-gpt-oss"),
+        ({"version": "0.31.0"}, "their servers ran 0.31.0"),
+        ({"version": ""}, "their servers ran an unknown vLLM"),
         ({"conc": 2}, "10/5 c2 has more requests than run at once"),
     ],
 )
 def test_what_makes_no_entry_is_refused_and_nothing_is_written(save, tmp_path, values, why):
     model = values.get("model", "gpt-oss-120b")
-    server = {"model": model, "device": values.get("device", "docker")}
+    server = served(**{key: value for key, value in {"model": model, **values}.items() if key != "conc"})
     times = [(0, 100, 500)] * 3
     name = save("a.json", values.get("conc", 1), *times, model=model, server=server)
     with pytest.raises(InputError) as caught:

@@ -82,12 +82,12 @@ def test_the_text_is_what_the_competitions_script_joins():
 
 def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeypatch, capsys):
     url, answers, asked = hub
-    place = f"/datasets/{pin.dataset}/resolve/{pin.revision}/{ARCHIVE}"
-    answers[place] = DATA[ARCHIVE]
+    path = f"/datasets/{pin.dataset}/resolve/{pin.revision}/{ARCHIVE}"
+    answers[path] = DATA[ARCHIVE]
     monkeypatch.setenv("HF_ENDPOINT", url + "/")
     text.fetch("")
     text.fetch("")  # nothing is fetched twice
-    assert asked == [place]
+    assert asked == [path]
     assert fetched() == RAW.encode()
     assert capsys.readouterr().out == f"{text.path(NAME)}\n" * 2
 

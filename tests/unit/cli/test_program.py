@@ -127,7 +127,7 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what", "fix"),
+    ("arguments", "failure", "fix"),
     [
         (("lgos",), "there is no command 'lgos'", "./inv logs"),
         (("pins.chek",), "there is no command 'pins.chek'", "./inv pins.check"),
@@ -144,10 +144,10 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
     ],
     ids=str,
 )
-def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, what, fix):
+def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, failure, fix):
     assert program.main(arguments) == UsageError.exit_code
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"✗ {what} [usage]"
+    assert lines[0] == f"✗ {failure} [usage]"
     assert lines[1].startswith("  why:  ")
     assert lines[2] == f"  next: {fix}"
 

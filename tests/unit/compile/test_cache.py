@@ -30,7 +30,7 @@ def left(cached):
 
 def test_it_lists_modules_with_sizes_and_units_but_no_other_folder(cached):
     modules = cache.modules(cache.default_root())
-    assert [(one.version, one.arch, one.name) for one in modules] == [
+    assert [(module.version, module.arch, module.name) for module in modules] == [
         ("0.7.0.post1", "121a", name) for name in ("page", "rope", "sampling")
     ]
     page = modules[0]
@@ -98,10 +98,10 @@ def test_nothing_chosen_is_refused(cached, table):
 
 @pytest.mark.parametrize("level", [".", "..", "../.."])
 def test_a_link_to_the_outside_is_refused_at_every_level(cached, table, tmp_path, level):
-    place = (cached.folders["page"] / level).resolve()
+    folder = (cached.folders["page"] / level).resolve()
     outside = tmp_path / "outside"
-    place.rename(outside)
-    place.symlink_to(outside)
+    folder.rename(outside)
+    folder.symlink_to(outside)
     with pytest.raises(
         StorageError,
         match=r"page is not removed: .* is a link to .*outside",

@@ -46,7 +46,7 @@ def test_other_messages_stay(line):
      ("  No supported CUDA architectures; the build would produce a binary", "no architecture", "--arch 12.1a")],
 )  # fmt: skip
 def test_what_a_build_of_vllm_runs_into_is_named_with_the_next_step(printed, why, fix):
-    found = explained(ProcessError("cmake ended with code 1", printed, "read the log", code="process.failed"))
-    assert found.what == "cmake ended with code 1"
-    assert why in found.why
-    assert fix in found.fix
+    explanation = explained(ProcessError("cmake ended with code 1", printed, "read the log", code="process.failed"))
+    assert explanation.what == "cmake ended with code 1"
+    assert why in explanation.why
+    assert fix in explanation.fix

@@ -56,10 +56,12 @@ def test_the_latest_record_of_an_output_counts_and_a_torn_tail_does_not(cached):
 
 def test_the_statements_are_those_of_the_file(cached):
     folder = cached.folders["page"]
-    made = ninjafile.statements(folder / "build.ninja")
-    assert made[0] == Statement((f"{folder}/page_kernel.cuda.o",), "cuda_compile", (f"{cached.base}/csrc/page.cu",))
-    assert made[2] == Statement((f"{folder}/page.so",), "link", (*made[0].outputs, *made[1].outputs))
-    assert len(made) == 3
+    statements = ninjafile.statements(folder / "build.ninja")
+    assert statements[0] == Statement(
+        (f"{folder}/page_kernel.cuda.o",), "cuda_compile", (f"{cached.base}/csrc/page.cu",)
+    )
+    assert statements[2] == Statement((f"{folder}/page.so",), "link", (*statements[0].outputs, *statements[1].outputs))
+    assert len(statements) == 3
 
 
 def test_escapes_variables_and_all_kinds_of_inputs(tmp_path):

@@ -31,9 +31,9 @@ def recorded_cuda(home, version="13.0.88", newest=15):
         (home / part).touch()
     (home / "include/crt").mkdir()
     (home / "include/crt/host_config.h").write_text(HEADER.format(newest=newest))
-    told = VERSION.format(short=version.rpartition(".")[0], version=version)
+    text = VERSION.format(short=version.rpartition(".")[0], version=version)
     dry = f"echo '#$ _HERE_={home}/bin' >&2; echo '#$ TOP={home}/bin/..' >&2"
-    script(home / "bin/nvcc", f"case $1 in --version) echo '{told}';; --dryrun) {dry};; esac")
+    script(home / "bin/nvcc", f"case $1 in --version) echo '{text}';; --dryrun) {dry};; esac")
     return home
 
 
@@ -59,12 +59,12 @@ def machine(tmp_path, monkeypatch):
 def test_cuda_home_is_used_and_reaches_every_build(machine, tmp_path, monkeypatch):
     home = recorded_cuda(tmp_path / "cuda")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    found = toolchain.find()
-    assert (found.home, found.origin, found.nvcc) == (home, "CUDA_HOME", home / "bin/nvcc")
-    assert found.versions["nvcc"] == "13.0.88"
-    assert found.versions["ccache"] == "4.14.2"
-    assert int(found.versions["c++"].split(".")[0]) >= toolchain.MINIMUM_CXX
-    env = found.environment()
+    chain = toolchain.find()
+    assert (chain.home, chain.origin, chain.nvcc) == (home, "CUDA_HOME", home / "bin/nvcc")
+    assert chain.versions["nvcc"] == "13.0.88"
+    assert chain.versions["ccache"] == "4.14.2"
+    assert int(chain.versions["c++"].split(".")[0]) >= toolchain.MINIMUM_CXX
+    env = chain.environment()
     assert env["PATH"].split(os.pathsep)[:2] == [str(home / "bin"), str(machine)]
     assert env["NVCC_CCBIN"] == env["CXX"] == env["CUDAHOSTCXX"] == str(machine / "c++")
     assert env["FLASHINFER_NVCC_LAUNCHER"] == env["CMAKE_CUDA_COMPILER_LAUNCHER"] == str(machine / "ccache")
@@ -183,9 +183,9 @@ def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp
 
 def test_a_newer_compiler_beside_an_old_default_is_found(machine, tmp_path):
     (machine / "c++").unlink()
-    told = "case $1 in --version) echo 'g++ (GCC)';; *) echo {}.2.0;; esac"
-    script(machine / "c++", told.format(8))
-    script(machine / "g++-14", told.format(14))
+    program = "case $1 in --version) echo 'g++ (GCC)';; *) echo {}.2.0;; esac"
+    script(machine / "c++", program.format(8))
+    script(machine / "g++-14", program.format(14))
     assert toolchain.host_compiler(recorded_cuda(tmp_path / "cuda")) == (machine / "g++-14", "14.2.0")
 
 
@@ -238,16 +238,16 @@ def installing(tmp_path, monkeypatch):
 
 
 def test_the_locked_wheels_become_a_whole_cuda_home_once(installing, tmp_path):
-    place, made = toolchain.install()
-    home = place / toolchain.HOME
-    assert made
+    folder, is_new = toolchain.install()
+    home = folder / toolchain.HOME
+    assert is_new
     assert toolchain.unfit(home, "12.1a") == ""
     assert (home / "lib64/libnvrtc.so").resolve().name == "libnvrtc.so.13"
     assert (home / "lib64/libnvrtc-builtins.alt.so").resolve().name == "libnvrtc-builtins.alt.so.13.0"
-    assert toolchain.install() == (place, False)
+    assert toolchain.install() == (folder, False)
     assert installing == ["toolchain"]
     (tmp_path / "toolchain.txt").write_text("two\n")
-    assert toolchain.install() == (place, True)
+    assert toolchain.install() == (folder, True)
 
 
 def test_a_half_made_one_is_not_taken(installing, monkeypatch):
@@ -258,11 +258,11 @@ def test_a_half_made_one_is_not_taken(installing, monkeypatch):
         patched.setattr(toolchain, "make_stub", fails)
         with pytest.raises(CompileError, check=lambda error: error.code == "compile.toolchain"):
             toolchain.install()
-    place, made = toolchain.install()
-    assert made
-    assert sorted(path.name for path in place.parent.iterdir() if not path.name.endswith(".lock")) == [
-        place.name,
-        f"{place.name}.manifest.json",
+    home, is_new = toolchain.install()
+    assert is_new
+    assert sorted(path.name for path in home.parent.iterdir() if not path.name.endswith(".lock")) == [
+        home.name,
+        f"{home.name}.manifest.json",
     ]
 
 

@@ -47,10 +47,10 @@ EVIL = [
 def printed(monkeypatch):
     """A console on a terminal with colours; returns what it printed."""
     screen = io.StringIO()
-    made = console._SafeConsole(
+    safe_console = console._SafeConsole(
         file=screen, force_terminal=True, color_system="standard", highlight=False, markup=False, emoji=False, width=200
     )
-    monkeypatch.setattr(console, "console", lambda: made)
+    monkeypatch.setattr(console, "console", lambda: safe_console)
     return screen.getvalue
 
 
@@ -61,10 +61,10 @@ def without_ours(text):
 
 @pytest.mark.parametrize("evil", EVIL)
 def test_what_is_unsafe_goes_and_what_is_text_stays(evil):
-    told = console.safe(f"before {evil}\nafter é 漢 👩‍💻\ttab")
-    assert not UNSAFE.search(told)
-    assert told.startswith("before ")
-    assert told.endswith("after é 漢 👩‍💻\ttab")
+    cleaned = console.safe(f"before {evil}\nafter é 漢 👩‍💻\ttab")
+    assert not UNSAFE.search(cleaned)
+    assert cleaned.startswith("before ")
+    assert cleaned.endswith("after é 漢 👩‍💻\ttab")
 
 
 def test_a_carriage_return_hides_nothing():
@@ -76,9 +76,9 @@ def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     sanitiser = console.Sanitiser()
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    told = "".join(sanitiser.feed(piece) for piece in pieces)
-    assert told == console.safe(text)
-    assert not UNSAFE.search(told)
+    cleaned = "".join(sanitiser.feed(piece) for piece in pieces)
+    assert cleaned == console.safe(text)
+    assert not UNSAFE.search(cleaned)
 
 
 @given(st.text(st.characters(), max_size=60))

@@ -132,9 +132,9 @@ def test_a_plugin_tells_its_version_or_is_missing(script):
 
 def test_a_build_tells_its_steps_and_its_log_stays(script, tmp_path):
     script("echo '#5 [runtime 2/9] COPY pins.toml /opt/'; sleep 0.6; echo '#5 DONE 0.0s'")
-    told = []
-    docker_cli.docker_logged(["buildx", "build"], tmp_path / "logs" / "build.log", told.append)
-    assert set(told) == {"[runtime 2/9] COPY pins.toml /opt/"}
+    steps = []
+    docker_cli.docker_logged(["buildx", "build"], tmp_path / "logs" / "build.log", steps.append)
+    assert set(steps) == {"[runtime 2/9] COPY pins.toml /opt/"}
     assert "DONE" in (tmp_path / "logs" / "build.log").read_text()
 
 

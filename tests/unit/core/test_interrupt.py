@@ -95,11 +95,11 @@ def begin(folder, name, pids=4):
 def test_a_signal_ends_a_verb_and_all_that_it_started(tmp_path, verb, number, code):
     started, pids = begin(tmp_path, verb)
     started.send_signal(number)
-    _, told = started.communicate(timeout=60)
+    _, errors = started.communicate(timeout=60)
     assert started.returncode == code
     assert [started_at(pid) for pid in pids] == [None] * 4
-    assert number.name in told
-    assert "Traceback" not in told
+    assert number.name in errors
+    assert "Traceback" not in errors
     assert not (tmp_path / "trusted").exists()
 
 
@@ -116,9 +116,9 @@ def test_a_second_signal_does_not_cut_the_cleaning_up_short(tmp_path):
     started.send_signal(signal.SIGTERM)
     time.sleep(0.5)  # the first of two units is taking its second to end
     started.send_signal(signal.SIGHUP)
-    _, told = started.communicate(timeout=60)
+    _, errors = started.communicate(timeout=60)
     assert started.returncode == 143
-    assert [started_at(pid) for pid in pids] == [None] * 4, told
+    assert [started_at(pid) for pid in pids] == [None] * 4, errors
 
 
 def send(number):

@@ -96,10 +96,10 @@ def test_the_middle_of_a_key_goes_and_a_hash_stays():
 def test_this_machines_own_names_go(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "annas-spark.example.net")
     monkeypatch.setattr(getpass, "getuser", lambda: "anna")
-    told = redact.for_support("anna@annas-spark: ssh annas-spark as anna, not susanna")
-    assert "annas" not in told
-    assert not re.search(r"\banna\b", told)
-    assert "susanna" in told
+    redacted = redact.for_support("anna@annas-spark: ssh annas-spark as anna, not susanna")
+    assert "annas" not in redacted
+    assert not re.search(r"\banna\b", redacted)
+    assert "susanna" in redacted
 
 
 def test_keys_flags_and_versions_in_json():
@@ -123,9 +123,9 @@ WORDS = ("anna", "hf_abcdefghij", "203.0.113.9", "spark.example.org")
 
 @given(st.text(max_size=40), SECRETS, st.text(max_size=40))
 def test_no_context_saves_a_leak(before, leak, after):
-    for told in (redact.redact(f"{before} {leak} {after}"), redact.for_support(f"{before} {leak} {after}")):
+    for redacted in (redact.redact(f"{before} {leak} {after}"), redact.for_support(f"{before} {leak} {after}")):
         for word in WORDS:
-            assert word not in told or word in before + after
+            assert word not in redacted or word in before + after
 
 
 @given(SECRETS, st.sampled_from(['"', "'", "=", "(", "[", "{", ",", "\n", "\t", "|", ">", "; "]))

@@ -129,27 +129,27 @@ def test_findings_that_cause_each_other_do_not_make_it_hang():
     def problem(name, *follows):
         return doctor.Problem(id=name, severity=Severity.ERROR, what=name, why="", fix="", follows=follows)
 
-    found = doctor.ranked([problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("z", "*")])
-    assert {each.id for each in found} == {"a", "b", "c", "z"}
-    assert found[-1].id == "z"
+    problems = doctor.ranked([problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("z", "*")])
+    assert {entry.id for entry in problems} == {"a", "b", "c", "z"}
+    assert problems[-1].id == "z"
 
 
 def test_a_report_tells_what_failed_what_was_skipped_and_what_warns(state):
     put(state, "validation.json", json.dumps(REPORT))
-    found = look()[0]
-    assert [(problem.what, problem.severity) for problem in found] == [
+    problems = look()[0]
+    assert [(problem.what, problem.severity) for problem in problems] == [
         ("the validator's check memory-host failed", Severity.ERROR),
         ("the validator's check numerics was not run", Severity.ERROR),
         ("the validator's check shared-memory warns", Severity.NOTE),
     ]
-    assert (found[0].why, found[0].fix) == ("2 GiB", "ps aux")
+    assert (problems[0].why, problems[0].fix) == ("2 GiB", "ps aux")
 
 
 def test_a_report_and_a_log_that_tell_the_same_are_one_finding(state):
     put(state, "validation.json", json.dumps(REPORT))
     put(state, "logs/server.log", "FAIL memory-host  2 GiB\n       next: ps aux\n")
     first = look()[0][0]
-    assert [Path(place.source).name for place in first.places] == ["validation.json", "server.log"]
+    assert [Path(entry.source).name for entry in first.places] == ["validation.json", "server.log"]
 
 
 @pytest.mark.parametrize(
@@ -276,12 +276,12 @@ def test_a_question_that_was_wrong_is_not_remembered():
 def test_what_is_from_before_the_failed_up_is_left_out(state):
     path = put(state, "logs/server.log", KV_LOG.read_bytes())
     put(state, "validation.json", json.dumps(REPORT))
-    for each in (path, state / "validation.json"):
-        os.utime(each, (time.time() - 7300, time.time() - 7300))
+    for file in (path, state / "validation.json"):
+        os.utime(file, (time.time() - 7300, time.time() - 7300))
     fail(ServerError("port 8000 is taken", "x", "./inv up --port 8001", code="server.port"))
-    problems, found = look()
+    problems, gathered = look()
     assert [problem.id for problem in problems] == ["last-up"]
-    assert "left out: 2 h ago, before the last ./inv up" in [source.note for source in found.sources]
+    assert "left out: 2 h ago, before the last ./inv up" in [source.note for source in gathered.sources]
 
 
 def test_the_doctor_does_not_send_to_itself(state):
@@ -350,9 +350,9 @@ def test_json_that_is_no_text_or_too_large_is_said(state, monkeypatch):
 def test_a_folder_in_a_files_place_is_said(state):
     for name in ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json"):
         (state / name).mkdir(parents=True)
-    problems, found = look()
+    problems, gathered = look()
     assert problems == []
-    assert [source.name for source in found.sources if source.read] == ["this machine"]
+    assert [source.name for source in gathered.sources if source.read] == ["this machine"]
 
 
 def test_a_log_without_permission_is_said(state, monkeypatch):
@@ -367,18 +367,18 @@ def test_a_log_that_breaks_off_is_read_so_far_and_said(state, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(evidence, "open_log", lambda _: evidence.Log("x.log", broken))
-    problems, found = look(log="x.log")
+    problems, gathered = look(log="x.log")
     assert [problem.id for problem in problems] == ["cuda-out-of-memory"]
-    assert found.sources[-1].note == "read to byte 44 only: Input/output error"
+    assert gathered.sources[-1].note == "read to byte 44 only: Input/output error"
 
 
 def test_text_from_a_log_cannot_disturb_a_terminal(state, capsys):
     put(state, "logs/server.log", "✗ bad \x1b]0;title\x07\x08\x9b31m name\n  why:  \x07x\n  next: ./inv up\x1b[2J\n")
     with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems") as caught:
         run()
-    told = capsys.readouterr().out + str(caught.value)
-    assert not [char for char in told if ord(char) < 32 and char != "\n"]
-    assert "\x9b" not in told
+    output = capsys.readouterr().out + str(caught.value)
+    assert not [char for char in output if ord(char) < 32 and char != "\n"]
+    assert "\x9b" not in output
 
 
 # One log alone
@@ -475,10 +475,10 @@ def test_a_taken_port_is_named_after_the_up_that_failed(state):
         port = held.getsockname()[1]
         up = inv("up", "--device", "embedded", "--port", str(port))
     assert up.returncode == ServerError.exit_code, up.stderr
-    told = inv("doctor")
-    assert told.returncode == RefusalError.exit_code
-    assert f"✗ port {port} is taken   [last-up]" in told.stdout.decode()
-    assert f"next: ./inv up --port {port + 1}" in told.stderr.decode()
+    done = inv("doctor")
+    assert done.returncode == RefusalError.exit_code
+    assert f"✗ port {port} is taken   [last-up]" in done.stdout.decode()
+    assert f"next: ./inv up --port {port + 1}" in done.stderr.decode()
 
 
 def test_the_verb_reads_stdin_and_its_exit_code_says_whether_something_was_found():
@@ -501,9 +501,9 @@ def archive(name, value):
 
 
 def test_no_engine_is_said_and_is_no_error():
-    problems, found = look()
+    problems, gathered = look()
     assert problems == []
-    assert [source.name for source in found.sources if "Docker" in source.name] == ["Docker engine"]
+    assert [source.name for source in gathered.sources if "Docker" in source.name] == ["Docker engine"]
 
 
 def test_an_engine_that_is_gone_with_our_container_is_an_error():
@@ -513,9 +513,9 @@ def test_an_engine_that_is_gone_with_our_container_is_an_error():
 
 def test_a_healthy_container_has_nothing(fake_engine):
     fake_engine.log = HEALTHY.read_text()
-    problems, found = look()
+    problems, gathered = look()
     assert problems == []
-    assert "container c0ffeec0ffee" in [source.name for source in found.sources]
+    assert "container c0ffeec0ffee" in [source.name for source in gathered.sources]
 
 
 @pytest.mark.parametrize(
@@ -570,9 +570,9 @@ def test_the_newer_of_container_and_embedded_server_counts(fake_engine, state):
     }
     assert ids() == ["kv-cache-too-small", "engine-core-failed"]
     os.utime(log, (1.0, 1.0))
-    problems, found = look()
+    problems, gathered = look()
     assert [problem.id for problem in problems] == ["container-killed"]
-    assert [source.read for source in found.sources if source.name.endswith("server.log")] == [False]
+    assert [source.read for source in gathered.sources if source.name.endswith("server.log")] == [False]
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0" * 1024, archive("x", [1]), archive("x", "y")])
@@ -585,9 +585,9 @@ def test_no_archive_from_a_container_makes_it_fail(fake_engine, answer):
 
 def test_a_log_that_the_engine_refuses_is_said(fake_engine):
     fake_engine.routes[r"GET /containers/\w+/logs"] = lambda query: (500, {"message": "driver failed"})
-    problems, found = look()
+    problems, gathered = look()
     assert problems == []
-    assert "driver failed" in found.sources[-1].note
+    assert "driver failed" in gathered.sources[-1].note
 
 
 # Patched packages
@@ -603,8 +603,8 @@ def packages(state, patched_site):
 
 
 def test_packages_as_in_their_wheels_are_no_problem(packages):
-    found, gathered = look()
-    assert found == []
+    problems, gathered = look()
+    assert problems == []
     assert "1 patched packages, 0 not as in their wheels" in [source.note for source in gathered.sources]
     (name,) = [name for name in gathered.documents if name.endswith("patches/upstream.json")]
     assert gathered.documents[name]["upstream"] == "vllm"
@@ -622,6 +622,6 @@ def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(
 
 def test_a_lock_that_cannot_be_read_is_said(packages, tmp_path):
     (tmp_path / "patched.toml").write_text("[")
-    found, gathered = look()
-    assert found == []
+    problems, gathered = look()
+    assert problems == []
     assert any(source.note.startswith("not compared: patched.toml") and not source.read for source in gathered.sources)

@@ -35,9 +35,9 @@ def shown(text):
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES)
 def test_an_example_shows_its_own_signature_and_no_stranger(name, example):
-    found = shown(f"before\n{example}\nafter\n")
-    assert name in found
-    assert {(name, other) for other in found - {name}} <= ALSO
+    recognised = shown(f"before\n{example}\nafter\n")
+    assert name in recognised
+    assert {(name, other) for other in recognised - {name}} <= ALSO
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES)
@@ -115,7 +115,7 @@ fix = "f"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (("", 'colour = "red"'), "signature.0.colour: Extra inputs are not permitted"),
         (
@@ -137,11 +137,11 @@ fix = "f"
         ((GOOD, ""), "signature: Field required"),
     ],
 )
-def test_a_malformed_table_is_refused_by_name(tmp_path, change, told):
+def test_a_malformed_table_is_refused_by_name(tmp_path, change, message):
     old, new = change
     table = tmp_path / "signatures.toml"
     table.write_text(GOOD.replace(old, new) if old else f"{GOOD}{new}\n")
-    with pytest.raises(InputError, match=re.escape(told), check=lambda error: error.code == "input.signatures"):
+    with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.signatures"):
         signatures.load(table)
 
 

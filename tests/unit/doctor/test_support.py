@@ -149,17 +149,17 @@ def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(t
 
 
 def test_a_disk_without_room_leaves_the_former_archive_and_nothing_half(tmp_path, monkeypatch):
-    place = tmp_path / "support.tar.gz"
-    place.write_bytes(b"before")
+    archive = tmp_path / "support.tar.gz"
+    archive.write_bytes(b"before")
 
     def full(*_args, **_more):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(gzip.GzipFile, "write", full)
     with pytest.raises(StorageError, check=lambda error: error.code == "storage.full"):
-        support.write(place, {}, evidence.Evidence())
+        support.write(archive, {}, evidence.Evidence())
     assert [path.name for path in tmp_path.iterdir()] == ["support.tar.gz"]
-    assert place.read_bytes() == b"before"
+    assert archive.read_bytes() == b"before"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -210,12 +210,12 @@ def test_many_logs_are_bounded(monkeypatch):
 
 
 def test_of_docker_inspect_only_what_explains_is_kept(fake_engine):
-    told = {
+    kept = {
         **fake_engine.container,
         "Mounts": [{"Type": "bind", "Source": "/home/anna", "Destination": "/models", "RW": False}],
     }
-    told["Config"] = {"Env": ["A=secret", "VLLM_X=1", "PATH=/usr/bin"], "Labels": {"x": "y"}, "Hostname": "h"}
-    cut = container.essential(told)
+    kept["Config"] = {"Env": ["A=secret", "VLLM_X=1", "PATH=/usr/bin"], "Labels": {"x": "y"}, "Hostname": "h"}
+    cut = container.essential(kept)
     assert cut["Config"]["Env"] == ["A=…", "VLLM_X=1", "PATH=/usr/bin"]
     assert cut["Mounts"] == [{"Type": "bind", "Destination": "/models", "RW": False}]
     assert not {"Labels", "Hostname"} & cut["Config"].keys()

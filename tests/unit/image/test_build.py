@@ -66,11 +66,11 @@ def test_the_commit_is_told_and_changes_are_marked(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("a")
     git("add", "a")
     git("commit", "--quiet", "--message", "a")
-    told = image.commit()
-    assert len(told["REVISION"]) == 40
-    assert told["SOURCE_DATE_EPOCH"] == "1000000000"
+    commit = image.commit()
+    assert len(commit["REVISION"]) == 40
+    assert commit["SOURCE_DATE_EPOCH"] == "1000000000"
     (tmp_path / "a").write_text("b")
-    assert image.commit()["REVISION"] == f"{told['REVISION']}-changed"
+    assert image.commit()["REVISION"] == f"{commit['REVISION']}-changed"
 
 
 def test_a_machine_without_git_builds_too(monkeypatch, tmp_path):

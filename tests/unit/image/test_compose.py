@@ -48,8 +48,8 @@ def expand(value, environment):
 
     def replace(match):
         """Return the value, its default, or what stands in its place."""
-        found = environment.get(match[1])
-        return (match[3] if found else "") if match[2] == "+" else found or match[3] or ""
+        value = environment.get(match[1])
+        return (match[3] if value else "") if match[2] == "+" else value or match[3] or ""
 
     if isinstance(value, dict):
         return {key: expand(item, environment) for key, item in value.items()}
@@ -223,12 +223,12 @@ def test_each_stack_has_a_service_with_its_own_image_and_a_load_that_fits_it(sta
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_the_competitions_variables_reach_the_benchmark_and_the_server(stack):
-    given = {"MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": "mine", "TP": "2", "ISL": "8192", "OSL": "512",
+    environment = {"MODEL": "openai/gpt-oss-120b", "BENCH_MODEL": "mine", "TP": "2", "ISL": "8192", "OSL": "512",
              "CONC": "16", "MAX_MODEL_LEN": "16384", "RANDOM_RANGE_RATIO": "0.5", "NUM_PROMPTS": "7",
              "RESULT_FILENAME": "result"}  # fmt: skip
-    services = resolve(stack, **given)["services"]
+    services = resolve(stack, **environment)["services"]
     load = services["bench"]["environment"]
-    assert {name: load.get(name) for name in given} == given
+    assert {name: load.get(name) for name in environment} == environment
     assert "PORT" not in load  # the port on the host
     server = services["vllm"]["environment"]
     assert (server["SPARKFORGE_TP"], server["SPARKFORGE_MAX_MODEL_LEN"]) == ("2", "16384")
@@ -264,9 +264,13 @@ def test_a_server_answers_to_known_names_and_another_key_file_makes_another_cont
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_settings_reach_the_server_without_a_file_of_overrides(stack):
-    given = {"VLLM_ARGS": "--max-num-seqs 8", "SPARKFORGE_BIND": "10.0.0.1", "SPARKFORGE_MODEL": "openai/gpt-oss-120b"}
-    server = resolve(stack, **given)["services"]["vllm"]
-    assert {name: server["environment"][name] for name in given} == given
+    environment = {
+        "VLLM_ARGS": "--max-num-seqs 8",
+        "SPARKFORGE_BIND": "10.0.0.1",
+        "SPARKFORGE_MODEL": "openai/gpt-oss-120b",
+    }
+    server = resolve(stack, **environment)["services"]["vllm"]
+    assert {name: server["environment"][name] for name in environment} == environment
     assert published(server) == "10.0.0.1:8000"
     # Named without a value: Compose sets them in the container only if they are set for it.
     passed = {name for name, value in server["environment"].items() if value is None}

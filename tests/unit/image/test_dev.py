@@ -306,9 +306,9 @@ def test_the_private_copy_of_a_checkout_has_its_edits_and_no_queue(folders, tmp_
 
 def test_every_advised_command_exists_with_its_options():
     contexts = {name: context for context in tasks.namespace.to_contexts() for name in (context.name, *context.aliases)}
-    found = advice.commands()
-    assert {"sparkforge/image/dev.py", "docker-compose.dev.yml", advice.PAGE} <= {command.file for command in found}
-    unknown = [command for command in found if command.command not in contexts]
+    commands = advice.commands()
+    assert {"sparkforge/image/dev.py", "docker-compose.dev.yml", advice.PAGE} <= {command.file for command in commands}
+    unknown = [command for command in commands if command.command not in contexts]
     assert unknown == []
-    wrong = [command for command in found if not {*command.options} <= {*contexts[command.command].flags, "--help"}]
+    wrong = [command for command in commands if not {*command.options} <= {*contexts[command.command].flags, "--help"}]
     assert wrong == []

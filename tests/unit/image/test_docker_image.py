@@ -100,21 +100,21 @@ DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
 
 
 @pytest.mark.parametrize(
-    ("report", "told"),
+    ("report", "message"),
     [
         ({"files": 3, "code": {"violations": [], "files": []}}, "xqa was not audited"),
         ({"files": 3, "code": {"violations": DIRTY, "files": [MODULE]}}, "its audit found trap-stub: xqa.so"),
         ({"files": 3, "code": {"violations": [], "files": [MODULE]}}, ""),
     ],
 )
-def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, told):
+def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, message):
     holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": named(report)}, report=report)
-    if not told:
+    if not message:
         verify()
         return
     with pytest.raises(errors.IntegrityError) as caught:
         verify()
-    assert caught.value.why == told
+    assert caught.value.why == message
 
 
 def test_an_audit_of_another_build_is_refused(holding, manifest):

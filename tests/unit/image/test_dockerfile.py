@@ -147,7 +147,9 @@ def test_compiling_vllm_has_what_its_build_asks_for():
     stage = TEXT.partition("AS vllm-source")[2].partition("\nFROM ")[0]
     assert "${SPARKFORGE_DEVICE}-source-${TARGETARCH}.txt" in stage
     assert "from=bundle,target=/mnt/bundle" in stage
-    assert {"cmake", "git", "patch"} <= set(next(one for one in debian.sets() if one.stage == "source").wanted)
+    assert {"cmake", "git", "patch"} <= set(
+        next(stage_set for stage_set in debian.sets() if stage_set.stage == "source").wanted
+    )
 
 
 def test_the_runtime_is_nobody_and_hands_signals_on():

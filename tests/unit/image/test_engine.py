@@ -15,12 +15,12 @@ def look():
 
 
 def test_facts_are_those_of_the_engine(fake_engine):
-    found = look()
-    assert (found.version, found.platform) == ("26.1.5+dfsg1", "linux/amd64")
-    assert found.runtimes == ("io.containerd.runc.v2", "runc")
-    assert found.root == "/var/lib/docker"
-    assert not found.rootless
-    assert found.gpu == ""
+    engine_facts = look()
+    assert (engine_facts.version, engine_facts.platform) == ("26.1.5+dfsg1", "linux/amd64")
+    assert engine_facts.runtimes == ("io.containerd.runc.v2", "runc")
+    assert engine_facts.root == "/var/lib/docker"
+    assert not engine_facts.rootless
+    assert engine_facts.gpu == ""
 
 
 def test_a_spark_is_linux_arm64(fake_engine):
@@ -37,9 +37,9 @@ def test_a_spark_is_linux_arm64(fake_engine):
 )
 def test_the_ways_to_a_gpu(fake_engine, change, words):
     fake_engine.info |= change
-    found = look()
-    assert found.gpu == words
-    found.require_gpu()
+    engine_facts = look()
+    assert engine_facts.gpu == words
+    engine_facts.require_gpu()
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def test_a_repository_that_is_made_by_the_first_push_is_pushed_to(publish, statu
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_push_that_is_denied_too_names_the_login(publish, status):
-    with pytest.raises(errors.EngineError) as told:
+    with pytest.raises(errors.EngineError) as caught:
         publish(status, "denied: permission_denied: write_package\n", 1)
-    assert told.value.code == "engine.registry"
-    assert "write_package" in told.value.why
-    assert told.value.fix.startswith("docker login registry.example.com,")
+    assert caught.value.code == "engine.registry"
+    assert "write_package" in caught.value.why
+    assert caught.value.fix.startswith("docker login registry.example.com,")
 
 
 def test_another_answer_of_the_registry_is_no_missing_tag(publish):

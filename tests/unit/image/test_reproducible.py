@@ -45,13 +45,13 @@ SAME = {"etc/hosts": (b"1", 0o644, 5), "bin/run": (b"code", 0o755, 5)}
 
 def test_the_same_bytes_are_identical(tmp_path):
     pair = [archive(tmp_path / name, [layer(SAME)]) for name in "ab"]
-    report = reproducible.compare([reproducible.read(one) for one in pair])
+    report = reproducible.compare([reproducible.read(image) for image in pair])
     assert report["identical"]
     reproducible.require_identical(report)
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "differing"),
     [
         ({**SAME, "etc/hosts": (b"2", 0o644, 5)}, "layer 0: etc/hosts: content"),
         ({**SAME, "etc/hosts": (b"1", 0o600, 5)}, "layer 0: etc/hosts: mode 0o644 and 0o600"),
@@ -59,12 +59,12 @@ def test_the_same_bytes_are_identical(tmp_path):
         ({**SAME, "var/log/x": (b"", 0o644, 5)}, "layer 0: var/log/x: only in b"),
     ],
 )
-def test_what_differs_is_named(tmp_path, changed, told):
+def test_what_differs_is_named(tmp_path, changed, differing):
     pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(changed)])]
-    report = reproducible.compare([reproducible.read(one) for one in pair])
+    report = reproducible.compare([reproducible.read(image) for image in pair])
     assert not report["identical"]
     report["differing"] = [f"{name}: {what}" for name, what in reproducible.differing(pair)]
-    assert [line for line in report["differing"] if line.startswith(told)]
+    assert [line for line in report["differing"] if line.startswith(differing)]
     with pytest.raises(
         IntegrityError, match="layers 0 differ", check=lambda error: error.code == "integrity.not-reproducible"
     ):
@@ -79,17 +79,17 @@ def test_diffoscope_gets_the_documents_and_the_differing_files_only(tmp_path, mo
     script.write_text('#!/bin/sh\nshift 2\ncd "$1" && find . -type f | sort\ndiff -r "$1" "$2" | tail -n 2\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    told = reproducible.explained(pair, dict(reproducible.differing(pair)))
-    assert "./0/etc/hosts\n./config.json\n./index.json\n./manifest.json\n" in told
-    assert "bin/run" not in told
-    assert "digest" in told
+    explanation = reproducible.explained(pair, dict(reproducible.differing(pair)))
+    assert "./0/etc/hosts\n./config.json\n./index.json\n./manifest.json\n" in explanation
+    assert "bin/run" not in explanation
+    assert "digest" in explanation
     monkeypatch.setenv("PATH", "/nowhere")
     assert "sudo apt install diffoscope" in reproducible.explained(pair, ())
 
 
 def test_another_configuration_alone_is_a_difference(tmp_path):
     pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(SAME)], b'{"os":"linux"}')]
-    report = reproducible.compare([reproducible.read(one) for one in pair])
+    report = reproducible.compare([reproducible.read(image) for image in pair])
     assert not report["configurations equal"]
     with pytest.raises(
         IntegrityError, match="only the configuration", check=lambda error: error.code == "integrity.not-reproducible"

@@ -148,12 +148,12 @@ def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
 def test_what_starts_with_every_process_leaves_no_bytecode_with_times(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     venv.create(tmp_path / "venv", symlinks=True)
-    made = Tree(tmp_path / "venv", "embedded")
-    (made.packages / "hack").mkdir()
-    (made.packages / "hack/__init__.py").write_text("x = 1\n")
-    (made.packages / "a.pth").write_text("import hack\n")
-    rootfs.compile_bytecode(made, 1)
-    (bytecode,) = made.packages.rglob("*.pyc")
+    built = Tree(tmp_path / "venv", "embedded")
+    (built.packages / "hack").mkdir()
+    (built.packages / "hack/__init__.py").write_text("x = 1\n")
+    (built.packages / "a.pth").write_text("import hack\n")
+    rootfs.compile_bytecode(built, 1)
+    (bytecode,) = built.packages.rglob("*.pyc")
     assert int.from_bytes(bytecode.read_bytes()[4:8], "little") == 0b01
 
 

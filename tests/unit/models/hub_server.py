@@ -83,14 +83,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if hub.refuse or (hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}"):
             status, code = hub.refuse or (401, "GatedRepo")
             return self.reply(status, b'{"error": "no"}', {"X-Error-Code": code, "X-Error-Message": "no"})
-        if found := re.fullmatch(rf"/api/models/{hub.repository}/revision/(\w+)(?:\?.*)?", self.path):
-            if found[1] not in {"main", COMMIT}:
+        if match := re.fullmatch(rf"/api/models/{hub.repository}/revision/(\w+)(?:\?.*)?", self.path):
+            if match[1] not in {"main", COMMIT}:
                 return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-            hub.asked.append(("info", found[1], 0))
+            hub.asked.append(("info", match[1], 0))
             answer = {"id": hub.repository, "sha": hub.commit, "siblings": list(hub.siblings())}
             return self.reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-        if found := re.fullmatch(rf"/{hub.repository}/resolve/{COMMIT}/(.+)", self.path):
-            return self.resolve(found[1])
+        if match := re.fullmatch(rf"/{hub.repository}/resolve/{COMMIT}/(.+)", self.path):
+            return self.resolve(match[1])
         return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def resolve(self, name):
@@ -109,13 +109,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        for place in range(0, len(data), 16384):
-            if cut is not None and place >= cut:
+        for offset in range(0, len(data), 16384):
+            if cut is not None and offset >= cut:
                 self.close_connection = True
                 self.connection.close()
                 return
             try:
-                self.wfile.write(data[place : place + 16384])
+                self.wfile.write(data[offset : offset + 16384])
             except OSError:
                 return
             time.sleep(self.hub.delay)

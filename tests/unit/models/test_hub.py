@@ -201,7 +201,7 @@ def test_what_is_no_checkpoint_is_refused(server, target):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "told"),
+    ("name", "data", "message"),
     [
         (SHARDS[1], None, "is missing"),
         ("config.json", b'{"model_type": "llama"}', "'llama'"),
@@ -210,12 +210,12 @@ def test_what_is_no_checkpoint_is_refused(server, target):
         ("model.safetensors.index.json", b"{", "gpt-oss-120b"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_together_gets_no_name(server, target, name, data, told):
+def test_a_checkpoint_that_does_not_fit_together_gets_no_name(server, target, name, data, message):
     if data is None:
         del server.told[name]
     else:
         server.told[name] = server.files[name] = data
-    with pytest.raises(errors.InputError, match=told):
+    with pytest.raises(errors.InputError, match=message):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
     assert not target.exists()
 

@@ -88,10 +88,10 @@ def test_two_snapshots_without_a_name_are_not_guessed(tmp_path):
 
 
 def test_what_was_fetched_is_found_and_a_folder_is_itself(tmp_path):
-    for place in (tmp_path / "mounted/gpt-oss-120b", tmp_path / "checkout/models/gpt-oss-120b"):
-        place.mkdir(parents=True)
-        (place / "config.json").write_text("{}")
-        assert local.find(NAME, {}) == place
+    for folder in (tmp_path / "mounted/gpt-oss-120b", tmp_path / "checkout/models/gpt-oss-120b"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        assert local.find(NAME, {}) == folder
     assert local.find(str(tmp_path), {}) == tmp_path
     assert local.find("/nowhere/at/all", {}) == Path("/nowhere/at/all")
 

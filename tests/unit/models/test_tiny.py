@@ -50,17 +50,17 @@ def encoding():
 
 
 def shapes(model):
-    found = {}
+    shapes_by_name = {}
     for shard in sorted(model.glob("*.safetensors")):
         with safe_open(shard, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                 part = file.get_slice(name)
-                found[name] = (part.get_dtype(), tuple(part.get_shape()), shard.name)
-    return found
+                shapes_by_name[name] = (part.get_dtype(), tuple(part.get_shape()), shard.name)
+    return shapes_by_name
 
 
 def test_tensors_have_the_names_types_and_shapes_of_gpt_oss(model):
-    found = shapes(model)
+    stored = shapes(model)
     layer = "model.layers.3."
     wanted = {
         "model.embed_tokens.weight": ("BF16", (201088, 64)),
@@ -79,8 +79,8 @@ def test_tensors_have_the_names_types_and_shapes_of_gpt_oss(model):
         layer + "mlp.experts.down_proj_scales": ("U8", (8, 64, 2)),
         layer + "mlp.experts.down_proj_bias": ("BF16", (8, 64)),
     }
-    assert {name: found[name][:2] for name in wanted} == wanted
-    assert len(found) == 3 + 4 * (2 + 8 + 1 + 2 + 6)
+    assert {name: stored[name][:2] for name in wanted} == wanted
+    assert len(stored) == 3 + 4 * (2 + 8 + 1 + 2 + 6)
 
 
 def test_index_names_the_shard_of_every_tensor_and_their_size(model):

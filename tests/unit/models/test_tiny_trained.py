@@ -161,17 +161,17 @@ def test_right_requantisation_passes(right, scored, limit):
                 values = weight.to(torch.bfloat16)
                 assert torch.equal(values.float(), weight)
                 getattr(layer.experts, name).copy_(mxfp4.dequantize(*mxfp4.quantize(values)) / gains()[name][0])
-    found = faults.bits_per_byte(again, scored)
-    assert found == pytest.approx(right, rel=1e-3)
-    assert found < limit
+    bits = faults.bits_per_byte(again, scored)
+    assert bits == pytest.approx(right, rel=1e-3)
+    assert bits < limit
 
 
 def test_row_0_is_scored_as_one_of_its_tokens(trained, scored):
     with torch.no_grad():
         logits = trained(torch.zeros(1, 1, dtype=torch.long)).logits[0, 0].double()
     total = torch.logsumexp(torch.cat([logits, logits[:1] + math.log(scored.shared - 1)]), 0)
-    found = faults.losses(logits[None], torch.tensor([0]), scored.shared)
-    assert found.item() == pytest.approx((total - logits[0]).item())
+    losses = faults.losses(logits[None], torch.tensor([0]), scored.shared)
+    assert losses.item() == pytest.approx((total - logits[0]).item())
 
 
 def test_the_held_out_text_is_the_gates():

@@ -75,8 +75,8 @@ def test_without_apt_the_next_step_is_named(monkeypatch, tmp_path):
 
 
 def test_lines_become_paragraphs():
-    told = "It is a truth universally acknowledged, that a single man must be in want of a wife."
-    assert texts.paragraphs(NOVEL) == f"CHAPTER I\n\n{told}\n\nSo.\n"
+    sentence = "It is a truth universally acknowledged, that a single man must be in want of a wife."
+    assert texts.paragraphs(NOVEL) == f"CHAPTER I\n\n{sentence}\n\nSo.\n"
 
 
 def test_what_is_held_out_is_left_out_of_its_novel_alone():
@@ -217,9 +217,9 @@ def test_the_model_is_transformers_gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
     model = randomized(SMALL, 50)
-    told = {**tiny_format.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
-    del told["quantization_config"], told["torch_dtype"]
-    theirs = GptOssForCausalLM(GptOssConfig(**told, attn_implementation="eager")).float().eval()
+    values = {**tiny_format.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
+    del values["quantization_config"], values["torch_dtype"]
+    theirs = GptOssForCausalLM(GptOssConfig(**values, attn_implementation="eager")).float().eval()
     state = {
         "model.embed_tokens.weight": model.embed, "lm_head.weight": model.head, "model.norm.weight": model.norm,
     }  # fmt: skip
@@ -249,8 +249,8 @@ def test_the_shared_row_is_one_of_many_equally_probable_tokens():
     logits = torch.randn(3, 5, dtype=torch.float64)
     expanded = torch.cat([logits[:, :1].expand(-1, 7), logits[:, 1:]], -1)  # row 0 stands for 7 tokens
     wanted = -expanded.log_softmax(-1)
-    found = torch.stack([faults.losses(logits, torch.full((3,), row), 7) for row in range(5)], -1)
-    torch.testing.assert_close(found, torch.cat([wanted[:, :1], wanted[:, 7:]], -1))
+    losses = torch.stack([faults.losses(logits, torch.full((3,), row), 7) for row in range(5)], -1)
+    torch.testing.assert_close(losses, torch.cat([wanted[:, :1], wanted[:, 7:]], -1))
 
 
 def test_every_fault_changes_the_answer():

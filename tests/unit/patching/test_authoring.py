@@ -36,8 +36,8 @@ def edit(checkout):
 
 
 def test_the_scratch_copy_is_the_patched_tree(kit, world, checkout):
-    found = {path: data.decode() for path, data in kit.snapshot(checkout).items() if not path.startswith(".git/")}
-    assert found == {path: text for path, text in world.AFTER[2].items() if text is not None}
+    files = {path: data.decode() for path, data in kit.snapshot(checkout).items() if not path.startswith(".git/")}
+    assert files == {path: text for path, text in world.AFTER[2].items() if text is not None}
     edit(checkout)
     assert authoring.begin_patch(draft(world)) == checkout  # begun twice: the edits stay
     assert (checkout / "pkg/deep/made.py").exists()
@@ -90,10 +90,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_patch_may_not_be_is_refused_and_the_queue_stays(kit, world, checkout, case):
-    change, fields, error, told = REFUSED[case]
+    change, fields, error, message = REFUSED[case]
     change(checkout)
     before = kit.snapshot(world.folder)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         authoring.finish_patch(draft(world), {**FIELDS, **fields})
     assert kit.snapshot(world.folder) == before
 

@@ -39,12 +39,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_patch_gets_its_verdict_and_evidence(world, case):
-    change, verdicts, told = CASES[case]
+    change, verdicts, evidence = CASES[case]
     files = {path: text and text.encode() for path, text in change(world.V1).items()}
-    found = status.judge(world.queue(), files.get)
-    assert tuple(one.verdict for one in found) == verdicts
-    for number, words in told.items():
-        assert words in "\n".join([found[number].evidence, *map(str, found[number].misfits)])
+    judged = status.judge(world.queue(), files.get)
+    assert tuple(patch.verdict for patch in judged) == verdicts
+    for number, words in evidence.items():
+        assert words in "\n".join([judged[number].evidence, *map(str, judged[number].misfits)])
 
 
 def test_an_archive_is_read_once_and_what_was_kept_is_checked(world, monkeypatch):
@@ -84,10 +84,10 @@ def test_a_damaged_archive_is_refused_and_nothing_is_kept(world, monkeypatch):
 def test_a_tree_is_judged_as_it_is(kit, world, tmp_path):
     tree = kit.write(tmp_path / "tree", world.V1)
     before = kit.snapshot(tree)
-    assert [one.verdict for one in status.judge_tree(world.queue(), tree)] == [A, A, A]
+    assert [patch.verdict for patch in status.judge_tree(world.queue(), tree)] == [A, A, A]
     assert kit.snapshot(tree) == before
     (tree / "pkg/b.py").write_text("by hand\n")
-    assert [one.verdict for one in status.judge_tree(world.queue(), tree)] == [A, A, Verdict.CONFLICTS]
+    assert [patch.verdict for patch in status.judge_tree(world.queue(), tree)] == [A, A, Verdict.CONFLICTS]
     with pytest.raises(UsageError, match="it is no folder"):
         status.judge_tree(world.queue(), tree / "none")
 

@@ -58,9 +58,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_table_is_refused_by_name(tmp_path, name):
-    old, new, told = BROKEN[name]
+    old, new, message = BROKEN[name]
     assert old in GOOD
-    with pytest.raises(InputError, match=re.escape(told), check=lambda error: error.code == "input.pins"):
+    with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.pins"):
         load(tmp_path, GOOD.replace(old, new))
 
 
@@ -110,9 +110,9 @@ BROKEN_GIT = {
 
 @pytest.mark.parametrize("name", BROKEN_GIT)
 def test_a_broken_repository_is_refused_by_name(tmp_path, name):
-    old, new, told = BROKEN_GIT[name]
+    old, new, message = BROKEN_GIT[name]
     assert old in GIT
-    with pytest.raises(InputError, match=re.escape(told), check=lambda error: error.code == "input.pins"):
+    with pytest.raises(InputError, match=re.escape(message), check=lambda error: error.code == "input.pins"):
         load(tmp_path, GIT.replace(old, new))
 
 

@@ -143,8 +143,8 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_configuration_that_makes_no_sense_is_named(case):
-    changed, told = WRONG[case]
-    with pytest.raises(InputError, match=told, check=lambda error: error.code == "input.config") as caught:
+    changed, message = WRONG[case]
+    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.config") as caught:
         parse({**KNOWN["gpt-oss-120b"].config, **changed}, "x/config.json")
     assert caught.value.fix
     assert "x/config.json" in caught.value.what

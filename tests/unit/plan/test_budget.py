@@ -29,9 +29,9 @@ ANY = {"model": st.sampled_from(sorted(MODELS)), "device": st.sampled_from(sorte
 @settings(max_examples=150, deadline=None)
 @given(**ANY)
 def test_the_lines_sum_to_the_memory(model, device, load):
-    made = budget.make(MODELS[model], DEVICES[device], load)
-    assert sum(line.bytes for line in made.lines) + made.left == made.total == DEVICES[device].memory_bytes
-    assert all(line.bytes >= 0 for line in made.lines)
+    lines = budget.make(MODELS[model], DEVICES[device], load)
+    assert sum(line.bytes for line in lines.lines) + lines.left == lines.total == DEVICES[device].memory_bytes
+    assert all(line.bytes >= 0 for line in lines.lines)
 
 
 @settings(max_examples=150, deadline=None)

@@ -89,8 +89,8 @@ def up(device="docker-cpu", build=None, **env):
     return docker_device.up(device, env, Steps(3), build or (lambda *_: pytest.fail("nothing is to be built")))
 
 
-def called(docker_command, what):
-    return [call for call in docker_command.calls if what in call]
+def called(docker_command, method):
+    return [call for call in docker_command.calls if method in call]
 
 
 def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engine, docker_command, api, capsys):
@@ -154,9 +154,9 @@ def fails(error, docker_command, **more):
 def test_a_refusing_validator_is_told_with_its_findings(checkout, fake_engine, docker_command, status):
     fake_engine.container["State"] |= {"Status": status, "ExitCode": 30, "Health": {"Status": "starting", "Log": []}}
     fake_engine.log = REFUSAL
-    told = fails(errors.RefusalError, docker_command)
-    assert told.why == "FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB"
-    assert told.fix == "ps aux --sort=-rss | head   # stop something large; then ./inv up --device docker-cpu"
+    error = fails(errors.RefusalError, docker_command)
+    assert error.why == "FAIL memory-host  2.0 GiB can be had, wanted 4.1 GiB"
+    assert error.fix == "ps aux --sort=-rss | head   # stop something large; then ./inv up --device docker-cpu"
 
 
 def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, docker_command):
@@ -175,8 +175,8 @@ def test_a_refusal_of_an_earlier_run_is_not_this_ones(checkout, fake_engine, doc
 def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_command):
     held = f"{restarts.TOO_OFTEN}: 3 times within 60 min; the last time it was out of memory"
     fake_engine.container["State"] |= {"Health": {"Status": "starting", "Log": [{"Output": held}]}}
-    told = fails(errors.ServerError, docker_command)
-    assert (told.code, told.why) == ("server.restarts", held)
+    error = fails(errors.ServerError, docker_command)
+    assert (error.code, error.why) == ("server.restarts", held)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_co
 def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, words):
     fake_engine.container["State"] |= state
     fake_engine.log = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
-    told = fails(errors.ServerError, docker_command)
-    assert words in told.what
-    assert told.why == "RuntimeError: no such kernel"
+    error = fails(errors.ServerError, docker_command)
+    assert words in error.what
+    assert error.why == "RuntimeError: no such kernel"
 
 
 def test_a_container_that_waits_after_a_refusal_is_not_waited_for(checkout, fake_engine, docker_command):

@@ -205,14 +205,14 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
         (container.run / stale).write_text("from the start before")
     assert "cannot read" in container.healthy().stdout
     child = container.start()
-    told = container.serving(child)
-    assert psutil.Process(told["pid"]).ppid() == child.pid  # exec: the supervisor is the container's own program
-    assert told["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
+    serving = container.serving(child)
+    assert psutil.Process(serving["pid"]).ppid() == child.pid  # exec: the supervisor is the container's own program
+    assert serving["argv"][:2] == ["--model", container.environ["SPARKFORGE_MODEL"]]
     host = "127.0.0.1" if access.has_host_network() else "0.0.0.0"  # noqa: S104 - compared with
-    assert f"--served-model-name my-gpt-oss --host {host}" in " ".join(told["argv"])
-    assert "--quantization=spark-mxfp4" in told["argv"]
-    assert f" --port {container.port} --middleware" in " ".join(told["argv"])  # behind the profile's own flags
-    assert (told["env"]["VLLM_CPU_KVCACHE_SPACE"], told["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
+    assert f"--served-model-name my-gpt-oss --host {host}" in " ".join(serving["argv"])
+    assert "--quantization=spark-mxfp4" in serving["argv"]
+    assert f" --port {container.port} --middleware" in " ".join(serving["argv"])  # behind the profile's own flags
+    assert (serving["env"]["VLLM_CPU_KVCACHE_SPACE"], serving["env"]["HF_HUB_OFFLINE"]) == ("1", "1")
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "serve"
     assert container.metric("sparkforge_validation_verdict", verdict="serve") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="pass", required="true") == 1
@@ -449,9 +449,9 @@ def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatc
 
     monkeypatch.setattr(entrypoint, "write_atomic", full)
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(StorageError, match="cannot write into") as told:
+    with pytest.raises(StorageError, match="cannot write into") as caught:
         entrypoint._held(options, "refused: x")
-    assert "No space left" in told.value.why
+    assert "No space left" in caught.value.why
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7"])  # noqa: S104 - what is refused

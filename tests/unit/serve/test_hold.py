@@ -17,7 +17,7 @@ def test_the_pauses_double_up_to_half_an_hour():
 
 
 def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
-    waited, told, answers = [], [], [REFUSAL, REFUSAL, None]
+    waited, reasons, answers = [], [], [REFUSAL, REFUSAL, None]
 
     def start():
         answer = answers.pop(0)
@@ -26,9 +26,9 @@ def test_a_refused_start_is_tried_again_until_it_is_admitted(monkeypatch):
         return "served"
 
     monkeypatch.setattr(hold, "wait", lambda seconds, _watched: waited.append(seconds))
-    assert hold.until_admitted(start, [], told.append) == "served"
+    assert hold.until_admitted(start, [], reasons.append) == "served"
     assert waited == [30, 60]
-    assert all(line.startswith("refused: ") and "no memory" in line for line in told)
+    assert all(line.startswith("refused: ") and "no memory" in line for line in reasons)
 
 
 def test_another_error_ends_the_start():

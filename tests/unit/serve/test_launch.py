@@ -86,24 +86,24 @@ def test_every_process_of_a_server_ends_with_it(begin):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "told"),
+    ("behaviour", "message"),
     [
         ("dies", "RuntimeError: no such kernel"),
         ("cannot generate", "no kernel image is available"),
         ("fails at tools", "the request for a tool call: the server answered 500: g++: not found"),
     ],
 )
-def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, told):
+def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, message):
     with pytest.raises(ServerError, check=lambda error: error.code == "server.start") as caught:
         begin(behaviour)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "03:40:13" not in caught.value.why  # vLLM's log prefix says nothing to a user
     assert str(record.log_path()) in caught.value.fix
     nothing_is_left(begin, port)
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "told"),
+    ("behaviour", "message"),
     [
         ("lies", "completion_tokens"),
         ("answers a list", "TypeError"),
@@ -113,21 +113,21 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
         ("fails at response_format", "the request for a JSON answer: the server answered 500: g++: not found"),
     ],
 )
-def test_a_server_that_answers_wrongly_is_not_ready(behaviour, told):
+def test_a_server_that_answers_wrongly_is_not_ready(behaviour, message):
     def ready(url):
         client.wait_until_serving(url, "m", time.monotonic() + 60, lambda: True)
         proof.prove(url, "m", 60)
 
     with misbehaving.answering(behaviour) as port, pytest.raises(ServerError, match="cannot generate") as caught:
         ready(f"http://127.0.0.1:{port}")
-    assert told in caught.value.why
+    assert message in caught.value.why
 
 
 FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "finish_reason": "length"})
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (("messages", {"message": {"role": "user"}}), "the request for a chat: role 'user'"),
         (("logprobs", {"logprobs": {"content": [{"logprob": 0.5, "top_logprobs": []}]}}), "log probabilities: the log"),
@@ -143,10 +143,10 @@ FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "
         ),
     ],
 )
-def test_an_answer_that_clients_cannot_use_is_named(changes, told):
+def test_an_answer_that_clients_cannot_use_is_named(changes, message):
     with misbehaving.answering("good", changes) as port, pytest.raises(ServerError) as caught:
         proof.prove(f"http://127.0.0.1:{port}", "m", 60)
-    assert told in caught.value.why
+    assert message in caught.value.why
 
 
 def test_status_shows_what_the_start_proved(begin, capsys):

@@ -54,9 +54,9 @@ def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, 
     at = launched.command.index("--max-model-len=512")
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=16") < at
-    told = capsys.readouterr().err
-    assert "--max-num-seqs takes the place of the profile's --max-num-seqs (16)" in told
-    assert "--no-enforce-eager takes the place of the profile's --enforce-eager" in told
+    output = capsys.readouterr().err
+    assert "--max-num-seqs takes the place of the profile's --max-num-seqs (16)" in output
+    assert "--no-enforce-eager takes the place of the profile's --enforce-eager" in output
 
 
 def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
@@ -66,7 +66,7 @@ def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "what", "fix"),
+    ("flags", "failure", "fix"),
     [
         (["--host", EVERYWHERE], "--host cannot", "./inv up --host"),
         (["--port=1"], "--port cannot", "./inv up --port"),
@@ -84,11 +84,11 @@ def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_flag_that_would_break_the_proof_or_the_address_is_refused(started, capsys, flags, what, fix):
+def test_a_flag_that_would_break_the_proof_or_the_address_is_refused(started, capsys, flags, failure, fix):
     assert program.main([*UP, "--", *flags]) == UsageError.exit_code
-    told = capsys.readouterr().err
-    assert what in told
-    assert fix in told.rpartition("next:")[2]
+    output = capsys.readouterr().err
+    assert failure in output
+    assert fix in output.rpartition("next:")[2]
     assert started == []
 
 
@@ -100,7 +100,7 @@ def test_a_flag_whose_name_only_begins_like_a_refused_one_passes(flags):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "failure"),
     [
         (["--context", "0"], "--context '0' is no length"),
         (["--context", "8k"], "--context '8k' is no length"),
@@ -113,9 +113,9 @@ def test_a_flag_whose_name_only_begins_like_a_refused_one_passes(flags):
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 @pytest.mark.parametrize("device", [devices.EMBEDDED, devices.DOCKER_CPU])
-def test_a_wrong_context_or_an_open_address_is_refused(started, capsys, device, options, what):
+def test_a_wrong_context_or_an_open_address_is_refused(started, capsys, device, options, failure):
     assert program.main(["up", "--device", device, *options]) == UsageError.exit_code
-    assert what in capsys.readouterr().err.replace("'", "'").replace("--host 'spark.local'", "--host spark.local")
+    assert failure in capsys.readouterr().err.replace("'", "'").replace("--host 'spark.local'", "--host spark.local")
     assert started == []
 
 

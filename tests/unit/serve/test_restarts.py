@@ -19,8 +19,8 @@ WHO = ("host", "vllm", "--model", "/models/x")
 
 def ends(code=24, asked=False, why="", at=None):
     """Write down the end of a server as its supervisor does."""
-    told = {"pid": 1, "code": code, "asked": asked, "time": at or time.time(), "why": why}
-    record.end_path().write_text(json.dumps(told))
+    end = {"pid": 1, "code": code, "asked": asked, "time": at or time.time(), "why": why}
+    record.end_path().write_text(json.dumps(end))
 
 
 def known():

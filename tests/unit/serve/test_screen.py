@@ -52,11 +52,11 @@ def served():
     http = HTTPServer(("127.0.0.1", 0), Model)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     record.log_path().parent.mkdir(parents=True, exist_ok=True)
-    made = record.Server(
+    server = record.Server(
         pid=os.getpid(), started=started_at(os.getpid()), host="127.0.0.1", port=http.server_port, model="m",
         model_id=f"name{EVIL}", device="embedded", log=str(record.log_path()),
     )  # fmt: skip
-    yield made
+    yield server
     http.shutdown()
     http.server_close()
 

@@ -124,7 +124,7 @@ def test_every_call_of_the_proof_that_failed_is_named(server, no_gpu, monkeypatc
     report, _ = status.report(server)
     text = f"{caught.value.what}: {caught.value.why}"
     last = status.LastError(source="up", when="2027-01-15T08:00:00+00:00", text=text)
-    (line,) = [one for one in status.lines(report.model_copy(update={"last_error": last})) if "last error" in one]
+    (line,) = [row for row in status.lines(report.model_copy(update={"last_error": last})) if "last error" in row]
     assert len(line) < 1000
     assert all(name in line for name, call in proof.CALLS.items() if not call.patch)
 

@@ -19,9 +19,9 @@ FILES = {"p-1/a.txt": b"a" * 3000, "p-1/deep/er/b.bin": bytes(range(256)) * 40, 
 
 
 def info(name, *, kind=tarfile.REGTYPE, size=0, mode=0o644, link=""):
-    made = tarfile.TarInfo(name)
-    made.type, made.size, made.mode, made.linkname = kind, size, mode, link
-    return made
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.mode, member.linkname = kind, size, mode, link
+    return member
 
 
 def tar(path, members, *, pack=gzip.compress, form=tarfile.PAX_FORMAT):

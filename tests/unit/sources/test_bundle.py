@@ -61,10 +61,10 @@ def world(tmp_path, monkeypatch, kit):
     table |= {"default": "spark", "devices": {"embedded": "embedded"}}
     table["environments"] = {"embedded": {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}}
     table["default"], table["devices"] = "spark", {"embedded": "embedded"}
-    made = pins.Pins.model_validate(table)
-    monkeypatch.setattr(pins, "load", lambda: made)
+    pinned = pins.Pins.model_validate(table)
+    monkeypatch.setattr(pins, "load", lambda: pinned)
     monkeypatch.setattr(wheels, "picks", lambda lock, target: [wheel])
-    return made
+    return pinned
 
 
 def bring_dep():
@@ -92,11 +92,11 @@ def index(folder):
 
 def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
     file = tmp_path / "b.tar"
-    _, made = bundle.make(file, stack="spark")
+    _, is_new = bundle.make(file, stack="spark")
     bundle.unpack(file, tmp_path / "out")
     members = index(tmp_path / "out")["members"]
     names = {path.split("/")[-1] for path in members}
-    assert made
+    assert is_new
     assert {
         "up-1.tar.gz",
         "some_thing-1-py3-none-any.whl",
@@ -111,7 +111,7 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
     }
     page = (tmp_path / "out/simple/some-thing/index.html").read_text()
     assert f'href="../../files/{fetch.sha256_file(next((tmp_path / "out/files").glob("*/some*")))}/' in page
-    absent = {one["name"]: one["command"] for one in index(tmp_path / "out")["absent"]}
+    absent = {entry["name"]: entry["command"] for entry in index(tmp_path / "out")["absent"]}
     assert set(absent) == {"dep", "vocabulary"}
     assert f"fetch -q --depth 1 https://e.invalid/dep.git {COMMIT}" in absent["dep"]
 
@@ -126,8 +126,10 @@ def test_the_same_inputs_give_the_same_bytes_and_a_second_run_does_nothing(tmp_p
     assert (tmp_path / "other.tar").read_bytes() == first
     with tarfile.open(tmp_path / "b.tar") as tar:
         infos = tar.getmembers()
-    assert [one.name for one in infos] == ["index.json", *sorted(one.name for one in infos[1:])]
-    assert {(one.mtime, one.uid, one.gid, one.uname, one.mode) for one in infos} == {(0, 0, 0, "", 0o644)}
+    assert [member.name for member in infos] == ["index.json", *sorted(member.name for member in infos[1:])]
+    assert {(member.mtime, member.uid, member.gid, member.uname, member.mode) for member in infos} == {
+        (0, 0, 0, "", 0o644)
+    }
     (paths.ROOT / "patches/up-1/0001-a.patch").write_text("new")
     assert bundle.make(tmp_path / "b.tar", stack="spark")[1]
 
@@ -142,11 +144,11 @@ def test_offline_a_bundle_gives_back_sources_and_repositories(tmp_path, world, m
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "spark-state"))
     monkeypatch.setenv("SPARKFORGE_CACHE", str(tmp_path / "spark-cache"))
     offline.use(tmp_path / "out")
-    found = trees.fetch_sources("spark")
-    assert [(one.name, one.state) for one in found] == [("up", "made"), ("dep", "made")]
-    assert (found[1].path / "src/dep.h").read_text() == "dep\n"
-    assert found[1].variable == "DEP_SRC_DIR"
-    assert [one.state for one in trees.fetch_sources("spark")] == ["unchanged", "unchanged"]
+    sources = trees.fetch_sources("spark")
+    assert [(source.name, source.state) for source in sources] == [("up", "made"), ("dep", "made")]
+    assert (sources[1].path / "src/dep.h").read_text() == "dep\n"
+    assert sources[1].variable == "DEP_SRC_DIR"
+    assert [source.state for source in trees.fetch_sources("spark")] == ["unchanged", "unchanged"]
 
 
 def test_a_file_that_is_no_bundle_is_not_overwritten_and_a_folder_not_removed(tmp_path, world):
@@ -176,7 +178,7 @@ def test_a_damaged_file_in_the_cache_does_not_get_into_a_bundle(tmp_path, world)
 def rewrite(source, target, change):
     """Copy a bundle's members as (TarInfo, bytes) through `change`."""
     with tarfile.open(source) as tar:
-        members = [(one, tar.extractfile(one).read()) for one in tar.getmembers()]
+        members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as tar:
         for info, data in change(members):
             info.size = len(data)
@@ -250,9 +252,9 @@ def test_a_bundle_cut_or_flipped_anywhere_is_refused(tmp_path, world):
         with pytest.raises(IntegrityError):
             bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
     with tarfile.open(tmp_path / "b.tar") as tar:
-        spans = [range(one.offset_data, one.offset_data + one.size) for one in tar.getmembers()]
-    for place in dice.sample([byte for span in spans[1:] for byte in span], 60):
-        (tmp_path / "cut.tar").write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        spans = [range(member.offset_data, member.offset_data + member.size) for member in tar.getmembers()]
+    for offset in dice.sample([byte for span in spans[1:] for byte in span], 60):
+        (tmp_path / "cut.tar").write_bytes(whole[:offset] + bytes([whole[offset] ^ 4]) + whole[offset + 1 :])
         with pytest.raises(
             IntegrityError, match="not what the index says", check=lambda error: error.code == "integrity.hash"
         ):
@@ -261,12 +263,12 @@ def test_a_bundle_cut_or_flipped_anywhere_is_refused(tmp_path, world):
 
 
 def test_the_hash_of_the_whole_bundle_can_be_asked_for(tmp_path, world):
-    made, _ = bundle.make(tmp_path / "b.tar", stack="spark")
+    bundled, _ = bundle.make(tmp_path / "b.tar", stack="spark")
     with pytest.raises(
         IntegrityError, match="not the bundle that was made", check=lambda error: error.code == "integrity.hash"
     ):
         bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256="0" * 64)
-    assert bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=made.outputs["b.tar"])[1]
+    assert bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=bundled.outputs["b.tar"])[1]
     assert not bundle.unpack(tmp_path / "b.tar", tmp_path / "out")[1]
 
 
@@ -292,7 +294,7 @@ def test_a_kill_at_any_step_of_packing_or_unpacking_leaves_nothing_half_trusted(
 
     def check_unpack():
         unpack()
-        wanted = {path: one["sha256"] for path, one in index(out)["members"].items()}
+        wanted = {path: member["sha256"] for path, member in index(out)["members"].items()}
         assert {path: fetch.sha256_file(out / path) for path in wanted} == wanted
         assert sorted(path.name for path in room.iterdir()) == [".out.lock", "out", "out.manifest.json"]
         manifest.remove(room)
@@ -401,12 +403,12 @@ def test_another_tar_is_not_overwritten_even_if_it_begins_with_an_index_json(tmp
 
 
 def test_without_sha256_the_user_is_told_what_was_not_checked(tmp_path, world, capfd):
-    made, _ = bundle.make(tmp_path / "b.tar", stack="spark")
+    bundled, _ = bundle.make(tmp_path / "b.tar", stack="spark")
     bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
-    told = capfd.readouterr().err
-    assert "warning: without --sha256" in told
-    assert made.outputs["b.tar"] in "".join(told.split())
-    bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=made.outputs["b.tar"].upper())
+    output = capfd.readouterr().err
+    assert "warning: without --sha256" in output
+    assert bundled.outputs["b.tar"] in "".join(output.split())
+    bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=bundled.outputs["b.tar"].upper())
     assert "warning" not in capfd.readouterr().err
 
 

@@ -148,25 +148,25 @@ def test_a_kill_while_it_is_made_anew_loses_neither_the_old_one_nor_the_disk_spa
 @pytest.mark.parametrize("name", ["kernels", "vllm"])
 def test_the_environments_to_build_in_are_made_alike(table, name, monkeypatch):
     events = []
-    place = environments.Environment(table.image("spark").environments[name]).path
-    (place / "precious").mkdir(parents=True)
+    folder = environments.Environment(table.image("spark").environments[name]).path
+    (folder / "precious").mkdir(parents=True)
 
     def install(*_, **__):
-        assert not (place / "precious").exists()
+        assert not (folder / "precious").exists()
         if events:
             raise NetworkError("no", "network", "now", code="network.fetch")
-        (place / "bin").mkdir(parents=True)
-        (place / "bin/python").touch()
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").touch()
 
     monkeypatch.setattr(environments, "run", lambda *_, **__: None)
     monkeypatch.setattr(environments.locks, "install", install)
     monkeypatch.setattr(environments, "require_space", lambda *_: None)
-    monkeypatch.setattr(environments.os, "sync", lambda: events.append((place / environments.STAMP).exists()))
+    monkeypatch.setattr(environments.os, "sync", lambda: events.append((folder / environments.STAMP).exists()))
     monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
-    assert environments.build_interpreter("spark", name) == place / "bin/python"
+    assert environments.build_interpreter("spark", name) == folder / "bin/python"
     assert events == [False]
-    assert environments.build_interpreter("spark", name) == place / "bin/python"
-    (place / environments.STAMP).write_text("{}")
+    assert environments.build_interpreter("spark", name) == folder / "bin/python"
+    (folder / environments.STAMP).write_text("{}")
     with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"):
         environments.build_interpreter("spark", name)
-    assert (place / "bin/python").exists(), "the older one is back"
+    assert (folder / "bin/python").exists(), "the older one is back"

@@ -17,8 +17,8 @@ def read(text, name="CMakeLists.txt"):
     return cmake.read(textwrap.dedent(text), Path(name))
 
 
-def told(text):
-    return [(one.name, one.repository, one.tag, one.override) for one in read(text)]
+def declared(text):
+    return [(dependency.name, dependency.repository, dependency.tag, dependency.override) for dependency in read(text)]
 
 
 def test_a_plain_declaration_with_its_override():
@@ -38,7 +38,7 @@ def test_a_plain_declaration_with_its_override():
         endif()
         FetchContent_MakeAvailable(thing)
     """
-    assert told(text) == [("thing", "https://example.org/thing.git", "v1", "THING_SRC_DIR")]
+    assert declared(text) == [("thing", "https://example.org/thing.git", "v1", "THING_SRC_DIR")]
     assert read(text)[0].line == 10
 
 
@@ -56,7 +56,7 @@ def test_variables_are_followed_through_the_branches_that_go_together():
         endif()
         set(TAG later)
     """
-    assert told(text) == [
+    assert declared(text) == [
         ("t", "https://example.org/cuda.git", "c1", "T_SRC_DIR"),
         ("t", "https://example.org/rocm.git", "r1", "T_SRC_DIR"),
     ]
@@ -67,7 +67,7 @@ def test_archives_and_downloads_by_url_are_found_too():
         ExternalProject_Add(z URL https://example.org/z.tgz URL_HASH SHA256=00)
         FetchContent_Populate(p SOURCE_DIR d GIT_REPOSITORY https://example.org/p.git GIT_TAG v2)
     """
-    assert [one[:3] for one in told(text)] == [
+    assert [row[:3] for row in declared(text)] == [
         ("z", "https://example.org/z.tgz", "SHA256=00"),
         ("p", "https://example.org/p.git", "v2"),
     ]
@@ -93,7 +93,7 @@ def test_what_cannot_be_followed_is_an_error_with_its_place(name):
 
 def test_what_fetches_nothing_is_no_error():
     assert (
-        told("""
+        declared("""
         FetchContent_Populate(x)
         ExternalProject_Add(y SOURCE_DIR ${CMAKE_SOURCE_DIR}/y)
         execute_process(COMMAND git describe --tags)
@@ -180,8 +180,8 @@ name = "odd"
 version = "1.0.0"
 source = "git+https://e.org/odd?tag=v1#{COMMIT}"
 """)
-    found = hidden.declared(tmp_path)
-    assert [(one.name, one.repository, one.tag, one.file) for one in found] == [
+    crates = hidden.declared(tmp_path)
+    assert [(crate.name, crate.repository, crate.tag, crate.file) for crate in crates] == [
         ("odd", "https://e.org/odd", COMMIT, "rust/Cargo.lock")
     ]
     check(tmp_path, odd=pin(dependency="odd", asked_in="rust/Cargo.lock", repository="https://e.org/odd", src_dir=None))

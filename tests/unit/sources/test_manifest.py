@@ -22,10 +22,10 @@ def writer(text, calls):
 
 
 def test_a_stage_runs_once_for_the_same_inputs_and_again_for_others(tmp_path):
-    place, calls = tmp_path / "deep/place", []
-    first, made = manifest.once(place, "s", {"in": "1"}, writer("one", calls))
-    assert made
-    again = manifest.once(place, "s", {"in": "1"}, writer("two", calls))
+    artifact, calls = tmp_path / "deep/place", []
+    first, is_new = manifest.once(artifact, "s", {"in": "1"}, writer("one", calls))
+    assert is_new
+    again = manifest.once(artifact, "s", {"in": "1"}, writer("two", calls))
     assert again == (first, False)
     assert (first.outputs, first.tools["tool"], first.facts, first.seconds >= 0) == (
         {"a": "one"},
@@ -33,22 +33,22 @@ def test_a_stage_runs_once_for_the_same_inputs_and_again_for_others(tmp_path):
         {"fact": [1]},
         True,
     )
-    assert json.loads(manifest.beside(place).read_text())["stage"] == "s"
-    manifest.once(place, "s", {"in": "2"}, writer("two", calls))
-    manifest.once(place, "another stage", {"in": "2"}, writer("three", calls))
+    assert json.loads(manifest.beside(artifact).read_text())["stage"] == "s"
+    manifest.once(artifact, "s", {"in": "2"}, writer("two", calls))
+    manifest.once(artifact, "another stage", {"in": "2"}, writer("three", calls))
     assert calls == ["one", "two", "three"]
-    assert (place / "a").read_text() == "three"
+    assert (artifact / "a").read_text() == "three"
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 200_000, '{"schema": 1}', '{"stage": 1, "what": 2}'])
 def test_a_damaged_manifest_or_a_missing_artifact_is_made_again(tmp_path, damage):
-    place, calls = tmp_path / "p", []
-    manifest.once(place, "s", {}, writer("one", calls))
-    manifest.beside(place).write_text(damage)
-    assert manifest.load(place) is None
-    manifest.once(place, "s", {}, writer("two", calls))
-    manifest.remove(place)
-    manifest.once(place, "s", {}, writer("three", calls))
+    artifact, calls = tmp_path / "p", []
+    manifest.once(artifact, "s", {}, writer("one", calls))
+    manifest.beside(artifact).write_text(damage)
+    assert manifest.load(artifact) is None
+    manifest.once(artifact, "s", {}, writer("two", calls))
+    manifest.remove(artifact)
+    manifest.once(artifact, "s", {}, writer("three", calls))
     assert calls == ["one", "two", "three"]
 
 
@@ -87,29 +87,29 @@ def test_files_beside_an_artifact_that_only_look_like_ours_stay(tmp_path):
 
 
 def test_a_name_that_is_a_pattern_is_a_name(tmp_path):
-    place = tmp_path / "p[1]"
+    artifact = tmp_path / "p[1]"
     (tmp_path / ".p1.1.tmp").write_text("foreign")
     (tmp_path / ".p[1].1.tmp").write_text("litter")
-    manifest.once(place, "s", {}, writer("new", []))
+    manifest.once(artifact, "s", {}, writer("new", []))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".p1.1.tmp", ".p[1].lock", "p[1]", "p[1].manifest.json"]
 
 
 def test_a_folder_of_any_depth_can_be_removed(tmp_path):
-    folder = place = tmp_path / "deep"
+    folder = artifact = tmp_path / "deep"
     for _ in range(1250):
-        place.mkdir()
-        place = Path(f"{place}/a")
+        artifact.mkdir()
+        artifact = Path(f"{artifact}/a")
     manifest.remove(folder)
     assert not folder.exists()
 
 
 def test_a_manifest_lost_between_two_runs_blocks_nothing(tmp_path):
-    place = tmp_path / "p"
-    manifest.once(place, "s", {"in": "1"}, writer("old", []))
+    artifact = tmp_path / "p"
+    manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
     (tmp_path / ".p.old.tmp").mkdir()  # as a kill at the very end leaves it
     (tmp_path / ".p.old.tmp/a").touch()
-    manifest.beside(place).unlink()
-    manifest.once(place, "s", {"in": "2"}, writer("new", []))
+    manifest.beside(artifact).unlink()
+    manifest.once(artifact, "s", {"in": "2"}, writer("new", []))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".p.lock", "p", "p.manifest.json"]
 
 
@@ -135,53 +135,53 @@ def test_two_at_once_are_told_apart(tmp_path):
 
 @pytest.mark.slow
 def test_a_kill_at_any_step_leaves_the_whole_artifact_or_an_untrusted_one(tmp_path, kit):
-    place = tmp_path / "p"
-    manifest.once(place, "s", {"in": "1"}, writer("old", []))
+    artifact = tmp_path / "p"
+    manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
 
     def action():
-        manifest.once(place, "s", {"in": "2"}, writer("new", []))
+        manifest.once(artifact, "s", {"in": "2"}, writer("new", []))
 
     def interrupted(_temporary):
         raise KeyboardInterrupt
 
     def check():
-        trusted = manifest.load(place)
+        trusted = manifest.load(artifact)
         if trusted is not None:
             text = {"1": "old", "2": "new"}[trusted.inputs["in"]]
-            assert [(place / name).read_text() for name in ("a", "b")] == [text, text]
+            assert [(artifact / name).read_text() for name in ("a", "b")] == [text, text]
         with pytest.raises(KeyboardInterrupt):
-            manifest.once(place, "s", {"in": "3"}, interrupted)
-        assert len({(place / name).read_text() for name in ("a", "b")}) == 1, "whole, the old one or the new one"
+            manifest.once(artifact, "s", {"in": "3"}, interrupted)
+        assert len({(artifact / name).read_text() for name in ("a", "b")}) == 1, "whole, the old one or the new one"
         action()
-        assert manifest.current(place, "s", {"in": "2"})
+        assert manifest.current(artifact, "s", {"in": "2"})
         assert sorted(path.name for path in tmp_path.iterdir()) == [".p.lock", "p", "p.manifest.json"]
-        manifest.once(place, "s", {"in": "1"}, writer("old", []))
+        manifest.once(artifact, "s", {"in": "1"}, writer("old", []))
 
     assert kit.kill_at_each_step(action, check) >= 8
 
 
 def test_a_kill_while_litter_is_swept_gives_no_artifact_the_manifest_of_another(tmp_path, kit):
-    place, temporary = tmp_path / "p", tmp_path / ".p.1.tmp"
+    artifact, temporary = tmp_path / "p", tmp_path / ".p.1.tmp"
 
     def litter():
         """A run was killed before its swap, and the older artifact has no manifest."""
         manifest.once(temporary, "s", {"in": "2"}, writer("new", []))
         (tmp_path / "..p.1.tmp.lock").unlink()
-        place.mkdir(exist_ok=True)
+        artifact.mkdir(exist_ok=True)
         for name in ("a", "b"):
-            (place / name).write_text("old")
+            (artifact / name).write_text("old")
 
     def action():
         with pytest.raises(KeyboardInterrupt):
-            manifest.once(place, "s", {"in": "3"}, interrupted)
+            manifest.once(artifact, "s", {"in": "3"}, interrupted)
 
     def interrupted(_temporary):
         raise KeyboardInterrupt
 
     def check():
         action()
-        assert manifest.load(place) is None
-        assert (place / "a").read_text() == "old"
+        assert manifest.load(artifact) is None
+        assert (artifact / "a").read_text() == "old"
         litter()
 
     litter()

@@ -57,21 +57,21 @@ def world(kit):
     """A source tree; returns it with a function that asks for the provenance of one of its files."""
     pins = kit.upstream(FILES)
     trees.fetch_sources("s", table=pins)
-    place = kit.place(pins)
-    return place, lambda path: provenance.provenance(place / path, table=pins)
+    tree = kit.place(pins)
+    return tree, lambda path: provenance.provenance(tree / path, table=pins)
 
 
 def test_a_file_of_a_source_tree_is_followed_to_its_pin(world):
-    place, ask = world
+    tree, ask = world
     chain = ask("pkg/a.py")
-    assert [link.sha256 for link in chain] == [sha("x = 1\n")] * 2 + [manifest.load(place).inputs["up-1.tar.gz"]]
+    assert [link.sha256 for link in chain] == [sha("x = 1\n")] * 2 + [manifest.load(tree).inputs["up-1.tar.gz"]]
     text = "\n".join(map(str, chain))
     assert "as upstream has it" in text
     assert "s/up: up 1" in text
 
 
 TREE_BREAKS = {
-    "no such file": (lambda place: None, "pkg/absent.py", "no such file", IntegrityError),
+    "no such file": (lambda tree: None, "pkg/absent.py", "no such file", IntegrityError),
     "made later": (lambda p: (p / "later").write_text("x"), "later", "holds no such file", IntegrityError),
     "a link": (lambda p: (p / "pkg/l.py").symlink_to("/etc/hostname"), "pkg/l.py", "symbolic link", IntegrityError),
     "edited": (lambda p: (p / "pkg/b.py").write_text("no\n"), "pkg/b.py", "upstream's bytes", PatchError),
@@ -87,19 +87,19 @@ TREE_BREAKS = {
 @pytest.mark.parametrize("name", TREE_BREAKS)
 def test_a_link_that_does_not_hold_is_an_error(world, name):
     spoil, path, words, error = TREE_BREAKS[name]
-    place, ask = world
-    spoil(place)
+    tree, ask = world
+    spoil(tree)
     with pytest.raises(error, match=words):
         ask(path)
 
 
 def test_an_artifact_that_is_no_longer_pinned_is_an_error(world, kit, patches):
-    place, _ = world
+    tree, _ = world
     other = kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})})
     with pytest.raises(
         IntegrityError, match=r"up-1.tar.gz is not pinned", check=lambda error: error.code == "integrity.provenance"
     ):
-        provenance.provenance(place / "pkg/b.py", patches=patches.parent, table=other)
+        provenance.provenance(tree / "pkg/b.py", patches=patches.parent, table=other)
 
 
 def test_a_file_of_a_repository_is_followed_to_its_commit(tmp_path, kit):
@@ -206,8 +206,8 @@ def test_a_damaged_record_of_a_wheel_is_no_traceback(installed, text):
 
 
 def test_a_damaged_listing_is_no_traceback(world):
-    place, ask = world
-    archive.listing_path(place).write_bytes(b"\xff\xff")
+    tree, ask = world
+    archive.listing_path(tree).write_bytes(b"\xff\xff")
     with pytest.raises(
         IntegrityError, match="its listing is gone", check=lambda error: error.code == "integrity.provenance"
     ):
@@ -215,8 +215,8 @@ def test_a_damaged_listing_is_no_traceback(world):
 
 
 def test_a_path_may_leave_the_tree_and_come_back(world):
-    place, ask = world
-    assert ask(f"pkg/../../{place.name}/pkg/a.py")[0].sha256 == sha("x = 1\n")
+    tree, ask = world
+    assert ask(f"pkg/../../{tree.name}/pkg/a.py")[0].sha256 == sha("x = 1\n")
 
 
 def test_a_chain_is_proven_by_the_pinned_archive(world):
@@ -226,14 +226,14 @@ def test_a_chain_is_proven_by_the_pinned_archive(world):
     assert "proven by" in str(ask("pkg/a.py")[0])
 
 
-def forge(place, path, text):
+def forge(tree, path, text):
     """Change a file of a source tree, and every record beside it so that they agree with each other."""
-    (place / path).write_text(text)
-    listing = archive.read_listing(place) | {path: sha(text)}
-    archive.write_listing(place, listing)
-    document = json.loads(manifest.beside(place).read_text())
+    (tree / path).write_text(text)
+    listing = archive.read_listing(tree) | {path: sha(text)}
+    archive.write_listing(tree, listing)
+    document = json.loads(manifest.beside(tree).read_text())
     document["outputs"]["listing"] = archive.tree_sha256(listing)
-    manifest.beside(place).write_text(json.dumps(document))
+    manifest.beside(tree).write_text(json.dumps(document))
 
 
 def forge_installed(root, path, text, encoded):
@@ -250,8 +250,8 @@ def forge_installed(root, path, text, encoded):
 
 
 def test_a_forged_chain_is_refused_where_the_pinned_archive_is_held(world):
-    place, ask = world
-    forge(place, "pkg/a.py", "forged = 1\n")
+    tree, ask = world
+    forge(tree, "pkg/a.py", "forged = 1\n")
     with pytest.raises(PatchError, check=lambda error: error.code == "patch.modified"):
         ask("pkg/a.py")
 
@@ -265,16 +265,16 @@ def test_a_forged_installed_file_is_refused_where_the_pinned_wheel_is_held(insta
 
 
 def test_without_the_pinned_archive_a_chain_is_only_claimed(world, monkeypatch, capsys):
-    place, ask = world
-    shutil.rmtree(fetch.cached("up-1.tar.gz", manifest.load(place).inputs["up-1.tar.gz"]).parent)
-    forge(place, "pkg/a.py", "forged = 1\n")
+    tree, ask = world
+    shutil.rmtree(fetch.cached("up-1.tar.gz", manifest.load(tree).inputs["up-1.tar.gz"]).parent)
+    forge(tree, "pkg/a.py", "forged = 1\n")
     chain = ask("pkg/a.py")
     assert not any(link.proven for link in chain)
     monkeypatch.setattr(provenance, "provenance", lambda _: chain)
     with pytest.raises(
         IntegrityError, match="claimed, not proven", check=lambda error: error.code == "integrity.provenance"
     ) as caught:
-        provenance.print_provenance(place / "pkg/a.py")
+        provenance.print_provenance(tree / "pkg/a.py")
     assert caught.value.exit_code
     assert "proven by" not in capsys.readouterr().out
 
@@ -289,6 +289,6 @@ def test_without_the_pinned_wheel_an_installed_file_is_only_claimed(installed, p
 
 
 def test_an_archive_in_the_cache_that_is_not_the_pinned_one_proves_nothing(world):
-    place, ask = world
-    fetch.cached("up-1.tar.gz", manifest.load(place).inputs["up-1.tar.gz"]).write_bytes(b"another")
+    tree, ask = world
+    fetch.cached("up-1.tar.gz", manifest.load(tree).inputs["up-1.tar.gz"]).write_bytes(b"another")
     assert not any(link.proven for link in ask("pkg/b.py"))

@@ -60,8 +60,8 @@ def test_a_commit_is_brought_whole_and_once(tmp_path, upstream):
     commit(repository, a_c="int later;\n")  # the branch moves on; the pin does not
     path = tmp_path / "sources/up/1"
     tree = git(repository, "rev-parse", f"{head}^{{tree}}")
-    manifest, made = repositories.clone("up", pin(repository, head, tree=tree), path)
-    assert made
+    manifest, is_new = repositories.clone("up", pin(repository, head, tree=tree), path)
+    assert is_new
     assert (path / "a.c").read_bytes() == b"int a;\r\n"
     assert (path / "third_party/inner/inner.h").read_text() == "inner\n"
     assert not (path / "link.c").is_symlink()
@@ -73,8 +73,8 @@ def test_a_commit_is_brought_whole_and_once(tmp_path, upstream):
     assert repositories.clone("up", pin(repository, head, tree=tree), path) == (manifest, False)
 
 
-def nothing_left(place):
-    return [path.name for path in place.parent.iterdir() if not path.name.endswith(".lock")] == []
+def nothing_left(folder):
+    return [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == []
 
 
 def test_another_tree_is_refused_and_nothing_is_kept(tmp_path, upstream):
@@ -125,7 +125,7 @@ def test_neither_a_hooks_environment_nor_a_smudge_filter_reaches_a_checkout(tmp_
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "inner/.git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "inner/.git/index"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "inner"))
-    place = tmp_path / "sources/up/1"
-    repositories.clone("up", pin(repository, head), place)
-    assert (place / "a.c").read_bytes() == b"int a;\r\n"
+    clone = tmp_path / "sources/up/1"
+    repositories.clone("up", pin(repository, head), clone)
+    assert (clone / "a.c").read_bytes() == b"int a;\r\n"
     assert {path: path.read_bytes() for path in (tmp_path / "inner").rglob("*") if path.is_file()} == before

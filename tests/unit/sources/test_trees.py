@@ -32,12 +32,14 @@ ASKS = (
 def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     pins = kit.upstream(FILES)
     fetched = trees.fetch_sources("s", table=pins)
-    place = kit.place(pins)
-    assert [(tree.name, tree.state, tree.path) for tree in fetched] == [("up", "made", place)]
-    assert {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()} == FILES
-    recorded = manifest.load(place)
-    assert recorded.inputs["up-1.tar.gz"].startswith(place.name)
-    assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(place).read_bytes()).hexdigest()
+    unpacked = kit.place(pins)
+    assert [(tree.name, tree.state, tree.path) for tree in fetched] == [("up", "made", unpacked)]
+    assert {
+        str(file.relative_to(unpacked)): file.read_text() for file in unpacked.rglob("*") if file.is_file()
+    } == FILES
+    recorded = manifest.load(unpacked)
+    assert recorded.inputs["up-1.tar.gz"].startswith(unpacked.name)
+    assert recorded.outputs["listing"] == hashlib.sha256(archive.listing_path(unpacked).read_bytes()).hexdigest()
     shutil.rmtree(paths.cache())  # nothing more is read
     assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged"]
 
@@ -92,25 +94,27 @@ def test_an_unknown_stack_names_the_known(kit):
 @pytest.mark.slow
 def test_a_kill_at_any_step_leaves_nothing_half_trusted(kit):
     pins = kit.upstream(FILES)
-    place = kit.place(pins)
+    unpacked = kit.place(pins)
 
     def action():
         trees.fetch_sources("s", table=pins)
 
     def whole():
-        return {str(file.relative_to(place)): file.read_text() for file in place.rglob("*") if file.is_file()} == FILES
+        return {
+            str(file.relative_to(unpacked)): file.read_text() for file in unpacked.rglob("*") if file.is_file()
+        } == FILES
 
     def check():
-        assert manifest.load(place) is None or whole()
+        assert manifest.load(unpacked) is None or whole()
         action()
         assert whole()
-        assert sorted(path.name.replace(place.name, "H") for path in place.parent.iterdir()) == [
+        assert sorted(path.name.replace(unpacked.name, "H") for path in unpacked.parent.iterdir()) == [
             ".H.lock",
             "H",
             "H.manifest.json",
             "H.sha256",
         ]
-        shutil.rmtree(place.parent)
+        shutil.rmtree(unpacked.parent)
 
     assert kit.kill_at_each_step(action, check) >= 15
 

@@ -66,10 +66,10 @@ def extreme_scales():
     weights.gate_up.weight[:] = 0x11  # 0.5 everywhere
     for scale, size in ((0, 2.0**100), (1, 2.0**100), (254, 2.0**-8)):
         weights.gate_up.scales[:] = scale
-        given = x.abs() * size
-        got = fused.moe(given, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))
+        scaled = x.abs() * size
+        got = fused.moe(scaled, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))
         assert torch.isfinite(got).all()
-        assert error(got, moe(given, weights, ids, shares)) < 1e-6
+        assert error(got, moe(scaled, weights, ids, shares)) < 1e-6
     weights.gate_up.scales[:] = 121
     weights.down.scales[int(ids[0, 0]), 5, 0] = 255
     got = fused.moe(x, weights, ids, shares, tiles=fused.Tiles(32, 16, 64, 4, 2))

@@ -75,7 +75,7 @@ def test_products_use_the_tensor_cores_without_spilling(capability, tiles, top_k
 @pytest.mark.parametrize("capability", [90, 121])
 def test_the_small_kernels_compile_without_spilling(capability, tmp_path):
     ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32", "count": "i32", "known": "i32"}
-    place = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
+    types = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
     reduce = {
         "output_ptr": "*bf16", "ids_ptr": "*i32", "map_ptr": "*i32", "shares_ptr": "*fp32", "result_ptr": "*bf16",
         "pairs": "i32", "known": "i32", "experts": "i32", "width": "i32",
@@ -83,7 +83,7 @@ def test_the_small_kernels_compile_without_spilling(capability, tmp_path):
     quantize = {"x_ptr": "*bf16", "elements_ptr": "*u8", "scales_ptr": "*u8", "blocks": "i32"}
     for function, arguments, constants in (
         (sorting._count, ids, {"SCAN": 1024}),
-        (sorting._place, place, {"SIZE": 128, "SCAN": 1024, "EXPERTS": 512}),
+        (sorting._place, types, {"SIZE": 128, "SCAN": 1024, "EXPERTS": 512}),
         (fused._reduce, reduce, {"TOP_K": 16, "COLUMNS": 1024}),
         (mxfp8.quantize, quantize, {"BLOCKS": mxfp8.BLOCKS}),
     ):

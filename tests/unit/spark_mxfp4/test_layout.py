@@ -19,18 +19,18 @@ def projection(experts, rows, columns, *, bias=True, scales=129):
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 64), (192, 96), (320, 2880), (32, 160)])
 def test_every_byte_comes_back(rows, columns, paired):
-    given = projection(3, rows, columns)
-    packed = pack_projection(given, paired=paired)
+    stored = projection(3, rows, columns)
+    packed = pack_projection(stored, paired=paired)
     assert packed.weight.shape[3] == CHUNK_BYTES
     assert packed.scales is None
     back = unpack_projection(packed, rows, columns, paired=paired)
-    assert all(torch.equal(a, b) for a, b in zip(back, given, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(back, stored, strict=True))
 
 
 def test_a_layer_comes_back():
-    given = ExpertWeights(projection(2, 192, 160), projection(2, 160, 96))
-    back = unpack(pack(given), 160, 96)
-    assert all(torch.equal(a, b) for p, q in zip(back, given, strict=True) for a, b in zip(p, q, strict=True))
+    stored = ExpertWeights(projection(2, 192, 160), projection(2, 160, 96))
+    back = unpack(pack(stored), 160, 96)
+    assert all(torch.equal(a, b) for p, q in zip(back, stored, strict=True) for a, b in zip(p, q, strict=True))
 
 
 def as_the_kernel_reads(chunk):
@@ -61,27 +61,27 @@ def as_the_kernel_reads(chunk):
 
 
 def test_the_kernel_reads_what_the_format_means():
-    given = projection(1, 64, 128, scales=120)
-    packed = pack_projection(given, paired=False)
-    dense = dequantize(given.weight.unflatten(-1, (-1, 16)), given.scales)[0]
+    stored = projection(1, 64, 128, scales=120)
+    packed = pack_projection(stored, paired=False)
+    dense = dequantize(stored.weight.unflatten(-1, (-1, 16)), stored.scales)[0]
     got = torch.cat([as_the_kernel_reads(chunk) for chunk in packed.weight[0, 0]], dim=1)
     assert torch.equal(got, dense)
 
 
 def test_gates_and_ups_lie_eight_rows_apart_and_padding_is_zero():
-    given = projection(1, 64, 64, scales=120)  # 32 gates and their ups: half of the padded rows
-    packed = pack_projection(given, paired=True)
+    stored = projection(1, 64, 64, scales=120)  # 32 gates and their ups: half of the padded rows
+    packed = pack_projection(stored, paired=True)
     assert packed.weight.shape[1] == 2
     assert not packed.weight[0, 1, :, :VALUE_BYTES].any()
     assert not packed.bias[0, 64:].any()
-    dense = dequantize(given.weight.unflatten(-1, (-1, 16)), given.scales)[0]
+    dense = dequantize(stored.weight.unflatten(-1, (-1, 16)), stored.scales)[0]
     got = as_the_kernel_reads(packed.weight[0, 0, 0])
     for feature in range(32):
         row = feature // 8 * 16 + feature % 8
         assert torch.equal(got[row], dense[2 * feature])
         assert torch.equal(got[row + 8], dense[2 * feature + 1])
-        assert packed.bias[0, row] == given.bias[0, 2 * feature]
-        assert packed.bias[0, row + 8] == given.bias[0, 2 * feature + 1]
+        assert packed.bias[0, row] == stored.bias[0, 2 * feature]
+        assert packed.bias[0, row + 8] == stored.bias[0, 2 * feature + 1]
 
 
 def test_scales_that_do_not_fit_and_dense_weights_are_refused():

@@ -11,8 +11,8 @@ FOLDER = Path(fused.__file__).parent
 
 
 def known_shapes():
-    found = re.findall(r"SPARK_UNIT\((\d+), (.*)\)", (FOLDER / "shapes.cuh").read_text(encoding="utf-8"))
-    return {int(number): [int(field) for field in fields.split(",")] for number, fields in found}
+    shapes = re.findall(r"SPARK_UNIT\((\d+), (.*)\)", (FOLDER / "shapes.cuh").read_text(encoding="utf-8"))
+    return {int(number): [int(field) for field in fields.split(",")] for number, fields in shapes}
 
 
 def test_every_shape_has_its_file_and_numbers_have_no_gap():

@@ -40,13 +40,13 @@ def model(tmp_path):
 
 
 def test_whole_model(target, model):
-    found = {r.name: take(r, target(model=model)) for r in checkpoint.READINGS}
-    assert {name: f.error for name, f in found.items() if f.error} == {}
-    assert found["model.model_type"].value == "gpt_oss"
-    assert found["model.quant_method"].value == "mxfp4"
-    assert (found["model.shards_missing"].value, found["model.shards_damaged"].value) == ([], [])
-    assert found["model.files_missing"].value == []
-    assert found["model.weight_bytes"].value == sum(p.stat().st_size for p in model.glob("*.safetensors"))
+    facts = {r.name: take(r, target(model=model)) for r in checkpoint.READINGS}
+    assert {name: f.error for name, f in facts.items() if f.error} == {}
+    assert facts["model.model_type"].value == "gpt_oss"
+    assert facts["model.quant_method"].value == "mxfp4"
+    assert (facts["model.shards_missing"].value, facts["model.shards_damaged"].value) == ([], [])
+    assert facts["model.files_missing"].value == []
+    assert facts["model.weight_bytes"].value == sum(p.stat().st_size for p in model.glob("*.safetensors"))
 
 
 CUT = "within its header"

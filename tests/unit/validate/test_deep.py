@@ -82,7 +82,7 @@ def test_interpreter_that_is_none(target, tmp_path):
 
 def test_line_cut_by_death_is_left_out(tmp_path):
     (tmp_path / "a").write_text('{"name": "x", "source": "s", "value": 1, "error": null}\n{"name": "y", "sou')
-    assert [told["name"] for told in entries(tmp_path / "a")] == ["x"]
+    assert [entry["name"] for entry in entries(tmp_path / "a")] == ["x"]
 
 
 def test_deep_facts_only_where_the_profile_needs_them(monkeypatch, environment):

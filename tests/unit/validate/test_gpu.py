@@ -19,8 +19,8 @@ def smi(tmp_path, script):
 def test_nvidia_smi_tells(target, tmp_path):
     env = smi(tmp_path, "echo 'NVIDIA GB10, 580.142, 12.1'; echo \"$*\" > " + str(tmp_path / "args"))
     validated = target(environ=env)
-    found = {r.name: take(r, validated).value for r in gpu.SMI_READINGS}
-    assert found == {
+    values = {r.name: take(r, validated).value for r in gpu.SMI_READINGS}
+    assert values == {
         "gpu.name": "NVIDIA GB10",
         "gpu.driver_version": "580.142",
         "gpu.compute_capability": "12.1",
@@ -68,7 +68,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "told"),
+    ("cuda", "answer"),
     [
         (FakeCuda(), {"api": "13.0", "count": 1, "capability": "12.1", "integrated": True}),
         (FakeCuda(version=12090), {"api": "12.9", "count": 1, "capability": "12.1", "integrated": True}),
@@ -76,9 +76,9 @@ class FakeCuda:
         (FakeCuda(init=999), {"error": "cuInit returned CUDA error 999"}),
     ],
 )
-def test_libcuda_is_asked(monkeypatch, cuda, told):
+def test_libcuda_is_asked(monkeypatch, cuda, answer):
     monkeypatch.setattr(gpu, "ctypes", SimpleNamespace(**{**vars(gpu.ctypes), "CDLL": lambda _name: cuda}))
-    assert gpu.query_libcuda() == told
+    assert gpu.query_libcuda() == answer
 
 
 def test_libcuda_that_crashes_or_hangs_does_not_take_us_along(target, tmp_path, monkeypatch):

@@ -57,9 +57,9 @@ def test_api_keys_stay_out_of_the_facts(target):
     assert fact("serve.args", validated).value == ["--api-key", "***", "--api-key=***", "--x"]
 
 
-@pytest.mark.parametrize(("told", "level"), [("", 0), ("0", 0), ("1", 1), ("2", 2), ("yes", 1)])
-def test_python_optimize_reads_the_environment(target, told, level):
-    assert fact("python.optimize", target(environ={"PYTHONOPTIMIZE": told})).value == level
+@pytest.mark.parametrize(("text", "level"), [("", 0), ("0", 0), ("1", 1), ("2", 2), ("yes", 1)])
+def test_python_optimize_reads_the_environment(target, text, level):
+    assert fact("python.optimize", target(environ={"PYTHONOPTIMIZE": text})).value == level
 
 
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n" + "".join(

@@ -125,15 +125,15 @@ def test_a_kernel_that_hangs_is_given_up(tmp_path, environment, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [("os.abort()", "killed by signal 6"), ("raise RuntimeError('no kernel image')", "RuntimeError: no kernel image")],
 )
-def test_a_kernel_that_crashes_says_how(gathered, body, told):
+def test_a_kernel_that_crashes_says_how(gathered, body, message):
     facts = gathered(body)
     assert facts["numerics.kernel"].value == "spark_mxfp4 mutant:kernel"  # told before it crashed
     finding = judge(facts)
     assert finding.status is Status.FAIL
-    assert told in finding.evidence
+    assert message in finding.evidence
 
 
 def test_an_interpreter_without_torch_is_refused(tmp_path, environment):

@@ -39,10 +39,10 @@ def result(**more):
     }
     for path, changed in more.items():
         *parents, last = path.split("__")
-        place = value
+        holder = value
         for name in parents:
-            place = place[name]
-        place[last] = changed
+            holder = holder[name]
+        holder[last] = changed
     return value
 
 

@@ -109,13 +109,13 @@ def test_it_builds_and_then_there_is_nothing_to_do(site):
     assert counts(first) == (2, 0, 2)
     assert first[1]
     assert manifest.load(site.order.variables_file).facts["modules"] == {"tiny": 2}
-    made = site.library.stat().st_mtime_ns
+    built_at = site.library.stat().st_mtime_ns
     env = dict(line.split("=", 1) for line in site.order.variables_file.read_text().splitlines())
     assert env["FLASHINFER_WORKSPACE_BASE"] == str(site.order.output)
     assert env["FLASHINFER_MOE_SM120_DTYPES"] == "fp8xfp4"
     assert env["VLLM_HAS_FLASHINFER_CUBIN"] == "1"
     assert counts(build.build(site.order)) == (0, 0, 2)
-    assert site.library.stat().st_mtime_ns == made
+    assert site.library.stat().st_mtime_ns == built_at
 
 
 def test_a_header_that_changed_costs_its_own_unit_only(site):

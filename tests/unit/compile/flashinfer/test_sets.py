@@ -41,11 +41,11 @@ def test_gpt_oss_has_what_it_needs_once_and_all_has_more():
     names = [module.name for module in TABLE.chosen("gpt-oss")]
     assert len(names) == len(set(names)) == 11
     assert "fused_moe_120_fp8xfp4" in names
-    for what in ("batch_prefill_attention_sink_bf16_kv_", "xqa_input_bf16_kv_cache_"):
-        found = [name for name in names if name.startswith(what)]
+    for prefix in ("batch_prefill_attention_sink_bf16_kv_", "xqa_input_bf16_kv_cache_"):
+        matching = [name for name in names if name.startswith(prefix)]
         types = {(kv, window) for kv in ("bf16", "e4m3") for window in ("True", "False")}
         assert types == {("e4m3" if "e4m3" in name else "bf16", name.split("swa_")[-1].split("sliding_window_")[-1]
-                          .split("_")[0]) for name in found}  # fmt: skip
+                          .split("_")[0]) for name in matching}  # fmt: skip
     assert set(names) < {module.name for module in TABLE.chosen("all")}
     assert len(TABLE.chosen("trial")) == 1
 

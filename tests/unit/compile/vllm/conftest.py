@@ -89,7 +89,7 @@ def small(tmp_path, monkeypatch):
     (queue / "series").write_text("0001-return-one-more.patch\n")
     (queue / "0001-return-one-more.patch").write_text(PATCH)
     monkeypatch.setattr(vllm_sources, "ROOT", tmp_path / "root")
-    for name in [one.variable for one in vllm_targets.load("0.32.0").repositories.values()]:
+    for name in [source.variable for source in vllm_targets.load("0.32.0").repositories.values()]:
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "root"
 
@@ -111,8 +111,8 @@ def order(small, tmp_path, monkeypatch):
 
     def make(*targets, **changes):
         sources = vllm_sources.fetch_sources(table, targets, None, "spark")
-        given = {"limit": None, "output": tmp_path / "overlay", "arch": "12.1a"} | changes
-        return ExtensionOrder(targets, chain=chain, interpreter=interpreter, sources=sources, table=table, **given)
+        values = {"limit": None, "output": tmp_path / "overlay", "arch": "12.1a"} | changes
+        return ExtensionOrder(targets, chain=chain, interpreter=interpreter, sources=sources, table=table, **values)
 
     make.compiled = lambda: (tmp_path / "compiled").read_text().splitlines() if (tmp_path / "compiled").exists() else []
     make.forget = lambda: (tmp_path / "compiled").unlink(missing_ok=True)

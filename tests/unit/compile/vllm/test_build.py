@@ -245,7 +245,7 @@ def test_a_folder_that_a_variable_names_is_taken_by_its_content_and_said_aloud(s
 
 def test_targets_that_include_nothing_of_it_need_no_repository(small):
     brought = vllm_sources.fetch_sources(vllm_build.vllm_targets.load("0.32.0"), ["cumem_allocator"], None, "spark")
-    assert {one.identity for one in brought.repositories.values()} == {"left out"}
+    assert {repository.identity for repository in brought.repositories.values()} == {"left out"}
 
 
 def test_a_stand_in_cannot_be_compiled(order):

@@ -28,20 +28,20 @@ def interpreter(tmp_path):
 
 
 def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
-    found = vllm_env.examine(interpreter(), "spark")
-    assert found.cmake == tmp_path / "cmake"
-    assert found.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
+    examined = vllm_env.examine(interpreter(), "spark")
+    assert examined.cmake == tmp_path / "cmake"
+    assert examined.versions == {"torch": "2.13.0+cu130", "built for python": "3.12.3", "cmake": "4.1.2"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reason"),
     [({"torch": "2.13.0+cpu", "cuda": ""}, r"its torch 2\.13\.0\+cpu is built without CUDA"),
      ({"torch": "2.12.0+cu130"}, r"its torch is 2\.12\.0\+cu130 and not 2\.13\.0"),
      ({"torch": "", "cuda": "", "error": "ModuleNotFoundError"}, "it has no torch: ModuleNotFoundError"),
      ({"missing": ["jinja2"]}, "it lacks jinja2")],
 )  # fmt: skip
-def test_one_that_does_not_fit_is_refused_with_the_reason(interpreter, changes, told):
-    with pytest.raises(CompileError, match=told, check=lambda error: error.code == "compile.inputs") as caught:
+def test_one_that_does_not_fit_is_refused_with_the_reason(interpreter, changes, reason):
+    with pytest.raises(CompileError, match=reason, check=lambda error: error.code == "compile.inputs") as caught:
         vllm_env.examine(interpreter(**changes), "spark")
     assert "without --python" in caught.value.fix
 

@@ -70,8 +70,8 @@ def ready(small, order, tmp_path, monkeypatch):
     table["stacks"]["spark"]["git"] = {}  # the small vLLM fetches nothing
     pinned = Pins.model_validate(table)
     monkeypatch.setattr(vllm_overlay.pins, "load", lambda: pinned)
-    queue, made = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
-    entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, made)
+    queue, buffer = series.Queue.load(small / "patches/vllm-0.32.0"), io.BytesIO()
+    entry = wheels.make(tmp_path / WHEEL, pinned.component("spark", "vllm-wheel"), queue, 1, buffer)
     patched.write_patched({WHEEL: entry}, tmp_path / "patched.toml")
     monkeypatch.setattr(patched, "PATH", tmp_path / "patched.toml")
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
@@ -91,7 +91,7 @@ def ready(small, order, tmp_path, monkeypatch):
 
 
 def states(done):
-    return {one.stage: one.made for one in done}
+    return {stage.stage: stage.made for stage in done}
 
 
 def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
@@ -101,7 +101,7 @@ def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
         ["sources", "patches", "kernels", "vllm", "audit"], False
     )
     summary = json.loads((build.paths.state() / "build/summary.json").read_text())
-    assert [(one["stage"], one["made"]) for one in summary["stages"]] == list(
+    assert [(stage["stage"], stage["made"]) for stage in summary["stages"]] == list(
         states(build.run_stages(BuildRequest("spark", "wheel"))).items()
     )
     tree = Path(first[3].artifact)
@@ -131,15 +131,15 @@ def test_a_way_that_does_not_exist_is_refused(ready):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
      ("build --jobs many --from source", 2, "--jobs 'many'")],
 )  # fmt: skip
-def test_the_command_line_is_refused_with_a_next_step(ready, words, code, told, capfd):
+def test_the_command_line_is_refused_with_a_next_step(ready, words, code, message, capfd):
     with pytest.raises(SystemExit) as ended:
         Program(namespace=tasks.namespace).run(f"inv {words}", exit=True)
     assert ended.value.code == code
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):

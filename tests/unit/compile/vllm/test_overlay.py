@@ -29,8 +29,15 @@ def overlay(tmp_path):
     for number, name in enumerate(NAMES):
         library(path / name, number)
     outputs = {name: sha256_file(path / name) for name in NAMES}
-    made = {"stage": "vllm", "inputs": {}, "outputs": outputs, "tools": {}, "facts": {"vllm": "0.32.0"}, "seconds": 1.0}
-    write_json(manifest.beside(path), {**made, "schema": manifest.SCHEMA})
+    document = {
+        "stage": "vllm",
+        "inputs": {},
+        "outputs": outputs,
+        "tools": {},
+        "facts": {"vllm": "0.32.0"},
+        "seconds": 1.0,
+    }
+    write_json(manifest.beside(path), {**document, "schema": manifest.SCHEMA})
     return path
 
 
@@ -82,9 +89,9 @@ def test_a_killed_run_is_finished_and_still_knows_what_upstream_had(overlay, tre
     assert {name: record[name]["before"] for name in NAMES} == before
 
 
-def refused(overlay, tree, told):
+def refused(overlay, tree, reason):
     before = hashes(tree)
-    with pytest.raises(CompileError, match=told, check=lambda error: error.code == "compile.incomplete"):
+    with pytest.raises(CompileError, match=reason, check=lambda error: error.code == "compile.incomplete"):
         vllm_overlay.replace_libraries(overlay, tree)
     assert hashes(tree) == before
     assert not (tree / vllm_overlay.RECORD).exists()

@@ -27,7 +27,7 @@ def test_what_is_left_out_names_another_device_or_that_gpt_oss_has_no_use_for_it
 
 def test_every_repository_is_pinned_under_the_same_variable():
     pinned = pins.load().stacks["spark"].git
-    assert {name: one.variable for name, one in TABLE.repositories.items()} == {
+    assert {name: repository.variable for name, repository in TABLE.repositories.items()} == {
         name: pinned[name].src_dir for name in TABLE.repositories
     }
     cuda = {name for name, pin in pinned.items() if pin.of == "vllm" and pin.switch != "VLLM_TARGET_DEVICE=cuda"

@@ -97,25 +97,27 @@ WARNED = [
 
 
 def finding(situation, name):
-    return next(found for found in checks.evaluate(situation) if found.check == name)
+    return next(result for result in checks.evaluate(situation) if result.check == name)
 
 
 def test_two_healthy_nodes_pass_every_check(healthy):
-    assert {found.check: found.evidence for found in checks.evaluate(healthy) if found.status is not Status.PASS} == {}
+    assert {
+        result.check: result.evidence for result in checks.evaluate(healthy) if result.status is not Status.PASS
+    } == {}
 
 
 @pytest.mark.parametrize(("name", "broken", "words"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_broken_fact_is_refused_by_its_check_with_a_fix(healthy, name, broken, words):
-    found = finding(broken(healthy), name)
-    assert found.status is Status.FAIL
-    assert words in found.evidence
-    assert found.fix
+    result = finding(broken(healthy), name)
+    assert result.status is Status.FAIL
+    assert words in result.evidence
+    assert result.fix
 
 
 @pytest.mark.parametrize(("name", "broken", "words"), WARNED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_may_do_harm_later_is_a_warning(healthy, name, broken, words):
-    found = finding(broken(healthy), name)
-    assert (found.status, words in found.evidence) == (Status.WARN, True)
+    result = finding(broken(healthy), name)
+    assert (result.status, words in result.evidence) == (Status.WARN, True)
 
 
 def test_a_small_mtu_on_all_is_slower_but_no_fault(healthy, sheet):
@@ -145,8 +147,8 @@ def test_a_bug_in_a_check_refuses(healthy, monkeypatch):
         raise ZeroDivisionError("x")
 
     monkeypatch.setattr(checks, "CHECKS", [checks.ClusterCheck("nodes", "", broken, "")])
-    (found,) = checks.evaluate(healthy)
-    assert (found.status, "ZeroDivisionError" in found.evidence) == (Status.FAIL, True)
+    (result,) = checks.evaluate(healthy)
+    assert (result.status, "ZeroDivisionError" in result.evidence) == (Status.FAIL, True)
 
 
 def test_the_embedded_device_is_not_asked_for_gpus(healthy):

@@ -1,0 +1,78 @@
+"""Remove from the cache of fetched and patched files what no pin and no lock of this checkout names any more.
+
+Such as the patched wheels of an earlier revision of a queue (0.4 GB each), or the archives of releases that
+`./inv upstream.check` looked at. What another checkout still wants is fetched, or made, again by that checkout.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.files import tree_size
+from sparkforge.pins.locks import LOCKS
+from sparkforge.sources import fetch
+
+SHA256 = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """The folder of the cache for one sha256, with the names of its files."""
+
+    folder: Path
+    names: tuple[str, ...]
+    size: int  # bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.names) or 'an empty folder'} ({self.size / 1e6:.1f} MB, sha256 {self.folder.name[:12]})"
+        )
+
+
+def named_hashes(files: Iterable[Path]) -> set[str]:
+    """Return every sha256 that stands in these files: those of all pins and locks, whatever they are for."""
+    return {digest for file in files for digest in SHA256.findall(file.read_text(encoding="utf-8"))}
+
+
+def unnamed() -> list[StoredFile]:
+    """Return what of the cache neither pins.toml nor a file under `locks/` names, the largest first."""
+    named = named_hashes([paths.ROOT / "pins.toml", *(path for path in LOCKS.rglob("*") if path.is_file())])
+    folders = [
+        folder
+        for folder in (paths.cache() / "files").glob("*/")
+        if SHA256.fullmatch(folder.name) and not folder.is_symlink() and folder.name not in named
+    ]
+    files = [StoredFile(folder, _names(folder), tree_size(folder)) for folder in folders]
+    return sorted(files, key=lambda file: (-file.size, file.names))
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(file.name for file in folder.iterdir() if file.name != fetch.VERIFIED))
+
+
+def prune(*, dry_run: bool) -> None:
+    """Remove what `unnamed` returns, and say what and how many bytes; with `dry_run` only say it.
+
+    A file that a process fetches or makes meanwhile is waited for. A run that is killed leaves nothing that is trusted.
+    """
+    files = unnamed()
+    for file in files:
+        say(f"{'would remove' if dry_run else 'remove'} {file}")
+        if not dry_run:
+            with fetch.locked_download(file.folder / "any"):
+                shutil.rmtree(file.folder)
+            shutil.rmtree(paths.cache() / "members" / file.folder.name, ignore_errors=True)  # read from that very file
+    freed = sum(file.size for file in files)
+    where = paths.cache() / "files"
+    if not files:
+        say(f"nothing to remove in {where}: a pin or a lock names all of it")
+    elif dry_run:
+        say(f"{len(files)} files in {where}, {freed / 1e6:.1f} MB (dry run: nothing was removed)")
+    else:
+        say(f"removed {len(files)} files, freed {freed / 1e6:.1f} MB")
