@@ -120,9 +120,9 @@ def test_converting_costs_less_than_one_layer_at_its_peak():
     assert after < -0.65 * total  # 16 bits became 4.25: -0.73; one layer of eight that stays makes -0.61
 
 
-def run_program(*arguments, **settings):
+def run_program(*arguments, path=None):
     """Run a program of ours where torch has one thread, and big tensors go back to the system when freed (mallopt(3))."""
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH"), settings.get("path")]))
+    python_path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"), path]))
     environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
@@ -136,7 +136,7 @@ def test_loading_packed_costs_at_most_one_layer_above_the_packed_weights(tmp_pat
     script = Path(__file__).parent / "load_peak.py"
     layer, peak, end, total = map(int, run_program(script, tmp_path, "turned_kernel:Turned", path=str(tmp_path)).split())
     assert total <= end < total + layer / 4  # its own layout is in memory, and the checkpoint's bytes are not
-    assert end < peak < total + layer
+    assert max(peak, end) < total + layer  # the peak is sampled: it may be missed, but not where it lasts
 
 
 def test_the_example_loads_dequantised_converts_and_generates_the_same(accelerate, tmp_path):
