@@ -52,7 +52,7 @@ class MoeKernel(ABC):
         return prepared
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks u8 [..., K/32, 16] and scales u8 [..., K/32] of `x` [..., K], for models that are not packed."""
+        """Return blocks u8 [..., K/32, 16] and scales u8 [..., K/32] of a dense model's weights `x` [..., K]."""
         return quantize(x)
 
     def variant(self, prepared: ExpertWeights) -> str:  # noqa: ARG002

@@ -12,7 +12,7 @@ SCALES = (118, 124)  # as in spark_mxfp4/kernels/check.py: activations stay in r
 
 
 def write(folder, *, device="cpu", **sizes):
-    """Write a packed checkpoint with those sizes (`GptOssConfig`) into `folder`; return the bytes of a layer's experts."""
+    """Write a packed checkpoint of those sizes (`GptOssConfig`) into `folder`; return one layer's bytes of experts."""
     config = GptOssConfig(**sizes)
     with torch.device("meta"):
         names = GptOssForCausalLM(config).state_dict()

@@ -1,7 +1,9 @@
 """Load a gpt-oss checkpoint dequantised, generate, convert its experts to packed MXFP4, and generate again.
 
     python docs/examples/convert_gpt_oss.py openai/gpt-oss-20b --device cuda
-    python docs/examples/convert_gpt_oss.py openai/gpt-oss-20b --device cuda --kernel hub:FOLDER   # a triton_kernels fork
+    python docs/examples/convert_gpt_oss.py openai/gpt-oss-20b --device cuda --kernel hub:FOLDER
+
+With `hub:FOLDER`, or `hub:PACKAGE`, a fork of triton_kernels quantises and multiplies.
 
 The first tokens are transformers' own, from weights that it dequantised; the second are those of the packed experts.
 The last line says whether they are the same. In bfloat16 sums are rounded, so a near tie can go the other way.

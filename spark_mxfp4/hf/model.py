@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -106,7 +107,7 @@ def _name(kernel: Kernel | None, device: torch.device) -> str:
     if isinstance(kernel, ModuleType):
         return triton_hub.name_of(kernel)
     if isinstance(kernel, os.PathLike):
-        return f"{triton_hub.PREFIX}{os.path.abspath(kernel)}"
+        return f"{triton_hub.PREFIX}{Path(kernel).absolute()}"
     return kernel or registry.chosen_name(device.type)
 
 

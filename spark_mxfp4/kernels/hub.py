@@ -48,7 +48,7 @@ def parse(name: str) -> KernelSource:
 
 
 def find(name: str) -> Any:
-    """Return the class or function that `name` (see above) names, downloaded if need be; raises ValueError as `module`."""
+    """Return the class or function that `name` (see above) names; raises ValueError as `module` does."""
     source = parse(name)
     try:
         return getattr(module(name), source.attribute)

@@ -35,8 +35,8 @@ MATRIX = re.compile(r"(UTC)?[HIQOF]?G?MMA\b|UTC\w*MMA")
 class Target(NamedTuple):
     """A GPU to compile for: its capability, shared memory of a block in bytes, and what must multiply.
 
-    Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name in
-    tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, where Triton from 3.8 on has one.
+    Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name
+    in tuned.json whose tiles it gets, `scaled` the instruction of W4A8-MX tiles, where Triton from 3.8 on has one.
     """
 
     capability: int
@@ -70,8 +70,8 @@ POINTERS = {
 class Compiled:
     """A kernel for one capability: matrix instructions by name, accesses to local memory, bytes of shared memory.
 
-    `wanted` is the name that a matrix instruction has to begin with, None for kernels that multiply nothing. `chosen` says
-    whether `fused.moe` takes it there.
+    `wanted` is the name that a matrix instruction has to begin with, None for kernels that multiply nothing. `chosen`
+    says whether `fused.moe` takes it there.
     """
 
     kernel: str
@@ -104,7 +104,7 @@ def native_scaling() -> bool:
 
 
 def tiles_of(target: Target) -> list[fused.Tiles]:
-    """Return the different tiles that `fused.moe` takes on a target, from one token to 8,192, as this Triton has them."""
+    """Return the tiles that `fused.moe` takes on a target for one token to 8,192, as this Triton can run them."""
     chosen = (fused.choose(target.device, tokens * TOP_K, EXPERTS) for tokens in (1, 2048, 8192))
     return list(dict.fromkeys(chosen))
 
@@ -187,7 +187,7 @@ def _inspected(name: str, wanted: str | None, target: Target, kernel: Any) -> Co
 
 
 def main() -> None:
-    """Compile for the targets that the flags name, print a line for each kernel, end with 1 if a chosen one has a problem."""
+    """Compile for the targets that the flags name and print each kernel; end with 1 if a chosen one has a problem."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--capabilities", help="with commas, such as 8.9,12.0; default: all of them")
     flags.add_argument("--output", help="JSON file for the table")

@@ -21,7 +21,7 @@ import torch
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import hub
-from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES
+from spark_mxfp4.mxfp4 import BLOCK_BYTES
 
 PREFIX = "hub:"
 UNCHOSEN = -1e30  # a logit that no expert of a token has; finite, because a hub fills its own padding with -infinity
@@ -231,7 +231,7 @@ def _package(name: str) -> ModuleType:
     holders = [path for path in (folder, *sorted(folder.glob("*/"))) if (path / "matmul_ogs.py").is_file()]
     if not location.startswith(("/", "./", "../", "~")) or not holders:
         return hub.module(location)
-    return _from_folder(name, holders[0].resolve())
+    return _from_folder(name, holders[0].absolute())
 
 
 def _from_folder(name: str, folder: Path) -> ModuleType:
@@ -247,7 +247,7 @@ def _from_folder(name: str, folder: Path) -> ModuleType:
             f"kernels hub {name!r} cannot be imported · {_line(error)} · check the package in {folder}"
         ) from error
     homes = [Path(path).resolve() for path in package.__path__]
-    if folder not in homes:
+    if folder.resolve() not in homes:
         raise ValueError(
             f"kernels hub {name!r} cannot be used · a package {folder.name!r} was imported from {homes[0]} before, and "
             "Python knows one of a name · use one of them in a process"

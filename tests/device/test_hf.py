@@ -1,8 +1,9 @@
-"""`spark_mxfp4.hf` on a GPU: tokens of transformers' own dequantised path, and what loading the 20b shape costs.
+r"""`spark_mxfp4.hf` on a GPU: tokens of transformers' own dequantised path, and what loading the 20b shape costs.
 
 `TRITON_HUB=FOLDER` runs a kernels hub in the shape of triton_kernels too. Not run on a GPU yet.
 
-    PYTHONPATH=.:tests python -m pytest tests/device/test_hf.py -c /dev/null --rootdir tests/device --confcutdir tests/device
+    PYTHONPATH=.:tests python -m pytest tests/device/test_hf.py -c /dev/null \
+        --rootdir tests/device --confcutdir tests/device
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Loads a packed checkpoint for a kernel with a layout of its own; prints bytes: one packed layer, peak, end, all layers.
+"""Loads a packed checkpoint for a kernel with its own layout; prints bytes: one packed layer, peak, end, all layers.
 
 Only anonymous memory counts: pages of the checkpoint's file that are mapped go when they are needed.
 """

@@ -121,7 +121,7 @@ def test_converting_costs_less_than_one_layer_at_its_peak():
 
 
 def run_program(*arguments, path=None):
-    """Run a program of ours where torch has one thread, and big tensors go back to the system when freed (mallopt(3))."""
+    """Run a program with one thread of torch; big tensors go back to the system when they are freed (mallopt(3))."""
     python_path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"), path]))
     environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = subprocess.run(
@@ -134,7 +134,9 @@ def run_program(*arguments, path=None):
 def test_loading_packed_costs_at_most_one_layer_above_the_packed_weights(tmp_path):
     (tmp_path / "turned_kernel.py").write_text(OWN_LAYOUT)
     script = Path(__file__).parent / "load_peak.py"
-    layer, peak, end, total = map(int, run_program(script, tmp_path, "turned_kernel:Turned", path=str(tmp_path)).split())
+    layer, peak, end, total = map(
+        int, run_program(script, tmp_path, "turned_kernel:Turned", path=str(tmp_path)).split()
+    )
     assert total <= end < total + layer / 4  # its own layout is in memory, and the checkpoint's bytes are not
     assert max(peak, end) < total + layer  # the peak is sampled: it may be missed, but not where it lasts
 
@@ -151,7 +153,8 @@ def test_the_example_loads_dequantised_converts_and_generates_the_same(accelerat
     wide, small = (float(re.search(r": ([\d.]+) MB", line)[1]) for line in (dense, packed))
     assert small < 0.15 * wide  # 32 bits became 4.25; biases are in both
     stored, saved = (
-        {key for path in folder.glob("*.safetensors") for key in load_file(path)} for folder in (model, tmp_path / "saved")
+        {key for path in folder.glob("*.safetensors") for key in load_file(path)}
+        for folder in (model, tmp_path / "saved")
     )
     assert stored == saved
 

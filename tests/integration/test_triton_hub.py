@@ -50,7 +50,7 @@ def hopper(folder, monkeypatch):
     histc = torch.histc  # of integers on GPUs only
     monkeypatch.setattr(torch, "histc", lambda values, **bounds: histc(values.float(), **bounds))
 
-    def matmul(
+    def matmul(  # noqa: PLR0917 (matmul_ogs')
         x, w, bias, data, gather_indx=None, scatter_indx=None, precision_config=None, gammas=None, fused_activation=None
     ):
         packed = w.storage.layout.unswizzle_data(w.storage.data)
@@ -79,8 +79,18 @@ def test_the_real_package_has_what_the_adapter_calls(folder):
 @pytest.mark.parametrize(
     ("path", "old", "new", "message"),
     [
-        ("matmul_ogs", "    weight_scale: Tensor| None", "    b_mx_scale: Tensor| None", "PrecisionConfig (got an unexpected"),
-        ("routing", "def routing(logits, n_expts_act,", "def routing(logits, *, n_expts_act,", "routing.routing (too many"),
+        (
+            "matmul_ogs",
+            "    weight_scale: Tensor| None",
+            "    b_mx_scale: Tensor| None",
+            "PrecisionConfig (got an unexpected",
+        ),
+        (
+            "routing",
+            "def routing(logits, n_expts_act,",
+            "def routing(logits, *, n_expts_act,",
+            "routing.routing (too many",
+        ),
         ("swiglu", "swiglu_fn = _swiglu_fn", "", "swiglu.swiglu_fn"),
     ],
 )

@@ -53,7 +53,8 @@ def products(package):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "hidden", "intermediate"), [(1, 3, 1, 32, 64), (17, 5, 3, 96, 32), (40, 8, 8, 64, 64)]
+    ("tokens", "experts", "top_k", "hidden", "intermediate"),
+    [(1, 3, 1, 32, 64), (17, 5, 3, 96, 32), (40, 8, 8, 64, 64)],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_is_the_references_and_its_bytes_come_back(fork, tokens, experts, top_k, hidden, intermediate, bias):
@@ -112,7 +113,9 @@ def test_a_checkpoint_is_loaded_into_a_hub_without_rounding(make_model, answer, 
     assert torch.equal(*blocks)
 
 
-@pytest.mark.parametrize("spelling", [lambda folder: folder, lambda folder: f"hub:{folder}", lambda folder: f"hub:{folder.parent}"])
+@pytest.mark.parametrize(
+    "spelling", [lambda folder: folder, lambda folder: f"hub:{folder}", lambda folder: f"hub:{folder.parent}"]
+)
 def test_a_folder_is_the_package_or_holds_it(make_model, answer, make_hub, spelling):
     folder = make_hub("some_fork")
     model = make_model()

@@ -1,1 +1,1 @@
-"""A stand-in for triton_kernels, in torch and for CPUs: the names that transformers 5.19 calls, with a layout of its own."""
+"""A stand-in for triton_kernels, in torch, for CPUs: the names that transformers 5.19 calls; the layout is its own."""

@@ -40,7 +40,7 @@ class FusedActivation:
     reduction_n: int
 
 
-def matmul_ogs(
+def matmul_ogs(  # noqa: PLR0917 (the real one's)
     x, w, bias, routing_data, gather_indx=None, scatter_indx=None, precision_config=None, gammas=None,
     fused_activation=None,
 ):  # fmt: skip
