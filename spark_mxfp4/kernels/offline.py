@@ -32,7 +32,7 @@ EXPERTS, TOP_K = 128, 4  # gpt-oss-120b's
 MATRIX = re.compile(r"(UTC)?[HIQOF]?G?MMA\b|UTC\w*MMA")
 
 
-class Target(NamedTuple):
+class OfflineTarget(NamedTuple):
     """A GPU to compile for: its capability, shared memory of a block in bytes, and what must multiply.
 
     Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `device` is the name
@@ -52,12 +52,12 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target(80, 163 * 1024, "HMMA"),
-    Target(89, 99 * 1024, "HMMA"),
-    Target(90, 227 * 1024, "HGMMA"),
-    Target(100, 227 * 1024, "UTCHMMA", "UTCQMMA"),
-    Target(120, 99 * 1024, "HMMA", "QMMA.SF"),
-    Target(121, 99 * 1024, "HMMA", "QMMA.SF", "NVIDIA GB10"),
+    OfflineTarget(80, 163 * 1024, "HMMA"),
+    OfflineTarget(89, 99 * 1024, "HMMA"),
+    OfflineTarget(90, 227 * 1024, "HGMMA"),
+    OfflineTarget(100, 227 * 1024, "UTCHMMA", "UTCQMMA"),
+    OfflineTarget(120, 99 * 1024, "HMMA", "QMMA.SF"),
+    OfflineTarget(121, 99 * 1024, "HMMA", "QMMA.SF", "NVIDIA GB10"),
 )
 POINTERS = {
     "x_ptr": "*bf16", "x_scales_ptr": "*bf16", "w_ptr": "*u8", "w_scales_ptr": "*u8", "bias_ptr": "*bf16",
@@ -103,13 +103,13 @@ def native_scaling() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= fused.SCALED_SINCE
 
 
-def tiles_of(target: Target) -> list[fused.Tiles]:
+def tiles_of(target: OfflineTarget) -> list[fused.Tiles]:
     """Return the tiles that `fused.moe` takes on a target for one token to 8,192, as this Triton can run them."""
     chosen = (fused.choose(target.device, tokens * TOP_K, EXPERTS) for tokens in (1, 2048, 8192))
     return list(dict.fromkeys(chosen))
 
 
-def product(tiles: fused.Tiles, target: Target, top_k: int) -> Compiled:
+def product(tiles: fused.Tiles, target: OfflineTarget, top_k: int) -> Compiled:
     """Compile one grouped product with bias: the first one, with SwiGLU, for `top_k` above 0, else the second."""
     arguments = POINTERS | ({"x_ptr": "*u8", "x_scales_ptr": "*u8"} if tiles.scaled else {})
     constants = {
@@ -123,7 +123,7 @@ def product(tiles: fused.Tiles, target: Target, top_k: int) -> Compiled:
     return _inspected(name, wanted, target, _compile(fused.grouped_gemm, arguments, constants, target, **options))
 
 
-def helpers(target: Target) -> Iterator[Compiled]:
+def helpers(target: OfflineTarget) -> Iterator[Compiled]:
     """Compile what runs beside the products: sorting, the weighted sum and the activations' MXFP8."""
     ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32", "count": "i32", "known": "i32"}
     place = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
@@ -141,7 +141,7 @@ def helpers(target: Target) -> Iterator[Compiled]:
         yield _inspected(name, None, target, _compile(function, arguments, constants, target))
 
 
-def audit(targets: tuple[Target, ...] = TARGETS) -> Iterator[Compiled]:
+def audit(targets: tuple[OfflineTarget, ...] = TARGETS) -> Iterator[Compiled]:
     """Compile every kernel for every target, in turn; and GB10's tiles where they are not chosen but could be."""
     for target in targets:
         tiles = tiles_of(target)
@@ -153,7 +153,7 @@ def audit(targets: tuple[Target, ...] = TARGETS) -> Iterator[Compiled]:
 
 
 def _compile(
-    function: Any, arguments: dict[str, str], constants: dict[str, Any], target: Target, **options: int
+    function: Any, arguments: dict[str, str], constants: dict[str, Any], target: OfflineTarget, **options: int
 ) -> Any:
     """Compile with pointers and sizes that are multiples of 16, as torch's are."""
     names = function.arg_names
@@ -169,7 +169,7 @@ def _compile(
     return triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
 
 
-def _inspected(name: str, wanted: str | None, target: Target, kernel: Any) -> Compiled:
+def _inspected(name: str, wanted: str | None, target: OfflineTarget, kernel: Any) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])

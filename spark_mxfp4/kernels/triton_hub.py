@@ -27,7 +27,7 @@ PREFIX = "hub:"
 UNCHOSEN = -1e30  # a logit that no expert of a token has; finite, because a hub fills its own padding with -infinity
 
 
-class Call(NamedTuple):
+class HubCall(NamedTuple):
     """How we call something of a hub: the number of arguments by position, and those by name."""
 
     positional: int
@@ -35,24 +35,24 @@ class Call(NamedTuple):
 
 
 # What we use, by module of the hub; None is not called. Names and arguments are those of Triton 3.5.1's triton_kernels.
-REQUIRED: dict[str, dict[str, Call | None]] = {
+REQUIRED: dict[str, dict[str, HubCall | None]] = {
     "matmul_ogs": {
-        "matmul_ogs": Call(4, ("gather_indx", "scatter_indx", "precision_config", "gammas", "fused_activation")),
-        "FusedActivation": Call(3),
-        "FnSpecs": Call(3),
-        "PrecisionConfig": Call(0, ("weight_scale",)),
+        "matmul_ogs": HubCall(4, ("gather_indx", "scatter_indx", "precision_config", "gammas", "fused_activation")),
+        "FusedActivation": HubCall(3),
+        "FnSpecs": HubCall(3),
+        "PrecisionConfig": HubCall(0, ("weight_scale",)),
     },
     "swiglu": {"swiglu_fn": None},
-    "routing": {"routing": Call(2)},
+    "routing": {"routing": HubCall(2)},
     "tensor": {
         "FP4": None,
-        "Storage": Call(2),
-        "Tensor": Call(1, ("dtype", "shape")),
-        "wrap_torch_tensor": Call(1, ("dtype",)),
-        "convert_layout": Call(2),
+        "Storage": HubCall(2),
+        "Tensor": HubCall(1, ("dtype", "shape")),
+        "wrap_torch_tensor": HubCall(1, ("dtype",)),
+        "convert_layout": HubCall(2),
     },
-    "tensor_details.layout": {"make_default_matmul_mxfp4_w_layout": Call(0, ("mx_axis",))},
-    "numerics_details.mxfp": {"downcast_to_mxfp_torch": Call(2, ("axis",))},
+    "tensor_details.layout": {"make_default_matmul_mxfp4_w_layout": HubCall(0, ("mx_axis",))},
+    "numerics_details.mxfp": {"downcast_to_mxfp_torch": HubCall(2, ("axis",))},
 }
 
 
@@ -204,7 +204,7 @@ def load(name: str) -> dict[str, ModuleType]:
     return modules
 
 
-def _refusal(function: Any, call: Call) -> str | None:
+def _refusal(function: Any, call: HubCall) -> str | None:
     """Return why `function` does not take the arguments of `call`, None if it does or does not say."""
     try:
         signature = inspect.signature(function)
