@@ -1,6 +1,7 @@
 """Loads a packed checkpoint for a kernel with its own layout; prints bytes: one packed layer, peak, end, all layers.
 
-Only anonymous memory counts: pages of the checkpoint's file that are mapped go when they are needed.
+Weights are copied out of the mapped file, as loading to a GPU copies them. Only anonymous memory counts: pages of the
+file go when memory is needed.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import packed_checkpoint
+from transformers import core_model_loading
 
 from spark_mxfp4 import hf
 
@@ -39,6 +41,8 @@ class Peak(threading.Thread):
             time.sleep(0.0002)
 
 
+materialize = core_model_loading._materialize_copy
+core_model_loading._materialize_copy = lambda *arguments, **options: materialize(*arguments, **options).clone()
 folder, kernel = Path(sys.argv[1]), sys.argv[2]
 for name, layers, experts in (("small", 1, 2), ("large", LAYERS, EXPERTS)):
     (folder / name).mkdir()
