@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spark_mxfp4.experts import ExpertWeights
-from spark_mxfp4.mxfp4 import BLOCK
+from spark_mxfp4.mxfp4 import BLOCK, quantize
 
 
 class MoeKernel(ABC):
@@ -18,7 +18,8 @@ class MoeKernel(ABC):
     `registry.load` makes one instance, with the name that it was loaded by. Hidden and intermediate sizes are padded
     with zeros to multiples of the two alignments, which are multiples of 32. A kernel that waits for the device sets
     `cuda_graphs` to False, because CUDA graphs cannot hold it. A kernel that stores weights in an order of its own
-    overrides `prepare` and `restore`; it is never called with dense weights.
+    overrides `prepare` and `restore`; it is never called with dense weights. One with a rounding of its own overrides
+    `quantize`.
     """
 
     hidden_alignment: int = BLOCK
@@ -49,6 +50,10 @@ class MoeKernel(ABC):
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:  # noqa: ARG002
         """Undo `prepare` for weights of the sizes H and I."""
         return prepared
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return blocks u8 [..., K/32, 16] and scales u8 [..., K/32] of a dense model's weights `x` [..., K]."""
+        return quantize(x)
 
     def variant(self, prepared: ExpertWeights) -> str:  # noqa: ARG002
         """Return the name of the implementation that will run `prepared` weights, for the log."""

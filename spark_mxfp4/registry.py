@@ -7,7 +7,7 @@ import os
 
 from spark_mxfp4.experts import moe
 from spark_mxfp4.kernel import FunctionKernel, MoeKernel
-from spark_mxfp4.kernels import hub
+from spark_mxfp4.kernels import hub, triton_hub
 from spark_mxfp4.mxfp4 import BLOCK
 
 KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"
@@ -26,11 +26,14 @@ def load(name: str | None = None) -> MoeKernel:
     """Return the kernel called `name` (default: `chosen_name()`): one of KERNELS, or a user's own.
 
     A user's own is `module:attribute`, or a folder or hub repository as `kernels.hub` describes them: a name with a
-    slash. It is a subclass of MoeKernel, or a plain function with the arguments of `MoeKernel.run`.
+    slash. It is a subclass of MoeKernel, or a plain function with the arguments of `MoeKernel.run`. `hub:` and a
+    package, folder or repository is kernels in the shape of triton_kernels: see `kernels.triton_hub`.
     Raises ValueError for an unknown name, a module that cannot be imported, or an object that is no kernel, and
     NotImplementedError for a kernel that this environment cannot run.
     """
     name = name or chosen_name()
+    if name.startswith(triton_hub.PREFIX):
+        return triton_hub.TritonHubKernel(name)
     if "/" in name:
         return _own_kernel(name, hub.find(name))
     if ":" in name:
@@ -46,8 +49,8 @@ def load(name: str | None = None) -> MoeKernel:
             ) from error
         return GpuKernel(name)
     raise ValueError(
-        f"there is no kernel {name!r} · known are {', '.join(map(repr, KERNELS))}, 'module:attribute', './folder' and "
-        f"'owner/name@version' · set {KERNEL_VARIABLE} to one"
+        f"there is no kernel {name!r} · known are {', '.join(map(repr, KERNELS))}, 'module:attribute', './folder', "
+        f"'owner/name@version' and 'hub:PACKAGE' · set {KERNEL_VARIABLE} to one"
     )
 
 

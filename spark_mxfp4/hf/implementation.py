@@ -15,7 +15,6 @@ from spark_mxfp4 import operator, registry
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.hf.experts import PROJECTIONS, check_activation, prepare_padded
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.mxfp4 import quantize
 
 NAME = "spark_mxfp4"
 _COPY = "_spark_mxfp4_copy"
@@ -74,7 +73,7 @@ def _quantized(experts: Any, kernel: MoeKernel) -> ExpertWeights:
     projections = []
     for name in PROJECTIONS:
         weight = getattr(experts, name).detach()
-        parts = [quantize(expert.t().contiguous()) for expert in weight]
+        parts = [kernel.quantize(expert.t().contiguous()) for expert in weight]
         blocks, scales = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
         projections.append(Projection(blocks.flatten(-2), scales, getattr(experts, f"{name}_bias").detach()))
     return prepare_padded(kernel, ExpertWeights(*projections), experts.hidden_size, experts.intermediate_size)

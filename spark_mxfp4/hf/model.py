@@ -5,11 +5,15 @@ Importing this module registers the experts implementation `spark_mxfp4` and the
 
 from __future__ import annotations
 
+import os
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.utils import is_accelerate_available, logging
 from transformers.utils.quantization_config import Mxfp4Config
@@ -19,7 +23,10 @@ from spark_mxfp4.hf import implementation, quantizer
 from spark_mxfp4.hf.experts import PROJECTIONS, ExpertSizes, PackedExperts, check_activation
 from spark_mxfp4.hf.quantizer import KEPT_DENSE
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.mxfp4 import BLOCK, quantize
+from spark_mxfp4.kernels import triton_hub
+from spark_mxfp4.mxfp4 import BLOCK
+
+Kernel: TypeAlias = str | os.PathLike[str] | ModuleType
 
 MODEL_TYPE = "gpt_oss"
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -30,20 +37,22 @@ quantizer.register()
 
 @torch.no_grad()
 def convert_and_replace(
-    model: PreTrainedModel, kernel: str | None = None, device: torch.device | str | None = None
+    model: PreTrainedModel, kernel: Kernel | None = None, device: torch.device | str | None = None
 ) -> PreTrainedModel:
     """Quantise a gpt-oss model's bf16 experts to MXFP4, layer by layer, and put ours in their place; return the model.
 
     `kernel` is a name as `registry.load` takes it (default: SPARK_MXFP4_KERNEL, else `triton` on CUDA and `torch`
-    elsewhere). With `device` experts are quantised there, one at a time, and the rest of the model follows. At most one
-    layer's experts exist twice. Experts that are packed already only change their kernel and device, so a second call
-    after an interrupted one finishes it. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint.
+    elsewhere), or a kernels hub in the shape of triton_kernels: an imported package, or the path of its folder. A hub
+    quantises and lays out weights by its own functions (`kernels.triton_hub`). With `device` experts are quantised
+    there, one at a time, and the rest of the model follows. At most one layer's experts exist twice. Experts that are
+    packed already, by us or by transformers' stock kernels, keep their bytes and change kernel and device only, so a
+    second call after an interrupted one finishes it. Afterwards `save_pretrained` writes a stock MXFP4 checkpoint.
     Raises ValueError, before anything is changed, for another model type, a dense model, odd sizes, offloaded weights
     or an unknown kernel; and at the layer where they are found for weights that are not finite.
     """
     names = _layers(model)
     target = torch.device(device) if device is not None else next(model.get_submodule(names[0]).parameters()).device
-    chosen = registry.load(kernel or registry.chosen_name(target.type))
+    chosen = registry.load(_name(kernel, target))
     for name in names:
         _refuse_unfit(name, model.get_submodule(name))
     for name in logging.tqdm(names, desc="MXFP4 experts", unit="layer"):
@@ -57,7 +66,7 @@ def convert_and_replace(
 
 def load_packed(
     model: str,
-    kernel: str | None = None,
+    kernel: Kernel | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
     **options: Any,
@@ -65,15 +74,15 @@ def load_packed(
     """Load a gpt-oss MXFP4 checkpoint (a folder or a hub id) with its experts' bytes as they are; return the model.
 
     Blocks and scales are never dequantised; everything else gets `dtype` (`auto`: the checkpoint's). `kernel` and
-    `device` are as in `convert_and_replace`; `options` go to `from_pretrained`. With the package `accelerate` the
-    weights go to the device directly, without it through the CPU's memory.
-    Raises ValueError for another model type, a checkpoint that is not MXFP4, or one with missing weights.
+    `device` are as in `convert_and_replace`; `options` go to `from_pretrained`, `device_map` among them, in place of
+    `device`. With the package `accelerate` the weights go to the device directly, without it through the CPU's memory.
+    Raises ValueError for another model type, a checkpoint that is not MXFP4, one with missing weights, or offloading.
     """
     hub = {key: value for key, value in options.items() if key in HUB_OPTIONS}
     config = AutoConfig.from_pretrained(model, **hub)
     _refuse_other_checkpoints(model, config)
-    target = torch.device(device or "cpu")
-    name = kernel or registry.chosen_name(target.type)
+    target = _first_device(options.get("device_map") if device is None else device)
+    name = _name(kernel, target)
     registry.load(name)  # refuse a wrong name before reading gigabytes
     config.quantization_config = {"quant_method": quantizer.NAME, "kernel": name}
     if device is not None and is_accelerate_available():
@@ -82,11 +91,32 @@ def load_packed(
         model, config=config, dtype=dtype, output_loading_info=True, **options
     )
     _refuse_holes(model, loaded, report)
+    if any(parameter.is_meta for parameter in loaded.parameters()):
+        raise ValueError(
+            f"cannot keep {model} packed · some of its weights are offloaded · give a device that holds them all"
+        )
     if device is not None:
         loaded.to(target)
     _prepare(loaded)
     packed: PreTrainedModel = loaded
     return packed
+
+
+def _name(kernel: Kernel | None, device: torch.device) -> str:
+    """Return the name by which `registry.load` finds `kernel`; None stands for the choice of the environment."""
+    if isinstance(kernel, ModuleType):
+        return triton_hub.name_of(kernel)
+    if isinstance(kernel, os.PathLike):
+        return f"{triton_hub.PREFIX}{Path(kernel).absolute()}"
+    return kernel or registry.chosen_name(device.type)
+
+
+def _first_device(device_map: Any) -> torch.device:
+    """Return the device on which a `device_map`, or the name of a device, puts the first weights."""
+    first = next(iter(device_map.values()), None) if isinstance(device_map, dict) else device_map
+    if first in {"auto", "balanced", "balanced_low_0", "sequential"}:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cpu" if first in {None, "disk"} else first)
 
 
 def _layers(model: Any) -> list[str]:
@@ -110,7 +140,8 @@ def _layers(model: Any) -> list[str]:
             else f"pass a {MODEL_TYPE} model"
         )
         raise ValueError(f"cannot convert a model of type {type_name} · {why} · {fix}")
-    names = [name for name, module in model.named_modules() if isinstance(module, GptOssExperts | PackedExperts)]
+    kinds = GptOssExperts | PackedExperts | Mxfp4GptOssExperts
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if not names:
         raise ValueError(
             "cannot convert this gpt_oss model · its experts are not transformers' GptOssExperts: another library has "
@@ -123,6 +154,10 @@ def _refuse_unfit(name: str, experts: Any) -> None:
     if isinstance(experts, PackedExperts):
         return
     check_activation(experts.alpha, experts.limit)
+    if isinstance(experts, Mxfp4GptOssExperts):
+        if any(isinstance(getattr(experts, projection), torch.Tensor) for projection in PROJECTIONS):
+            raise ValueError(f"cannot take over {name} · its weights are not loaded · load the model first")
+        return
     for projection in PROJECTIONS:
         weight = getattr(experts, projection)
         if weight.shape[1] % BLOCK:
@@ -141,6 +176,10 @@ def _replace(model: PreTrainedModel, name: str, kernel: MoeKernel, device: torch
     if isinstance(experts, PackedExperts):
         experts.use(kernel)
         experts.to(device)
+    elif isinstance(experts, Mxfp4GptOssExperts):
+        model.set_submodule(name, _taken_over(experts, kernel, device))
+        # The stock quantizer gives each layer's object a `forward` that routes by the stock kernels.
+        vars(model.get_submodule(name.rpartition(".")[0])).pop("forward", None)
     else:
         model.set_submodule(name, _packed(name, experts, kernel, device))
 
@@ -149,6 +188,21 @@ def _prepare(model: PreTrainedModel) -> None:
     for experts in model.modules():
         if isinstance(experts, PackedExperts):
             experts.prepare()
+
+
+def _taken_over(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
+    """Return the packed twin of a layer that stock kernels have laid out; its bytes come back by their own layout."""
+    sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
+    packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
+    for projection in PROJECTIONS:
+        values = getattr(experts, projection).storage
+        scales = getattr(experts, f"{projection}_precision_config").weight_scale.storage
+        for suffix, storage in (("_blocks", values), ("_scales", scales)):
+            parameter = getattr(packed, projection + suffix)
+            flat = storage.layout.unswizzle_data(storage.data).transpose(-2, -1)
+            parameter.copy_(flat.reshape(parameter.shape))
+        getattr(packed, f"{projection}_bias").copy_(getattr(experts, f"{projection}_bias"))
+    return packed.train(experts.training)
 
 
 def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
@@ -164,7 +218,7 @@ def _packed(name: str, experts: GptOssExperts, kernel: MoeKernel, device: torch.
                     f"cannot quantize {name}.{projection} · expert {expert} holds NaN or infinity · "
                     "download the checkpoint again"
                 )
-            blocks[expert], scales[expert] = quantize(dense)
+            blocks[expert], scales[expert] = kernel.quantize(dense)
         getattr(packed, f"{projection}_bias").copy_(getattr(experts, f"{projection}_bias"))
     return packed.train(experts.training)
 

@@ -53,7 +53,9 @@ def moe(
     if topk_ids.numel() == 0:
         return result
     top_k, pairs = topk_ids.shape[1], topk_ids.numel()
-    tiles = tiles or _tuned(x.device, pairs, weights.down.weight.shape[0])
+    if tiles is None:
+        name = torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else ""
+        tiles = choose(name, pairs, weights.down.weight.shape[0])
     blocks = sort_into_blocks(topk_ids, weights.down.weight.shape[0], tiles.tokens, expert_map)
     hidden = torch.empty(pairs, weights.down.weight.shape[2] * 2, dtype=x.dtype, device=x.device)
     output = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
@@ -61,7 +63,7 @@ def moe(
     multiply(hidden, weights.down, blocks, output, tiles, top_k=0)
     columns = min(1024, triton.next_power_of_2(x.shape[1]))
     ids = topk_ids.contiguous()
-    _reduce[(x.shape[0], triton.cdiv(x.shape[1], columns))](
+    reduce[(x.shape[0], triton.cdiv(x.shape[1], columns))](
         output, ids, ids if expert_map is None else expert_map, topk_weights.contiguous(), result,
         pairs, 0 if expert_map is None else expert_map.numel(), weights.down.weight.shape[0], x.shape[1],
         TOP_K=top_k, COLUMNS=columns,
@@ -88,9 +90,9 @@ def multiply(
     )  # fmt: skip
 
 
-def _tuned(device: torch.device, pairs: int, experts: int) -> Tiles:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    tiles = Tiles(**tuning.tiles(name, pairs, experts))
+def choose(device: str, pairs: int, experts: int) -> Tiles:
+    """Return the tuned tiles for `pairs` among `experts` on the GPU of that name, as this Triton can run them."""
+    tiles = Tiles(**tuning.tiles(device, pairs, experts))
     if tiles.scaled and tuple(map(int, triton.__version__.split(".")[:2])) < SCALED_SINCE:
         return tiles._replace(scaled=False, columns=tiles.columns // 2)  # its elements take two bytes instead of one
     return tiles
@@ -211,7 +213,7 @@ def grouped_gemm(  # noqa: PLR0913, PLR0917
 
 
 @triton.jit
-def _reduce(  # noqa: PLR0913, PLR0917
+def reduce(  # noqa: PLR0913, PLR0917
     output_ptr: tl.tensor, ids_ptr: tl.tensor, map_ptr: tl.tensor, shares_ptr: tl.tensor, result_ptr: tl.tensor,
     pairs: tl.tensor, known: tl.tensor, experts: tl.tensor, width: tl.tensor,
     TOP_K: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 TRUST_VARIABLE = "SPARK_MXFP4_TRUST_REMOTE_CODE"
@@ -47,7 +48,18 @@ def parse(name: str) -> KernelSource:
 
 
 def find(name: str) -> Any:
-    """Return the class or function that `name` (see above) names, downloaded if need be.
+    """Return the class or function that `name` (see above) names; raises ValueError as `module` does."""
+    source = parse(name)
+    try:
+        return getattr(module(name), source.attribute)
+    except AttributeError as error:
+        raise ValueError(
+            f"kernel {name!r} cannot be loaded · {error} · name a class or function of it behind '#'"
+        ) from error
+
+
+def module(name: str) -> ModuleType:
+    """Return the module whose attribute `name` (see above) names, downloaded if need be.
 
     Code of organisations that the hub does not trust is refused unless SPARK_MXFP4_TRUST_REMOTE_CODE is 1. Raises
     ValueError if the package `kernels` is not installed, or the kernel is not there or not for this machine.
@@ -59,13 +71,11 @@ def find(name: str) -> Any:
         raise ValueError(f"kernel {name!r} cannot be loaded · the package 'kernels' is missing · {INSTALL}") from error
     try:
         if source.is_folder:
-            module = kernels.get_local_kernel(Path(source.location).expanduser().resolve())
-        else:
-            trusted = os.environ.get(TRUST_VARIABLE) == "1"
-            number = source.version.isdecimal()
-            version = {"version": int(source.version)} if number else {"revision": source.version}
-            module = kernels.get_kernel(source.location, trust_remote_code=trusted, **version)
-        return getattr(module, source.attribute)
+            return kernels.get_local_kernel(Path(source.location).expanduser().resolve())
+        trusted = os.environ.get(TRUST_VARIABLE) == "1"
+        number = source.version.isdecimal()
+        version = {"version": int(source.version)} if number else {"revision": source.version}
+        return kernels.get_kernel(source.location, trust_remote_code=trusted, **version)
     # The loader raises what the hub, the file system or the kernel's own code raised; all of them mean "not loaded".
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]

@@ -32,9 +32,9 @@ def sort_into_blocks(
     experts = torch.empty(blocks, dtype=torch.int32, device=device)
     mapped = ids if expert_map is None else expert_map
     known = 0 if expert_map is None else expert_map.numel()
-    _count[(num_experts,)](ids, mapped, counts, count, known, SCAN=SCAN)
+    count_pairs[(num_experts,)](ids, mapped, counts, count, known, SCAN=SCAN)
     padded_experts = triton.next_power_of_2(num_experts)
-    _place[(num_experts,)](
+    place_pairs[(num_experts,)](
         ids, mapped, counts, pairs, experts, count, known, num_experts, blocks,
         SIZE=size, SCAN=SCAN, EXPERTS=padded_experts,
     )  # fmt: skip
@@ -53,10 +53,11 @@ def local_expert(
 
 
 @triton.jit
-def _count(
+def count_pairs(
     ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, count: tl.tensor, known: tl.tensor,
     SCAN: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
+    """Count the pairs of one local expert into `counts_ptr` i32 [experts]; the other arguments: see `local_expert`."""
     expert = tl.program_id(0)
     matches = tl.zeros((SCAN,), tl.int32)
     for first in range(0, count, SCAN):
@@ -66,11 +67,12 @@ def _count(
 
 
 @triton.jit
-def _place(  # noqa: PLR0913, PLR0917
+def place_pairs(  # noqa: PLR0913, PLR0917
     ids_ptr: tl.tensor, map_ptr: tl.tensor, counts_ptr: tl.tensor, pairs_ptr: tl.tensor, experts_ptr: tl.tensor,
     count: tl.tensor, known: tl.tensor, experts: tl.tensor, blocks: tl.tensor,
     SIZE: tl.constexpr, SCAN: tl.constexpr, EXPERTS: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
+    """Write one expert's blocks of SIZE pairs, as `Blocks` describes them, behind those of the experts before it."""
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     needed = tl.cdiv(tl.load(counts_ptr + every, mask=every < experts, other=0), SIZE)

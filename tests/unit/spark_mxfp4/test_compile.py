@@ -1,92 +1,82 @@
 """The Triton kernels compiled without a GPU, and their machine code read: instructions, spills, shared memory."""
 
-import re
+import dataclasses
+import json
 import subprocess
-from pathlib import Path
+import sys
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from spark_mxfp4.kernels import fused, mxfp8, sorting, tuning
+from spark_mxfp4.kernels import fused, offline
+from sparkforge.core.paths import ROOT
 
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of a block, KiB.
-SHARED = {90: 227 * 1024, 121: 99 * 1024}
-GEMM = {
-    "x_ptr": "*bf16", "x_scales_ptr": "*bf16", "w_ptr": "*u8", "w_scales_ptr": "*u8", "bias_ptr": "*bf16",
-    "out_ptr": "*bf16", "pairs_ptr": "*i32", "experts_ptr": "*i32", "pairs": "i32", "rows": "i32", "columns": "i32",
-    "alpha": "fp32", "limit": "fp32",
-}  # fmt: skip
-
-
-def compiled(function, arguments, constants, capability, **options):
-    """Compile for a capability with pointers and sizes that are multiples of 16, as torch's are."""
-    names = function.arg_names
-    signature = {name: arguments.get(name, "constexpr") for name in names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name][0] == "*" or name == "columns"
-    }
-    source = ASTSource(
-        function, signature, {(names.index(key),): value for key, value in constants.items()}, attributes
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def machine_code(kernel, folder):
-    (folder / "kernel.cubin").write_bytes(kernel.asm["cubin"])
-    done = subprocess.run([NVDISASM, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", done.stdout, re.MULTILINE)
-
-
-def gemm(tiles, capability, top_k):
-    arguments = GEMM | ({"x_ptr": "*u8", "x_scales_ptr": "*u8"} if tiles.scaled else {})
-    constants = {
-        "TOP_K": top_k, "BIAS": True, "SCALED": tiles.scaled, "ROWS": tiles.rows, "TOKENS": tiles.tokens,
-        "COLUMNS": tiles.columns,
-    }  # fmt: skip
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return compiled(fused.grouped_gemm, arguments, constants, capability, **options)
-
-
-CHOSEN = [(121, fused.Tiles(**tuning.tiles("NVIDIA GB10", pairs, 128))) for pairs in (4, 8192, 32768)] + [
-    (90, fused.Tiles(**tuning.tiles("another", pairs, 128))) for pairs in (4, 32768)
+BY_NAME = {target.name: target for target in offline.TARGETS}
+# The first product holds more than the second: SwiGLU and the gather. Both only where the kernels are to run first.
+PRODUCTS = [
+    (target, tiles, top_k)
+    for target in offline.TARGETS
+    for tiles in offline.tiles_of(target)
+    for top_k in ((offline.TOP_K, 0) if target.name in {"9.0", "12.1"} else (offline.TOP_K,))
 ]
 
 
-@pytest.mark.parametrize("top_k", [4, 0])
-@pytest.mark.parametrize(("capability", "tiles"), CHOSEN)
-def test_products_use_the_tensor_cores_without_spilling(capability, tiles, top_k, tmp_path):
-    kernel = gemm(tiles, capability, top_k)
-    assert kernel.metadata.shared <= SHARED[capability]
-    code = machine_code(kernel, tmp_path)
-    # LDL and STL are local memory: registers that did not suffice.
-    assert not [name for name in code if name.startswith(("LDL", "STL"))]
-    if capability == 121:
-        assert any(name.startswith("QMMA.SF") for name in code) is tiles.scaled
-        assert any(name.startswith("HMMA") for name in code) is not tiles.scaled
-    else:
-        assert any(name.startswith("HGMMA") for name in code)
+@pytest.mark.parametrize(("target", "tiles", "top_k"), PRODUCTS, ids=lambda value: getattr(value, "name", None))
+def test_products_use_the_tensor_cores_without_spilling(target, tiles, top_k):
+    compiled = offline.product(tiles, target, top_k)
+    assert compiled.problems() == []
+    if target.name == "12.1":
+        assert any(name.startswith("QMMA.SF") for name in compiled.matrix) is tiles.scaled
+        assert any(name.startswith("HMMA") for name in compiled.matrix) is not tiles.scaled
 
 
-@pytest.mark.parametrize("capability", [90, 121])
-def test_the_small_kernels_compile_without_spilling(capability, tmp_path):
-    ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32", "count": "i32", "known": "i32"}
-    types = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
-    reduce = {
-        "output_ptr": "*bf16", "ids_ptr": "*i32", "map_ptr": "*i32", "shares_ptr": "*fp32", "result_ptr": "*bf16",
-        "pairs": "i32", "known": "i32", "experts": "i32", "width": "i32",
-    }  # fmt: skip
-    quantize = {"x_ptr": "*bf16", "elements_ptr": "*u8", "scales_ptr": "*u8", "blocks": "i32"}
-    for function, arguments, constants in (
-        (sorting._count, ids, {"SCAN": 1024}),
-        (sorting._place, types, {"SIZE": 128, "SCAN": 1024, "EXPERTS": 512}),
-        (fused._reduce, reduce, {"TOP_K": 16, "COLUMNS": 1024}),
-        (mxfp8.quantize, quantize, {"BLOCKS": mxfp8.BLOCKS}),
-    ):
-        code = machine_code(compiled(function, arguments, constants, capability), tmp_path)
-        assert code
-        assert not [name for name in code if name.startswith(("LDL", "STL"))]
+@pytest.mark.parametrize("capability", ["9.0", "12.1"])
+def test_the_small_kernels_compile_without_spilling(capability):
+    assert [problem for row in offline.helpers(BY_NAME[capability]) for problem in row.problems()] == []
+
+
+def test_only_the_spark_has_scaled_tiles_and_an_old_triton_none(monkeypatch):
+    assert {name for name in BY_NAME if any(t.scaled for t in offline.tiles_of(BY_NAME[name]))} == {"12.1"}
+    monkeypatch.setattr(fused.triton, "__version__", "3.7.1")
+    old = offline.tiles_of(BY_NAME["12.1"])
+    assert len(old) == 3
+    assert not any(tiles.scaled for tiles in old)
+    assert not offline.native_scaling()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, []),
+        ({"matrix": {"HMMA.16816.F32.BF16": 8}}, ["no QMMA.SF, but HMMA.16816.F32.BF16"]),
+        ({"matrix": {}}, ["no QMMA.SF, but no matrix instruction"]),
+        ({"spills": 3}, ["3 accesses to local memory"]),
+        ({"shared": 101377}, ["101377 bytes of shared memory, more than 101376"]),
+        ({"instructions": 0}, ["no instructions"]),
+        ({"wanted": None, "matrix": {}}, []),
+    ],
+)
+def test_what_is_wrong_with_a_kernel_is_named(change, problem):
+    right = offline.Compiled("gate_up", "12.1", "QMMA.SF", {"QMMA.SF.16832": 4}, 0, 100, 66000, 101376)
+    assert dataclasses.replace(right, **change).problems() == problem
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "spark_mxfp4.kernels.offline", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_refuses_an_unknown_capability():
+    done = run("--capabilities", "12.0,7.5")
+    assert done.returncode == 2
+    assert "no such capability: 7.5 · known are 8.0, 8.9" in done.stderr
+
+
+def test_the_committed_tables_have_every_target_and_no_problem_in_what_is_chosen():
+    files = sorted((ROOT / "bench" / "results").glob("triton-*-compiled.json"))
+    assert len(files) == 3
+    for file in files:
+        table = json.loads(file.read_text())
+        rows = [offline.Compiled(**row) for row in table["kernels"]]
+        assert file.name == f"triton-{table['triton']}-compiled.json"
+        assert {row.capability for row in rows} == set(BY_NAME), file
+        assert [row for row in rows if row.chosen and row.problems()] == [], file

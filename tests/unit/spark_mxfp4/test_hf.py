@@ -101,7 +101,7 @@ def test_an_interrupted_conversion_is_finished_by_the_next(make_model, answer, m
             raise KeyboardInterrupt
         return quantize(dense)
 
-    monkeypatch.setattr("spark_mxfp4.hf.model.quantize", interrupted)
+    monkeypatch.setattr("spark_mxfp4.kernel.quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hf.convert_and_replace(model)
     assert [isinstance(experts, PackedExperts) for experts in experts_of(model)] == [True, False, False]

@@ -1,0 +1,259 @@
+"""The experts on somebody's kernels in the shape of OpenAI's triton_kernels: stock, or a fork that repairs them.
+
+A name is `hub:PACKAGE`, `hub:FOLDER` or `hub:OWNER/NAME@VERSION`. The package is what transformers 5.19 calls for
+MXFP4 (transformers/integrations/mxfp4.py) and what vLLM 0.32.0 ships (vllm/third_party/triton_kernels, of Triton
+3.5.1): products by `matmul_ogs` with `FusedActivation`, `FnSpecs` and `swiglu_fn`, sorting by `routing`. Weights are
+quantised by its own `downcast_to_mxfp_torch` and laid out by its own layouts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.kernels import hub
+from spark_mxfp4.mxfp4 import BLOCK_BYTES
+
+PREFIX = "hub:"
+UNCHOSEN = -1e30  # a logit that no expert of a token has; finite, because a hub fills its own padding with -infinity
+
+
+class HubCall(NamedTuple):
+    """How we call something of a hub: the number of arguments by position, and those by name."""
+
+    positional: int
+    keywords: tuple[str, ...] = ()
+
+
+# What we use, by module of the hub; None is not called. Names and arguments are those of Triton 3.5.1's triton_kernels.
+REQUIRED: dict[str, dict[str, HubCall | None]] = {
+    "matmul_ogs": {
+        "matmul_ogs": HubCall(4, ("gather_indx", "scatter_indx", "precision_config", "gammas", "fused_activation")),
+        "FusedActivation": HubCall(3),
+        "FnSpecs": HubCall(3),
+        "PrecisionConfig": HubCall(0, ("weight_scale",)),
+    },
+    "swiglu": {"swiglu_fn": None},
+    "routing": {"routing": HubCall(2)},
+    "tensor": {
+        "FP4": None,
+        "Storage": HubCall(2),
+        "Tensor": HubCall(1, ("dtype", "shape")),
+        "wrap_torch_tensor": HubCall(1, ("dtype",)),
+        "convert_layout": HubCall(2),
+    },
+    "tensor_details.layout": {"make_default_matmul_mxfp4_w_layout": HubCall(0, ("mx_axis",))},
+    "numerics_details.mxfp": {"downcast_to_mxfp_torch": HubCall(2, ("axis",))},
+}
+
+
+class TritonHubKernel(MoeKernel):
+    """A hub's `matmul_ogs` as a kernel, called as transformers calls it.
+
+    Prepared weights are the hub's own storage, [E, K/2, N] before its layout orders them, and scales [E, K/32, N].
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._hub = load(name)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: ExpertWeights,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See MoeKernel; raises NotImplementedError for experts on other devices, which `routing` does not know.
+
+        A hub routes by logits: those of the chosen experts are the logarithms of their shares, whose softmax is the
+        shares again, divided by their sum.
+        """
+        if expert_map is not None:
+            raise NotImplementedError(
+                f"kernel {self.name!r} cannot run · its routing knows no experts on other devices · "
+                "use tensor parallelism instead of expert parallelism, or another kernel"
+            )
+        if topk_ids.numel() == 0:
+            return torch.empty_like(x)
+        ogs, shares = self._hub["matmul_ogs"], topk_weights.float()
+        first, second = self._operands(weights, x.shape[-1])
+        logits = x.new_full((x.shape[0], first.bias.shape[0]), UNCHOSEN, dtype=torch.float32)
+        logits.scatter_(1, topk_ids.long(), shares.clamp(min=torch.finfo(torch.float32).tiny).log())
+        data, gather, scatter = self._hub["routing"].routing(logits, topk_ids.shape[1])
+        specs = ogs.FnSpecs("swiglu", self._hub["swiglu"].swiglu_fn, ("alpha", "limit"))
+        activation = ogs.FusedActivation(specs, (SWIGLU_ALPHA, SWIGLU_LIMIT), 2)
+        hidden = ogs.matmul_ogs(
+            x.contiguous(), first.values, first.bias, data,
+            gather_indx=gather, precision_config=first.precision, fused_activation=activation,
+        )  # fmt: skip
+        output = ogs.matmul_ogs(
+            hidden, second.values, second.bias, data,
+            scatter_indx=scatter, precision_config=second.precision, gammas=data.gate_scal,
+        )  # fmt: skip
+        return (output.float() * shares.sum(-1, keepdim=True)).to(x.dtype)
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return packed `weights` as the hub stores them, with float32 biases; see MoeKernel."""
+        return ExpertWeights(*map(self._laid_out, weights))
+
+    def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
+        """Return the checkpoint's bytes; biases stay float32."""
+        sides = (2 * intermediate, hidden), (hidden, intermediate)
+        return ExpertWeights(*(self._taken_back(p, *side) for p, side in zip(prepared, sides, strict=True)))
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return blocks and scales of `x` [..., K] by the hub's own rounding, from bfloat16 as transformers does."""
+        downcast = self._hub["numerics_details.mxfp"].downcast_to_mxfp_torch
+        values, scales = downcast(x.to(torch.bfloat16), torch.uint8, axis=x.dim() - 1)
+        return values.reshape(*scales.shape, BLOCK_BYTES), scales
+
+    @cached_property
+    def _layout(self) -> tuple[Any, dict[str, Any]]:
+        """The hub's layout of weights for this device: its class, and its arguments behind the shape."""
+        layout: tuple[Any, dict[str, Any]] = self._hub["tensor_details.layout"].make_default_matmul_mxfp4_w_layout(
+            mx_axis=1
+        )
+        return layout
+
+    def _laid_out(self, projection: Projection) -> Projection:
+        weight, scales, bias = projection
+        if scales is None:
+            raise ValueError(f"kernel {self.name!r} cannot lay out dense weights · quantize them first")
+        tensor, (layout, options) = self._hub["tensor"], self._layout
+        values = tensor.wrap_torch_tensor(weight.transpose(-2, -1), dtype=tensor.FP4)
+        data = tensor.convert_layout(values, layout, **options).storage.data
+        wide = weight.new_zeros(weight.shape[:2], dtype=torch.float32) if bias is None else bias.float()
+        return Projection(data, scales.transpose(-2, -1), wide)
+
+    def _taken_back(self, projection: Projection, rows: int, columns: int) -> Projection:
+        weight, scales, bias = projection
+        if scales is None:
+            raise ValueError(f"kernel {self.name!r} cannot restore dense weights · pass what prepare returned")
+        layout, options = self._layout
+        values = layout((weight.shape[0], columns // 2, rows), **options).unswizzle_data(weight)
+        return Projection(values.transpose(-2, -1).contiguous(), scales.transpose(-2, -1).contiguous(), bias)
+
+    def _operands(self, weights: ExpertWeights, hidden: int) -> tuple[Operand, Operand]:
+        """Return both projections as the hub's own objects; their data are not copied."""
+        intermediate = weights.gate_up.bias.shape[1] // 2 if weights.gate_up.bias is not None else 0
+        return self._operand(weights.gate_up, hidden), self._operand(weights.down, intermediate)
+
+    def _operand(self, projection: Projection, columns: int) -> Operand:
+        weight, scales, bias = projection
+        if scales is None or bias is None:
+            raise ValueError(f"kernel {self.name!r} cannot run · these weights are not prepared · call prepare first")
+        tensor, (layout, options), (experts, rows) = self._hub["tensor"], self._layout, bias.shape
+        storage = tensor.Storage(weight, layout((experts, columns // 2, rows), **options))
+        values = tensor.Tensor(storage, dtype=tensor.FP4, shape=[experts, columns, rows])
+        factors = tensor.wrap_torch_tensor(scales, dtype=torch.uint8)
+        return Operand(values, self._hub["matmul_ogs"].PrecisionConfig(weight_scale=factors), bias)
+
+
+class Operand(NamedTuple):
+    """One projection as `matmul_ogs` takes it: the hub's tensor, its precision with the scales, the bias [E, N]."""
+
+    values: Any
+    precision: Any
+    bias: torch.Tensor
+
+
+def name_of(package: ModuleType) -> str:
+    """Return the kernel's name of an imported hub; raises ValueError if Python would not find it by its name."""
+    if sys.modules.get(package.__name__) is not package:
+        raise ValueError(
+            f"kernels hub {package.__name__} cannot be used · it is not the package that Python knows by this name · "
+            "import it as a package, or pass its folder"
+        )
+    return PREFIX + package.__name__
+
+
+def load(name: str) -> dict[str, ModuleType]:
+    """Return the modules of the hub that `name` (see above) names, by REQUIRED's keys.
+
+    Raises ValueError if it is not there, cannot be imported, or lacks something of REQUIRED, all of which is named.
+    """
+    package = _package(name)
+    modules, missing = dict[str, ModuleType](), list[str]()
+    for path, names in REQUIRED.items():
+        try:
+            modules[path] = importlib.import_module(f"{package.__name__}.{path}")
+        except ImportError as error:
+            missing.append(f"{path} ({error})")
+            continue
+        for attribute, call in names.items():
+            if not hasattr(modules[path], attribute):
+                missing.append(f"{path}.{attribute}")
+            elif call is not None and (problem := _refusal(getattr(modules[path], attribute), call)):
+                missing.append(f"{path}.{attribute} ({problem})")
+    if missing:
+        raise ValueError(
+            f"kernels hub {name!r} cannot be used · it lacks {', '.join(missing)} · "
+            "take a hub like triton_kernels of Triton 3.5, which transformers 5.19 calls"
+        )
+    return modules
+
+
+def _refusal(function: Any, call: HubCall) -> str | None:
+    """Return why `function` does not take the arguments of `call`, None if it does or does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _package(name: str) -> ModuleType:
+    location = name.removeprefix(PREFIX)
+    if "/" not in location:
+        try:
+            return importlib.import_module(location)
+        # A package of kernels raises what its compiler or its GPU's driver raises.
+        except Exception as error:
+            raise ValueError(
+                f"kernels hub {name!r} cannot be imported · {_line(error)} · check its name, and that Python finds it"
+            ) from error
+    folder = Path(location).expanduser()
+    holders = [path for path in (folder, *sorted(folder.glob("*/"))) if (path / "matmul_ogs.py").is_file()]
+    if not location.startswith(("/", "./", "../", "~")) or not holders:
+        return hub.module(location)
+    return _from_folder(name, holders[0].absolute())
+
+
+def _from_folder(name: str, folder: Path) -> ModuleType:
+    """Return the package in `folder` by its own name: triton_kernels' modules import each other by it."""
+    try:
+        sys.path.insert(0, str(folder.parent))
+        try:
+            package = importlib.import_module(folder.name)
+        finally:
+            sys.path.remove(str(folder.parent))
+    except Exception as error:
+        raise ValueError(
+            f"kernels hub {name!r} cannot be imported · {_line(error)} · check the package in {folder}"
+        ) from error
+    homes = [Path(path).resolve() for path in package.__path__]
+    if folder.resolve() not in homes:
+        raise ValueError(
+            f"kernels hub {name!r} cannot be used · a package {folder.name!r} was imported from {homes[0]} before, and "
+            "Python knows one of a name · use one of them in a process"
+        )
+    return package
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
