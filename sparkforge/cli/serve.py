@@ -23,6 +23,7 @@ PORT = "8000"
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
     model="folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
     profile="a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner",
+    quantization="spark-mxfp4: our own experts, by the profile of that name or beside yours",
     port="port to listen on; default 8000 [PORT]",
     host="IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
     context="longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
@@ -42,6 +43,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     device: str = "auto",
     model: str = "",
     profile: str = "",
+    quantization: str = "",
     port: str = "",
     host: str = "",
     context: str = "",
@@ -59,7 +61,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.image.devices import AUTO
+    from sparkforge.image.devices import AUTO, DOCKER
     from sparkforge.serve import failure, passed, screen, settings, start
     from sparkforge.serve.device import choose
     from sparkforge.sources.offline import use_bundle
@@ -74,6 +76,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
         variables = passed.with_context(os.environ, context, vllm_flags)
         choice = choose(device)
         flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
+        profile, flags = passed.with_quantization(quantization, profile, flags, gpu=choice.device == DOCKER)
         say(f"device: {choice.device}, because {choice.why}")
         request = start.StartRequest(
             choice.device,
