@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-STAND_IN = "own_kernel"
+STAND_IN, CLASS = "own_kernel", "OwnKernel"
 TAKEN = {"spark_mxfp4", "torch", "triton", "transformers", "vllm"}  # also where they are not installed
 FILES = (f"{STAND_IN}.py", f"test_{STAND_IN}.py", f"benchmark_{STAND_IN}.py")
 
@@ -40,9 +40,20 @@ def write(name: str, parent: Path) -> Path:
         for file in FILES:
             text = (Path(__file__).parent / file).read_text(encoding="utf-8")
             text = re.sub(r"  # noqa: [A-Z0-9]+$", "", text, flags=re.MULTILINE)  # this library's linter
-            (written / file.replace(STAND_IN, name)).write_text(text.replace(STAND_IN, name), encoding="utf-8")
+            text = text.replace(STAND_IN, name).replace(CLASS, class_name(name))
+            (written / file.replace(STAND_IN, name)).write_text(text, encoding="utf-8")
         shutil.move(written, folder)
     return folder
+
+
+def class_name(name: str) -> str:
+    """Return the class of the kernel in the module `name`: FastMoe of fast_moe."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def kernel_name(name: str) -> str:
+    """Return what SPARK_MXFP4_KERNEL takes for the kernel of the module `name`: fast_moe:FastMoe."""
+    return f"{name}:{class_name(name)}"
 
 
 def next_steps(folder: Path) -> str:
@@ -53,6 +64,6 @@ def next_steps(folder: Path) -> str:
             f"cd {folder}",
             "python -m pytest                                          # must pass before it may serve",
             f"python benchmark_{name}.py",
-            f"PYTHONPATH={folder} SPARK_MXFP4_KERNEL={name}:Kernel vllm serve MODEL --quantization spark-mxfp4",
+            f"PYTHONPATH={folder} SPARK_MXFP4_KERNEL={kernel_name(name)} vllm serve MODEL --quantization spark-mxfp4",
         )
     )

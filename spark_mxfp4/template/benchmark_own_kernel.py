@@ -49,7 +49,7 @@ def main() -> None:
     print(f"tokens  own_kernel ms  {ours} ms  ratio")  # noqa: T201
     with torch.no_grad():
         for tokens in options.tokens:
-            mine_ms, ours_ms = (milliseconds(name, tokens, options) for name in ("own_kernel:Kernel", ours))
+            mine_ms, ours_ms = (milliseconds(name, tokens, options) for name in ("own_kernel:OwnKernel", ours))
             print(f"{tokens:6}  {mine_ms:13.3f}  {ours_ms:{len(ours) + 3}.3f}  {ours_ms / mine_ms:5.2f}")  # noqa: T201
 
 

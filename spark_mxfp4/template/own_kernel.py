@@ -21,7 +21,7 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
 
-class Kernel(MoeKernel):
+class OwnKernel(MoeKernel):
     """Expert after expert in torch: right, and slow."""
 
     hidden_alignment = BLOCK  # multiples of 32; sizes are padded with zeros up to them

@@ -12,5 +12,5 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.name)
 def test_case(case: conformance.Case, device: str) -> None:
     """The kernel gives the reference's numbers, changes no input, and writes all of its output."""
-    result = conformance.run_case(registry.load("own_kernel:Kernel"), case, device)
+    result = conformance.run_case(registry.load("own_kernel:OwnKernel"), case, device)
     assert not result.problem

@@ -27,14 +27,15 @@ def new(_ctx: Context, name: str, folder: str = "") -> None:
     try:
         written = template.write(name, Path(caller_path(folder or ".")))
     except (ValueError, FileExistsError) as error:
-        raise UsageError(*_parts(error)) from error
+        raise UsageError(*str(error).split(" · ", 2)) from error
+    kernel = template.kernel_name(name)
     say(
         f"written {written}\n"
         "next, with an interpreter that has torch, such as .sparkforge/envs/embedded/bin/python:\n"
         f"  cd {written}\n"
-        f"  PYTHON -m spark_mxfp4.conformance {name}:Kernel   # or PYTHON -m pytest; must pass before it may serve\n"
+        f"  PYTHON -m spark_mxfp4.conformance {kernel}   # or PYTHON -m pytest; must pass before it may serve\n"
         f"  PYTHON benchmark_{name}.py\n"
-        f"  PYTHONPATH={written} SPARK_MXFP4_KERNEL={name}:Kernel ./inv up --quantization spark-mxfp4"
+        f"  PYTHONPATH={written} SPARK_MXFP4_KERNEL={kernel} ./inv up --quantization spark-mxfp4"
     )
 
 
@@ -59,11 +60,5 @@ def hub(_ctx: Context, folder: str, number: str = "1", module: str = "", name: s
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"{module} is no Python module", str(error), f"python3 -m py_compile {module}") from error
     except (ValueError, FileExistsError) as error:
-        raise UsageError(*_parts(error)) from error
+        raise UsageError(*str(error).split(" · ", 2)) from error
     say(f"written {written}\nnext: SPARK_MXFP4_KERNEL={written}#Kernel ./inv up --quantization spark-mxfp4")
-
-
-def _parts(error: Exception) -> tuple[str, str, str]:
-    """Return what, why and next of an error of the library, which separates them by points."""
-    what, why, fix = str(error).split(" · ", 2)
-    return what, why, fix

@@ -4,6 +4,7 @@ vLLM's and the hub's are run in an environment of their own: tests/integration/t
 """
 
 import importlib
+import inspect
 import re
 
 import pytest
@@ -65,3 +66,35 @@ def test_the_table_of_the_api_names_what_is_there(row):
         for attribute in name.split("."):
             part = getattr(part, attribute)
         assert part.__doc__ if callable(part) else part
+
+
+PAGE = (ROOT / "docs" / "reference" / "spark-mxfp4.md").read_text(encoding="utf-8")
+SECTIONS = re.findall(r"^## (spark_mxfp4\.[\w.]+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+SIGNATURES = [
+    (module, name, parameters)
+    for module, text in SECTIONS
+    for name, parameters in re.findall(r"^- `([\w.]+)\(([^)]*)\)`", text, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), SIGNATURES, ids=".".join)
+def test_the_reference_has_the_names_and_parameters_of_the_code(module, name, parameters):
+    value = importlib.import_module(module)
+    for attribute in name.split("."):
+        value = getattr(value, attribute)
+    actual = [parameter for parameter in inspect.signature(value).parameters if parameter != "self"]
+    assert parameters.split(", ") == actual
+
+
+def test_the_reference_has_every_public_function():
+    assert len(SIGNATURES) > 25
+    for module, text in SECTIONS:
+        if module in {"spark_mxfp4.kernels.linear", "spark_mxfp4.hf"}:
+            continue  # both say more in their own pages
+        public = {
+            name
+            for name, value in vars(importlib.import_module(module)).items()
+            if not name.startswith("_") and getattr(value, "__module__", "") == module and inspect.isfunction(value)
+        }
+        listed = {name for found, name, _ in SIGNATURES if found == module}
+        assert public - listed <= {"main", "check_packed", "poisoned", "is_kernel_class"}, text[:40]

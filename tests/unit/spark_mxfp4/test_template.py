@@ -53,10 +53,10 @@ def validated(folder, monkeypatch, tmp_path):
         entries = map(json.loads, answers.read_text().splitlines())
         return {entry["name"]: entry for entry in entries}, ""
 
-    monkeypatch.setenv("SPARK_MXFP4_KERNEL", f"{folder.name}:Kernel")
+    monkeypatch.setenv("SPARK_MXFP4_KERNEL", template.kernel_name(folder.name))
     monkeypatch.setattr(numerics, "run_child", run_child)
     facts = numerics.gather(Target(Options(serve_args=("--quantization", "spark-mxfp4")), "spark"))
-    assert facts["numerics.kernel"].value == f"spark_mxfp4 {folder.name}:Kernel"
+    assert facts["numerics.kernel"].value == f"spark_mxfp4 {template.kernel_name(folder.name)}"
     return evaluate(CHECKS["numerics"], facts, required=True).status
 
 
@@ -68,7 +68,7 @@ def test_what_is_written_passes_its_own_test_and_may_serve(kernel, monkeypatch, 
     done = run_its_test(kernel)
     assert f"{len(conformance.CASES)} passed" in done.stdout, done.stdout
     assert validated(kernel, monkeypatch, tmp_path) is Status.PASS
-    assert registry.load(f"{kernel.name}:Kernel").has_own_layout
+    assert registry.load(template.kernel_name(kernel.name)).has_own_layout
 
 
 def test_a_broken_one_fails_its_own_test(kernel):
@@ -82,7 +82,7 @@ def test_a_broken_one_fails_its_own_test(kernel):
 def test_a_broken_one_is_refused_by_both_checks(kernel, monkeypatch, tmp_path, name):
     break_it(kernel, name)
     with pytest.raises(ValueError, match="must not serve"):
-        conformance.check(registry.load(f"{kernel.name}:Kernel"))
+        conformance.check(registry.load(template.kernel_name(kernel.name)))
     assert validated(kernel, monkeypatch, tmp_path) is Status.FAIL
 
 
@@ -118,7 +118,7 @@ def test_the_command_writes_into_the_callers_folder_and_errors_have_three_parts(
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     commands.new.body(None, "fast_moe")
     assert (tmp_path / "fast_moe" / "test_fast_moe.py").is_file()
-    assert "SPARK_MXFP4_KERNEL=fast_moe:Kernel ./inv up --quantization spark-mxfp4" in capsys.readouterr().err
+    assert "SPARK_MXFP4_KERNEL=fast_moe:FastMoe ./inv up --quantization spark-mxfp4" in capsys.readouterr().err
     unwrapped = commands.new.body.__wrapped__
     with pytest.raises(UsageError, match="is there") as caught:
         unwrapped(None, "fast_moe")
