@@ -71,8 +71,8 @@ def check(kernel: MoeKernel, device: str | torch.device = "cpu", cases: tuple[Ca
     for result in results:
         if result.problem:
             raise ValueError(
-                f"kernel {kernel.name!r} must not serve · case {result.case.name!r}: {result.problem} · compare it with "
-                "spark_mxfp4.experts.moe on that case"
+                f"kernel {kernel.name!r} must not serve · case {result.case.name!r}: {result.problem} · "
+                "compare it with spark_mxfp4.experts.moe on that case"
             )
     return results
 
@@ -191,14 +191,15 @@ def main(arguments: list[str]) -> int:
     try:
         kernel = registry.load(options.kernel)
     except (ValueError, NotImplementedError) as failure:
-        print(failure, file=sys.stderr)  # noqa: T201
+        print(failure, file=sys.stderr)
         return 1
     results = [run_case(kernel, case, options.device, seed) for seed, case in enumerate(CASES)]
     for result in results:
-        print(f"{'FAIL' if result.problem else 'ok':4}  {result.case.name}  {result.problem or f'{result.difference:.2%}'}")  # noqa: T201
+        verdict, detail = ("FAIL", result.problem) if result.problem else ("ok", f"{result.difference:.2%}")
+        print(f"{verdict:4}  {result.case.name}  {detail}")
     wrong = sum(bool(result.problem) for result in results)
     verdict = f"{wrong} of {len(results)} cases are wrong: it must not serve" if wrong else "it may serve"
-    print(f"kernel {kernel.name!r} on {options.device}: {verdict}")  # noqa: T201
+    print(f"kernel {kernel.name!r} on {options.device}: {verdict}")
     return int(wrong > 0)
 
 

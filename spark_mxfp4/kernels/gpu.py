@@ -40,8 +40,8 @@ class GpuKernel(MoeKernel):
             )
         if torch.version.hip is not None:
             raise NotImplementedError(
-                "kernel 'triton' cannot run on an AMD GPU · none of its kernels was compiled for one or checked on one · "
-                "set SPARK_MXFP4_KERNEL=torch"
+                "kernel 'triton' cannot run on an AMD GPU · none of its kernels was compiled for one or checked on "
+                "one · set SPARK_MXFP4_KERNEL=torch"
             )
         in_bfloat16 = all(p.bias is None or p.bias.dtype == torch.bfloat16 for p in weights)
         if self._hopper.available(device) and in_bfloat16 and layout.fits(weights):

@@ -66,8 +66,9 @@ def nvcc() -> str:
 def compile_target(target: str, folder: Path | None = None, jobs: int = 0) -> list[Path]:
     """Compile the libraries of `target` and return their paths; those that are there stay.
 
-    `folder` is by default where they are loaded from. `jobs` compilers run at once, by default one a core. Raises ValueError for an unknown target, FileNotFoundError
-    without nvcc, and RuntimeError with the compiler's last lines.
+    `folder` is by default where they are loaded from. `jobs` compilers run at once, by default one a core.
+    Raises ValueError for an unknown target, FileNotFoundError without nvcc, and RuntimeError with the compiler's last
+    lines.
     """
     if target not in LIBRARIES:
         raise ValueError(f"there are no kernels for {target!r} · targets are {', '.join(LIBRARIES)} · name one of them")
@@ -87,11 +88,12 @@ def _link(units: list[Path], target: str, output: Path, jobs: int) -> None:
         work = Path(name)
         objects = [work / f"{unit.stem}.o" for unit in units]
 
-        def compiled(unit: Path, result: Path) -> None:
-            _run([compiler, *flags(target), "-Xcompiler", "-fPIC", "-I", str(FOLDER), "-c", str(unit), "-o", str(result)])
+        def compile_unit(unit: Path, result: Path) -> None:
+            """One translation unit, position-independent."""
+            _run([compiler, *flags(target), "-Xcompiler", "-fPIC", "-c", str(unit), "-o", str(result)])
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(compiled, units, objects))
+            list(pool.map(compile_unit, units, objects))
         linked = work / output.name
         # CUDA's runtime is linked in, so that the library fits a torch of any CUDA.
         _run([compiler, *flags(target), "-shared", "-cudart", "static", *map(str, objects), "-o", str(linked)])
@@ -115,9 +117,9 @@ def main(arguments: list[str]) -> int:
     try:
         for target in options.targets:
             for path in compile_target(target, options.output, options.jobs):
-                print(path)  # noqa: T201
+                print(path)
     except (ValueError, RuntimeError, OSError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 1
     return 0
 

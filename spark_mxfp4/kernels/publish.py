@@ -43,7 +43,11 @@ from .kernel import MoeKernel
 from .mxfp4 import dequantize, quantize
 {own}'''
 OWN = {
-    "cuda": "from .kernels import linear\nfrom .kernels.fused import moe\nfrom .kernels.gpu import GpuKernel as Kernel\nfrom .registry import load\n",
+    "cuda": """from .kernels import linear
+from .kernels.fused import moe
+from .kernels.gpu import GpuKernel as Kernel
+from .registry import load
+""",
     "cpu": '''from .experts import moe
 
 
@@ -85,7 +89,8 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
     if number < 1:
         raise ValueError(f"version {number} is none · the hub counts from 1 · name 1")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise ValueError(f"{name[:80]!r} is no kernel's name on the hub · it has a-z, 0-9 and single dashes · name my-moe")
+        why = "it has a-z, 0-9 and single dashes"
+        raise ValueError(f"{name[:80]!r} is no kernel's name on the hub · {why} · name it like fast-moe")
     if folder.exists():
         raise FileExistsError(f"{folder} is there · nothing is overwritten · name another folder, or remove it")
     about = "A kernel for MXFP4 experts." if module else f"MXFP4 mixture-of-experts kernels, {NAME} {release()}."
@@ -183,9 +188,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--name", default=NAME, help="the kernel's name; default: %(default)s")
     options = parser.parse_args(arguments)
     try:
-        print(write(options.folder.absolute(), options.version, options.module, options.name))  # noqa: T201
+        print(write(options.folder.absolute(), options.version, options.module, options.name))
     except (ValueError, SyntaxError, OSError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -16,9 +16,9 @@ def main(arguments: list[str]) -> int:
     try:
         folder = template.write(options.name, options.folder.absolute())
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 1
-    print(template.next_steps(folder))  # noqa: T201
+    print(template.next_steps(folder))
     return 0
 
 

@@ -46,11 +46,11 @@ def main() -> None:
     ours = registry.chosen_name(options.device)
     if ours not in registry.KERNELS:  # SPARK_MXFP4_KERNEL names yours
         ours = registry.DEVICE_KERNELS.get(options.device, registry.DEFAULT_KERNEL)
-    print(f"tokens  own_kernel ms  {ours} ms  ratio")  # noqa: T201
+    print(f"tokens  own_kernel ms  {ours} ms  ratio")
     with torch.no_grad():
         for tokens in options.tokens:
             mine_ms, ours_ms = (milliseconds(name, tokens, options) for name in ("own_kernel:OwnKernel", ours))
-            print(f"{tokens:6}  {mine_ms:13.3f}  {ours_ms:{len(ours) + 3}.3f}  {ours_ms / mine_ms:5.2f}")  # noqa: T201
+            print(f"{tokens:6}  {mine_ms:13.3f}  {ours_ms:{len(ours) + 3}.3f}  {ours_ms / mine_ms:5.2f}")
 
 
 if __name__ == "__main__":

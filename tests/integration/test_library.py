@@ -32,10 +32,11 @@ import spark_mxfp4
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from spark_mxfp4 import registry
 found = distribution("spark-mxfp4")
+checkpoint = type("C", (), {{"model_type": "gpt_oss"}})
 print(json.dumps([
     points, spark_mxfp4.__file__, spark_mxfp4.__version__ == found.version, str(config),
     QUANTIZATION_METHODS.count("spark-mxfp4"), registry.load("torch").name,
-    config.override_quantization_method({{"quant_method": "mxfp4"}}, "spark-mxfp4", type("C", (), {{"model_type": "gpt_oss"}})),
+    config.override_quantization_method({{"quant_method": "mxfp4"}}, "spark-mxfp4", checkpoint),
 ]))
 """
 

@@ -113,9 +113,7 @@ def by_plugin(layer: MoeLayer, _request: dict[str, Any]) -> Run:
             parts.append(padded)
         return Projection(*parts)
 
-    loaded = ExpertWeights(
-        moved(layer.gate_up, 2 * intermediate, hidden), moved(layer.down, hidden, intermediate)
-    )
+    loaded = ExpertWeights(moved(layer.gate_up, 2 * intermediate, hidden), moved(layer.down, hidden, intermediate))
     prepared = kernel.prepare(loaded)
     x = torch.zeros(TOKENS, hidden, dtype=torch.bfloat16, device=device)
     x[:, :HIDDEN] = layer.x.to(device)

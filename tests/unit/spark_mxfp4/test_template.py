@@ -1,4 +1,4 @@
-"""A kernel from the template: its own test passes, and fails once the kernel is broken; so does the validator's check."""
+"""A kernel from the template: its own test passes, and fails once it is broken; so does the validator's check."""
 
 import json
 import subprocess
