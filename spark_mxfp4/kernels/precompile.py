@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -38,11 +39,11 @@ def sources(name: str) -> list[Path]:
 
 
 def file_name(name: str, target: str) -> str:
-    """Return the file name of a library: its name, its target, and 12 digits of its inputs' hash."""
+    """Return the file name of a library: its name, target and machine, and 12 digits of its inputs' hash."""
     digest = hashlib.sha256(" ".join(flags(target)).encode())
     for path in [*sources(name), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
-    return f"{name}-{target}-{digest.hexdigest()[:12]}.so"
+    return f"{name}-{target}-{platform.machine()}-{digest.hexdigest()[:12]}.so"
 
 
 def library(name: str, target: str) -> Path | None:

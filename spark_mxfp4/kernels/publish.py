@@ -19,7 +19,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
@@ -103,7 +103,7 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
         card = CARD.format(name=name, about=about, license="apache-2.0" if module is None else "other")
         (written / "README.md").write_text(card, encoding="utf-8")
         if module is None:
-            shutil.copyfile(PACKAGE / "LICENSE", written / "LICENSE")
+            (written / "LICENSE").write_text(licence(), encoding="utf-8")
         shutil.move(written, folder)
     return folder
 
@@ -113,6 +113,16 @@ def release() -> str:
     if (project := PACKAGE / "pyproject.toml").is_file():
         return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
     return version(NAME)
+
+
+def licence() -> str:
+    """Return the licence's text: of the checkout that this is, else of the installed wheel."""
+    if (file := PACKAGE / "LICENSE").is_file():
+        return file.read_text(encoding="utf-8")
+    text = distribution(NAME).read_text("licenses/LICENSE")
+    if text is None:
+        raise FileNotFoundError(f"{NAME} has no licence's text · the wheel was changed · install it again")
+    return text
 
 
 def own_module(path: Path) -> dict[str, str]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from spark_mxfp4 import template
+from spark_mxfp4.kernels import publish
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -84,14 +86,37 @@ def ask(python, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_vllm_finds_the_plugin_after_pip_install_of_the_wheel(wheel, foreign):
+@pytest.fixture(scope="module")
+def installed(wheel, foreign):
+    """The same interpreter, after pip has installed the wheel and nothing else."""
     assert ask(foreign) == [[]]  # nothing of ours is there before
     install = [foreign, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", wheel]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    points, file, same_version, config, registered, kernel, claimed = ask(foreign, "vllm")
+    return foreign
+
+
+def test_vllm_finds_the_plugin_after_pip_install_of_the_wheel(installed):
+    points, file, same_version, config, registered, kernel, claimed = ask(installed, "vllm")
     assert points == ["spark_mxfp4.vllm.plugin:register"]
-    assert Path(file).is_relative_to(foreign.parent.parent)
+    assert Path(file).is_relative_to(installed.parent.parent)
     assert same_version
     assert config == "<class 'spark_mxfp4.vllm.plugin.SparkMxfp4Config'>"
     assert (registered, kernel, claimed) == (1, "torch", "spark-mxfp4")
+
+
+def test_its_programs_write_what_they_write_in_a_checkout(installed, tmp_path):
+    """The template and the hub's repository come out of the wheel, byte for byte as out of the sources."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for program, arguments in (
+        ("template", ("fast_moe", "--folder", tmp_path)),
+        ("kernels.publish", (tmp_path / "hub",)),
+    ):
+        command = [installed, "-P", "-m", f"spark_mxfp4.{program}", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "checkout").mkdir()
+    written = [template.write("fast_moe", tmp_path / "checkout"), publish.write(tmp_path / "checkout" / "hub")]
+    for folder in written:
+        for file in (path for path in folder.rglob("*") if path.is_file()):
+            assert (tmp_path / file.relative_to(tmp_path / "checkout")).read_bytes() == file.read_bytes(), file
