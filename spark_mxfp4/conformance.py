@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -118,7 +118,7 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
     difference = error(output[:, : case.hidden], reference(x, weights, ids, shares, local))
     wrong = "" if difference <= TOLERANCE else f"it differs by {difference:.2%}, and rounding explains {TOLERANCE:.0%}"
     if not wrong and output.device.type == "cuda" and kernel.cuda_graphs:
-        wrong = _replayed(kernel, prepared, wide, ids, shares, expert_map, output)
+        wrong = _replayed(lambda: kernel.run(wide, prepared, ids, shares, expert_map), output)
     return CaseResult(case, difference, wrong)
 
 
@@ -159,24 +159,20 @@ def _same_bytes(restored: ExpertWeights, loaded: ExpertWeights) -> bool:
     )
 
 
-def _replayed(kernel: MoeKernel, weights: ExpertWeights, x: torch.Tensor, *routing: torch.Tensor | None) -> str:
-    """Capture a CUDA graph and replay it; return what is wrong with that. The last of `routing` is the eager output."""
-    *arguments, eager = routing
-    ids, shares, expert_map = arguments
-    if ids is None or shares is None or eager is None:
-        raise ValueError("a replay needs the routing and the eager output")
+def _replayed(call: Callable[[], torch.Tensor], eager: torch.Tensor) -> str:
+    """Capture a CUDA graph of `call` and replay it; return what is wrong with that, compared with its eager output."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # torch asks for a warm-up off the default stream
-        kernel.run(x, weights, ids, shares, expert_map)
+        call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            captured = kernel.run(x, weights, ids, shares, expert_map)
+            captured = call()
     except RuntimeError as failure:
         return f"a CUDA graph cannot hold it ({failure}); set cuda_graphs = False"
-    captured.fill_(math.nan)
+    captured.fill_(math.nan)  # what the replay does not write stays visible
     graph.replay()
     torch.cuda.synchronize()
     return "" if torch.equal(captured, eager) else "a CUDA graph's replay gives other numbers"

@@ -94,13 +94,14 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
     if folder.exists():
         raise FileExistsError(f"{folder} is there · nothing is overwritten · name another folder, or remove it")
     about = "A kernel for MXFP4 experts." if module else f"MXFP4 mixture-of-experts kernels, {NAME} {release()}."
+    terms = "other" if module else "Apache-2.0"  # whose module it is says its licence
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary) / folder.name
         for backend in BACKENDS:
             contents = own_module(module) if module else copied(backend)
-            _write_build(written / "build" / f"torch-{backend}", backend, name, number, contents)
-        card = CARD.format(name=name, about=about, license="apache-2.0" if module is None else "other")
+            _write_build(written / "build" / f"torch-{backend}", backend, name, number, terms, contents)
+        card = CARD.format(name=name, about=about, license=terms.lower())
         (written / "README.md").write_text(card, encoding="utf-8")
         if module is None:
             (written / "LICENSE").write_text(licence(), encoding="utf-8")
@@ -171,7 +172,7 @@ def relative(text: str, depth: int) -> str:
     return re.sub(r"^(\s*from )spark_mxfp4 import", rf"\g<1>{dots} import", text, flags=re.MULTILINE)
 
 
-def _write_build(folder: Path, backend: str, name: str, number: int, contents: Mapping[str, str]) -> None:
+def _write_build(folder: Path, backend: str, name: str, number: int, terms: str, contents: Mapping[str, str]) -> None:
     """Write one build: its files and metadata.json, whose id is also the namespace of its operators."""
     digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(contents.items())).encode())
     identifier = f"_{name.replace('-', '_')}_{backend}_{digest.hexdigest()[:7]}"
@@ -182,7 +183,7 @@ def _write_build(folder: Path, backend: str, name: str, number: int, contents: M
         "name": name,
         "id": identifier,
         "version": number,
-        "license": "Apache-2.0",
+        "license": terms,
         "python-depends": [],
         "backend": {"type": backend},
     }

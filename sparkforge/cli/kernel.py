@@ -61,4 +61,5 @@ def hub(_ctx: Context, folder: str, number: str = "1", module: str = "", name: s
         raise UsageError(f"{module} is no Python module", str(error), f"python3 -m py_compile {module}") from error
     except (ValueError, FileExistsError) as error:
         raise UsageError(*str(error).split(" · ", 2)) from error
-    say(f"written {written}\nnext: SPARK_MXFP4_KERNEL={written}#Kernel ./inv up --quantization spark-mxfp4")
+    attribute = "CLASS" if module else "Kernel"
+    say(f"written {written}\nnext: SPARK_MXFP4_KERNEL={written}#{attribute} ./inv up --quantization spark-mxfp4")
