@@ -14,7 +14,6 @@ import ast
 import hashlib
 import json
 import re
-import shutil
 import sys
 import tempfile
 import tomllib
@@ -105,7 +104,7 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
         (written / "README.md").write_text(card, encoding="utf-8")
         if module is None:
             (written / "LICENSE").write_text(licence(), encoding="utf-8")
-        shutil.move(written, folder)
+        written.rename(folder)
     return folder
 
 

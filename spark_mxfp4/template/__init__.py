@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def write(name: str, parent: Path) -> Path:
             text = re.sub(r"  # noqa: [A-Z0-9]+$", "", text, flags=re.MULTILINE)  # this library's linter
             text = text.replace(STAND_IN, name).replace(CLASS, class_name(name))
             (written / file.replace(STAND_IN, name)).write_text(text, encoding="utf-8")
-        shutil.move(written, folder)
+        written.rename(folder)
     return folder
 
 
