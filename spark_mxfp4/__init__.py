@@ -1,1 +1,13 @@
-"""MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone."""
+"""MXFP4 numbers and mixture-of-experts kernels, usable from vLLM, transformers or alone.
+
+Importing it imports nothing else: each door (`vllm`, `hf`, `max`) says by name which package it misses.
+"""
+
+
+def __getattr__(name: str) -> str:
+    """Return `__version__`: the installed distribution's, whose one home is pyproject.toml."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version  # noqa: PLC0415 - takes longer than everything else here
+
+    return version("spark-mxfp4")

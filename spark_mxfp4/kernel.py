@@ -72,6 +72,12 @@ class MoeKernel(ABC):
         )
 
 
+def is_kernel_class(value: object) -> bool:
+    """Tell whether `value` is a subclass of MoeKernel, of this one or of a copy's: a hub repository brings its own."""
+    bases = value.__mro__ if isinstance(value, type) else ()
+    return any(base.__name__ == "MoeKernel" and base.__module__.endswith(".kernel") for base in bases)
+
+
 class FunctionKernel(MoeKernel):
     """A plain function with the arguments of `run` as a kernel."""
 

@@ -6,7 +6,7 @@ import importlib
 import os
 
 from spark_mxfp4.experts import moe
-from spark_mxfp4.kernel import FunctionKernel, MoeKernel
+from spark_mxfp4.kernel import FunctionKernel, MoeKernel, is_kernel_class
 from spark_mxfp4.kernels import hub, triton_hub
 from spark_mxfp4.mxfp4 import BLOCK
 
@@ -66,7 +66,7 @@ def _imported(name: str) -> object:
 
 def _own_kernel(name: str, value: object) -> MoeKernel:
     """Return the kernel that a user's class or function is."""
-    if isinstance(value, type) and issubclass(value, MoeKernel):
+    if isinstance(value, type) and is_kernel_class(value):
         kernel: MoeKernel = value(name)
         for key in ALIGNMENTS:
             alignment = getattr(kernel, key)

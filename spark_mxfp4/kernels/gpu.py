@@ -31,12 +31,17 @@ class GpuKernel(MoeKernel):
         """Return `weights` (packed MXFP4, as in the checkpoint) in the order that the chosen kernel wants.
 
         Biases that are not bfloat16 say that activations will not be either; those layers stay with Triton.
-        Raises NotImplementedError for weights that are not on a CUDA device.
+        Raises NotImplementedError for weights that are not on a CUDA device, and on AMD's, which torch calls cuda too.
         """
         device = weights.down.weight.device
         if device.type != "cuda":
             raise NotImplementedError(
                 f"kernel 'triton' cannot run on {device} · it needs an NVIDIA GPU · set SPARK_MXFP4_KERNEL=torch"
+            )
+        if torch.version.hip is not None:
+            raise NotImplementedError(
+                "kernel 'triton' cannot run on an AMD GPU · none of its kernels was compiled for one or checked on "
+                "one · set SPARK_MXFP4_KERNEL=torch"
             )
         in_bfloat16 = all(p.bias is None or p.bias.dtype == torch.bfloat16 for p in weights)
         if self._hopper.available(device) and in_bfloat16 and layout.fits(weights):

@@ -16,12 +16,13 @@ import torch
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.kernels import tuning
+from spark_mxfp4.kernels import precompile, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
+TARGET = "90a"
+FLAGS = precompile.flags(TARGET)
 ROW_MULTIPLE = 8  # each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
@@ -55,7 +56,9 @@ class HopperKernel(MoeKernel):
     @staticmethod
     def available(device: torch.device) -> bool:
         """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
-        return torch.cuda.get_device_capability(device) == CAPABILITY and compiler() is not None
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
+            return False  # AMD's gfx90a says 9.0 too
+        return precompile.library(precompile.HOPPER, TARGET) is not None or compiler() is not None
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
@@ -170,10 +173,12 @@ class Routed:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the kernels, built with nvcc by torch's extension loader when first used, and cached by it.
+    """Return the kernels: those that `precompile` left, else built with nvcc by torch's loader, and cached by it.
 
-    Raises NotImplementedError where there is no nvcc.
+    Raises NotImplementedError where there are none and no nvcc.
     """
+    if compiled := precompile.library(precompile.HOPPER, TARGET):
+        return bind(str(compiled))
     from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
 
     if compiler() is None:
@@ -183,7 +188,7 @@ def library() -> ctypes.CDLL:
         )
     path = cpp_extension.load(
         name="spark_mxfp4_hopper",
-        sources=[str(FOLDER / "moe.cu"), *map(str, sorted((FOLDER / "hopper_units").glob("*.cu")))],
+        sources=list(map(str, precompile.sources(precompile.HOPPER))),
         extra_cuda_cflags=list(FLAGS),
         extra_include_paths=[str(FOLDER)],
         is_python_module=False,

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
+from spark_mxfp4.kernels import precompile
 from spark_mxfp4.kernels.hopper import compiler
 from spark_mxfp4.kernels.layout import pair_words
+from spark_mxfp4.kernels.precompile import flags
 from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8, quantize, quantize_mxfp8
 
 ROWS, COLUMNS = 16, 64  # of a chunk
@@ -293,15 +295,20 @@ def _check(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`, built with nvcc by torch's extension loader when first used, and cached by it.
+    """Return the kernels for `device`: those that `precompile` left, else built by torch's loader, and cached by it.
 
-    Raises NotImplementedError where the device is no NVIDIA GPU of compute capability 9.0 or 12.x, or there is no nvcc.
+    Raises NotImplementedError where the device is no NVIDIA GPU of compute capability 9.0 or 12.x, or where there are
+    no compiled kernels and no nvcc.
     """
-    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    if not nvidia or (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
         raise NotImplementedError(
             f"dense kernels cannot run on {device} · they are built for compute capability 9.0, 12.0 and 12.1 · keep "
             "the layer in bfloat16"
         )
+    name = "".join(map(str, capability))
+    if compiled := precompile.library(precompile.LINEAR, f"{name}a"):
+        return bind(str(compiled))
     from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
 
     if compiler() is None:
@@ -309,7 +316,6 @@ def load(device: torch.device) -> ctypes.CDLL:
             "dense kernels cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, or keep "
             "the layer in bfloat16"
         )
-    name = "".join(map(str, capability))
     path = cpp_extension.load(
         name=f"spark_mxfp4_linear_{name}",
         sources=[str(SOURCE)],
@@ -318,11 +324,6 @@ def load(device: torch.device) -> ctypes.CDLL:
         is_python_module=False,
     )
     return bind(str(path))
-
-
-def flags(target: str) -> tuple[str, ...]:
-    """Return nvcc's flags for `target`, such as "90a"."""
-    return ("-O3", "-std=c++17", f"-gencode=arch=compute_{target},code=sm_{target}")
 
 
 def bind(path: str) -> ctypes.CDLL:

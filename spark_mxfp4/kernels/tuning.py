@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 Rules = tuple[dict[str, Any], ...]
@@ -33,6 +33,5 @@ def _choose(rules: Rules, pairs: int, experts: int) -> dict[str, Any]:
 @cache
 def _rules(kernel: str, device: str) -> Rules:
     """Return a kernel's rules for the device of that name, else its default's."""
-    text = files("spark_mxfp4.kernels").joinpath("tuned.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)[kernel]
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("tuned.json").read_text(encoding="utf-8"))[kernel]
     return tuple(table["devices"].get(device) or table["devices"][table["default"]])

@@ -15,8 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+try:
+    from max.driver import Buffer
+except ImportError as error:
+    raise type(error)(
+        f"spark_mxfp4.max cannot be used · {error} · pip install 'spark-mxfp4[max]'", name=error.name
+    ) from error
 import numpy as np
-from max.driver import Buffer
 from max.dtype import DType
 from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Weight, ops
 from max.graph.weights import WeightData, WeightsFormat

@@ -73,6 +73,7 @@ def requested(  # noqa: PLR0913 - a parameter an option
     example="./inv up --device docker --profile fast",
     device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
     profile="a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner",
+    quantization="spark-mxfp4: our own experts, by the profile of that name or beside yours",
     profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
     foreground="stay, show the log, stop the server on Ctrl-C",
     hold="after a refused validation wait and validate again, as the systemd unit does",
@@ -86,6 +87,7 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     device: str = "auto",
     model: str = "",
     profile: str = "",
+    quantization: str = "",
     port: str = "",
     host: str = "",
     context: str = "",
@@ -103,8 +105,8 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.image.devices import AUTO
-    from sparkforge.serve import failure, screen, start
+    from sparkforge.image.devices import AUTO, DOCKER
+    from sparkforge.serve import failure, passed, screen, start
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
@@ -113,7 +115,8 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
             device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
             allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
         )  # fmt: skip
-        request = replace(request, profiler=profiler)
+        profile, flags = passed.with_quantization(quantization, profile, request.flags, gpu=request.device == DOCKER)
+        request = replace(request, profile=profile, flags=flags, profiler=profiler)
         if profile == AUTO:
             from sparkforge.bench import trials
 

@@ -17,6 +17,7 @@ from sparkforge.serve.profiles import ServeProfile
 
 LOOPBACK = "127.0.0.1"
 CONTEXT, CONTEXT_VARIABLE = "--max-model-len", "MAX_MODEL_LEN"
+QUANTIZATION, OURS = "--quantization", "spark-mxfp4"  # OURS is also the profile with our experts on a GPU
 _NAME = "the start's proof and our commands ask by that name"
 _HTTP = "the start's proof and our commands speak HTTP to the address"
 _GUARD = "the guard, which checks keys and host names, must stand in front"
@@ -73,6 +74,28 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
             f"--context {context} and {CONTEXT} {value}", "they set the same length", "leave one of them out"
         )
     return {**environment, CONTEXT_VARIABLE: context}
+
+
+def with_quantization(
+    quantization: str, profile: str, flags: Sequence[str], *, gpu: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
+
+    It stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
+    profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, and beside the flag itself.
+    """
+    if not quantization:
+        return profile, tuple(flags)
+    if quantization != OURS:
+        why = f"it takes {OURS}, our experts; without it they are the profile's, and vLLM's other ways stand behind --"
+        fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
+        raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
+    if (value := flag_value(flags, QUANTIZATION)) is not None:
+        why = "they choose the same"
+        raise UsageError(f"{QUANTIZATION} {value} stands behind -- too", why, "leave one of them out")
+    if profile:
+        return profile, (*flags, f"{QUANTIZATION}={OURS}")
+    return OURS if gpu else "embedded", tuple(flags)
 
 
 def checked(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...]:

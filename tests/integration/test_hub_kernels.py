@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from spark_mxfp4 import registry
+from spark_mxfp4 import conformance, registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
+from spark_mxfp4.kernels import publish
+from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
 MODULE = """
@@ -78,3 +83,66 @@ def test_a_hub_repository_that_is_not_in_the_cache_is_told_offline(monkeypatch, 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"kernel 'kernels-community/no-such@1' cannot be loaded"):
         registry.load("kernels-community/no-such@1")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Our own kernels as a repository."""
+    return publish.write(tmp_path_factory.mktemp("hub") / "spark-mxfp4")
+
+
+WITHOUT_THE_LIBRARY = """
+import json, sys
+sys.modules["spark_mxfp4"] = None
+from pathlib import Path
+import kernels, torch
+from kernels import get_loaded_kernels
+{example}
+cuda = kernels.get_local_kernel(Path("DIR/build/torch-cuda"))  # asked for by its folder: this torch has no CUDA
+experts, hidden, intermediate = 4, 64, 32
+def packed(rows, columns):
+    blocks, scales = moe.quantize(torch.randn(experts, rows, columns))
+    return moe.Projection(blocks.flatten(-2), scales)
+weights = kernel.prepare(moe.ExpertWeights(packed(2 * intermediate, hidden), packed(hidden, intermediate)))
+x, ids, shares = torch.randn(5, hidden), torch.randint(0, experts, (5, 2)), torch.rand(5, 2)
+try:
+    cuda.Kernel("mxfp4").prepare(weights)
+except NotImplementedError as error:
+    print(error)
+print(json.dumps([
+    list(kernel.run(x, weights, ids, shares).shape),
+    sorted(str(loaded.metadata.id) for loaded in get_loaded_kernels()),
+    sorted(name for name in sys.modules if name.partition(".")[0] == "spark_mxfp4"),
+    sorted(name for name in torch._C._dispatch_get_all_op_names() if "mxfp4" in name),
+]))
+"""
+
+
+def test_our_repository_loads_and_runs_where_the_library_is_not_installed(published):
+    """The README's example, by the real loader; the build for CUDA is imported, and refuses this machine by name."""
+    readme = (ROOT / "spark_mxfp4" / "README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(from pathlib import Path\nfrom kernels import .*?)```", readme, re.DOTALL)
+    program = WITHOUT_THE_LIBRARY.format(example=example).replace('"DIR', f'"{published}')
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, answer = done.stdout.splitlines()
+    assert refused == "kernel 'triton' cannot run on cpu · it needs an NVIDIA GPU · set SPARK_MXFP4_KERNEL=torch"
+    shape, loaded, ours, operators = json.loads(answer)
+    assert shape == [5, 64]
+    names = {path.parent.name: json.loads(path.read_text())["id"] for path in published.glob("build/*/metadata.json")}
+    assert loaded == sorted(names.values())
+    assert ours == ["spark_mxfp4"]  # the None that stands for its absence
+    assert operators == [f"{names['torch-cuda']}::linear"]  # the copy's own: another version may stand beside it
+
+
+def test_our_repository_is_a_kernel_by_its_folder(published):
+    conformance.check(registry.load(f"{published}#Kernel"), cases=conformance.CASES[:2])
+    conformance.check(registry.load(str(published)), cases=conformance.CASES[:2])
+
+
+def test_a_module_from_the_template_is_one_too(tmp_path):
+    from spark_mxfp4 import template
+
+    module = template.write("fast_moe", tmp_path) / "fast_moe.py"
+    folder = publish.write(tmp_path / "hub", 1, module, "fast-moe")
+    conformance.check(registry.load(f"{folder}#FastMoe"), cases=conformance.CASES[:2])

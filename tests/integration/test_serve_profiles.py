@@ -20,6 +20,7 @@ for name, words in json.loads(sys.argv[1]).items():
     quantised = options.quantization_config
     answers[name] = {
         "moe": options.moe_backend, "attention": str(options.attention_backend), "seqs": options.max_num_seqs,
+        "quantization": options.quantization,
         "activation": str(quantised.moe.activation) if quantised else "", "length": options.max_model_len,
         "sizes": options.compilation_config.cudagraph_capture_sizes, "share": options.gpu_memory_utilization,
     }
@@ -50,6 +51,14 @@ def test_the_hardware_path_is_what_vllm_reads(parsed, name):
     assert {5, 10} <= set(options["sizes"])
     assert options["sizes"][-1] >= options["seqs"]
     assert options["share"] <= 0.83
+
+
+def test_our_experts_are_a_profile_of_their_own(parsed):
+    options, safe = parsed["spark-mxfp4"], parsed["safe"]
+    assert options["quantization"] == "spark-mxfp4"
+    assert (options["moe"], options["activation"]) == ("auto", "")  # nothing of vLLM's own choice of experts
+    same = ("attention", "seqs", "length", "sizes", "share")
+    assert [options[name] for name in same] == [safe[name] for name in same]
 
 
 def test_long_context_is_the_models_own_limit(parsed):

@@ -172,6 +172,28 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
+@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize("more", [(), FLAGS], ids=["its profile", "beside safe"])
+def test_our_plugin_may_serve_on_a_claimed_gb10(
+    request, deep_facts, gather_in_forks, model, release, claim, gb10_sheet, more
+):
+    """A Spark's sheet with what this vLLM answers, and the layer that our plugin's kernel computed just now."""
+    args, tree = ("--quantization", "spark-mxfp4", *more), vars(request.getfixturevalue(release))["patched"]
+    answers = deep_facts(model, tree, claim, args=args)
+    assert answers["deep.capability"].value == "12.1"
+    assert answers["deep.quantization"].value == "spark-mxfp4", answers["deep.quantization"].error
+    computed = gather_in_forks(numerics, target(model, tree, claim, args=args), (tree, claim))
+    assert computed["numerics.kernel"].value == "spark_mxfp4 torch"  # this torch has no CUDA
+    chosen = {name: answers[name] for name in ("deep.moe_backend", "deep.quantization", "deep.capability")}
+    recorded = json.loads(gb10_sheet("spark" if release == "vllm_trees" else "spark-next"))["facts"]
+    sheet = {name: Fact(entry["value"], entry["source"], entry["error"]) for name, entry in recorded.items()}
+    report = rehearse("spark", {**sheet, **chosen, **computed}, "test")
+    assert report.verdict is ValidationVerdict.SERVE, report.of(Status.FAIL)
+    assert [finding.check for finding in report.of(Status.WARN)] == ["moe-backend"]
+    wrong = {**computed, "numerics.difference": Fact(0.4, "test")}
+    assert rehearse("spark", {**sheet, **chosen, **wrong}, "test").verdict is ValidationVerdict.REFUSE
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The 120b shape, for which vLLM chooses by size; without weights."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from validate.checks.finding import CheckList, CheckResult, View, failed, passed, warned
-from validate.facts.numerics import NOT_COMPILED
+from validate.facts.numerics import EAGER, NOT_COMPILED
 
 BUILD = "./inv build.kernels   # then validate again"
+
+# Device → why nothing was captured there.
+NO_GRAPH = {"cpu": "no GPU, so no CUDA graph", EAGER: "the kernel says that no CUDA graph can hold it"}
 
 CHECKS = CheckList()
 
@@ -36,8 +39,8 @@ def _numerics(view: View) -> CheckResult:
     evidence = f"{kernel} differs from the reference by {difference:.2%}, {allowed:.0%} is rounding"
     if difference > allowed:
         return failed(evidence)
-    if view.is_none("numerics.graph_difference") and view.text("numerics.device") == "cpu":
-        return passed(f"{evidence}; no GPU, so no CUDA graph")
+    if view.is_none("numerics.graph_difference") and (reason := NO_GRAPH.get(view.text("numerics.device"))):
+        return passed(f"{evidence}; {reason}")
     if (replayed := view.number("numerics.graph_difference")) > 0:
         return failed(f"{evidence}, but a CUDA graph's replay differs from it by {replayed:g}", "add --enforce-eager")
     return passed(f"{evidence}; a CUDA graph replays it bit for bit")

@@ -20,6 +20,7 @@ DENSE_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKerne
 # No module of sparkforge/compile/flashinfer/kernels-*.toml has this one: the server compiles it.
 COMPILED_LATE = "FlashInferCutlassMxfp8LinearKernel"
 MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
+OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and how its kernels' names begin
 PLUGIN = "spark_mxfp4 = spark_mxfp4.vllm.plugin:register"
 REINSTALL = "./inv up   # installs the locked set again"
 BUILD_MODULES = "./inv build.kernels --python PYTHON --output DIR; set -a; . DIR/kernels-gpt-oss.env"
@@ -270,17 +271,43 @@ def _blackwell_class(view: View) -> CheckResult:
 
 @CHECKS.add(
     "moe-backend",
-    "vLLM's own selector takes the hardware FP4 path for the experts.",
-    needs=("deep.moe_backend", "deep.quantization"),
+    "vLLM's own selector takes the hardware FP4 path for the experts, or our plugin runs them as it was asked to.",
+    needs=(
+        "deep.moe_backend",
+        "deep.quantization",
+        "numerics.kernel",
+        "numerics.tolerance",
+        "numerics.difference",
+    ),
     fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
 )
 def _moe_backend(view: View) -> CheckResult:
-    backend, method = view.text("deep.moe_backend"), view.text("deep.quantization")
+    method = view.text("deep.quantization")
+    if method == OUR_METHOD:
+        return _our_experts(view)
+    backend = view.text("deep.moe_backend")
     if method not in MXFP4_METHODS:
         return failed(f"vLLM loads the model with quantization {method}, not with its own MXFP4", "drop --quantization")
     if backend != MOE_BACKEND:
         return failed(f"vLLM will run the experts with {backend}, hardware FP4 is {MOE_BACKEND}")
     return passed(f"vLLM selects {backend}")
+
+
+def _our_experts(view: View) -> CheckResult:
+    """Judge a server whose experts our plugin runs: its kernel must have given the reference's numbers just now."""
+    kernel = view.text("numerics.kernel")
+    if not kernel.startswith(OUR_KERNELS):
+        why = f"our plugin takes the experts, and the numbers that were checked are those of {kernel}"
+        return failed(why, f"./inv up --quantization {OUR_METHOD}   # or unset SPARK_MXFP4_LINEAR and _LM_HEAD")
+    difference, allowed = view.number("numerics.difference"), view.number("numerics.tolerance")
+    if difference > allowed:
+        return failed(
+            f"{kernel} runs the experts, and differs from the reference by {difference:.2%}", "drop --quantization"
+        )
+    return warned(
+        f"our plugin runs the experts by {kernel}, not on the FP4 tensor cores; {difference:.2%} from the reference",
+        f"leave --quantization {OUR_METHOD} out for hardware FP4",
+    )
 
 
 @CHECKS.add(

@@ -13,19 +13,27 @@ CHILD = Path(__file__).with_name("numerics_child.py")
 SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
 NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference")
 RAN, NOT_COMPILED = "ran", "not compiled"
-# Stack → whose kernel runs the experts there: our plugin's, or the one that vLLM selects.
-WAYS = {"embedded": "plugin"}
+EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA graph can hold
+PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects
 
 
 def gather(target: Target) -> dict[str, Fact]:
     """Every fact of the numerics check; those that the child did not write carry how it ended. Never raises."""
-    way = WAYS.get(target.stack, "vllm")
-    if way == "vllm" and not _compiled(target):
+    way = way_of(target)
+    if way == VLLM and not _compiled(target):
         return {f"numerics.{name}": Fact(NOT_COMPILED if name == "state" else None, SOURCE) for name in NAMES}
     entries, why = run_child(CHILD, target, "the layer", target.options.numerics_seconds, way=way)
     missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
     computed = {name: Fact(entry["value"], SOURCE) for name, entry in entries.items()}
     return {**missing, "numerics.state": Fact(RAN, SOURCE), **computed}
+
+
+def way_of(target: Target) -> str:
+    """Return whose kernel will run the experts, by the server's arguments and variables."""
+    if target.stack == "embedded":
+        return PLUGIN
+    named = target.argument("--quantization") == "spark-mxfp4"
+    return PLUGIN if named and target.options.environ.get("SPARK_MXFP4_KERNEL") != VLLM else VLLM
 
 
 def _compiled(target: Target) -> bool:

@@ -29,6 +29,9 @@ ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
 
+EAGER = "cuda, eager"  # a GPU with a kernel that no CUDA graph can hold; the plugin refuses it where graphs are on
+
+
 class MoeLayer(NamedTuple):
     """A gpt-oss layer's experts on the CPU, packed as in the checkpoint, with an input and its routing.
 
@@ -84,7 +87,7 @@ def reference(layer: MoeLayer) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """A kernel ready to run: its name, which tolerance fits it, its device, and the call that gives [T, H]."""
+    """A kernel ready to run: its name, which tolerance fits it, its device (or EAGER), and the call, [T, H]."""
 
     kernel: str
     activations: str
@@ -93,16 +96,31 @@ class Run(NamedTuple):
 
 
 def by_plugin(layer: MoeLayer, _request: dict[str, Any]) -> Run:
-    """Return the kernel that our vLLM plugin would run here (SPARK_MXFP4_KERNEL, else torch)."""
+    """Return the kernel that our vLLM plugin would run here, with the plugin's padding and the kernel's own layout."""
     from spark_mxfp4.experts import ExpertWeights, Projection  # noqa: PLC0415 - only what is judged is imported
-    from spark_mxfp4.registry import load  # noqa: PLC0415
+    from spark_mxfp4.registry import chosen_name, load  # noqa: PLC0415
 
-    kernel = load()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    moved = [tuple(part.to(device) for part in projection) for projection in (layer.gate_up, layer.down)]
-    weights = ExpertWeights(*(Projection(*parts) for parts in moved))
-    (topk, ids), x = (part.to(device) for part in layer.routing()), layer.x.to(device)
-    return Run(f"spark_mxfp4 {kernel.name}", "bf16", device, lambda: kernel.run(x, weights, ids, topk))
+    kernel = load(chosen_name(device))
+    hidden, intermediate = kernel.padded(HIDDEN, INTERMEDIATE)
+
+    def moved(projection: tuple[torch.Tensor, ...], rows: int, columns: int) -> Projection:
+        """The projection in the corner of zeros, as the plugin's create_weights and vLLM's loader leave it."""
+        parts = []
+        for part, shape in zip(projection, ((rows, columns // 2), (rows, columns // BLOCK), (rows,)), strict=True):
+            padded = torch.zeros(EXPERTS, *shape, dtype=part.dtype, device=device)
+            padded[tuple(map(slice, part.shape))] = part.to(device)
+            parts.append(padded)
+        return Projection(*parts)
+
+    loaded = ExpertWeights(moved(layer.gate_up, 2 * intermediate, hidden), moved(layer.down, hidden, intermediate))
+    prepared = kernel.prepare(loaded)
+    x = torch.zeros(TOKENS, hidden, dtype=torch.bfloat16, device=device)
+    x[:, :HIDDEN] = layer.x.to(device)
+    topk, ids = (part.to(device) for part in layer.routing())
+    name = kernel.name if kernel.variant(prepared) == kernel.name else f"{kernel.name} ({kernel.variant(prepared)})"
+    where = device if device == "cpu" or kernel.cuda_graphs else EAGER
+    return Run(f"spark_mxfp4 {name}", "bf16", where, lambda: kernel.run(x, prepared, ids, topk)[:, :HIDDEN])
 
 
 def by_vllm(layer: MoeLayer, request: dict[str, Any]) -> Run:
@@ -200,7 +218,7 @@ def difference(output: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
-    """Return the largest difference between `eager` and a CUDA graph's replay; None without a GPU."""
+    """Return the largest difference between `eager` and a CUDA graph's replay; None without a GPU or a graph."""
     if run.device != "cuda":
         return None
     side = torch.cuda.Stream()

@@ -10,7 +10,7 @@ from sparkforge.core.arguments import flag_value
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
 from sparkforge.image import devices
-from sparkforge.serve import access, container, embedded, environment, launch, passed, screen
+from sparkforge.serve import access, container, embedded, environment, launch, passed, profiles, screen
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
 UP = ["up", "--device", devices.EMBEDDED]
@@ -57,6 +57,46 @@ def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, 
     output = capsys.readouterr().err
     assert "--max-num-seqs takes the place of the profile's --max-num-seqs (16)" in output
     assert "--no-enforce-eager takes the place of the profile's --enforce-eager" in output
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpu", "asked"),
+    [
+        ("", True, ("spark-mxfp4", ())),
+        ("", False, ("embedded", ())),
+        ("fast", True, ("fast", ("--quantization=spark-mxfp4",))),
+        ("embedded-kv8", False, ("embedded-kv8", ("--quantization=spark-mxfp4",))),
+    ],
+)
+def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
+    assert passed.with_quantization("spark-mxfp4", profile, (), gpu=gpu) == asked
+    assert passed.with_quantization("", profile, ("-O3",), gpu=gpu) == (profile, ("-O3",))
+    if profile in ("", "fast") and gpu:
+        served = profiles.named(asked[0]).arguments() + asked[1]
+        assert flag_value(served, "--quantization") == "spark-mxfp4"
+
+
+def test_quantization_reaches_validator_and_server(started):
+    program.main([*UP, "--quantization", "spark-mxfp4"])
+    _address, validated, launched = started
+    assert validated[-1] == "embedded"
+    assert flag_value(launched.command, "--quantization") == "spark-mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "fix"),
+    [
+        (["fp8"], "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),
+        (["spark-mxfp4", "--", "--quantization", "mxfp4"], "--quantization mxfp4 stands behind -- too", "leave one"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_another_quantization_is_refused(started, capsys, options, what, fix):
+    assert program.main([*UP, "--quantization", *options]) == UsageError.exit_code
+    printed = capsys.readouterr().err
+    assert what in printed
+    assert fix in printed
+    assert started == []
 
 
 def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):

@@ -197,6 +197,6 @@ def test_responses_are_stored_where_the_store_is_bounded(stack):
     """By patch 0011; without it the server's memory grows."""
     names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
     bounded = "0011-bound-the-store-of-responses.patch" in names
-    for name in ["embedded"] if stack == "embedded" else ["safe", "fast", "long-context", "fast-load"]:
+    for name in ["embedded"] if stack == "embedded" else ["safe", "fast", "long-context", "fast-load", "spark-mxfp4"]:
         stored = profiles.named(name, stack=stack).variables()["VLLM_ENABLE_RESPONSES_API_STORE"]
         assert bounded == (stored == "1")

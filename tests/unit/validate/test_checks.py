@@ -109,6 +109,24 @@ def test_no_check_ever_raises(data):
     assert (finding.fix == "") == (finding.status is Status.PASS)
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict", "failed"),
+    [
+        ({}, ValidationVerdict.SERVE, []),
+        ({"numerics.difference": 0.5}, ValidationVerdict.REFUSE, ["moe-backend", "numerics"]),
+        ({"numerics.graph_difference": 0.1}, ValidationVerdict.REFUSE, ["numerics"]),
+        ({"numerics.kernel": "MARLIN"}, ValidationVerdict.REFUSE, ["moe-backend"]),
+    ],
+)
+def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_values, change, verdict, failed):
+    report = rehearse("spark", with_values(good("spark"), {**OURS, **change}), "test")
+    assert report.verdict is verdict
+    assert [finding.check for finding in report.of(Status.FAIL)] == failed
+    if not failed:
+        [warning] = [finding for finding in report.of(Status.WARN) if finding.check == "moe-backend"]
+        assert "our plugin runs the experts by spark_mxfp4 triton, not on the FP4 tensor cores" in warning.evidence
+
+
 def test_a_bug_in_a_check_is_a_fail():
     def bug(_view: View):
         raise ZeroDivisionError("oops")
@@ -124,6 +142,13 @@ def test_two_checks_of_one_name_are_refused():
         join([twin], [twin])
 
 
+OURS = {
+    "deep.quantization": "spark-mxfp4",
+    "deep.moe_backend": "MARLIN",  # what vLLM would take; our plugin does not ask it
+    "numerics.kernel": "spark_mxfp4 triton",
+    "numerics.tolerance": 0.02,
+    "numerics.difference": 0.003,
+}
 SPARK_CASES = {
     "driver 590 warns": ("driver-version", {"gpu.driver_version": "590.48.01"}, Status.WARN),
     "driver 610 passes": ("driver-version", {"gpu.driver_version": "610.10"}, Status.PASS),
@@ -181,7 +206,11 @@ SPARK_CASES = {
         Status.PASS,
     ),
     "a dense kernel that nobody knows": ("dense-kernels", {"deep.dense_kernels": {"o_proj": "NewKernel"}}, Status.FAIL),
-    "our own quantization": ("moe-backend", {"deep.quantization": "spark-mxfp4"}, Status.FAIL),
+    "our experts, and vLLM's were checked": ("moe-backend", {"deep.quantization": "spark-mxfp4"}, Status.FAIL),
+    "our experts, checked": ("moe-backend", OURS, Status.WARN),
+    "our experts, wrong": ("moe-backend", {**OURS, "numerics.difference": 0.021}, Status.FAIL),
+    "our experts, no answer": ("moe-backend", {**OURS, "numerics.difference": None}, Status.FAIL),
+    "another plugin's": ("moe-backend", {**OURS, "deep.quantization": "other"}, Status.FAIL),
     "share 0.88 warns": (
         "memory-unified",
         {"serve.gpu_memory_utilization": 0.88, "memory.available_bytes": 118 << 30},

@@ -89,11 +89,11 @@ def computed(tmp_path, monkeypatch):
         entries = map(json.loads, answers.read_text().splitlines())
         return {entry["name"]: entry for entry in entries}, ""
 
-    def computed(body):
+    def computed(body, kernel=""):
         name = f"mutant_{tmp_path.name}"  # a name of its own: what is imported stays
         (tmp_path / f"{name}.py").write_text(MODULE.format(body=body))
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setenv("SPARK_MXFP4_KERNEL", f"{name}:kernel")
+        monkeypatch.setenv("SPARK_MXFP4_KERNEL", kernel or f"{name}:kernel")
         monkeypatch.setattr(experts, "swiglu", experts.swiglu)  # put back what a mutation changes
         monkeypatch.setattr(numerics, "run_child", run)
         return numerics.gather(Target(Options(), "embedded"))
@@ -165,6 +165,50 @@ def test_unpacking_is_the_formats():
     assert child.unpack(blocks, torch.tensor([[128]], dtype=torch.uint8))[0, :4].tolist() == [-12.0, 12.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("stack", "arguments", "kernel", "way"),
+    [
+        ("embedded", (), "", "plugin"),
+        ("spark", (), "", "vllm"),
+        ("spark", ("--quantization", "spark-mxfp4"), "", "plugin"),
+        ("spark", ("--quantization=spark-mxfp4",), "fast_moe:FastMoe", "plugin"),
+        ("spark-next", ("--quantization=spark-mxfp4",), "vllm", "vllm"),  # the profiles fast-dense-8 and -4
+        ("spark", ("--quantization", "mxfp4"), "triton", "vllm"),
+    ],
+)
+def test_the_kernel_that_will_serve_is_the_one_that_runs(environment, stack, arguments, kernel, way):
+    options = Options(serve_args=arguments, environ=environment(SPARK_MXFP4_KERNEL=kernel))
+    assert numerics.way_of(Target(options, stack)) == way
+
+
+LAID_OUT = """
+from spark_mxfp4.experts import moe
+from spark_mxfp4.kernel import MoeKernel
+
+class Wide(MoeKernel):
+    hidden_alignment = intermediate_alignment = 256
+    cuda_graphs = False
+
+    def prepare(self, weights):
+        return weights._replace(down=weights.down._replace(weight=weights.down.weight.flip(0)))
+
+    def run(self, x, weights, ids, topk, expert_map=None):
+        assert x.shape[-1] == 256
+        down = weights.down._replace(weight=weights.down.weight.flip(0))
+        return moe(x, weights._replace(down=down), ids, topk)
+
+    def variant(self, prepared):
+        return "backwards"
+"""
+
+
+def test_a_kernel_gets_its_own_sizes_and_layout(computed, tmp_path):
+    (tmp_path / "wide_kernel.py").write_text(LAID_OUT)
+    facts = computed("pass", kernel="wide_kernel:Wide")
+    assert facts["numerics.kernel"].value == "spark_mxfp4 wide_kernel:Wide (backwards)"
+    assert judge(facts).status is Status.PASS
+
+
 def test_without_a_compiled_module_the_spark_warns_and_computes_nothing(site, install, environment, tmp_path):
     install(site, "flashinfer-python", "0.7.0.post1")
     target = Target(Options(python=site.parent / "python", environ=environment(HOME=str(tmp_path))), "spark")
@@ -202,6 +246,7 @@ def test_a_compiled_module_is_found_where_flashinfer_looks(site, install, enviro
         ({"graph_difference": 1e-6}, Status.FAIL),
         ({"graph_difference": float("nan")}, Status.FAIL),
         ({"graph_difference": None}, Status.FAIL),  # on a GPU a graph was asked for
+        ({"graph_difference": None, "device": "cuda, eager"}, Status.PASS),  # a kernel without graphs
         ({"difference": 0.11}, Status.FAIL),
         ({"difference": float("nan")}, Status.FAIL),
         ({"difference": None}, Status.FAIL),

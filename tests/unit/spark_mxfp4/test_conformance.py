@@ -1,0 +1,119 @@
+"""The conformance check passes right kernels, and says what each wrong one does: mistakes that an author could make."""
+
+import pytest
+import torch
+
+from spark_mxfp4 import conformance, experts, registry
+from spark_mxfp4.experts import ExpertWeights, moe
+from spark_mxfp4.kernel import FunctionKernel, MoeKernel
+
+CASES = {case.name: case for case in conformance.CASES}
+
+
+def test_our_kernel_passes_every_case():
+    results = conformance.check(registry.load("torch"))
+    assert [result.case for result in results] == list(conformance.CASES)
+    assert all(result.difference < 0.006 for result in results)
+
+
+def test_a_layout_of_its_own_is_undone(laid_out_kernel):
+    conformance.check(registry.load(laid_out_kernel))
+
+
+def test_sizes_are_padded_to_its_alignments():
+    class Wide(MoeKernel):
+        hidden_alignment = intermediate_alignment = 256
+
+        def run(self, x, weights, *routing):
+            assert not {x.shape[-1] % 256, weights.down.weight.shape[1] % 256, weights.down.weight.shape[2] % 128} - {0}
+            return moe(x, weights, *routing)
+
+    conformance.check(Wide("wide"))
+
+
+def swapped(weights):
+    return ExpertWeights(*(p._replace(weight=p.weight >> 4 | p.weight << 4) for p in weights))
+
+
+def changed(weights, **parts):
+    return weights._replace(down=weights.down._replace(**parts))
+
+
+def no_clamp(x, weights, ids, shares, expert_map=None):
+    right = experts.swiglu
+    experts.swiglu = lambda gate_up: right(gate_up, limit=1e9)
+    try:
+        return moe(x, weights, ids, shares, expert_map)
+    finally:
+        experts.swiglu = right
+
+
+def one_row_unwritten(x, weights, ids, shares, expert_map=None):
+    output = torch.empty_like(x)
+    output[: len(x) - 1] = moe(x, weights, ids, shares, expert_map)[: len(x) - 1]
+    return output
+
+
+def inputs_changed(x, weights, ids, shares, expert_map=None):
+    output = moe(x, weights, ids, shares, expert_map)
+    x.zero_()
+    return output
+
+
+def device_waits_for_ever(*_):
+    raise RuntimeError("no kernel image")
+
+
+MISTAKES = {
+    "nibbles": ("a batch", lambda x, w, *rest: moe(x, swapped(w), *rest), "it differs by"),
+    "scales": ("a batch", lambda x, w, *rest: moe(x, changed(w, scales=w.down.scales + 1), *rest), "it differs by"),
+    "bias": ("a batch", lambda x, w, *rest: moe(x, changed(w, bias=None), *rest), "it differs by"),
+    "clamp": ("a batch", no_clamp, "it differs by"),
+    "shares": ("one token", lambda x, w, ids, s, m=None: moe(x, w, ids, s * 0 + 0.25, m), "it differs by"),
+    "map": ("experts on another device", lambda x, w, ids, s, m=None: moe(x, w, ids.clamp(max=3), s), "it differs by"),
+    "no tokens": ("no token", lambda x, w, ids, s, m=None: moe(x, w, ids, s, m)[0], "raised IndexError"),
+    "unwritten": ("a batch", one_row_unwritten, "differs by nan"),
+    "in place": ("a batch", inputs_changed, "it changed its inputs"),
+    "dtype": ("a batch", lambda *a: moe(*a).float(), "returned torch.float32"),
+    "failure": ("a batch", device_waits_for_ever, "it raised RuntimeError: no kernel image"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake):
+    case, function, message = MISTAKES[mistake]
+    result = conformance.run_case(FunctionKernel("wrong", function), CASES[case])
+    assert message in result.problem
+
+
+def test_a_wrong_kernel_is_refused_with_the_case():
+    with pytest.raises(ValueError, match=r"kernel 'wrong' must not serve · case 'one token': it differs by"):
+        conformance.check(FunctionKernel("wrong", lambda x, *_: x.clone()))
+
+
+def test_restore_must_give_the_bytes_back():
+    class Lossy(MoeKernel):
+        def prepare(self, weights):
+            return changed(weights, scales=weights.down.scales.clone())
+
+        def restore(self, prepared, *_sizes):
+            return changed(prepared, scales=prepared.down.scales + 1)
+
+        def run(self, *arguments):
+            return moe(*arguments)
+
+    assert "restore does not give back" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
+
+
+def test_poison_ends_with_the_context():
+    with conformance.poisoned():
+        assert torch.empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("name", "code", "line"), [("torch", 0, "it may serve"), ("nothing", 1, "")])
+def test_the_program_tells_by_its_exit_code(capsys, name, code, line):
+    assert conformance.main([name, "--device", "cpu"]) == code
+    printed = capsys.readouterr()
+    assert line in printed.out
+    assert ("there is no kernel 'nothing'" in printed.err) is (code == 1)
