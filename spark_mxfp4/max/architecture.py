@@ -18,13 +18,15 @@ from typing import Any, ClassVar
 import numpy as np
 from max.driver import Buffer
 from max.dtype import DType
-from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Weight, ops
+from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight, ops
+from max.graph import Module as GraphModule
 from max.graph.weights import WeightData, WeightsFormat
+from max.nn.kernels import flash_attention_ragged
 from max.nn.layer import Module
 from max.nn.moe import GateUpFormat, StackedMoE
 from max.pipelines.architectures.gpt_oss import gpt_oss, weight_adapters
 from max.pipelines.architectures.gpt_oss.arch import gpt_oss_arch
-from max.pipelines.architectures.gpt_oss.layers import transformer_block
+from max.pipelines.architectures.gpt_oss.layers import attention, transformer_block
 from max.pipelines.architectures.gpt_oss.layers.moe import GptOssMoE, GptOssMoEGate, gptoss_glu_activation
 from max.pipelines.architectures.gpt_oss.model import GptOssModel
 from max.pipelines.architectures.gpt_oss.model_config import GptOssConfig
@@ -43,11 +45,17 @@ versions.require_signature(weight_adapters, "convert_safetensor_state_dict", "st
 versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config", "state_dict", "return_logits")
 versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
 versions.require_signature(gpt_oss, "signal_inputs", "device_refs")
+versions.require_signature(GraphSpec, "trace", "self", "module")
+versions.require_signature(
+    attention, "flash_attention_ragged", "kv_params", "input", "input_row_offsets", "kv_collection", "layer_idx",
+    "mask_variant", "scale", "local_window_size", "sink_weights", "rel_logits", "output_dtype",
+)  # fmt: skip
 
 KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 32  # elements that share a scale
 SETTING = "SPARK_MXFP4_QUANTIZATION_FORMAT"
 FORMATS = ("packed", "dequant")
+ATTENTION_KEYS = 128  # that MAX's CPU attention takes at a time, and for which it adds the sink to the sum each time
 # Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
 # experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
 RESERVED_BYTES = 6 * 1024**3
@@ -173,10 +181,17 @@ class PackedModel(GptOssModel):
 
     def graph_specs(self, model_config: GptOssConfig) -> dict[str, GraphSpec]:
         """Return the decoder's graph, built from our experts."""
-        with _replaced(on_cpu=_is_cpu(self.devices)):
+        on_cpu = _is_cpu(self.devices)
+        if on_cpu and self.max_batch_size != 1:
+            raise ValueError(
+                f"batches of {self.max_batch_size} sequences were asked for · on a CPU a sink is corrected by the "
+                f"length of one sequence · give --max-batch-size 1"
+            )
+        with _replaced((gpt_oss, "GptOssMoE", PackedMoE), *(_CPU_CLASSES if on_cpu else ())):
             specs = super().graph_specs(model_config)
+        kind = _CpuGraphSpec if on_cpu else GraphSpec
         return {
-            role: dataclasses.replace(spec, custom_extensions=[*spec.custom_extensions, KERNELS])
+            role: kind(**{**_fields(spec), "custom_extensions": [*spec.custom_extensions, KERNELS]})
             for role, spec in specs.items()
         }
 
@@ -208,15 +223,33 @@ def _byte_signals(device_refs: list[DeviceRef]) -> dict[str, tuple[BufferType, .
     return {"signal": tuple(BufferType(DType.uint8, [1], device) for device in device_refs)}
 
 
+_CPU_CLASSES = ((transformer_block, "Allreduce", _Unreduced), (gpt_oss, "signal_inputs", _byte_signals))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CpuGraphSpec(GraphSpec):
+    """A graph whose attention counts a sink once."""
+
+    def trace(self, module: GraphModule | None = None) -> Graph:
+        with _replaced((attention, "flash_attention_ragged", _attend)):
+            return super().trace(module)
+
+
+def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
+    """Return MAX's attention, with sinks lowered by as much as its CPU version counts them too often.
+
+    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`trial/sinks.py` shows it).
+    n · e^(sink - ln n) is e^sink.
+    """
+    cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
+    keys = ops.cast(cached[0], DType.float32) + ops.cast(tokens, DType.float32)
+    runs = ops.floor((keys + (ATTENTION_KEYS - 1)) / ATTENTION_KEYS)
+    return flash_attention_ragged(kv_params, sink_weights=sink_weights - ops.log(runs), **arguments)
+
+
 @contextmanager
-def _replaced(*, on_cpu: bool) -> Iterator[None]:
-    """Let MAX's model build its graph from our experts: it names its classes itself, in its modules."""
-    replacements: list[tuple[Any, str, Any]] = [(gpt_oss, "GptOssMoE", PackedMoE)]
-    if on_cpu:
-        replacements += [
-            (transformer_block, "Allreduce", _Unreduced),
-            (gpt_oss, "signal_inputs", _byte_signals),
-        ]
+def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let MAX's model build its graph from our parts: it names its own ones itself, in its modules."""
     former = [(module, name, getattr(module, name)) for module, name, _ in replacements]
     try:
         for module, name, value in replacements:
@@ -225,6 +258,10 @@ def _replaced(*, on_cpu: bool) -> Iterator[None]:
     finally:
         for module, name, value in former:
             setattr(module, name, value)
+
+
+def _fields(spec: GraphSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 
 def _is_cpu(devices: Iterable[Any]) -> bool:
