@@ -42,6 +42,7 @@ versions.require_signature(GptOssMoE, "_init_mxfp4_weights", "self")
 versions.require_signature(GptOssModel, "graph_specs", "self", "model_config")
 versions.require_signature(GptOssModel, "_load_state_dict", "self")
 versions.require_signature(weight_adapters, "convert_safetensor_state_dict", "state_dict", "kwargs")
+versions.require_signature(GptOssConfig, "initialize", "pipeline_config", "model_config", "max_seq_len")
 versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config", "state_dict", "return_logits")
 versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
 versions.require_signature(gpt_oss, "signal_inputs", "device_refs")
@@ -138,14 +139,20 @@ class PackedGptOssConfig(GptOssConfig):
     quant_config: Any
     SUPPORTED_ENCODINGS: ClassVar[set[Any]] = {*GptOssConfig.SUPPORTED_ENCODINGS, "float32"}
 
-    def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
-        """Refuse what the packed path does not have: several devices, and experts that are not MXFP4."""
-        super().finalize(huggingface_config, dict(state_dict), return_logits)
-        if len(self.devices) > 1:
+    @classmethod
+    def initialize(cls, pipeline_config: Any, model_config: Any = None, *, max_seq_len: int) -> Any:
+        """Return MAX's configuration. Raises ValueError for several devices."""
+        config = super().initialize(pipeline_config, model_config, max_seq_len=max_seq_len)
+        if len(config.devices) > 1:
             raise ValueError(
-                f"{len(self.devices)} devices were given · tensor parallelism of packed experts is not built · "
+                f"{len(config.devices)} devices were given · tensor parallelism of packed experts is not built · "
                 f"give one device, or set {SETTING}=dequant"
             )
+        return config
+
+    def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
+        """Refuse experts that are not MXFP4."""
+        super().finalize(huggingface_config, dict(state_dict), return_logits)
         if self.quant_config is None:
             raise ValueError(
                 f"the checkpoint's experts are not MXFP4 · packed experts need its blocks and scales · "
@@ -238,7 +245,7 @@ class _CpuGraphSpec(GraphSpec):
 def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
     """Return MAX's attention, with sinks lowered by as much as its CPU version counts them too often.
 
-    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`trial/sinks.py` shows it).
+    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`sinks.py` shows it).
     n · e^(sink - ln n) is e^sink.
     """
     cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
@@ -288,7 +295,6 @@ def architectures() -> list[Any]:
         supported_encodings=PackedGptOssConfig.SUPPORTED_ENCODINGS,
         weight_adapters={WeightsFormat.safetensors: convert_state_dict},
         memory_planner=PagedMemoryPlanner.with_activation_reservation(RESERVED_BYTES, always_signal_buffers=True),
-        multi_gpu_supported=False,
     )
     return [packed]
 

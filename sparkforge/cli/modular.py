@@ -8,7 +8,6 @@ from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.cli.serve import PORT
 from sparkforge.cli.serve import chat as chat_with_server
 
-
 MODEL = "folder of a gpt-oss checkpoint with MXFP4 experts; default: the tiny one, which ./inv up writes"
 DEVICE = "cpu (float32, for small models) or gpu; default cpu"
 LISTEN = "port to listen on at 127.0.0.1; default 8000"

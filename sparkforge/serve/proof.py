@@ -97,7 +97,9 @@ def prove(
     `key` is the server's API key, if it has one. Raises ServerError, which names each call that failed, if one is
     answered wrongly, or not within `timeout` seconds.
     """
-    names = [name for name, call in CALLS.items() if name in (calls or CALLS) and (not call.patch or call.patch in patches)]
+    names = [
+        name for name, call in CALLS.items() if name in (calls or CALLS) and (not call.patch or call.patch in patches)
+    ]
     outcome: dict[str, str] = {}
     faults: dict[str, ServerError] = {}
     executor = ThreadPoolExecutor(len(names), "proof")
