@@ -23,13 +23,15 @@ except ImportError as error:
     ) from error
 import numpy as np
 from max.dtype import DType
-from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Weight, ops
+from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight, ops
+from max.graph import Module as GraphModule
 from max.graph.weights import WeightData, WeightsFormat
+from max.nn.kernels import flash_attention_ragged
 from max.nn.layer import Module
 from max.nn.moe import GateUpFormat, StackedMoE
 from max.pipelines.architectures.gpt_oss import gpt_oss, weight_adapters
 from max.pipelines.architectures.gpt_oss.arch import gpt_oss_arch
-from max.pipelines.architectures.gpt_oss.layers import transformer_block
+from max.pipelines.architectures.gpt_oss.layers import attention, transformer_block
 from max.pipelines.architectures.gpt_oss.layers.moe import GptOssMoE, GptOssMoEGate, gptoss_glu_activation
 from max.pipelines.architectures.gpt_oss.model import GptOssModel
 from max.pipelines.architectures.gpt_oss.model_config import GptOssConfig
@@ -45,14 +47,21 @@ versions.require_signature(GptOssMoE, "_init_mxfp4_weights", "self")
 versions.require_signature(GptOssModel, "graph_specs", "self", "model_config")
 versions.require_signature(GptOssModel, "_load_state_dict", "self")
 versions.require_signature(weight_adapters, "convert_safetensor_state_dict", "state_dict", "kwargs")
+versions.require_signature(GptOssConfig, "initialize", "pipeline_config", "model_config", "max_seq_len")
 versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config", "state_dict", "return_logits")
 versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
 versions.require_signature(gpt_oss, "signal_inputs", "device_refs")
+versions.require_signature(GraphSpec, "trace", "self", "module")
+versions.require_signature(
+    attention, "flash_attention_ragged", "kv_params", "input", "input_row_offsets", "kv_collection", "layer_idx",
+    "mask_variant", "scale", "local_window_size", "sink_weights", "rel_logits", "output_dtype",
+)  # fmt: skip
 
 KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 32  # elements that share a scale
 SETTING = "SPARK_MXFP4_QUANTIZATION_FORMAT"
 FORMATS = ("packed", "dequant")
+ATTENTION_KEYS = 128  # that MAX's CPU attention takes at a time, and for which it adds the sink to the sum each time
 # Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
 # experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
 RESERVED_BYTES = 6 * 1024**3
@@ -135,14 +144,20 @@ class PackedGptOssConfig(GptOssConfig):
     quant_config: Any
     SUPPORTED_ENCODINGS: ClassVar[set[Any]] = {*GptOssConfig.SUPPORTED_ENCODINGS, "float32"}
 
-    def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
-        """Refuse what the packed path does not have: several devices, and experts that are not MXFP4."""
-        super().finalize(huggingface_config, dict(state_dict), return_logits)
-        if len(self.devices) > 1:
+    @classmethod
+    def initialize(cls, pipeline_config: Any, model_config: Any = None, *, max_seq_len: int) -> Any:
+        """Return MAX's configuration. Raises ValueError for several devices."""
+        config = super().initialize(pipeline_config, model_config, max_seq_len=max_seq_len)
+        if len(config.devices) > 1:
             raise ValueError(
-                f"{len(self.devices)} devices were given · tensor parallelism of packed experts is not built · "
+                f"{len(config.devices)} devices were given · tensor parallelism of packed experts is not built · "
                 f"give one device, or set {SETTING}=dequant"
             )
+        return config
+
+    def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
+        """Refuse experts that are not MXFP4."""
+        super().finalize(huggingface_config, dict(state_dict), return_logits)
         if self.quant_config is None:
             raise ValueError(
                 f"the checkpoint's experts are not MXFP4 · packed experts need its blocks and scales · "
@@ -178,10 +193,17 @@ class PackedModel(GptOssModel):
 
     def graph_specs(self, model_config: GptOssConfig) -> dict[str, GraphSpec]:
         """Return the decoder's graph, built from our experts."""
-        with _replaced(on_cpu=_is_cpu(self.devices)):
+        on_cpu = _is_cpu(self.devices)
+        if on_cpu and self.max_batch_size != 1:
+            raise ValueError(
+                f"batches of {self.max_batch_size} sequences were asked for · on a CPU a sink is corrected by the "
+                f"length of one sequence · give --max-batch-size 1"
+            )
+        with _replaced((gpt_oss, "GptOssMoE", PackedMoE), *(_CPU_CLASSES if on_cpu else ())):
             specs = super().graph_specs(model_config)
+        kind = _CpuGraphSpec if on_cpu else GraphSpec
         return {
-            role: dataclasses.replace(spec, custom_extensions=[*spec.custom_extensions, KERNELS])
+            role: kind(**{**_fields(spec), "custom_extensions": [*spec.custom_extensions, KERNELS]})
             for role, spec in specs.items()
         }
 
@@ -213,15 +235,33 @@ def _byte_signals(device_refs: list[DeviceRef]) -> dict[str, tuple[BufferType, .
     return {"signal": tuple(BufferType(DType.uint8, [1], device) for device in device_refs)}
 
 
+_CPU_CLASSES = ((transformer_block, "Allreduce", _Unreduced), (gpt_oss, "signal_inputs", _byte_signals))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CpuGraphSpec(GraphSpec):
+    """A graph whose attention counts a sink once."""
+
+    def trace(self, module: GraphModule | None = None) -> Graph:
+        with _replaced((attention, "flash_attention_ragged", _attend)):
+            return super().trace(module)
+
+
+def _attend(kv_params: Any, *, sink_weights: TensorValue, **arguments: Any) -> TensorValue:
+    """Return MAX's attention, with sinks lowered by as much as its CPU version counts them too often.
+
+    It adds e^sink to the softmax's sum for each run of 128 keys of the sequence, n times (`sinks.py` shows it).
+    n · e^(sink - ln n) is e^sink.
+    """
+    cached, tokens = arguments["kv_collection"].cache_lengths, ops.shape_to_tensor(arguments["input"].shape)[0]
+    keys = ops.cast(cached[0], DType.float32) + ops.cast(tokens, DType.float32)
+    runs = ops.floor((keys + (ATTENTION_KEYS - 1)) / ATTENTION_KEYS)
+    return flash_attention_ragged(kv_params, sink_weights=sink_weights - ops.log(runs), **arguments)
+
+
 @contextmanager
-def _replaced(*, on_cpu: bool) -> Iterator[None]:
-    """Let MAX's model build its graph from our experts: it names its classes itself, in its modules."""
-    replacements: list[tuple[Any, str, Any]] = [(gpt_oss, "GptOssMoE", PackedMoE)]
-    if on_cpu:
-        replacements += [
-            (transformer_block, "Allreduce", _Unreduced),
-            (gpt_oss, "signal_inputs", _byte_signals),
-        ]
+def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let MAX's model build its graph from our parts: it names its own ones itself, in its modules."""
     former = [(module, name, getattr(module, name)) for module, name, _ in replacements]
     try:
         for module, name, value in replacements:
@@ -230,6 +270,10 @@ def _replaced(*, on_cpu: bool) -> Iterator[None]:
     finally:
         for module, name, value in former:
             setattr(module, name, value)
+
+
+def _fields(spec: GraphSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 
 def _is_cpu(devices: Iterable[Any]) -> bool:
@@ -256,7 +300,6 @@ def architectures() -> list[Any]:
         supported_encodings=PackedGptOssConfig.SUPPORTED_ENCODINGS,
         weight_adapters={WeightsFormat.safetensors: convert_state_dict},
         memory_planner=PagedMemoryPlanner.with_activation_reservation(RESERVED_BYTES, always_signal_buffers=True),
-        multi_gpu_supported=False,
     )
     return [packed]
 

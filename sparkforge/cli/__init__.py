@@ -98,7 +98,14 @@ for _collection in (
         update=maintain.pins_update,
     ),
     Collection("upstream", check=maintain.upstream_check),
-    Collection("max", serve=modular.serve, compile=modular.compile, test=modular.test),
+    Collection(
+        "max",
+        up=modular.up,
+        chat=modular.chat,
+        serve=modular.serve,
+        compile=modular.compile,
+        test=modular.test,
+    ),
     Collection("docs", build=maintain.docs_build, serve=maintain.docs_serve),
 ):
     namespace.add_collection(_collection)

@@ -2,45 +2,77 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, whole_number
+from sparkforge.cli.serve import PORT
+from sparkforge.cli.serve import chat as chat_with_server
+
+MODEL = "folder of a gpt-oss checkpoint with MXFP4 experts; default: the tiny one, which ./inv up writes"
+DEVICE = "cpu (float32, for small models) or gpu; default cpu"
+LISTEN = "port to listen on at 127.0.0.1; default 8000"
+CONTEXT = "longest sequence in tokens, at least 1; default 512"
+
+
+@task(example="./inv max.up --device cpu", model=MODEL, device=DEVICE, port=LISTEN, context=CONTEXT)
+def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, context: str = "512") -> None:
+    """Serve gpt-oss by Modular's MAX, with packed experts.
+
+    The first start brings MAX, about 400 MB, and compiles the model for minutes. ./inv status, chat, logs and down work
+    as after ./inv up. Not verified on a GPU.
+    """
+    from sparkforge.serve import failure, modular, screen
+
+    with failure.remembered():
+        folder = modular.tiny_or(caller_path(model))
+        server = modular.up(folder, device, whole_number("--port", port), whole_number("--context", context))
+    screen.show_ready(server)
+
+
+@task(
+    example='./inv max.chat "What is MXFP4?"',
+    optional="message",
+    message="answer this one message and end",
+    system="system prompt: instructions that stand before the conversation",
+    max_tokens="longest answer in tokens; default 64 for one message, 1024 in a conversation",
+)
+def chat(ctx: Context, message: str, system: str = "", max_tokens: str = "") -> None:
+    """Talk with the model that MAX serves: ./inv chat by another name."""
+    chat_with_server(ctx, message, system=system, max_tokens=max_tokens)
 
 
 @task(
     example="./inv max.serve --model .sparkforge/models/tiny-gpt-oss --device cpu",
-    model="folder of a gpt-oss checkpoint with MXFP4 experts",
-    device="cpu (float32, for small models) or gpu; default cpu",
-    port="port to listen on at 127.0.0.1; default 8000",
-    context="longest sequence in tokens, at least 1; default 512",
+    model=MODEL,
+    device=DEVICE,
+    port=LISTEN,
+    context=CONTEXT,
 )
-def serve(_ctx: Context, model: str, device: str = "cpu", port: str = "8000", context: str = "512") -> None:
-    """Serve gpt-oss by Modular's MAX, with packed experts.
+def serve(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, context: str = "512") -> None:
+    """Serve as max.up does, in the foreground.
 
-    It stays in the foreground; Ctrl-C ends it. The first start brings MAX, about 400 MB, and compiles the model for
-    minutes. Not verified on a GPU; with prompts of more than 128 tokens its answers differ from transformers'.
+    Ctrl-C ends it. It shows MAX's own output, and proves and records nothing. Not verified on a GPU.
     """
     from sparkforge.serve import modular
 
-    folder = Path(caller_path(model))
+    folder = modular.tiny_or(caller_path(model))
     modular.run(modular.serve_command(folder, device, whole_number("--port", port), whole_number("--context", context)))
 
 
 @task(
     example="./inv max.compile --model .sparkforge/models/tiny-gpt-oss --target sm_121a",
-    model="folder of a gpt-oss checkpoint with MXFP4 experts",
+    model=MODEL,
     target="sm_90a (H100, H200) or sm_121a (DGX Spark); default sm_90a",
 )
-def compile(_ctx: Context, model: str, target: str = "sm_90a") -> None:  # noqa: A001 - the command's name
+def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # noqa: A001 - the command's name
     """Compile a model and the Mojo kernels for a GPU.
 
-    Not verified: this command was never run.
+    No GPU is needed. It takes minutes of CPU. Run for sm_90a with the tiny model; not verified for sm_121a, and what
+    was compiled has not run on a GPU.
     """
     from sparkforge.serve import modular
 
-    modular.run(modular.compile_command(Path(caller_path(model)), target))
+    modular.run(modular.compile_command(modular.tiny_or(caller_path(model)), target))
 
 
 @task(example="./inv max.test")

@@ -22,5 +22,5 @@ def prepare(steps: Steps, env: Environment | None = None) -> Environment:
             for component in patched
             if component.patches
         ]
-        tell(f"{', '.join(versions)}, {'made' if is_new else 'unchanged'}")
+        tell(", ".join([*versions, "made" if is_new else "unchanged"]))
     return env

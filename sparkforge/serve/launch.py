@@ -39,7 +39,8 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 class Launch:
     """What to start: a command with the environment added to ours, and where it will listen.
 
-    A `trial` ends with the process that starts it, even if that is killed.
+    A `trial` ends with the process that starts it, even if that is killed. `calls` are those of `proof.CALLS` that
+    prove a server other than vLLM.
     """
 
     command: tuple[str, ...]
@@ -54,6 +55,7 @@ class Launch:
     key: str = field(default="", repr=False)
     profile: str = ""
     trial: bool = False
+    calls: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -140,14 +142,15 @@ def begin(launch: Launch) -> Server:
         return _spawn(launch)
 
 
-def proved(server: Server, seconds: float, key: str, stack: str) -> Server:
+def proved(server: Server, seconds: float, key: str, stack: str, calls: tuple[str, ...] = ()) -> Server:
     """Prove within `seconds` what clients call, and the stack's patches; record and return the server with it.
 
-    Raises ServerError.
+    With `calls` only those of `proof.CALLS` are sent: the server is not vLLM, and no stack's. Raises ServerError.
     """
-    patches = [patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches]
+    queues = [] if calls else status.queues(pins.load(), stack)
+    patches = [patch.name for _, queue in queues for patch in queue.patches]
     began = time.monotonic()
-    outcome = proof.prove(server.url, server.model_id, seconds, key, patches)
+    outcome = proof.prove(server.url, server.model_id, seconds, key, patches, calls)
     server = replace(server, proved=time.time(), proof=outcome, proof_seconds=time.monotonic() - began)
     record.write(server)
     return server
@@ -249,7 +252,8 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
     try:
         deadline = time.monotonic() + launch.timeout
         if client.wait_until_serving(server.url, server.model_id, deadline, alive, launch.key):
-            return proved(server, max(1.0, deadline - time.monotonic()), launch.key, stack_of(server.device))
+            stack = "" if launch.calls else stack_of(server.device)
+            return proved(server, max(1.0, deadline - time.monotonic()), launch.key, stack, launch.calls)
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"

@@ -13,7 +13,7 @@ PIECE = 1 << 20  # bytes
 # vLLM's own prefix "(EngineCore pid=12) ERROR 11-21 03:40:12 [core.py:123]" says nothing to a user.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _EXPLAINS = re.compile(r"error|exception|refus|killed|cannot|not supported|no space|out of memory", re.IGNORECASE)
-# What a starting vLLM prints, and what that means to a person who waits.
+# What a starting server prints, vLLM unless it says otherwise, and what that means to a person who waits.
 MILESTONES = (
     ("Starting to load model", "loading the model"),
     ("Loading weights took", "weights loaded"),
@@ -21,6 +21,10 @@ MILESTONES = (
     ("KV cache size", "cache allocated"),
     ("Starting vLLM server", "server starting"),
     ("Application startup complete", "first token"),
+    # Modular's MAX.
+    ("Building, compiling, and initializing model", "compiling the model"),
+    ("Building, compiling, and initializing sampler", "compiling the sampler"),
+    ("Server ready on", "first token"),
 )
 
 

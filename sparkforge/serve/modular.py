@@ -1,24 +1,32 @@
-"""Modular's MAX engine with packed MXFP4 experts: its environment, its server in the foreground, its compiler.
+"""Modular's MAX engine with packed MXFP4 experts: its environment, its server, its compiler.
 
 MAX is optional and has an environment of its own (locks/max.in). Its licence is not an open-source one.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sparkforge import environments, pins
 from sparkforge.core import paths
+from sparkforge.core.console import Steps
 from sparkforge.core.errors import InputError, ProcessError, UsageError
 from sparkforge.core.process import call
 from sparkforge.environments import TEST, Environment
-from sparkforge.serve.launch import LOOPBACK, check_port
+from sparkforge.serve import environment, launch, proof
+from sparkforge.serve.command_line import served_name
+from sparkforge.serve.launch import LOOPBACK, Launch, check_port
+from sparkforge.serve.record import Server
+from sparkforge.serve.settings import TINY_ID
 
 MAX = Environment("max")
 ARCHITECTURE = f"{paths.ROOT}:spark_mxfp4.max.architecture"
 # On a CPU MAX has no gpt-oss; our architecture runs it in float32, for tests and small models.
 DEVICES = {"cpu": ("--devices", "cpu", "--quantization-encoding", "float32"), "gpu": ("--devices", "gpu")}
 TARGETS = ("sm_90a", "sm_121a")
+START_SECONDS = 3600.0  # a first start compiles the model and MAX's kernels on the CPU's cores
+CALLS = ("a completion", "a streamed completion", "a chat", "a streamed chat")  # of proof.CALLS
 
 
 def variables() -> dict[str, str]:
@@ -26,23 +34,60 @@ def variables() -> dict[str, str]:
     return {
         "MODULAR_TELEMETRY_ENABLED": "0",  # what the engine's documentation names; the server does not read it
         "MAX_SERVE_DISABLE_TELEMETRY": "1",
-        "MODULAR_CACHE_DIR": str(paths.state() / "cache" / "max"),
+        "MODULAR_CACHE_DIR": os.environ.get("MODULAR_CACHE_DIR") or str(paths.state() / "cache" / "max"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",
     }
 
 
-def serve_command(model: Path, device: str, port: int, context: int) -> list[str | Path]:
-    """Return the command line of MAX's server on the loopback address.
+def tiny_or(model: str) -> Path:
+    """Return the folder of the checkpoint: the tiny one, which `./inv up` writes, where none is named."""
+    return paths.typed(model).absolute() if model else paths.state() / "models" / TINY_ID
+
+
+def up(model: Path, device: str, port: int, context: int) -> Server:
+    """Start MAX's server detached; return it once it has answered a completion and a chat, streamed and not.
+
+    Its record is the checkout's one server, so that `status`, `chat`, `logs` and `down` are as for vLLM. MAX has no API
+    key, so it binds the loopback address. Raises what `serve_command` and `launch.start` raise.
+    """
+    with launch.starting():
+        command = serve_command(model, device, port, context, "./inv max.up")
+        model_id = served_name(model)
+        steps = Steps(2)
+        environment.prepare(steps, MAX)
+        with steps.step("server", "MAX starts; the first time it compiles the model for minutes") as tell:
+            server = launch.start(
+                Launch(
+                    command=(*map(str, command), "--served-model-name", model_id),
+                    environment=variables(),
+                    model=model,
+                    model_id=model_id,
+                    device=MAX.name,
+                    port=port,
+                    timeout=START_SECONDS,
+                    profile=device,
+                    calls=CALLS,
+                ),
+                tell,
+            )
+            tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
+    return server
+
+
+def serve_command(
+    model: Path, device: str, port: int, context: int, command: str = "./inv max.serve"
+) -> list[str | Path]:
+    """Return the command line of MAX's server on the loopback address; `command` is the one that was typed.
 
     Raises UsageError, InputError, and ServerError for a port that is taken.
     """
     if device not in DEVICES:
-        raise UsageError(f"unknown device {device!r}", f"MAX has {', '.join(DEVICES)}", "./inv max.serve --device cpu")
+        raise UsageError(f"unknown device {device!r}", f"MAX has {', '.join(DEVICES)}", f"{command} --device cpu")
     if context < 1:
         why = "it is the longest sequence in tokens"
-        raise UsageError(f"--context {context} has no meaning", why, "./inv max.serve --context 512")
-    check_port(port, LOOPBACK, "./inv max.serve")
+        raise UsageError(f"--context {context} has no meaning", why, f"{command} --context 512")
+    check_port(port, LOOPBACK, command)
     return [
         *_max("serve", model), *DEVICES[device], "--host", LOOPBACK, "--port", str(port),
         "--max-length", str(context), *(("--max-batch-size", "1") if device == "cpu" else ()),

@@ -88,13 +88,18 @@ class Limit(NamedTuple):
     patch: str = ""
 
 
-def prove(url: str, model: str, timeout: float, key: str = "", patches: Collection[str] = ()) -> dict[str, str]:
+def prove(
+    url: str, model: str, timeout: float, key: str = "", patches: Collection[str] = (), calls: Collection[str] = ()
+) -> dict[str, str]:
     """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
-    The calls are in the order of CALLS. `key` is the server's API key, if it has one. Raises ServerError, which names
-    each call that failed, if one is answered wrongly, or not within `timeout` seconds.
+    The calls are in the order of CALLS; `calls` are those that another server than vLLM has, all if there are none.
+    `key` is the server's API key, if it has one. Raises ServerError, which names each call that failed, if one is
+    answered wrongly, or not within `timeout` seconds.
     """
-    names = [name for name, call in CALLS.items() if not call.patch or call.patch in patches]
+    names = [
+        name for name, call in CALLS.items() if name in (calls or CALLS) and (not call.patch or call.patch in patches)
+    ]
     outcome: dict[str, str] = {}
     faults: dict[str, ServerError] = {}
     executor = ThreadPoolExecutor(len(names), "proof")

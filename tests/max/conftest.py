@@ -1,16 +1,47 @@
-"""The Mojo kernels' CPU parts as a C library, built once; skipped where MAX is not installed, failed on CI."""
+"""MAX's programs, skipped where MAX is not installed and failed on CI; the Mojo kernels' CPU parts as a C library,
+built once; and the tiny checkpoint, served by MAX once for all tests.
+"""
 
 import ctypes
 import os
 import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from sparkforge.core.paths import ROOT
 from sparkforge.environments import Environment
+from sparkforge.models import tiny
+from sparkforge.serve.settings import TINY_ID
 
 MAX = Environment("max")
 SOURCES = ROOT / "spark_mxfp4" / "max"
+
+
+@dataclass
+class Checkout:
+    """This checkout's commands with a state of its own, MAX's environment and compiled models apart."""
+
+    state: Path
+    environment: dict[str, str]
+    port: int
+
+    @property
+    def model(self):
+        return self.state / "models" / TINY_ID
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self):
+        return (self.state / "logs" / "server.log").read_text()
+
+    def inv(self, *words):
+        command = [ROOT / "inv", *words]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +52,13 @@ def mojo():
         if os.environ.get("CI"):
             pytest.fail(f"{path} is missing: ./inv max.test brings it")
         pytest.skip("MAX is not installed: run ./inv max.test")
-    return path
+    return path.absolute()
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """The folder of MAX's compiled models, which stays: a model takes minutes."""
+    return MAX.path.parents[1] / "cache" / "max"
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +70,22 @@ def host(mojo, tmp_path_factory):
     built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="session")
+def checkout(mojo, compiled, tmp_path_factory, free_port):
+    """A state with the tiny checkpoint, in which no server runs yet; `inv down` ends what a test has left."""
+    state = tmp_path_factory.mktemp("state")
+    state.chmod(0o700)
+    (state / "envs").symlink_to(mojo.parents[2])
+    tiny.write_tiny(state / "models" / TINY_ID)
+    environment = {**os.environ, "SPARKFORGE_STATE": str(state), "MODULAR_CACHE_DIR": str(compiled)}
+    checkout = Checkout(state, environment, free_port())
+    yield checkout
+    checkout.inv("down")
+
+
+@pytest.fixture(scope="session")
+def started(checkout):
+    """The finished `./inv max.up` whose server all tests share."""
+    return checkout.inv("max.up", "--port", str(checkout.port))

@@ -1,17 +1,55 @@
 """Command lines for Modular's MAX."""
 
 import socket
+import sys
+from contextlib import suppress
 
+import misbehaving
 import pytest
 
 from sparkforge.core.errors import InputError, ServerError, UsageError
-from sparkforge.serve import modular
+from sparkforge.core.paths import state
+from sparkforge.serve import client, environment, launch, modular, proof, record, status
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     return tmp_path
+
+
+@pytest.fixture
+def up(checkpoint, free_port, monkeypatch):
+    """Return the function `modular.up`, with a small server in MAX's place that behaves as told."""
+
+    def up(behaviour="good"):
+        port = free_port()
+        program = [sys.executable, misbehaving.__file__, str(port), behaviour, '["", {}]']
+        shell = ["/bin/sh", "-c", f"exec {' '.join(map(repr, program))}", "max"]  # the added flags are for MAX
+        monkeypatch.setattr(modular, "serve_command", lambda *_: shell)
+        return modular.up(checkpoint, "cpu", port, 256)
+
+    state().mkdir(exist_ok=True)
+    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(environment, "prepare", lambda *_: modular.MAX)
+    yield up
+    with suppress(ServerError):
+        launch.stop()
+
+
+def test_up_records_a_server_that_answers_what_max_has(up):
+    server = up("fails at top_logprobs")  # one of the calls that only vLLM is asked
+    assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(modular.CALLS))
+    assert tuple(name for name in proof.CALLS if name in modular.CALLS) == modular.CALLS
+    assert record.running() == server
+    report, _ = status.report(server)
+    assert "proved: a chat, a completion" in "\n".join(status.lines(report))
+
+
+def test_up_leaves_nothing_of_a_server_that_does_not_answer(up):
+    with pytest.raises(ServerError, match="no kernel image is available"):
+        up("cannot generate")
+    assert record.read() is None
 
 
 def test_the_cpu_serves_in_float32_on_the_loopback_address(checkpoint, free_port):
@@ -54,6 +92,18 @@ def test_numbers_that_max_cannot_serve_with_are_refused(checkpoint, free_port, p
     with pytest.raises(UsageError, match=words) as refused:
         modular.serve_command(checkpoint, "cpu", free_port() if port is None else port, context)
     assert refused.value.fix.startswith("./inv max.serve")
+
+
+def test_without_a_name_it_is_the_tiny_model(checkpoint):
+    assert modular.tiny_or("") == state() / "models" / "tiny-gpt-oss"
+    assert modular.tiny_or(str(checkpoint)) == checkpoint
+
+
+def test_compiled_models_are_kept_in_the_state_unless_the_user_says_where(monkeypatch):
+    monkeypatch.delenv("MODULAR_CACHE_DIR", raising=False)
+    assert modular.variables()["MODULAR_CACHE_DIR"] == str(state() / "cache" / "max")
+    monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
+    assert modular.variables()["MODULAR_CACHE_DIR"] == "/elsewhere"
 
 
 def test_a_port_that_is_taken_is_refused_before_max_is_brought(checkpoint, free_port):

@@ -1,0 +1,116 @@
+"""The tiny checkpoint served by MAX on a CPU: our commands, its API, and transformers' and vLLM's greedy tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from spark_mxfp4 import hf
+from sparkforge.core.paths import ROOT
+
+pytestmark = pytest.mark.integration
+CORPUS = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
+# Tokens of a prompt: below, at and above the window of 128, which is also how many keys MAX's CPU attention takes at a
+# time; 300 tokens are three of these.
+LENGTHS = (8, 63, 127, 128, 129, 139, 173, 300)
+GENERATED = 32
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def server(checkout, started):
+    assert started.returncode == 0, started.stderr
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkout):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkout.model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    tokens = tokenizer(CORPUS.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    return {length: tokens[:length] for length in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def answers(server, prompts):
+    """Return what MAX writes after each prompt."""
+
+    def complete(prompt):
+        body = {"model": "tiny-gpt-oss", "prompt": prompt, "max_tokens": GENERATED, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120).json()
+        assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": GENERATED} | answer["usage"]
+        return answer["choices"][0]["text"]
+
+    return {length: complete(prompt) for length, prompt in prompts.items()}
+
+
+def test_greedy_tokens_are_those_of_transformers(answers, checkout, prompts, tokenizer):
+    model = hf.load_packed(str(checkout.model), dtype=torch.float32, attn_implementation="eager").eval()
+    for length, prompt in prompts.items():
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, max_new_tokens=GENERATED, do_sample=False, eos_token_id=None)
+        assert answers[length] == tokenizer.decode(output[0, length:]), length
+
+
+def test_greedy_tokens_are_those_of_vllm(answers, checkout, prompts, tokenizer, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps(list(prompts.values())))
+    command = [sys.executable, HERE / "vllm_tokens.py", checkout.model, tmp_path / "prompts.json", str(GENERATED)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens = json.loads(done.stdout.splitlines()[-1])
+    assert list(answers.values()) == [tokenizer.decode(ids) for ids in tokens]
+
+
+def test_up_proves_what_max_answers_and_status_shows_it(server, started):
+    assert started.stdout == f"{server.url}/v1\n"
+    assert "proved: a chat, a completion, a streamed chat, a streamed completion" in started.stderr
+    report = json.loads(server.inv("status", "--json").stdout)["server"]
+    assert (report["model"], report["device"], report["profile"]) == ("tiny-gpt-oss", "max", "cpu")
+    assert report["healthy"]
+    assert report["context"] == 512
+
+
+def test_a_chat_is_answered_by_the_api_and_by_our_command(server):
+    body = {"model": "tiny-gpt-oss", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "temperature": 0}, timeout=120).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 8
+    chat = server.inv("max.chat", "Hello", "--max-tokens", "8")
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.strip()
+
+
+def test_nothing_is_sent_to_modular(server):
+    """Neither an open connection beyond this machine nor, in the log, one that was tried."""
+    connections = [connection for process in processes(server) for connection in process.net_connections("inet")]
+    assert any(connection.laddr.port == server.port for connection in connections)
+    assert all(not connection.raddr or connection.raddr.ip == "127.0.0.1" for connection in connections)
+    assert "telemetry" not in server.log.lower()
+
+
+def test_down_ends_every_process(server):
+    running = processes(server)
+    assert len(running) > 1
+    down = server.inv("down")
+    assert down.returncode == 0
+    assert down.stderr == f"stopped {server.url}\n"
+    assert not psutil.wait_procs(running, timeout=30)[1]
+    assert server.inv("status").returncode == 24
+
+
+def processes(server):
+    supervisor = psutil.Process(json.loads((server.state / "server.json").read_text())["pid"])
+    return [supervisor, *supervisor.children(recursive=True)]
