@@ -40,6 +40,7 @@ from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, 
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.models import local
 from sparkforge.serve import access, command_line, hold, profiler, profiles, record, restarts, settings
+from sparkforge.serve.cluster import watch as watch_nodes
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.health import HELD, READY
 from sparkforge.serve.settings import Settings
@@ -87,21 +88,24 @@ def main(arguments: Sequence[str]) -> int:
         else:
             admit(options, server)
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
-        ready = {"host": reachable, "port": port, "validated": options.mode}
+        ready = {"host": reachable, "port": 0 if server.headless else port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
         (options.run / HELD).unlink(missing_ok=True)
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
-    say(f"vLLM's API server starts on {host}:{port}")
+    say("vLLM's worker starts" if server.headless else f"vLLM's API server starts on {host}:{port}")
     return become(server)
 
 
 def become(server: ServerCommand) -> NoReturn:
     """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
     restarts.begin(_identity(server))
-    command = supervised(server.command(sys.executable), record.end_path(), server.model)
+    command = server.command(sys.executable)
+    if options := os.environ.get(watch_nodes.OPTIONS):
+        command = watch_nodes.watched(command, **json.loads(options), end=paths.state() / watch_nodes.END)
+    command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 
 

@@ -32,6 +32,8 @@ TURN_SECONDS = 0.2
 LONGEST_LINE = 4096  # bytes; a longer one is not of ours
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
+OPTIONS = "SPARKFORGE_CLUSTER_WATCH"  # in a container: what `watched` takes besides the command, as JSON
+END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]
   why:  {why}
