@@ -95,8 +95,8 @@ def cluster_up(_ctx: Context, config: str = "") -> None:
     """Serve one model over all nodes.
 
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
-    node's part ends, the others end within 30 seconds and say which it was. So far on the embedded device only.
-    Not verified: the whole way with vLLM was not run.
+    node's part ends, the others end within 30 seconds and say which it was. Each part is a container, or on the
+    embedded device vLLM's CPU build. Not verified: no container of a cluster was ever started.
     """
     from sparkforge.serve.cluster import start
 
@@ -130,7 +130,7 @@ def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
 def cluster_down(_ctx: Context, config: str = "") -> None:
     """Stop every node's part.
 
-    It ends whatever server each node's checkout runs, also one that ./inv up started there. Embedded device only.
+    It ends whatever server each node's checkout runs, also one that ./inv up started there.
     """
     from sparkforge.serve.cluster import start
 
