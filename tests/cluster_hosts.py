@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from sparkforge.core.paths import ROOT
+from sparkforge.serve.cluster import start
 
 MANAGEMENT, LINKS = ("10.78.0.1", "10.78.0.2"), ("link0", "link1")
 REAL = shutil.which("netplan")
@@ -176,10 +177,19 @@ def config(hosts, addresses=MANAGEMENT, **settings):
     for index, (host, name) in enumerate(zip(hosts, ("head", "worker"), strict=True)):
         ssh = f"root@{MANAGEMENT[1]}" if index else ""
         lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh}"', f'address = "{addresses[index]}"']
-        lines += [f'interface = "{LINKS[index]}"', f'state = "{host.files / "state"}"']
+        lines += [f'interface = "{LINKS[index]}"', f'state = "{host.files / "state"}"', 'hcas = ["rocep1s0f1"]']
+        lines += [f'folder = "{host.files}"']
     file = hosts[0].files / "cluster.toml"
     file.write_text("\n".join(lines) + "\n")
     return str(file)
+
+
+def checkout(host):
+    """Make a host's folder pass for a checkout on which ./inv was run."""
+    interpreter = host.files / start.INTERPRETER
+    interpreter.parent.mkdir(parents=True, exist_ok=True)
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
 
 
 def ethernets(host):

@@ -168,9 +168,7 @@ def cluster_setup(
     dry_run="show what would be undone, change nothing",
     yes="do not ask",
 )
-def cluster_restore(
-    _ctx: Context, nodes: str = "", config: str = "", dry_run: bool = False, yes: bool = False
-) -> None:
+def cluster_restore(_ctx: Context, nodes: str = "", config: str = "", dry_run: bool = False, yes: bool = False) -> None:
     """Undo what cluster.setup changed on every node.
 
     Each node has a record of how it was. A file that somebody else has changed since stays, and is named.
@@ -187,9 +185,7 @@ def cluster_restore(
     image="send the image, too; on the docker device only",
     dry_run="say what would be sent, send nothing",
 )
-def cluster_sync(
-    _ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False
-) -> None:
+def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
     """Send the head's model, and its image, to the other nodes over the link.
 
     Files that are there already, by their sha256, are not sent; one that is cut off is resumed. Not verified on a DGX

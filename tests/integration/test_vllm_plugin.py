@@ -613,7 +613,9 @@ def test_two_ranks_dense_shares_together_are_one_ranks(one_process, configure, f
     for ours, theirs in zip(together, (*whole[:3], whole[4]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     # FP8 has a scale for each row of a share, and a share of the output projection has half of the row.
-    exact = {"rtol": 1e-4, "atol": 1e-4} if format_name != "fp8" else {"rtol": 0.05, "atol": 0.05 * whole[3].std().item()}
+    exact = (
+        {"rtol": 1e-4, "atol": 1e-4} if format_name != "fp8" else {"rtol": 0.05, "atol": 0.05 * whole[3].std().item()}
+    )
     torch.testing.assert_close(sum(projected), whole[3], **exact)
 
 

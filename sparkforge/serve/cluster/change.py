@@ -30,6 +30,7 @@ RECORD = "var/lib/sparkforge/cluster.json"
 HOST_KEY = "etc/ssh/ssh_host_ed25519_key.pub"
 PROGRAM_SECONDS = 60
 NETPLAN, NETWORK_MANAGER = "netplan", "networkmanager"
+NETWORK_FOLDERS = ("/etc/netplan", "/etc/NetworkManager/system-connections")
 Answer = dict[str, Any]
 
 
@@ -86,14 +87,18 @@ def differ(options: Answer) -> Answer:
         before = existing(target(root, file["path"]))
         if before is None or before["data"] != file["text"].encode() or before["mode"] != file["mode"]:
             changes.append({"kind": "file", **file, "replaces": before is not None})
-    for line in options.get("lines", ()):
-        if line["line"].encode() not in ((existing(target(root, line["path"])) or {}).get("data", b"")).split(b"\n"):
-            changes.append({"kind": "line", **line})
+    changes += [
+        {"kind": "line", **line}
+        for line in options.get("lines", ())
+        if line["line"].encode() not in (existing(target(root, line["path"])) or {"data": b""})["data"].split(b"\n")
+    ]
     if (key := options.get("key")) and not target(root, key).exists():
         changes.append({"kind": "key", "path": key})
-    for name, value in options.get("kernel", {}).items():
-        if (now := content(root / "proc/sys" / name)) != value:
-            changes.append({"kind": "kernel", "name": name, "before": now, "value": value})
+    changes += [
+        {"kind": "kernel", "name": name, "before": now, "value": value}
+        for name, value in options.get("kernel", {}).items()
+        if (now := content(root / "proc/sys" / name)) != value
+    ]
     for name, wanted in options.get("interfaces", {}).items():
         now_is = interface(name)
         missing = [address for address in wanted["addresses"] if address not in now_is["addresses"]]
@@ -110,15 +115,18 @@ def apply(options: Answer) -> Answer:
         changes = differ(options)["changes"]
         if not changes and record["state"] == "done":
             return {"changes": []}
-        validate(root, [change for change in changes if change["kind"] == "file"])
+        files = [change for change in changes if change["kind"] == "file"]
+        validate(root, files)
         for change in changes:
             remember(root, record, change)
+        # Only what concerns it makes the network's program read its files again, which can interrupt connections.
+        own = [file for file in files if Path(file["path"]).parent.as_posix() in NETWORK_FOLDERS]
+        network = own or record["state"] == "begun" or any(change["kind"] == "interface" for change in changes)
         record.update(state="begun", manager=options.get("manager", ""))
         write_record(root, record)
         for change in changes:
             put(root, change)
-        changed = {change["kind"] for change in changes}
-        if changed & {"file", "interface"} or record["state"] == "begun":
+        if network:
             configure(options.get("manager", ""), options.get("connections", ()))
         record["state"] = "done"
         write_record(root, record)

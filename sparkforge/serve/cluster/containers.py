@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from sparkforge.image.compose import SERVICE
 from sparkforge.serve import container, launch, logs, record
 from sparkforge.serve.cluster import engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.record import Server
 
 PYTHON = "/opt/venv/bin/python"  # of the image
 # What the container has of RDMA, by the user and with the limits with which vLLM will run.
@@ -36,7 +38,9 @@ INSIDE = (
 )
 UNLIMITED = -1
 # NCCL with NCCL_DEBUG=INFO: "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/1", and a plugin's name in place of IB.
-CHANNEL = re.compile(r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)")
+CHANNEL = re.compile(
+    r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,23 @@ def begin(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     paths.secure_state()
     write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
     log = paths.state() / "logs" / "compose.log"
-    docker_compose.up(variables(config, node, token), log, lambda _: None, cluster=True)
-    return {"container": identity()}
+    env, started = variables(config, node, token), time.time()
+    docker_compose.up(env, log, lambda _: None, cluster=True)
+    server = Server(
+        pid=0,
+        started=started,
+        host=launch.LOOPBACK,
+        port=config.port,
+        model=env.get("SPARKFORGE_MODEL", ""),
+        model_id="a worker's part",
+        device=config.device,
+        log="",
+        container=identity(),
+        profile=config.profile,
+    )
+    record.write(server)
+    record.begun_path().unlink(missing_ok=True)
+    return {"container": server.container}
 
 
 def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any]:
@@ -149,7 +168,9 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     Raises what `container.start_part` raises; whenever it raises, the container is stopped.
     """
     env = variables(config, node, token)
-    document = parse_json(docker(docker_compose.compose("config", "--format", "json", cluster=True), env=env), "Compose")
+    document = parse_json(
+        docker(docker_compose.compose("config", "--format", "json", cluster=True), env=env), "Compose"
+    )
     server = container.start_part(env, document["services"][SERVICE], launch.LOOPBACK, config.port)
     carried = transport(log_text())
     if carried.tcp:

@@ -1,4 +1,4 @@
-"""`./inv cluster.setup` and `cluster.restore`: addresses, MTU, kernel settings and an ssh key for the link between nodes.
+"""`./inv cluster.setup` and `cluster.restore`: the link's addresses, MTU, kernel settings and ssh key on all nodes.
 
 What a node needs is computed here from all nodes' facts; change.py makes it so on each, and keeps a record there of how
 it was. Files are our own, with two exceptions of one line each: the other nodes' authorized_keys.
@@ -118,12 +118,14 @@ def addresses(
     for name, entries in interfaces.items():
         if taken := [entry.name for entry in entries if entry.name in elsewhere[name]]:
             files = ", ".join(sorted({file for entry in taken for file in looks[name].elsewhere[entry]}))
-            why = f"{files} in /etc/netplan configures {', '.join(taken)}, and not with an address on a subnet of its own"
+            why = (
+                f"{files} in /etc/netplan configures {', '.join(taken)}, and not with an address on a subnet of its own"
+            )
             fix = f"take {', '.join(taken)} out of that file on {name}, or correct it; then the same command again"
             raise _refused(f"{name} has another configuration of the link", why, fix)
     networks = _networks(subnets, next(iter(count)), len(nodes))
-    for name in interfaces:
-        own = {entry.name for entry in interfaces[name]}
+    for name, entries in interfaces.items():
+        own = {entry.name for entry in entries}
         others = [entry for entry in known[name].interfaces or () if entry.name not in own]
         for entry in others:
             if used := [network for network in networks for other in entry.networks if network.overlaps(other)]:
@@ -160,13 +162,16 @@ def _fitting(interfaces: Mapping[str, list[NetworkInterface]]) -> dict[str, list
 def _networks(subnets: str, halves: int, nodes: int) -> list[IPv4Network]:
     try:
         networks = [IPv4Network(text.strip()) for text in subnets.split(",")]
-        if len(networks) < halves or any(a.overlaps(b) for a in networks for b in networks if a is not b):
-            raise ValueError(f"{halves} subnets are needed, which do not overlap")
-        if any(network.num_addresses < FIRST_HOST + nodes + 1 or not network.is_private for network in networks):
-            raise ValueError("each is private and has room for all nodes from its tenth address on, as a /24 has")
     except ValueError as error:
-        raise UsageError(f"--subnets {subnets[:200]} has no meaning", str(error), f"--subnets {SUBNETS}") from error
-    return networks[:halves]
+        networks, why = [], str(error)
+    else:
+        why = f"{halves} subnets are needed, which do not overlap"
+    apart = not any(a.overlaps(b) for a in networks for b in networks if a is not b)
+    if len(networks) >= halves and apart:
+        if all(network.is_private and network.num_addresses > FIRST_HOST + nodes for network in networks):
+            return networks[:halves]
+        why = "each is private and has room for all nodes from its tenth address on, as a /24 has"
+    raise UsageError(f"--subnets {subnets[:200]} has no meaning", why, f"--subnets {SUBNETS}")
 
 
 def wanted(

@@ -4,8 +4,8 @@ It runs by that machine's own Python 3.9 or newer, as the user that ssh logs in,
 A folder that is not there yet is collected beside its place, in `.NAME.sparkforge-sync`.
 
 The argument is a JSON object with a `mode`, a `folder`, and `patterns` of file names:
-  list   sizes and sha256 of the folder's files, or of what was collected for it; `known` sums are not computed again, and
-         a file of another size than in `sizes` has none
+  list   sizes and sha256 of the folder's files, or of what was collected for it; `known` sums are not computed again,
+         and a file of another size than in `sizes` has none
   stage  make the folder in which it is collected
   keep   rename that one to its place
 """

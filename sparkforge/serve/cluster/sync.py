@@ -106,9 +106,11 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, here: NodeFil
         return
     if missing > there.free:
         why = f"{Path(there.place).parent} has {there.free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB are needed"
-        raise StorageError(f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full")
+        raise StorageError(
+            f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full"
+        )
     _program(node, {"mode": "stage", "folder": folder})
-    shell = ssh_words(head, here)
+    shell = ssh_words(here)
     destination = f"{_login(node)}@{node.address}:{there.place}/"
     tails = [name for name in different if _size(there, name) < sizes[name]]
     _rsync(head, node, shell, TAIL, tails, f"{folder}/", destination)
@@ -147,15 +149,23 @@ def _program(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(answer)
 
 
-def ssh_words(head: ClusterNode, here: NodeFiles) -> list[str]:
-    """Return the ssh with which the head reaches another node at the link: with the key of `cluster.setup` if it is there.
+def ssh_words(here: NodeFiles) -> list[str]:
+    """Return the ssh with which the head reaches another node at the link: by the key of `cluster.setup` if it has one.
 
     `here` is what the head said about itself.
     """
     words = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
     if not here.key:
         return words
-    return [*words, "-i", f"{here.home}/{KEY}", "-o", "IdentitiesOnly=yes", "-o", f"UserKnownHostsFile={here.home}/{HOSTS}"]
+    return [
+        *words,
+        "-i",
+        f"{here.home}/{KEY}",
+        "-o",
+        "IdentitiesOnly=yes",
+        "-o",
+        f"UserKnownHostsFile={here.home}/{HOSTS}",
+    ]
 
 
 def _login(node: ClusterNode) -> str:
@@ -190,7 +200,9 @@ def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
     """Return what rsync's, ssh's or docker's messages mean."""
     last = " ".join(error.why.splitlines()[-3:])
     if re.search(r"No space left on device|Disk quota exceeded", error.why):
-        return StorageError(f"the disk of {node.name} is full", last, f"free some there, then {AGAIN}", code="storage.full")
+        return StorageError(
+            f"the disk of {node.name} is full", last, f"free some there, then {AGAIN}", code="storage.full"
+        )
     if re.search(r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", error.why):
         fix = f"sudo apt install rsync   # on the head and on {node.name}"
         return ProcessError("rsync or docker is missing", last, fix, code="process.failed")
@@ -219,7 +231,7 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
         say(f"{node.name}: gets {name}, {wanted[:19]}")
         if dry_run:
             continue
-        shell = shlex.join([*ssh_words(config.head, _list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
+        shell = shlex.join([*ssh_words(_list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
         pipe = f"docker save {shlex.quote(name)} | {shell} docker load"
         try:
             remote.output(config.head, ["bash", "-o", "pipefail", "-c", pipe], seconds=SEND_SECONDS)
@@ -227,7 +239,9 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
             raise sending_error(error, node) from error
         if (loaded := image_id(node, name)) != wanted:
             why = f"{name} is {loaded or 'not there'} after docker load, and {wanted} on {config.head.name}"
-            fix = "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull on each"
+            fix = (
+                "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull on each"
+            )
             raise IntegrityError(f"{node.name} has another image", why, fix, code="integrity.image")
 
 

@@ -374,7 +374,9 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     expected = {**alone["services"].pop("vllm"), **LOOSENED}
     environment = server.pop("environment")
     own = {name: value for name, value in environment.items() if name not in expected["environment"]}
-    assert {name: environment[name] for name in expected.pop("environment")} == resolve(stack)["services"]["vllm"]["environment"]
+    assert {name: environment[name] for name in expected.pop("environment")} == resolve(stack)["services"]["vllm"][
+        "environment"
+    ]
     assert server == expected
     assert node == alone
     assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name == "VLLM_HOST_IP" for name in own)

@@ -7,7 +7,7 @@ import pytest
 
 from sparkforge.core.errors import RefusalError
 from sparkforge.image import compose
-from sparkforge.serve import launch
+from sparkforge.serve import record
 from sparkforge.serve.cluster import containers, node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
@@ -77,9 +77,16 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     assert passed["GLOO_SOCKET_IFNAME"] == "enp1s0f1np1"
     assert passed["SPARKFORGE_SERVE_PROFILE"] == "safe"
     watched = json.loads(passed[watch.OPTIONS])
-    assert watched == {"node": "spark2", "address": "192.168.177.11", "port": 29501, "peers": ["spark"], "listen": False}
+    assert watched == {
+        "node": "spark2",
+        "address": "192.168.177.11",
+        "port": 29501,
+        "peers": ["spark"],
+        "listen": False,
+    }
     assert watch.watched(("x",), **watched, end="e")  # the entrypoint calls it with these
-    assert launch.record.begun_path().exists()  # so that `./inv down` ends it after a kill
+    assert record.read().container == "0123456789abcdef"  # what `./inv down` ends
+    assert not record.begun_path().exists()
 
 
 def test_the_head_has_the_port_and_listens_to_its_workers(config):
@@ -89,7 +96,7 @@ def test_the_head_has_the_port_and_listens_to_its_workers(config):
     assert "--node-rank=0" in flags
     assert "--headless" not in flags
     assert json.loads(passed[watch.OPTIONS])["listen"] is True
-    assert passed[watch.TOKEN] == "t0"  # noqa: S105 - of a test
+    assert passed[watch.TOKEN] == "t0"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,11 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, d
     docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     log = watch.MESSAGE.format(node="spark2", why="nothing came from it for 10 s")
     docker_command.answers("logs --no-color", out=f"x\n{log}\n")
-    assert asked("spark", "status") == {"state": "ended", "why": "node spark2: nothing came from it for 10 s", "left": 0}
+    assert asked("spark", "status") == {
+        "state": "ended",
+        "why": "node spark2: nothing came from it for 10 s",
+        "left": 0,
+    }
     assert asked("spark", "logs")["lines"][0] == "x"
     assert asked("spark", "down") == {"state": "stopped the container"}
     assert docker_command.calls[-1].endswith("docker-compose.cluster.yml down")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,15 +101,20 @@ def test_a_file_of_others_without_good_addresses_is_named_and_left(sheet):
 def test_a_subnet_that_is_used_already_is_refused(sheet):
     facts = without_addresses(sheet("two-from-nvidia-playbook"))
     name = next(iter(facts))
-    wifi = facts[name].interfaces[0].model_copy(
-        update={"name": "wlan0", "driver": "", "pci": "", "addresses": ("192.168.101.77/24",)}
+    wifi = (
+        facts[name]
+        .interfaces[0]
+        .model_copy(update={"name": "wlan0", "driver": "", "pci": "", "addresses": ("192.168.101.77/24",)})
     )
     facts[name] = facts[name].model_copy(update={"interfaces": (*facts[name].interfaces, wifi)})
     with pytest.raises(RefusalError, match="wlan0"):
         plan(facts)
 
 
-@pytest.mark.parametrize("subnets", ["", "x", "10.0.0.0/24", "10.0.0.0/24,10.0.0.0/25", "8.8.8.0/24,8.8.9.0/24", "10.0.0.0/30,10.0.1.0/30"])  # fmt: skip
+@pytest.mark.parametrize(
+    "subnets",
+    ["", "x", "10.0.0.0/24", "10.0.0.0/24,10.0.0.0/25", "8.8.8.0/24,8.8.9.0/24", "10.0.0.0/30,10.0.1.0/30"],
+)
 def test_subnets_that_cannot_serve_are_refused(sheet, subnets):
     with pytest.raises(UsageError, match="--subnets"):
         plan(without_addresses(sheet("two-from-nvidia-playbook")), subnets)
@@ -170,7 +176,10 @@ def options(root, text="network: {version: 2}\n"):
 def tree(root):
     """Every file's bytes and mode, and every folder; neither the record nor its lock."""
     return {
-        str(path.relative_to(root)): (path.read_bytes().strip() if "proc" in path.parts else path.read_bytes(), path.stat().st_mode)
+        str(path.relative_to(root)): (
+            path.read_bytes().strip() if "proc" in path.parts else path.read_bytes(),
+            path.stat().st_mode,
+        )
         if path.is_file()
         else None
         for path in root.rglob("*")
@@ -249,8 +258,8 @@ def test_a_record_that_is_none_is_an_answer_and_no_traceback(root):
     (root / change.RECORD).parent.mkdir(parents=True)
     (root / change.RECORD).write_text("[]")
     done = subprocess.run(
-        ["python3", "-", json.dumps({"mode": "restore", "root": str(root)})],
-        stdin=Path(change.__file__).open(encoding="utf-8"),
+        [sys.executable, "-", json.dumps({"mode": "restore", "root": str(root)})],
+        input=Path(change.__file__).read_text(encoding="utf-8"),
         capture_output=True,
         text=True,
         check=True,

@@ -96,7 +96,11 @@ def test_an_image_that_the_head_lacks_or_cannot_have_is_refused(cluster):
 @pytest.mark.parametrize(
     ("said", "error", "what"),
     [
-        ("rsync: write failed on x: No space left on device (28)\nrsync error: in file IO (code 11)", StorageError, "full"),
+        (
+            "rsync: write failed on x: No space left on device (28)\nrsync error: in file IO (code 11)",
+            StorageError,
+            "full",
+        ),
         ("bash: line 1: rsync: command not found\nrsync error: (code 12)", ProcessError, "missing"),
         ("Host key verification failed.\nrsync error: unexplained error (code 255)", NetworkError, "log in"),
         ("nvidia@x: Permission denied (publickey).", NetworkError, "log in"),
