@@ -360,10 +360,10 @@ def _ask(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
         fix = "sudo -v   # then the same command again" if not node.ssh else f"ssh -t {node.ssh} sudo visudo"
         why = f"{error.why}: the link's settings are root's, and sudo must not ask for a password here"
         raise ProcessError(f"no rights of root on {node.name}", why, fix, code="process.failed") from error
-    if error := answer.get("error"):
+    if problem := answer.get("error"):
         what = f"{node.name} could not be {'changed' if options['mode'] == 'apply' else 'asked'}"
         fix = "mend that, then the same command again; ./inv cluster.restore undoes what was changed"
-        raise ProcessError(what, error, fix, code="process.failed")
+        raise ProcessError(what, problem, fix, code="process.failed")
     return dict(answer)
 
 
