@@ -155,8 +155,9 @@ def _fitting(interfaces: Mapping[str, list[NetworkInterface]]) -> dict[str, list
         if len(kept[name]) < len(chosen):
             return {}
     networks = [[address.network for address in chosen] for chosen in kept.values()]
-    same = all(chosen == networks[0] for chosen in networks)
-    return kept if same and len(set(networks[0])) == len(networks[0]) else {}
+    same = all(chosen == networks[0] for chosen in networks) and len(set(networks[0])) == len(networks[0])
+    every = [address for chosen in kept.values() for address in chosen]
+    return kept if same and len(set(every)) == len(every) else {}
 
 
 def _networks(subnets: str, halves: int, nodes: int) -> list[IPv4Network]:

@@ -81,6 +81,25 @@ def test_addresses_that_fit_stay_whatever_the_subnets_are(sheet):
         assert {k: v["addresses"] for k, v in wanted.interfaces.items()} == there
 
 
+@pytest.mark.parametrize("hosts", [(10, 20, 11, 21), (10, 10, 10, 10)])
+def test_halves_on_one_subnet_and_one_address_twice_are_replaced(sheet, hosts):
+    facts, numbers = without_addresses(sheet("two-from-nvidia-playbook")), iter(hosts)
+    third = iter([0, 0, 0, 0] if hosts[1] != hosts[0] else [0, 1, 0, 1])
+    for name, node in facts.items():
+        entries = tuple(
+            entry.model_copy(update={"addresses": (f"10.1.{next(third)}.{next(numbers)}/24",)})
+            if entry.port and entry.carrier
+            else entry
+            for entry in node.interfaces
+        )
+        facts[name] = node.model_copy(update={"interfaces": entries})
+    for wanted in plan(facts).values():
+        assert [v["addresses"][0].rpartition(".")[0] for v in wanted.interfaces.values()] == [
+            "192.168.100",
+            "192.168.101",
+        ]
+
+
 def test_a_file_of_others_keeps_its_addresses_and_gets_the_mtu_beside(sheet):
     facts = sheet("two-from-nvidia-playbook")
     name = next(iter(facts))
@@ -238,6 +257,23 @@ def test_a_setup_killed_at_any_rename_goes_on_or_is_undone(root, monkeypatch, go
             assert {name: item for name, item in tree(root).items() if "sparkforge_cluster" not in name} == after
         assert change.restore({"root": str(root)})["kept"] == []
         assert tree(root) == before, number
+
+
+@needs_keygen
+def test_a_second_setup_killed_before_its_first_file_is_undone_too(root, monkeypatch):
+    before, rename = tree(root), Path.replace
+    change.apply(options(root))
+
+    def killed(path, target):
+        rename(path, target)
+        raise SystemExit  # after the record, before the file
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(SystemExit):
+        change.apply(options(root, "network: {version: 2, renderer: networkd}\n"))
+    monkeypatch.setattr(Path, "replace", rename)
+    assert change.restore({"root": str(root)})["kept"] == []
+    assert tree(root) == before
 
 
 def test_netplan_judges_the_file_before_anything_changes(root, tmp_path, monkeypatch):
