@@ -40,7 +40,6 @@ from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, 
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.models import local
 from sparkforge.serve import access, command_line, hold, profiler, profiles, record, restarts, settings
-from sparkforge.serve.cluster import watch as watch_nodes
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.health import HELD, READY
 from sparkforge.serve.settings import Settings
@@ -50,6 +49,8 @@ from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA
 from validate.gate import ValidationVerdict
 
+CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # a node of a cluster: the options of the program that ends it with the others
+WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a file, as supervise.py is
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
 # Docker restarts after 0.1, 0.2, 0.4 s …: within this time a new start is the restart policy's, later a person's.
@@ -103,8 +104,8 @@ def become(server: ServerCommand) -> NoReturn:
     """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
     restarts.begin(_identity(server))
     command = server.command(sys.executable)
-    if options := os.environ.get(watch_nodes.OPTIONS):
-        command = watch_nodes.watched(command, **json.loads(options), end=paths.state() / watch_nodes.END)
+    if options := os.environ.get(CLUSTER):
+        command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
     command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 

@@ -23,7 +23,7 @@ from sparkforge.core.errors import EngineError, RefusalError, ServerError
 from sparkforge.core.files import write_atomic
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.compose import SERVICE
-from sparkforge.serve import container, launch, logs, record
+from sparkforge.serve import container, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.record import Server
@@ -78,18 +78,18 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     """
     is_head = node == config.head
     flags = (*engine.arguments(config, node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
-    watching = {
-        "node": node.name,
-        "address": config.head.address,
-        "port": config.watch_port,
-        "peers": [worker.name for worker in config.workers] if is_head else [config.head.name],
-        "listen": is_head,
-    }
+    watching = watch.option_words(
+        node=node.name,
+        address=config.head.address,
+        port=config.watch_port,
+        peers=[worker.name for worker in config.workers] if is_head else [config.head.name],
+        listen=is_head,
+    )
     return {
         **container.variables(config.model, config.profile, config.port, stack=stack_of(config)),
         **engine.environment(config, node),
         container.FLAGS: shlex.join(flags),
-        watch.OPTIONS: json.dumps(watching),
+        entrypoint.CLUSTER: json.dumps(watching),
         watch.TOKEN: token,
     }
 

@@ -542,15 +542,13 @@ def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
 
 
 def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
-    watching = {"node": "head", "address": "127.0.0.1", "port": free_port(), "peers": ["worker"], "listen": True}
-    options = {watch.OPTIONS: json.dumps(watching), watch.TOKEN: "t0"}
+    words = watch.option_words(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
+    options = {entrypoint.CLUSTER: json.dumps(words), watch.TOKEN: "t0"}
     child = container.start(SPARKFORGE_VALIDATE="off", **options)
     assert container.serving(child)
-    with socket.create_connection(("127.0.0.1", watching["port"]), timeout=20) as worker:
+    with socket.create_connection(("127.0.0.1", int(words[5])), timeout=20) as worker:
         for line in ({"hello": "worker", "token": "t0"}, {"node": "worker", "end": "its server ended with code 1"}):
             worker.sendall(json.dumps(line).encode() + b"\n")
         out, _ = child.communicate(timeout=60)
     assert child.returncode == watch.ENDED
     assert "node worker ended this node's part of the server" in out
-    note = json.loads((Path(container.environ["SPARKFORGE_STATE"]) / watch.END).read_text())
-    assert (note["node"], note["why"]) == ("worker", "its server ended with code 1")

@@ -7,7 +7,7 @@ import pytest
 
 from sparkforge.core.errors import RefusalError
 from sparkforge.image import compose
-from sparkforge.serve import record
+from sparkforge.serve import entrypoint, record
 from sparkforge.serve.cluster import containers, node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
@@ -76,15 +76,9 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     assert passed["NCCL_IB_HCA"] == "=rocep1s0f1,roceP2p1s0f1"
     assert passed["GLOO_SOCKET_IFNAME"] == "enp1s0f1np1"
     assert passed["SPARKFORGE_SERVE_PROFILE"] == "safe"
-    watched = json.loads(passed[watch.OPTIONS])
-    assert watched == {
-        "node": "spark2",
-        "address": "192.168.177.11",
-        "port": 29501,
-        "peers": ["spark"],
-        "listen": False,
-    }
-    assert watch.watched(("x",), **watched, end="e")  # the entrypoint calls it with these
+    watching = watch.parser().parse_args([*json.loads(passed[entrypoint.CLUSTER]), "--", "x"])
+    assert (watching.node, watching.address, watching.port) == ("spark2", "192.168.177.11", 29501)
+    assert (watching.peers, watching.listen) == (["spark"], False)
     assert record.read().container == "0123456789abcdef"  # what `./inv down` ends
     assert not record.begun_path().exists()
 
@@ -95,7 +89,7 @@ def test_the_head_has_the_port_and_listens_to_its_workers(config):
     assert "--port=8000" in flags
     assert "--node-rank=0" in flags
     assert "--headless" not in flags
-    assert json.loads(passed[watch.OPTIONS])["listen"] is True
+    assert "--listen" in json.loads(passed[entrypoint.CLUSTER])
     assert passed[watch.TOKEN] == "t0"
 
 
