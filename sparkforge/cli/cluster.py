@@ -151,10 +151,11 @@ NODES = "names for ssh, the head first; local is this machine; default: the node
 def cluster_setup(
     _ctx: Context, nodes: str = "", config: str = "", subnets: str = "", dry_run: bool = False, yes: bool = False
 ) -> None:
-    """Configure the link between two machines, or of several at a switch.
+    """Configure the link between the nodes.
 
-    Each gets an address on both halves of its port, MTU 9000, kernel settings, and an ssh key of the head's for the
-    link. It shows every change and asks; ./inv cluster.restore undoes it. Not verified on a DGX Spark.
+    Two machines, or several at a switch: each gets an address on both halves of its port, MTU 9000, kernel settings, and
+    an ssh key of the head's for the link. It shows every change and asks; ./inv cluster.restore undoes it. Not verified
+    on a DGX Spark.
     """
     from sparkforge.serve.cluster import setup
 
@@ -186,10 +187,10 @@ def cluster_restore(_ctx: Context, nodes: str = "", config: str = "", dry_run: b
     dry_run="say what would be sent, send nothing",
 )
 def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
-    """Send the head's model, and its image, to the other nodes over the link.
+    """Send the head's model and image to the other nodes.
 
-    Files that are there already, by their sha256, are not sent; one that is cut off is resumed. Not verified on a DGX
-    Spark.
+    They go over the link. Files that are there already, by their sha256, are not sent; one that is cut off is resumed.
+    Not verified on a DGX Spark.
     """
     from sparkforge.serve.cluster import sync
 

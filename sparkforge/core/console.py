@@ -104,10 +104,10 @@ def say(message: str) -> None:
     console().print(without_passwords(message))
 
 
-def confirmed(question: str, what: str, fix: str) -> bool:
-    """Ask a question that `y` affirms. Raises UsageError, with `what` and `fix`, where there is no terminal."""
+def confirmed(question: str, failure: str, fix: str) -> bool:
+    """Ask a question that `y` affirms. Raises UsageError, with `failure` and `fix`, where there is no terminal."""
     if not sys.stdin.isatty():
-        raise UsageError(what, "there is no terminal to ask on", fix)
+        raise UsageError(failure, "there is no terminal to ask on", fix)
     return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 

@@ -296,8 +296,8 @@ def run(*words: str) -> str:
     """Return what a program prints. Raises OSError, or ValueError with what it said."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PROGRAM_SECONDS)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[-500:]
-        raise ValueError(f"{' '.join(words)}: {said or f'it ended with code {done.returncode}'}")
+        output = " ".join((done.stderr or done.stdout).split())[-500:]
+        raise ValueError(f"{' '.join(words)}: {output or f'it ended with code {done.returncode}'}")
     return done.stdout
 
 

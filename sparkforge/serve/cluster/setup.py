@@ -63,7 +63,7 @@ class LinkEnd:
 
 
 @dataclass
-class Wanted:
+class NodePlan:
     """How a node is to be; change.py's argument."""
 
     manager: str
@@ -177,7 +177,7 @@ def _networks(subnets: str, halves: int, nodes: int) -> list[IPv4Network]:
 
 def wanted(
     nodes: Sequence[ClusterNode], looks: Mapping[str, NodeLook], links: Mapping[str, list[LinkEnd]]
-) -> dict[str, Wanted]:
+) -> dict[str, NodePlan]:
     """Return how each node is to be. Raises RefusalError for one whose network nothing configures that we know."""
     head = nodes[0].name
     result = {}
@@ -187,7 +187,7 @@ def wanted(
             why = "it has neither netplan with /etc/netplan nor NetworkManager's nmcli"
             fix = f"configure the link by hand ({GUIDE})"
             raise _refused(f"nothing configures the network of {node.name} that Sparkforge knows", why, fix)
-        plan = Wanted(sight.manager)
+        plan = NodePlan(sight.manager)
         for end in links[node.name]:
             plan.interfaces[end.interface] = {"addresses": [str(end.address)], "mtu": FULL_MTU}
             if len(links[node.name]) > 1:
@@ -362,13 +362,13 @@ def _ask(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
         why = f"{error.why}: the link's settings are root's, and sudo must not ask for a password here"
         raise ProcessError(f"no rights of root on {node.name}", why, fix, code="process.failed") from error
     if problem := answer.get("error"):
-        what = f"{node.name} could not be {'changed' if options['mode'] == 'apply' else 'asked'}"
+        failure = f"{node.name} could not be {'changed' if options['mode'] == 'apply' else 'asked'}"
         fix = "mend that, then the same command again; ./inv cluster.restore undoes what was changed"
-        raise ProcessError(what, problem, fix, code="process.failed")
+        raise ProcessError(failure, problem, fix, code="process.failed")
     return dict(answer)
 
 
-def _settle(nodes: Sequence[ClusterNode], plans: Mapping[str, Wanted]) -> None:
+def _settle(nodes: Sequence[ClusterNode], plans: Mapping[str, NodePlan]) -> None:
     """Wait until every interface has its address and MTU. Raises NetworkError with what is missing."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -385,5 +385,5 @@ def _settle(nodes: Sequence[ClusterNode], plans: Mapping[str, Wanted]) -> None:
         time.sleep(1)
 
 
-def _refused(what: str, why: str, fix: str) -> RefusalError:
-    return RefusalError(what, why, fix, code="validation.cluster")
+def _refused(failure: str, why: str, fix: str) -> RefusalError:
+    return RefusalError(failure, why, fix, code="validation.cluster")
