@@ -153,7 +153,7 @@ def cluster_setup(
 ) -> None:
     """Configure the link between the nodes.
 
-    Two machines, or several at a switch: each gets an address on both halves of its port, MTU 9000, kernel settings, and
+    Two machines, or several at a switch: each gets an address on both halves of its port, MTU 9000, kernel settings and
     an ssh key of the head's for the link. It shows every change and asks; ./inv cluster.restore undoes it. Not verified
     on a DGX Spark.
     """
