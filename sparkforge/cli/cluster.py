@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from sparkforge.core.console import echo, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
-    from sparkforge.serve.cluster.config import ClusterConfig
+    from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
 CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 
@@ -100,7 +101,8 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
     node's part ends, the others end within 30 seconds and say which it was; a process on this machine then starts all
     of them again, after the pauses and up to the number of failures of a single machine's server. --no-restart leaves
-    that process out. So far on the embedded device only. Not verified on a DGX Spark.
+    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified: no container
+    of a cluster was ever started.
     """
     from sparkforge.serve.cluster import keep, start
 
@@ -142,13 +144,84 @@ def cluster_logs(_ctx: Context, config: str = "", lines: str = "40") -> None:
 def cluster_down(_ctx: Context, config: str = "") -> None:
     """Stop every node's part.
 
-    It ends whatever server each node's checkout runs, also one that ./inv up started there. Embedded device only.
+    It ends whatever server each node's checkout runs, also one that ./inv up started there.
     """
     from sparkforge.serve.cluster import keep, start
 
     cluster = _read(config)
     keep.end()
     start.down(cluster)
+
+
+NODES = "names for ssh, the head first; local is this machine; default: the nodes of cluster.toml"
+
+
+@task(
+    example="./inv cluster.setup --nodes local,spark-2 --dry-run",
+    nodes=NODES,
+    config=CONFIG,
+    subnets="one for each half of the port",
+    dry_run="show what would be changed, change nothing",
+    yes="do not ask",
+)
+def cluster_setup(
+    _ctx: Context, nodes: str = "", config: str = "", subnets: str = "", dry_run: bool = False, yes: bool = False
+) -> None:
+    """Configure the link between the nodes.
+
+    Two machines, or several at a switch: each gets an address on both halves of its port, MTU 9000, kernel settings and
+    an ssh key of the head's for the link. It shows every change and asks; ./inv cluster.restore undoes it. Not verified
+    on a DGX Spark.
+    """
+    from sparkforge.serve.cluster import setup
+
+    setup.setup(_nodes(nodes, config), subnets or setup.SUBNETS, dry_run=dry_run, yes=yes)
+
+
+@task(
+    example="./inv cluster.restore --nodes local,spark-2",
+    nodes=NODES,
+    config=CONFIG,
+    dry_run="show what would be undone, change nothing",
+    yes="do not ask",
+)
+def cluster_restore(_ctx: Context, nodes: str = "", config: str = "", dry_run: bool = False, yes: bool = False) -> None:
+    """Undo what cluster.setup changed on every node.
+
+    Each node has a record of how it was. A file that somebody else has changed since stays, and is named.
+    """
+    from sparkforge.serve.cluster import setup
+
+    setup.restore(_nodes(nodes, config), dry_run=dry_run, yes=yes)
+
+
+@task(
+    example="./inv cluster.sync",
+    config=CONFIG,
+    model="a folder on the head; default: that of cluster.toml",
+    image="send the image, too; on the docker device only",
+    dry_run="say what would be sent, send nothing",
+)
+def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool = False, dry_run: bool = False) -> None:
+    """Send the head's model and image to the other nodes.
+
+    They go over the link. Files that are there already, by their sha256, are not sent; one that is cut off is resumed.
+    Not verified on a DGX Spark.
+    """
+    from sparkforge.serve.cluster import sync
+
+    cluster = _read(config)
+    sync.send_model(cluster, caller_path(model), dry_run=dry_run)
+    if image:
+        sync.send_image(cluster, dry_run=dry_run)
+
+
+def _nodes(names: str, path: str) -> Sequence[ClusterNode]:
+    from sparkforge.serve.cluster import check
+
+    if names and path:
+        raise UsageError("--nodes goes without --config", "both name the machines", "leave one of them out")
+    return check.named_nodes(listed(names)) if names else _read(path).nodes
 
 
 def _read(path: str) -> ClusterConfig:

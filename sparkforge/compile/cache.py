@@ -29,7 +29,7 @@ from sparkforge import pins as pin_table
 from sparkforge.compile import jobs, ninjafile
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory, paths
-from sparkforge.core.console import say, show_error
+from sparkforge.core.console import confirmed, say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked, tree_size
 from sparkforge.pins import Pins
@@ -313,10 +313,7 @@ def _remove_all(chosen: Sequence[CachedModule]) -> list[CachedModule]:
 
 
 def _ask(question: str) -> bool:
-    if not sys.stdin.isatty():
-        fix = advised("clean-cache", "--all", "--yes")
-        raise UsageError("--all asks first", "there is no terminal to ask on", fix)
-    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    return confirmed(question, "--all asks first", advised("clean-cache", "--all", "--yes"))
 
 
 def print_cache(pins: Pins, root: Path | None = None) -> None:

@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from sparkforge.core import paths
-from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.errors import SparkforgeError, UsageError
 from sparkforge.core.urls import without_passwords
 
 # C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
@@ -102,6 +102,13 @@ def console() -> Console:
 def say(message: str) -> None:
     """Print one line for people, without interpreting markup and without a URL's password."""
     console().print(without_passwords(message))
+
+
+def confirmed(question: str, failure: str, fix: str) -> bool:
+    """Ask a question that `y` affirms. Raises UsageError, with `failure` and `fix`, where there is no terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError(failure, "there is no terminal to ask on", fix)
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def echo(text: str = "", *, end: str = "\n") -> None:

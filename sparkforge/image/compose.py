@@ -17,6 +17,7 @@ from sparkforge.core.errors import EngineError, UsageError
 PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
 STACK = "SPARKFORGE_STACK"
+CLUSTER = "docker-compose.cluster.yml"  # behind the others: one node's part of a model over several machines
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
@@ -51,9 +52,13 @@ def files() -> list[Path]:
     return chosen
 
 
-def compose(*arguments: str | Path, file: Path | None = None) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose command on our files, or on `file` alone."""
-    file_options: list[str | Path] = [option for path in ([file] if file else files()) for option in ("--file", path)]
+def compose(*arguments: str | Path, file: Path | None = None, cluster: bool = False) -> list[str | Path]:
+    """Return the arguments of `docker` for a Compose command on our files, or on `file` alone.
+
+    With `cluster` our files are those of a node of a cluster.
+    """
+    chosen = [file] if file else [*files(), *([paths.ROOT / CLUSTER] if cluster else [])]
+    file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
 
 
@@ -113,12 +118,19 @@ def cache_volume(env: Mapping[str, str]) -> str:
     return str(document["volumes"][CACHE]["name"])
 
 
-def up(env: Mapping[str, str], log: Path, tell: Callable[[str], None], file: Path | None = None) -> None:
+def up(
+    env: Mapping[str, str],
+    log: Path,
+    tell: Callable[[str], None],
+    file: Path | None = None,
+    *,
+    cluster: bool = False,
+) -> None:
     """Create and start the service's container; the image must be there. Output goes to `log`.
 
-    `file` is a resolved project to start in place of our files.
+    `file` is a resolved project to start in place of our files; with `cluster` it is a node of a cluster.
     """
-    docker_logged(compose("up", "--detach", "--no-build", SERVICE, file=file), log, tell, env)
+    docker_logged(compose("up", "--detach", "--no-build", SERVICE, file=file, cluster=cluster), log, tell, env)
 
 
 def stop(env: Mapping[str, str]) -> None:

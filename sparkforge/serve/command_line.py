@@ -59,8 +59,13 @@ class ServerCommand:
 
     def command(self, python: str | Path) -> tuple[str, ...]:
         """Return the whole command, run by the interpreter `python`."""
-        module = WORKER if HEADLESS in self.arguments else (MODULE,)
+        module = WORKER if self.headless else (MODULE,)
         return (str(python), "-m", *module, *self.arguments)
+
+    @property
+    def headless(self) -> bool:
+        """Whether it is a worker of another machine's server, without an API."""
+        return HEADLESS in self.arguments
 
     def address(self) -> tuple[str, int]:
         """Return the host and the port on which it listens. Raises UsageError for a port that is none.

@@ -184,6 +184,17 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
     return server
 
 
+def start_part(env: Mapping[str, str], part: Mapping[str, Any], host: str, port: int) -> Server:
+    """Start the head's part of a cluster, which listens on the machine's own `host` and `port`; return it once proved.
+
+    `part` is the service as Compose resolves it. Raises as `up` does; whenever it raises, the container is stopped, not
+    removed.
+    """
+    environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
+    service = Service(str(part["image"]), environment[docker_compose.STACK], host, port, 1, environment, "")
+    return _start("docker", env, service, lambda _: None, cluster=True)
+
+
 def start_again(start: KnownGood, steps: Steps) -> Server:
     """Start a container from a known good start as it was recorded, its image by id. Raises as `up` does."""
     current = docker_compose.resolved(docker_compose.variables(start.stack))
@@ -261,13 +272,22 @@ def _image_id(service: Service, docker_engine: Engine) -> str:
 
 
 def _start(
-    device: str, env: Mapping[str, str], service: Service, tell: Callable[[str], None], file: Path | None = None
+    device: str,
+    env: Mapping[str, str],
+    service: Service,
+    tell: Callable[[str], None],
+    file: Path | None = None,
+    *,
+    cluster: bool = False,
 ) -> Server:
-    """Start the service of our Compose files, or of `file`, and return the server that proved itself."""
+    """Start the service of our Compose files, or of `file`, and return the server that proved itself.
+
+    With `cluster` it is the head's part of a cluster.
+    """
     try:
         paths.secure_state()
         write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
-        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file)
+        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file, cluster=cluster)
         with engine.connected() as client:
             container = _find_container(client)
             container_settings = settings.read(service.environment)

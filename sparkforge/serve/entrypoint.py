@@ -49,6 +49,8 @@ from validate.checks.finding import Status
 from validate.facts.fact import SCHEMA
 from validate.gate import ValidationVerdict
 
+CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # a node of a cluster: the options of the program that ends it with the others
+WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a file, as supervise.py is
 REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
 # Docker restarts after 0.1, 0.2, 0.4 s …: within this time a new start is the restart policy's, later a person's.
@@ -87,21 +89,24 @@ def main(arguments: Sequence[str]) -> int:
         else:
             admit(options, server)
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound
-        ready = {"host": reachable, "port": port, "validated": options.mode}
+        ready = {"host": reachable, "port": 0 if server.headless else port, "validated": options.mode}
         key = access.digest(server.environment.get(access.KEY, ""))
         (options.run / HELD).unlink(missing_ok=True)
         _write(options.run / READY, {**ready, "key": key}, mode=0o600)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
-    say(f"vLLM's API server starts on {host}:{port}")
+    say("vLLM's worker starts" if server.headless else f"vLLM's API server starts on {host}:{port}")
     return become(server)
 
 
 def become(server: ServerCommand) -> NoReturn:
     """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
     restarts.begin(_identity(server))
-    command = supervised(server.command(sys.executable), record.end_path(), server.model)
+    command = server.command(sys.executable)
+    if options := os.environ.get(CLUSTER):
+        command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
+    command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.serve import access
 
-READY = "ready"  # in SPARKFORGE_RUN; JSON with `host` and `port`
+READY = "ready"  # in SPARKFORGE_RUN; JSON with `host` and `port`, which is 0 for a server without an API
 HELD = "held"  # there too: why a container that stays up starts no server (restarts.py), or waits to validate again
 REFUSED = "refused"  # how that text begins after a refusal
 LONGEST_WORDS = 500
@@ -33,7 +33,8 @@ def look(run: Path) -> str:
         return _held(run) or f"no {run / READY}: the validation has not passed"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"cannot read {run / READY}: {error}"
-    return _key_changed(str(ready.get("key", ""))) or _ask(host, port)
+    # A worker of a cluster has no API: Docker says whether it runs.
+    return _key_changed(str(ready.get("key", ""))) or (_ask(host, port) if port else "")
 
 
 def _held(run: Path) -> str:

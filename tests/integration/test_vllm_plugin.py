@@ -118,9 +118,9 @@ def configure(tmp_path):
 
 
 @contextmanager
-def as_rank(groups, rank, ranks):
-    """Let this process pass for one of several tensor-parallel (and so expert-parallel) ranks."""
-    faked = [groups._TP, groups._EP]
+def as_rank(groups, rank, ranks, way="_TP"):
+    """Let this process pass for one of several tensor-parallel or data-parallel (and so expert-parallel) ranks."""
+    faked = [getattr(groups, way), groups._EP]
     for group in faked:
         group.rank_in_group, group.world_size = rank, ranks
     try:
@@ -293,6 +293,25 @@ def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, 
         assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[here])
         assert layer.expert_map[here].tolist() == list(range(4 // ranks))
         assert (layer.expert_map == -1).sum() == 4 - 4 // ranks
+        total += partial_output(layer)
+    torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_data_parallel_ranks_share_the_experts_and_all_add_up(one_process, configure, stored, spread):
+    """Each rank has requests of its own; vLLM gives the experts the tokens of all, and adds up what ranks return."""
+    vllm_config = configure(SMALL, data_parallel_size=2, enable_expert_parallel=spread)
+    x, ids, shares = routing(4)
+    total = torch.zeros_like(x)
+    for rank in range(2):
+        vllm_config.parallel_config.data_parallel_rank = rank
+        with as_rank(one_process, rank, 2, "_DP"):
+            layer = load_layer(vllm_config, stored)
+            if spread:
+                assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[2 * rank : 2 * rank + 2])
+                assert layer.expert_map.tolist() == ([-1, -1, 0, 1] if rank else [0, 1, -1, -1])
+            else:
+                check_share(layer, stored.weights, inner_columns(2880, 2, rank), rank)
         total += partial_output(layer)
     torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
 
@@ -570,6 +589,36 @@ def test_a_cpu_multiplies_by_the_formats_values(one_process, configure, formats,
         embedding = checkpoint["model.embed_tokens.weight"].float().chunk(ranks)[rank]
         assert torch.equal(model.model.embedding.weight, embedding)
         assert model.model.layers[0].mlp.router.weight.dtype == torch.float32
+
+
+def dense_outputs(layers, x, attended):
+    """Return q, k, v, the output projection's product and the logits, as this rank computes them."""
+    qkv, projection, head = layers
+    heads = qkv.quant_method.apply(qkv, x).chunk(3, -1)  # as many key heads as query heads
+    return *heads, projection.quant_method.apply(projection, attended), head.quant_method.apply(head, x)
+
+
+@pytest.mark.parametrize("format_name", ["mxfp8", "mxfp4", "fp8"])
+def test_two_ranks_dense_shares_together_are_one_ranks(one_process, configure, formats, checkpoint, format_name):
+    formats(format_name, format_name)
+    vllm_config = configure(DENSE)
+    torch.manual_seed(5)
+    x, attended, parts = torch.randn(5, 64), torch.randn(5, 128), []
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            with as_rank(one_process, rank, ranks):
+                layers = process(dense_model(vllm_config, checkpoint))
+            parts.append(dense_outputs(layers, x, attended.chunk(ranks, -1)[rank]))
+    whole, *shares = parts
+    queries, keys, values, projected, logits = zip(*shares, strict=True)
+    together = [torch.cat(part, -1) for part in (queries, keys, values, logits)]
+    for ours, theirs in zip(together, (*whole[:3], whole[4]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    # FP8 has a scale for each row of a share, and a share of the output projection has half of the row.
+    exact = (
+        {"rtol": 1e-4, "atol": 1e-4} if format_name != "fp8" else {"rtol": 0.05, "atol": 0.05 * whole[3].std().item()}
+    )
+    torch.testing.assert_close(sum(projected), whole[3], **exact)
 
 
 def test_without_formats_dense_layers_stay_as_stored(one_process, configure, formats, checkpoint):

@@ -34,21 +34,10 @@ SERVED = {"docker": "gpt-oss-120b", "embedded": settings.TINY_ID}
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[dict[str, NodeFacts], ClusterConfig]:
     """Ask machines by their names for ssh, the head first, and return facts and a configuration.
 
-    `local` is this machine. Raises the first node's error if one does not answer, RefusalError if they share no
-    network, UsageError for a name that is none and for one machine named twice.
+    Raises the first node's error if one does not answer, RefusalError if they share no network, and what `named_nodes`
+    raises.
     """
-    if len(destinations) < 2:
-        why = "a cluster has two nodes or more; local is this machine"
-        raise UsageError("fewer than two nodes are named", why, "./inv cluster.discover --nodes local,spark-2")
-    try:
-        asked = [_node(destination, index) for index, destination in enumerate(destinations)]
-    except ValueError as error:
-        why = "it takes names for ssh, such as nvidia@spark-2, and local"
-        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, "--nodes local,spark-2") from error
-    names = [node.name for node in asked]
-    if twice := [name for name in names if names.count(name) > 1]:
-        why = "each machine is one node, whoever logs in there"
-        raise UsageError(f"--nodes names {twice[0]} twice", why, "--nodes local,spark-2")
+    asked = named_nodes(destinations)
     answers = facts.gather(asked, {})
     for answer in answers.values():
         if isinstance(answer, SparkforgeError):
@@ -63,6 +52,26 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[d
         why = f"{'.'.join(map(str, first['loc'])) or 'nodes'}: {first['msg']}"
         fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
         raise UsageError("these machines make no cluster.toml", why, fix) from error
+
+
+def named_nodes(destinations: Sequence[str]) -> list[ClusterNode]:
+    """Return nodes that have a name and a way to ask them, and nothing else yet; `local` is this machine.
+
+    Raises UsageError for fewer than two, a name that is none, and one machine named twice.
+    """
+    if len(destinations) < 2:
+        why = "a cluster has two nodes or more; local is this machine"
+        raise UsageError("fewer than two nodes are named", why, "./inv cluster.discover --nodes local,spark-2")
+    try:
+        asked = [_node(destination, index) for index, destination in enumerate(destinations)]
+    except ValueError as error:
+        why = "it takes names for ssh, such as nvidia@spark-2, and local"
+        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, "--nodes local,spark-2") from error
+    names = [node.name for node in asked]
+    if twice := [name for name in names if names.count(name) > 1]:
+        why = "each machine is one node, whoever logs in there"
+        raise UsageError(f"--nodes names {twice[0]} twice", why, "--nodes local,spark-2")
+    return asked
 
 
 def _node(destination: str, index: int) -> ClusterNode:

@@ -178,7 +178,7 @@ def _images(situation: Situation) -> CheckResult:
     return _same(situation, "the image", "image")
 
 
-@add("models", "All nodes have the same model, by a hash.", "rsync -a MODEL/ OTHER:MODEL/   # over the link's address")
+@add("models", "All nodes have the same model, by a hash.", "./inv cluster.sync")
 def _models(situation: Situation) -> CheckResult:
     if not situation.config.model:
         return CheckResult(Status.SKIPPED, "cluster.toml names no model")

@@ -34,7 +34,7 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
 from sparkforge.serve import access, client, embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import allreduce, balancer, engine, watch
+from sparkforge.serve.cluster import allreduce, balancer, containers, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
@@ -65,7 +65,7 @@ class NodeRequest(Record):
 
 def end_path() -> Path:
     """Return where it is written which other node ended this one's part."""
-    return paths.state() / "cluster.end.json"
+    return paths.state() / watch.END
 
 
 def describe(request: NodeRequest) -> Launch:
@@ -254,6 +254,27 @@ ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
 }
 
 
+def in_container(request: NodeRequest) -> dict[str, Any]:
+    """Do what is asked for on the device docker. Raises InputError for what only the embedded device has."""
+    config, node = request.config, request.node
+    match request.action:
+        case "validate":
+            return containers.validate(config, node)
+        case "begin":
+            with launch.starting():
+                return containers.begin(config, node, request.token)
+        case "start":
+            with launch.starting():
+                return containers.start(config, node, request.token)
+        case "status":
+            return containers.status()
+        case "logs":
+            return containers.tail(request.lines)
+        case "down":
+            return containers.down()
+    raise InputError(f"there is no {request.action} in a container", "it is not built", 'device = "embedded"')
+
+
 def main() -> int:
     """Read the request from stdin and answer it; returns the exit code. An error is an answer too."""
     try:
@@ -268,7 +289,7 @@ def main() -> int:
             raise InputError("the request is malformed", why, fix)
         paths.secure_state()
         with interrupt.caught():
-            answer = ACTIONS[request.action](request)
+            answer = (in_container if request.config.device == "docker" else ACTIONS[request.action])(request)
     except SparkforgeError as error:
         show_error(error)
         answer = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}

@@ -33,6 +33,7 @@ LONGEST_LINE = 4096  # bytes; a longer one is not of ours
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
 STOPPED = "it was stopped"  # by a signal: somebody's wish, or a machine that shuts down in order
+END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
 MESSAGE = """✗ node {node} ended this node's part of the server [server.cluster]
   why:  {why}
@@ -245,8 +246,14 @@ def watched(
     command: Sequence[str], *, node: str, address: str, port: int, peers: Sequence[str], listen: bool, end: Path
 ) -> tuple[str, ...]:
     """Return the command that runs `command` under this program. Its environment needs TOKEN."""
-    options = ["--node", node, "--address", address, "--port", str(port), "--peers", ",".join(peers), "--end", str(end)]
-    return (sys.executable, "-P", __file__, *options, *(["--listen"] if listen else []), "--", *command)
+    options = option_words(node=node, address=address, port=port, peers=peers, listen=listen)
+    return (sys.executable, "-P", __file__, *options, "--end", str(end), "--", *command)
+
+
+def option_words(*, node: str, address: str, port: int, peers: Sequence[str], listen: bool) -> tuple[str, ...]:
+    """Return this program's options."""
+    options = ("--node", node, "--address", address, "--port", str(port), "--peers", ",".join(peers))
+    return (*options, *(("--listen",) if listen else ()))
 
 
 if __name__ == "__main__":

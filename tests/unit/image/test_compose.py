@@ -78,10 +78,10 @@ def read(file, environment):
     return expand(yaml.load((ROOT / file).read_text(encoding="utf-8"), Loader), environment)  # noqa: S506 - a SafeLoader
 
 
-def resolve(name, **environment):
+def resolve(name, *more, **environment):
     environment = {**({"SPARKFORGE_STACK": name} if name in STACKS else {}), **environment}
     document = {}
-    for file in DEVICES[name]:
+    for file in (*DEVICES[name], *more):
         document = merge(document, read(file, environment))
     for service, content in document["services"].items():
         if extended := content.pop("extends", None):
@@ -359,3 +359,37 @@ def test_the_development_file_is_whole_and_starts_one_server(device):
         volume["target"]: volume["source"] for volume in named["services"]["dev"]["volumes"] if "target" in volume
     }
     assert all(mounted[f"/src/{checkout.name}"] == f"/my/{checkout.name}" for checkout in dev.CHECKOUTS)
+
+
+LOOSENED = {
+    "network_mode": "host",
+    "networks": [],
+    "ports": [],
+    "devices": ["/dev/infiniband:/dev/infiniband"],
+    "ulimits": {"memlock": -1},
+    "restart": "no",
+}
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
+def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(stack):
+    alone, node = resolve(stack), resolve(stack, compose.CLUSTER)
+    server = node["services"].pop("vllm")
+    expected = {**alone["services"].pop("vllm"), **LOOSENED}
+    environment = server.pop("environment")
+    own = {name: value for name, value in environment.items() if name not in expected["environment"]}
+    assert {name: environment[name] for name in expected.pop("environment")} == resolve(stack)["services"]["vllm"][
+        "environment"
+    ]
+    assert server == expected
+    assert node == alone
+    assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name == "VLLM_HOST_IP" for name in own)
+    assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set outside
+
+
+def test_each_loosened_key_has_its_reason_above_it():
+    lines = (ROOT / compose.CLUSTER).read_text(encoding="utf-8").splitlines()
+    above = {line.strip().partition(":")[0]: lines[number - 1].strip() for number, line in enumerate(lines)}
+    for key in LOOSENED:
+        assert above[key].startswith("# "), key
+        assert above[key].endswith("."), key

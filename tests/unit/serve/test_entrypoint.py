@@ -11,6 +11,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.pins import patched
 from sparkforge.serve import access, entrypoint, settings
 from sparkforge.serve import health as healthy
+from sparkforge.serve.cluster import watch
 from sparkforge.serve.command_line import ServerCommand
 
 SERVER = textwrap.dedent("""
@@ -530,3 +532,23 @@ def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkey
     document = entrypoint.validate(told, ServerCommand("m", "m", "127.0.0.1", 8000))
     assert document["verdict"] == "refuse"
     assert "was killed by signal 11, its report says 0" in document["findings"][0]["evidence"]
+
+
+def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
+    _, printed, server = container.decides(VLLM_ARGS="--node-rank=1 --headless")
+    assert server.command("python")[1:4] == ("-m", "vllm.entrypoints.cli.main", "serve")
+    assert json.loads((container.run / entrypoint.READY).read_text())["port"] == 0
+    assert "worker starts" in printed
+
+
+def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
+    words = watch.option_words(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
+    options = {entrypoint.CLUSTER: json.dumps(words), watch.TOKEN: "t0"}
+    child = container.start(SPARKFORGE_VALIDATE="off", **options)
+    assert container.serving(child)
+    with socket.create_connection(("127.0.0.1", int(words[5])), timeout=20) as worker:
+        for line in ({"hello": "worker", "token": "t0"}, {"node": "worker", "end": "its server ended with code 1"}):
+            worker.sendall(json.dumps(line).encode() + b"\n")
+        out, _ = child.communicate(timeout=60)
+    assert child.returncode == watch.ENDED
+    assert "node worker ended this node's part of the server" in out

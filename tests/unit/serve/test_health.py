@@ -51,6 +51,10 @@ def test_a_validated_server_that_answers_is_healthy(ready, answering, monkeypatc
     assert capsys.readouterr().out == "healthy\n"
 
 
+def test_a_validated_worker_without_an_api_is_healthy(ready):
+    assert healthy.look(ready("127.0.0.1", 0)) == ""
+
+
 def test_without_readiness_an_answering_server_is_not_healthy(answering, tmp_path):
     answering(200)
     assert "validation has not passed" in healthy.look(tmp_path)

@@ -1,0 +1,224 @@
+"""A node's part of a cluster in a container: what node.py does on the device `docker`, on that node.
+
+Compose starts it from the files of one machine and docker-compose.cluster.yml behind them. Each function takes the
+cluster's configuration and the node, as on the embedded device. Not verified on a DGX Spark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.docker import docker, docker_logged
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import EngineError, RefusalError, ServerError
+from sparkforge.core.files import write_atomic
+from sparkforge.image import compose as docker_compose
+from sparkforge.image.compose import SERVICE
+from sparkforge.serve import container, entrypoint, launch, logs, record
+from sparkforge.serve.cluster import engine, watch
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.record import Server
+
+PYTHON = "/opt/venv/bin/python"  # of the image
+# What the container has of RDMA, by the user and with the limits with which vLLM will run.
+INSIDE = (
+    "import json,os,resource as r; d='/dev/infiniband'; "
+    "n=sorted(os.listdir(d)) if os.path.isdir(d) else []; "
+    "print(json.dumps({'devices': n, 'open': [i for i in n if os.access(d+'/'+i, os.R_OK|os.W_OK)], "
+    "'memlock': r.getrlimit(r.RLIMIT_MEMLOCK)[0]}))"
+)
+UNLIMITED = -1
+STOPPED = 128 + signal.SIGTERM  # a container's code after `docker stop`
+# NCCL with NCCL_DEBUG=INFO: "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/1", and a plugin's name in place of IB.
+CHANNEL = re.compile(
+    r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)"
+)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What NCCL's log says about the channels between nodes: how many go over RDMA's devices, how many over TCP."""
+
+    rdma: int
+    devices: tuple[int, ...]
+    tcp: int
+
+    @property
+    def in_words(self) -> str:
+        """One line for people."""
+        if self.tcp:
+            return f"TCP carries {self.tcp} of {self.tcp + self.rdma} channels"
+        return f"RDMA carries all {self.rdma} channels, over {len(self.devices)} devices" if self.rdma else "not known"
+
+
+def transport(log: str) -> Transport:
+    """Read NCCL's channels between nodes from a log; those within a node are not counted."""
+    channels = [(match["kind"], int(match["device"])) for match in CHANNEL.finditer(log)]
+    rdma = [device for kind, device in channels if kind.startswith("IB")]
+    return Transport(len(rdma), tuple(sorted(set(rdma))), len(channels) - len(rdma))
+
+
+def stack_of(config: ClusterConfig) -> str:
+    """Return the stack whose image serves."""
+    return pins.load().devices.get(config.device, pins.load().default)
+
+
+def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict[str, str]:
+    """Return what the Compose files read: this node's role, model, flags, and whom it watches.
+
+    Raises what `container.variables` raises.
+    """
+    is_head = node == config.head
+    flags = (*engine.arguments(config, node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
+    watching = watch.option_words(
+        node=node.name,
+        address=config.head.address,
+        port=config.watch_port,
+        peers=[worker.name for worker in config.workers] if is_head else [config.head.name],
+        listen=is_head,
+    )
+    return {
+        **container.variables(config.model, config.profile, config.port, stack=stack_of(config)),
+        **engine.environment(config, node),
+        container.FLAGS: shlex.join(flags),
+        entrypoint.CLUSTER: json.dumps(watching),
+        watch.TOKEN: token,
+    }
+
+
+def validate(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
+    """Validate this node's part in its container, and what that container has of RDMA.
+
+    Raises RefusalError; ServerError if a server of this checkout runs; EngineError.
+    """
+    launch.refuse_second()
+    env = variables(config, node)
+    once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY", "--pull", "never"]
+    problems = rdma_problems(
+        parse_json(
+            docker(docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, cluster=True), env=env),
+            f"what the container of {node.name} says",
+        )
+    )
+    if problems:
+        fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, with memlock unlimited"
+        why = "; ".join(problems)
+        raise RefusalError(f"the container of {node.name} has no RDMA", why, fix, code="validation.cluster")
+    log = paths.state() / "logs" / "cluster.validate.log"
+    try:
+        docker_logged(docker_compose.compose(*once, SERVICE, "validate", cluster=True), log, lambda _: None, env)
+    except EngineError as error:
+        if error.code != "engine.failed":
+            raise
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        failures = [line for line in lines if line.startswith("FAIL ")]
+        why = "; ".join(failures) or error.why
+        fix = next((line.removeprefix("next:").strip() for line in lines if line.startswith("next:")), f"less {log}")
+        raise RefusalError(f"{node.name}: the validator refuses", why, fix, code="validation.failed") from error
+    return {"verdict": "serve"}
+
+
+def rdma_problems(inside: Mapping[str, Any]) -> list[str]:
+    """Return what a container lacks for RDMA, from what INSIDE printed in it."""
+    problems = []
+    if not any(name.startswith("uverbs") for name in inside["devices"]):
+        problems.append("there is no /dev/infiniband/uverbs*, so NCCL would take TCP")
+    elif not any(name.startswith("uverbs") for name in inside["open"]):
+        problems.append("its user may not open /dev/infiniband/uverbs*")
+    if inside["memlock"] != UNLIMITED:
+        problems.append(f"it may lock {inside['memlock']} bytes of memory only")
+    return problems
+
+
+def begin(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any]:
+    """Start a worker's container and return at once. Raises what Compose raises; nothing is left running then."""
+    paths.secure_state()
+    write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
+    log = paths.state() / "logs" / "compose.log"
+    env, started = variables(config, node, token), time.time()
+    docker_compose.up(env, log, lambda _: None, cluster=True)
+    server = Server(
+        pid=0,
+        started=started,
+        host=launch.LOOPBACK,
+        port=config.port,
+        model=env.get("SPARKFORGE_MODEL", ""),
+        model_id="a worker's part",
+        device=config.device,
+        log="",
+        container=identity(),
+        profile=config.profile,
+    )
+    record.write(server)
+    record.begun_path().unlink(missing_ok=True)
+    return {"container": server.container}
+
+
+def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any]:
+    """Start the head's container and wait for its first answers; raises ServerError if NCCL took TCP in place of RDMA.
+
+    Raises what `container.start_part` raises; whenever it raises, the container is stopped.
+    """
+    env = variables(config, node, token)
+    document = parse_json(
+        docker(docker_compose.compose("config", "--format", "json", cluster=True), env=env), "Compose"
+    )
+    server = container.start_part(env, document["services"][SERVICE], launch.LOOPBACK, config.port)
+    carried = transport(log_text())
+    if carried.tcp:
+        launch.down()
+        fix = "./inv cluster.check; NCCL_DEBUG=INFO ./inv cluster.up, then ./inv cluster.logs shows why"
+        raise ServerError("NCCL took TCP in place of RDMA", carried.in_words, fix, code="server.cluster")
+    return {"url": server.url, "model": server.model_id, "proof": server.proof, "transport": carried.in_words}
+
+
+def identity() -> str:
+    """Return the id of this checkout's container, running or not; empty for none."""
+    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, cluster=True)).strip()
+
+
+def log_text() -> str:
+    """Return what the container printed; empty if there is none."""
+    return docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, cluster=True))
+
+
+def status() -> dict[str, Any]:
+    """Say whether this node's container runs, and if it has ended, how, and whether somebody asked for it."""
+    text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, cluster=True)).strip()
+    if not text:
+        return {"state": "stopped"}
+    entry = json.loads(text.splitlines()[0])
+    if entry["State"] == "running":
+        milestone = "" if entry.get("Health") == "healthy" else logs.milestone(log_text())
+        return {"state": "running", "container": entry["ID"][:12], "milestone": milestone or entry.get("Health", "")}
+    ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", log_text(), re.MULTILINE)
+    why = ": ".join(ended[-1]) if ended else f"the container ended with code {entry.get('ExitCode')}"
+    asked = why.endswith(watch.STOPPED) if ended else entry.get("ExitCode") == STOPPED
+    return {"state": "ended", "why": why, "asked": asked, "left": 0}
+
+
+def tail(lines: int) -> dict[str, Any]:
+    """Return the last lines of the container's log."""
+    return {"lines": log_text().splitlines()[-lines:]}
+
+
+def down() -> dict[str, Any]:
+    """Stop and remove this node's container."""
+    if not identity():
+        record.begun_path().unlink(missing_ok=True)
+        record.forget()
+        return {"state": "nothing to stop"}
+    docker(docker_compose.compose("down", cluster=True))
+    record.begun_path().unlink(missing_ok=True)
+    record.forget()
+    return {"state": "stopped the container"}

@@ -1,0 +1,252 @@
+"""`./inv cluster.sync`: the head's model and image go to the other nodes over the link, checked by their hashes.
+
+rsync sends the files: it goes on where it was cut off, and sends only what differs. docker sends the image.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from sparkforge import pins
+from sparkforge.core import paths
+from sparkforge.core.console import say
+from sparkforge.core.documents import parse_json
+from sparkforge.core.errors import (
+    InputError,
+    IntegrityError,
+    NetworkError,
+    ProcessError,
+    SparkforgeError,
+    StorageError,
+    UsageError,
+)
+from sparkforge.core.process import run
+from sparkforge.core.tables import Record
+from sparkforge.models.hub import WANTED
+from sparkforge.models.hub_source import NOTE
+from sparkforge.serve.cluster import remote, sums
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.setup import HOSTS, KEY, all_of
+
+SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
+HASH_SECONDS = 3600.0
+SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing
+AGAIN = "./inv cluster.sync   # it goes on where it was"
+# A file that is shorter is continued; one of another content is mended in place.
+TAIL, MEND = ("--append-verify",), ("--inplace", "--no-whole-file", "--ignore-times")
+
+
+class FileSum(Record):
+    """A file's size in bytes and its sha256; empty where it was not computed, as for one of another size."""
+
+    size: int
+    sha256: str
+
+
+class NodeFiles(Record):
+    """What a node has of a model. `place` is the folder itself if it is `whole`, else where it is collected."""
+
+    files: Mapping[str, FileSum] = Field(default_factory=dict)
+    place: str
+    whole: bool
+    free: int
+    home: str
+    key: bool
+
+
+def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
+    """Make the model's folder on every other node what it is on the head.
+
+    A folder that is not there appears when all its files have the head's hashes. Raises UsageError without a model,
+    InputError for a folder without one, StorageError where there is no room, IntegrityError, and NetworkError for a
+    transfer that was cut off, which the same command resumes.
+    """
+    folder = model or config.model
+    if not folder:
+        fix = "./inv cluster.sync --model /models/gpt-oss-120b, or model in cluster.toml"
+        raise UsageError("no model is named", "cluster.toml names none", fix)
+    here = _head_files(config.head, folder)
+    total = sum(file.size for file in here.files.values())
+    say(f"{config.head.name} has {len(here.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
+    all_of(config.workers, lambda node: _send_files(config.head, node, folder, here, dry_run=dry_run))
+
+
+def _head_files(head: ClusterNode, folder: str) -> NodeFiles:
+    """Return the head's files; sums of a model that was fetched are in its note."""
+    note = remote.output(head, ["sh", "-c", 'cat "$0" 2>/dev/null || true', f"{folder}/{NOTE}"], seconds=HASH_SECONDS)
+    known = {}
+    if note.strip():
+        entries = parse_json(note, f"{NOTE} of {head.name}").get("files", {})
+        known = {name: str(entry.get("sha256", "")) for name, entry in entries.items()}
+    here = _list(head, folder, known=known)
+    if not here.whole or "config.json" not in here.files or not any(n.endswith(".safetensors") for n in here.files):
+        why = f"{folder} has no config.json with safetensors beside it"
+        raise InputError(f"{head.name} has no such model", why, "./inv model.fetch, on the head", code="input.model")
+    return here
+
+
+def _send_files(head: ClusterNode, node: ClusterNode, folder: str, here: NodeFiles, *, dry_run: bool) -> None:
+    sizes = {name: file.size for name, file in here.files.items()}
+    there = _list(node, folder, sizes=sizes)
+    different = _different(here, there)
+    missing = sum(max(0, sizes[name] - _size(there, name)) for name in different)
+    if not different and there.whole:
+        say(f"{node.name}: has every file already")
+        return
+    say(f"{node.name}: {len(different)} files differ, {missing / 1e9:.2f} GB more are needed there")
+    if dry_run:
+        return
+    if missing > there.free:
+        why = f"{Path(there.place).parent} has {there.free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB are needed"
+        raise StorageError(
+            f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full"
+        )
+    _program(node, {"mode": "stage", "folder": folder})
+    shell = ssh_words(here)
+    destination = f"{_login(node)}@{node.address}:{there.place}/"
+    tails = [name for name in different if _size(there, name) < sizes[name]]
+    _rsync(head, node, shell, TAIL, tails, f"{folder}/", destination)
+    _rsync(head, node, shell, MEND, [name for name in different if name not in tails], f"{folder}/", destination)
+    if different := _different(here, _list(node, folder, sizes=sizes)):
+        say(f"{node.name}: {', '.join(different)} came with other bytes, and is sent again")
+        _rsync(head, node, shell, MEND, different, f"{folder}/", destination)
+        if different := _different(here, _list(node, folder, sizes=sizes)):
+            why = f"{', '.join(different)} has another sha256 than {NOTE} or the file on {head.name}"
+            fix = f"check the model on {head.name}: ./inv model.fetch; then {AGAIN}"
+            raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
+    _program(node, {"mode": "keep", "folder": folder})
+    say(f"{node.name}: has every file, each with the head's sha256")
+
+
+def _different(here: NodeFiles, there: NodeFiles) -> list[str]:
+    return [name for name, file in here.files.items() if there.files.get(name) != file]
+
+
+def _size(files: NodeFiles, name: str) -> int:
+    return files.files[name].size if name in files.files else 0
+
+
+def _list(node: ClusterNode, folder: str, **more: Any) -> NodeFiles:
+    options = {"mode": "list", "folder": folder, "patterns": [*WANTED, NOTE], **more}
+    return NodeFiles.model_validate(_program(node, options))
+
+
+def _program(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Run sums.py on a node. Raises StorageError for a folder that cannot be read or made."""
+    source = Path(sums.__file__).read_text(encoding="utf-8")
+    answer = remote.program(node, source, options, seconds=HASH_SECONDS)
+    if error := answer.get("error"):
+        fix = f"on {node.name}: ls -ld {shlex.quote(str(options['folder']))}"
+        raise StorageError(f"{node.name} cannot use the model's folder", error, fix, code="storage.access")
+    return dict(answer)
+
+
+def ssh_words(here: NodeFiles) -> list[str]:
+    """Return the ssh with which the head reaches another node at the link: by the key of `cluster.setup` if it has one.
+
+    `here` is what the head said about itself.
+    """
+    words = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
+    if not here.key:
+        return words
+    return [
+        *words,
+        "-i",
+        f"{here.home}/{KEY}",
+        "-o",
+        "IdentitiesOnly=yes",
+        "-o",
+        f"UserKnownHostsFile={here.home}/{HOSTS}",
+    ]
+
+
+def _login(node: ClusterNode) -> str:
+    """Return the user that ssh logs in there, which the user's configuration for ssh may name."""
+    if not node.ssh:
+        return getpass.getuser()
+    lines = run(["ssh", "-G", node.ssh], seconds=SILENT_SECONDS).stdout.splitlines()
+    return next(line.partition(" ")[2] for line in lines if line.startswith("user "))
+
+
+def _rsync(
+    head: ClusterNode,
+    node: ClusterNode,
+    shell: Sequence[str],
+    way: Sequence[str],
+    names: Sequence[str],
+    source: str,
+    destination: str,
+) -> None:
+    """Send files from the head to a node. Raises StorageError for a full disk, NetworkError for what can be resumed."""
+    if not names:
+        return
+    words = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}"]
+    words += [*way, "--files-from=-", f"--rsh={shlex.join(shell)}", source, destination]
+    try:
+        remote.output(head, words, seconds=SEND_SECONDS, stdin="\n".join(names) + "\n")
+    except ProcessError as error:
+        raise sending_error(error, node) from error
+
+
+def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
+    """Return what rsync's, ssh's or docker's messages mean."""
+    last = " ".join(error.why.splitlines()[-3:])
+    if re.search(r"No space left on device|Disk quota exceeded", error.why):
+        return StorageError(
+            f"the disk of {node.name} is full", last, f"free some there, then {AGAIN}", code="storage.full"
+        )
+    if re.search(r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", error.why):
+        fix = f"sudo apt install rsync   # on the head and on {node.name}"
+        return ProcessError("rsync or docker is missing", last, fix, code="process.failed")
+    if re.search(r"Host key verification failed|Permission denied \(", error.why):
+        fix = "./inv cluster.setup   # it makes a key for the link"
+        return NetworkError(f"the head cannot log in on {node.name} at {node.address}", last, fix, code="network.node")
+    return NetworkError(f"sending to {node.name} was cut off", last, AGAIN, code="network.node")
+
+
+def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
+    """Load the head's image on every other node that has none, or another one, and compare the ids.
+
+    Raises UsageError on the embedded device, InputError if the head has no image, IntegrityError, NetworkError.
+    """
+    if config.device != "docker":
+        raise UsageError("there is no image to send", f"device {config.device} has none", "leave --image out")
+    stack = pins.load().devices.get(config.device, pins.load().default)
+    name = f"sparkforge/vllm:{stack}"
+    wanted = image_id(config.head, name)
+    if not wanted:
+        raise InputError(f"{config.head.name} has no image {name}", "docker lists none", "./inv build, on the head")
+    for node in config.workers:
+        if image_id(node, name) == wanted:
+            say(f"{node.name}: has {name} already, {wanted[:19]}")
+            continue
+        say(f"{node.name}: gets {name}, {wanted[:19]}")
+        if dry_run:
+            continue
+        shell = shlex.join([*ssh_words(_list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
+        pipe = f"docker save {shlex.quote(name)} | {shell} docker load"
+        try:
+            remote.output(config.head, ["bash", "-o", "pipefail", "-c", pipe], seconds=SEND_SECONDS)
+        except ProcessError as error:
+            raise sending_error(error, node) from error
+        if (loaded := image_id(node, name)) != wanted:
+            why = f"{name} is {loaded or 'not there'} after docker load, and {wanted} on {config.head.name}"
+            fix = (
+                "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull on each"
+            )
+            raise IntegrityError(f"{node.name} has another image", why, fix, code="integrity.image")
+
+
+def image_id(node: ClusterNode, name: str) -> str:
+    """Return an image's id on a node; empty if it is not there. Raises what `remote.output` raises for no docker."""
+    words = ["docker", "image", "ls", "--no-trunc", "--format", "{{json .ID}}", name]
+    lines = remote.output(node, words, seconds=SILENT_SECONDS).splitlines()
+    return str(json.loads(lines[0])) if lines else ""

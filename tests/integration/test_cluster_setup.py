@@ -1,0 +1,207 @@
+"""cluster.setup, cluster.restore and cluster.sync between two network namespaces with an sshd."""
+
+import os
+import re
+import shutil
+import sys
+
+import cluster_hosts
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd", "unshare", "rsync")]
+ADDRESSES = ("192.168.100.10", "192.168.100.11")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    yield from cluster_hosts.made(tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.fixture
+def config(hosts):
+    return cluster_hosts.config(hosts)
+
+
+def states(hosts):
+    return [(host.snapshot(), host.addresses(link)) for host, link in zip(hosts, cluster_hosts.LINKS, strict=True)]
+
+
+def test_the_link_is_configured_once_and_taken_back_to_the_byte(hosts, config):
+    head, worker = hosts
+    before = states(hosts)
+    shown = head.inv("cluster.setup", "--config", config, "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "worker: write /etc/netplan/90-sparkforge-cluster.yaml (mode 600)" in shown.stdout
+    assert "worker: link1 gets 192.168.100.11/24, MTU 9000 (now no address, MTU 1500)" in shown.stdout
+    assert states(hosts) == before
+    refused = head.inv("cluster.setup", "--config", config)  # no terminal to ask on
+    assert refused.returncode == 2
+    assert states(hosts) == before
+
+    done = head.inv("cluster.setup", "--config", config, "--yes")
+    assert done.returncode == 0, done.stderr
+    for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
+        assert host.addresses(link) == ([f"{address}/24"], 9000)
+        assert cluster_hosts.ethernets(host)[link]["addresses"] == [f"{address}/24"]
+    key = ["-i", f"{head.home}/.ssh/sparkforge_cluster", "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
+    known = ["-o", f"UserKnownHostsFile={head.home}/.ssh/sparkforge_cluster_hosts"]
+    assert head.run("ssh", *key, *known, f"root@{ADDRESSES[1]}", "true").returncode == 0
+    elsewhere = head.run("ssh", *key, f"root@{cluster_hosts.MANAGEMENT[1]}", "true")
+    assert "Permission denied" in elsewhere.stderr  # the key is good for the link only
+
+    configured = states(hosts)
+    again = head.inv("cluster.setup", "--config", config, "--yes")
+    assert "nothing to change" in again.stderr, again.stdout
+    assert again.stdout == ""
+    assert states(hosts) == configured
+
+    # A line of somebody else's stays; a file of ours that somebody edited stays too, and is named.
+    file, keys = worker.etc / "netplan/90-sparkforge-cluster.yaml", worker.home / ".ssh/authorized_keys"
+    file.write_text(file.read_text() + "# mine\n")
+    with keys.open("a") as opened:
+        opened.write("ssh-ed25519 AAAA another\n")
+    restored = head.inv("cluster.restore", "--config", config, "--yes")
+    assert restored.returncode == 24
+    assert "90-sparkforge-cluster.yaml on worker stays" in restored.stderr
+    assert keys.read_bytes() == before[1][0][keys][0] + b"ssh-ed25519 AAAA another\n"
+    file.unlink()
+    keys.write_bytes(before[1][0][keys][0])
+    restored = head.inv("cluster.restore", "--config", config, "--yes")
+    assert restored.returncode == 0, restored.stderr
+    assert states(hosts) == before
+    assert "nothing to undo" in head.inv("cluster.restore", "--config", config, "--yes").stderr
+
+
+def test_a_setup_that_is_refused_or_killed_goes_on_and_is_undone(hosts, config):
+    head, worker = hosts
+    before = states(hosts)
+    kept = (worker.programs / "netplan").read_text()
+    worker.stand_in("netplan", "#!/bin/sh\necho 'Error in network definition' >&2\nexit 1\n")
+    refused = head.inv("cluster.setup", "--config", config, "--yes")
+    assert refused.returncode == 41
+    assert "Error in network definition" in refused.stderr
+    assert states(hosts)[1] == before[1]
+    worker.stand_in("netplan", '#!/bin/sh\n[ "$1" != apply ] || kill -KILL $PPID\n')
+    killed = head.inv("cluster.setup", "--config", config, "--yes")
+    worker.stand_in("netplan", kept)
+    assert killed.returncode == 11, killed.stderr  # to ssh a program that was killed is a connection that ended
+    assert (worker.etc / "netplan/90-sparkforge-cluster.yaml").exists()
+    assert worker.addresses("link1") == ([], 1500)  # netplan never read it
+    goes_on = head.inv("cluster.setup", "--config", config, "--yes")
+    assert goes_on.returncode == 0, goes_on.stderr
+    assert worker.addresses("link1") == ([f"{ADDRESSES[1]}/24"], 9000)
+    assert head.inv("cluster.restore", "--config", config, "--yes").returncode == 0
+    assert states(hosts) == before
+
+
+def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts, config, tmp_path):
+    head, worker = hosts
+    assert head.inv("cluster.setup", "--config", config, "--yes").returncode == 0
+    config = cluster_hosts.config(hosts, ADDRESSES)
+    # Both hosts see one file system; the worker's /var/lib is its own.
+    folder, theirs = head.files / "lib/models/tiny", worker.files / "lib/models/tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    (folder / "model-1.safetensors").write_bytes(os.urandom(6 << 20))
+    (folder / "notes.txt").write_text("not of the model")
+    sync = ("cluster.sync", "--config", config, "--model", "/var/lib/models/tiny")
+
+    staged = theirs.with_name(".tiny.sparkforge-sync")
+    worker.stand_in("rsync", f'#!/bin/sh\nulimit -f 4096\nexec {shutil.which("rsync")} "$@"\n')  # 2 MiB a file
+    cut = head.inv(*sync)
+    (worker.programs / "rsync").unlink()
+    assert cut.returncode == 11, cut.stderr
+    assert "sending to worker was cut off" in cut.stderr
+    assert not theirs.exists()
+    assert (staged / "model-1.safetensors").stat().st_size == 2 << 20
+
+    before = sent(head)
+    done = head.inv(*sync)
+    assert done.returncode == 0, done.stderr
+    assert 4 << 20 <= sent(head) - before < 5 << 20  # over the link, without what was there
+    assert sorted(file.name for file in theirs.iterdir()) == ["config.json", "model-1.safetensors"]
+    assert (theirs / "model-1.safetensors").read_bytes() == (folder / "model-1.safetensors").read_bytes()
+    assert not staged.exists()
+
+    with (theirs / "model-1.safetensors").open("r+b") as opened:
+        opened.seek(3 << 20)
+        opened.write(b"damaged")
+    before = sent(head)
+    assert "worker: 1 files differ" in head.inv(*sync, "--dry-run").stderr
+    done = head.inv(*sync)
+    assert done.returncode == 0, done.stderr
+    assert sent(head) - before < 1 << 20
+    assert (theirs / "model-1.safetensors").read_bytes() == (folder / "model-1.safetensors").read_bytes()
+    assert "worker: has every file already" in head.inv(*sync).stderr
+
+
+def sent(host):
+    """Bytes that went over the head's end of the link."""
+    return int(host.run("cat", f"/sys/class/net/{cluster_hosts.LINKS[0]}/statistics/tx_bytes").stdout)
+
+
+# Stands for docker: writes down its words with the variables that Compose would read, and has no engine.
+STAND_IN_DOCKER = """#!/bin/sh
+{ printf '%s | ' "$*"; env | grep -E '^(VLLM_|NCCL_|GLOO_|SPARKFORGE_CLUSTER)' | tr '\\n' ' '; echo; } >> CALLS
+case "$*" in
+*--entrypoint*) echo '{"devices": ["uverbs0"], "open": ["uverbs0"], "memlock": MEMLOCK}' ;;
+*"ps --all --quiet"*) echo 0123456789abcdef ;;
+*"config --format json"*) echo '{"services": {"vllm": {"image": "x", "environment": {"SPARKFORGE_STACK": "spark"}}}}' ;;
+esac
+"""
+UP = """
+import sys
+from pathlib import Path
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.serve.cluster import check, config, start
+check.checked = lambda cluster: []  # these hosts have no GPU
+try:
+    start.up(config.read(Path(sys.argv[1])))
+except SparkforgeError as error:
+    sys.exit(str(error))
+"""
+
+
+def containers_up(hosts, memlock="-1"):
+    """Start containers on both hosts by a stand-in docker, which cannot; return the error and each host's calls."""
+    for host in hosts:
+        cluster_hosts.checkout(host)
+        calls = host.files / "calls"
+        calls.unlink(missing_ok=True)
+        limit = memlock if host is hosts[1] else "-1"
+        host.stand_in("docker", STAND_IN_DOCKER.replace("CALLS", str(calls)).replace("MEMLOCK", limit))
+        host.environment["DOCKER_HOST"] = f"unix://{host.files}/no.sock"
+    file = cluster_hosts.config(hosts, profile='"safe"')
+    done = hosts[0].run(sys.executable, "-c", UP, file)
+    return done.stderr, [(host.files / "calls").read_text().splitlines() for host in hosts]
+
+
+def test_containers_are_validated_on_every_node_before_one_starts_the_workers_first(hosts):
+    error, (head, worker) = containers_up(hosts)
+    assert "Docker engine" in error  # the head's start, which asks the engine itself
+    words = [
+        [line.partition(" | ")[0].partition("docker-compose.cluster.yml ")[2] for line in calls]
+        for calls in (head, worker)
+    ]
+    once = "run --rm --no-deps --no-TTY --pull never"
+    for calls in words:
+        assert calls[0].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c")
+        assert calls[1] == f"{once} vllm validate"
+        assert "up --detach --no-build vllm" in calls
+        assert calls[-1] == "down"  # nothing is left on either
+    variables = [next(line for line in calls if " up --detach" in line).partition(" | ")[2] for calls in (head, worker)]
+    for rank, (text, address) in enumerate(zip(variables, cluster_hosts.MANAGEMENT, strict=True)):
+        assert f"--node-rank={rank} --master-addr={cluster_hosts.MANAGEMENT[0]}" in text
+        assert f"VLLM_HOST_IP={address} " in text
+        assert f"GLOO_SOCKET_IFNAME={cluster_hosts.LINKS[rank]} " in text
+        assert "NCCL_IB_HCA==rocep1s0f1 " in text
+    assert ("--headless" in variables[0], "--headless" in variables[1]) == (False, True)
+    tokens = {re.search(r"SPARKFORGE_CLUSTER_TOKEN=([0-9a-f]{32}) ", text)[1] for text in variables}
+    assert len(tokens) == 1
+
+
+def test_a_container_without_locked_memory_on_one_node_starts_none(hosts):
+    error, calls = containers_up(hosts, memlock="8388608")
+    assert "the container of worker has no RDMA" in error
+    assert "8388608 bytes" in error
+    assert not any(" up --detach" in line for lines in calls for line in lines)

@@ -1,0 +1,176 @@
+"""A node's part in a container: the Compose command lines and variables by a stand-in docker, and NCCL's log."""
+
+import json
+import shlex
+
+import pytest
+
+from sparkforge.core.errors import RefusalError
+from sparkforge.image import compose
+from sparkforge.serve import entrypoint, record
+from sparkforge.serve.cluster import containers, node, watch
+from sparkforge.serve.cluster.node import NodeRequest
+
+# https://github.com/mark-ramsey-ri/vllm-dgx-spark/issues/1, two Sparks under Ray with NVIDIA's plugin.
+RDMA = """\
+(EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Connected to proxy localRank 0 -> connection 0xe4dcfc005af8
+(EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3111 [0] NCCL INFO NET/IB : GPU Direct RDMA (DMABUF) enabled for HCA 1 'roceP2p1s0f1
+(EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Channel 09/0 : 1[0] -> 0[0] [send] via NET/IBext_v10/1
+(EngineCore_DP0 pid=2301) (RayWorkerWrapper pid=2981, ip=169.254.28.198) spark-3995:2981:3113 [0] NCCL INFO Channel 10/0 : 1[0] -> 0[0] [send] via NET/IBext_v10/0
+"""  # noqa: E501
+# https://github.com/NVIDIA/nccl/issues/952, "NET/IB : No device found"; GPUs of one machine reach each other by P2P.
+TCP = """\
+<cluster_name>:919:1150 [0] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read
+<cluster_name>:926:1151 [7] NCCL INFO Channel 03/0 : 15[7] -> 6[6] [send] via NET/Socket/3
+<cluster_name>:926:1151 [7] NCCL INFO Channel 07/0 : 15[7] -> 6[6] [send] via NET/Socket/3
+"""
+
+
+@pytest.fixture
+def config(healthy):
+    return healthy.config.model_copy(update={"model": "", "flags": ("--max-num-seqs=8",), "profile": "safe"})
+
+
+@pytest.fixture
+def asked(config, docker_command, monkeypatch, tmp_path):
+    """A stand-in docker that also writes down the variables; returns a function that does a node's action."""
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("SPARKFORGE_COMPOSE_FILES", raising=False)
+    script = docker_command.folder / "docker"
+    script.write_text(script.read_text().replace("here=", 'case "$*" in *" up "*) env > "$0.env";; esac\nhere=', 1))
+
+    def ask(name, action):
+        request = NodeRequest.model_validate(
+            {"action": action, "name": name, "token": "t0", "config": config.model_dump(by_alias=True, mode="json")}
+        )
+        return node.in_container(request)
+
+    return ask
+
+
+def inside(**more):
+    return json.dumps({"devices": ["rdma_cm", "uverbs0"], "open": ["uverbs0"], "memlock": -1, **more}) + "\n"
+
+
+def variables(docker_command):
+    lines = (docker_command.folder / "docker.env").read_text().splitlines()
+    return dict(line.partition("=")[::2] for line in lines if "=" in line)
+
+
+def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_command):
+    docker_command.answers("--entrypoint", out=inside())
+    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    assert asked("spark2", "validate") == {"verdict": "serve"}
+    assert asked("spark2", "begin") == {"container": "0123456789abcdef"}
+    calls = docker_command.calls
+    assert all("docker-compose.yml --file" in call and "docker-compose.cluster.yml" in call for call in calls)
+    once = "run --rm --no-deps --no-TTY --pull never"
+    assert calls[0].partition("cluster.yml ")[2].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c ")
+    assert calls[1].endswith(f"{once} vllm validate")
+    assert calls[2].endswith("up --detach --no-build vllm")
+    passed = variables(docker_command)
+    assert shlex.split(passed["VLLM_ARGS"]) == [
+        "--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--distributed-executor-backend=mp", "--nnodes=2",
+        "--node-rank=1", "--master-addr=192.168.177.11", "--master-port=29500", "--headless", "--max-num-seqs=8",
+    ]  # fmt: skip
+    assert passed["NCCL_IB_HCA"] == "=rocep1s0f1,roceP2p1s0f1"
+    assert passed["GLOO_SOCKET_IFNAME"] == "enp1s0f1np1"
+    assert passed["SPARKFORGE_SERVE_PROFILE"] == "safe"
+    watching = watch.parser().parse_args([*json.loads(passed[entrypoint.CLUSTER]), "--", "x"])
+    assert (watching.node, watching.address, watching.port) == ("spark2", "192.168.177.11", 29501)
+    assert (watching.peers, watching.listen) == (["spark"], False)
+    assert record.read().container == "0123456789abcdef"  # what `./inv down` ends
+    assert not record.begun_path().exists()
+
+
+def test_the_head_has_the_port_and_listens_to_its_workers(config):
+    passed = containers.variables(config, config.head, "t0")
+    flags = shlex.split(passed["VLLM_ARGS"])
+    assert "--port=8000" in flags
+    assert "--node-rank=0" in flags
+    assert "--headless" not in flags
+    assert "--listen" in json.loads(passed[entrypoint.CLUSTER])
+    assert passed[watch.TOKEN] == "t0"
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"devices": [], "open": []}, "no /dev/infiniband/uverbs*"),
+        ({"devices": ["rdma_cm"], "open": ["rdma_cm"]}, "no /dev/infiniband/uverbs*"),
+        ({"open": []}, "may not open"),
+        ({"memlock": 8 << 20}, "8388608 bytes"),
+    ],
+)
+def test_a_container_without_rdma_is_refused_and_not_validated(asked, docker_command, more, problem):
+    docker_command.answers("--entrypoint", out=inside(**more))
+    with pytest.raises(RefusalError, match="no RDMA") as refused:
+        asked("spark2", "validate")
+    assert problem in refused.value.why
+    assert len(docker_command.calls) == 1
+
+
+def test_a_validator_that_refuses_is_quoted(asked, docker_command):
+    docker_command.answers("--entrypoint", out=inside())
+    report = "PASS a\nFAIL kernels-native  no MXFP4\n       next: ./inv build\n"
+    docker_command.answers("vllm validate", out=report, code=30)
+    with pytest.raises(RefusalError, match="spark2") as refused:
+        asked("spark2", "validate")
+    assert "kernels-native" in refused.value.why
+    assert refused.value.fix == "./inv build"
+
+
+def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, docker_command):
+    assert asked("spark", "status") == {"state": "stopped"}
+    assert asked("spark", "down") == {"state": "nothing to stop"}
+    entry = {"ID": "0123456789abcdef", "State": "exited", "Health": "", "ExitCode": 24}
+    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
+    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    log = watch.MESSAGE.format(node="spark2", why="nothing came from it for 10 s")
+    docker_command.answers("logs --no-color", out=f"x\n{log}\n")
+    assert asked("spark", "status") == {
+        "state": "ended",
+        "why": "node spark2: nothing came from it for 10 s",
+        "asked": False,
+        "left": 0,
+    }
+    assert asked("spark", "logs")["lines"][0] == "x"
+    assert asked("spark", "down") == {"state": "stopped the container"}
+    assert docker_command.calls[-1].endswith("docker-compose.cluster.yml down")
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "asked_for"),
+    [
+        (143, "", True),  # `docker stop`
+        (24, watch.MESSAGE.format(node="spark2", why=watch.STOPPED), True),
+        (24, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
+        (143, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
+        (137, "", False),  # it may have been for memory
+        (1, "", False),
+    ],
+)
+def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, docker_command, code, log, asked_for):
+    entry = {"ID": "0123456789abcdef", "State": "exited", "Health": "", "ExitCode": code}
+    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
+    docker_command.answers("logs --no-color", out=f"{log}\n")
+    assert asked("spark", "status")["asked"] is asked_for
+
+
+@pytest.mark.parametrize(
+    ("log", "rdma", "devices", "tcp", "words"),
+    [
+        (RDMA, 2, (0, 1), 0, "RDMA carries all 2 channels, over 2 devices"),
+        (TCP, 0, (), 2, "TCP carries 2 of 2 channels"),
+        (RDMA + TCP, 2, (0, 1), 2, "TCP carries 2 of 4 channels"),
+        ("NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE", 0, (), 0, "not known"),
+    ],
+)
+def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, words):
+    found = containers.transport(log)
+    assert (found.rdma, found.devices, found.tcp) == (rdma, devices, tcp)
+    assert found.in_words == words
+
+
+def test_the_file_of_a_cluster_is_in_the_checkout():
+    assert (compose.paths.ROOT / compose.CLUSTER).is_file()
