@@ -11,10 +11,7 @@ constexpr int NO_FIT = -1;
 
 template <class Kernel, class... Args>
 int start(Kernel kernel, int blocks, int cluster, int threads, int bytes, cudaStream_t stream, Args... args) {
-  if (cluster > 8) {
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
-      return error;
-  }
+  if (cluster > 8) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -23,7 +20,10 @@ int start(Kernel kernel, int blocks, int cluster, int threads, int bytes, cudaSt
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
   config.stream = stream, config.attrs = attributes, config.numAttrs = cluster > 0 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();  // else the next one who asks gets it
+  return cluster > 0 ? NO_FIT : static_cast<int>(error);  // a device may have no room for a cluster
 }
 
 template <int UNITS, int TILES>

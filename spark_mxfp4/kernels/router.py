@@ -33,6 +33,16 @@ class Routes(NamedTuple):
     ids: torch.Tensor
     shares: torch.Tensor
 
+    @classmethod
+    def of(cls, table: torch.Tensor) -> Routes:
+        """Return what `table` (float32 [2, M, k]) holds: shares, and the bits of the experts' numbers."""
+        return cls(table[1].view(torch.int32), table[0])
+
+
+def empty_table(tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the routes of `tokens` tokens: one tensor, because one is what vLLM passes on."""
+    return torch.empty(2, tokens, top_k, dtype=torch.float32, device=device)
+
 
 class _Router(ctypes.Structure):
     _fields_ = (
@@ -64,15 +74,14 @@ def route(
     top_k: int,
     padding: torch.Tensor | None = None,
     variant: int | None = None,
-) -> Routes:
-    """Route bf16 `x` [M, H], M up to 16, by the router's bf16 `weight` [E, H] and `bias` [E].
+) -> torch.Tensor:
+    """Route bf16 `x` [M, H], M up to 16, by the router's bf16 `weight` [E, H] and `bias` [E]: see `Routes.of`.
 
     Tokens where `padding` (bool [M]) is true get expert -1 and share 0. `variant` overrides the choice. Nothing waits
     for the device, so CUDA graphs hold it. Raises ValueError for other dtypes and sizes.
     """
     _check(x, weight, bias, top_k, padding)
-    routes = torch.empty(2, x.shape[0], top_k, dtype=torch.float32, device=x.device)
-    shares, ids = routes[0], routes[1].view(torch.int32)
+    table = empty_table(x.shape[0], top_k, x.device)
     vectors = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # what the kernel loads by
     x = x if vectors else x.clone(memory_format=torch.contiguous_format)
     stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -83,7 +92,7 @@ def route(
         if number in TICKETS:
             parts = torch.empty(slices(number, weight.shape[1]), x.shape[0], weight.shape[0], device=x.device)
             ticket = _ticket(x.device, weight.data_ptr())
-        pointers = (weight, bias, x, padding, shares, ids, parts, ticket)
+        pointers = (weight, bias, x, padding, table[0], table[1], parts, ticket)
         job = _Router(
             *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
             x.shape[0], *weight.shape, top_k, x.stride(0),
@@ -95,7 +104,7 @@ def route(
                 f"a kernel could not be started · CUDA says: {message} · run again with CUDA_LAUNCH_BLOCKING=1"
             )
         if error == 0:
-            return Routes(ids, shares)
+            return table
     raise ValueError(
         f"no kernel for a router of {weight.shape[0]} experts and {weight.shape[1]} columns · it is too large · "
         "use torch.nn.functional.linear and topk"
