@@ -36,7 +36,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         _refuse_unfit(kernel, mode)
         # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
         if isinstance(extra := get_current_vllm_config().additional_config, dict):
-            extra["spark_mxfp4"] = [kernel.name, mode, routed]
+            extra["spark_mxfp4"] = [kernel.name, mode, *(["routes"] if routed else [])]
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
         logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)

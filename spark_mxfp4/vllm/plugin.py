@@ -198,12 +198,14 @@ class SparkMxfp4Config(QuantizationConfig):
         from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod  # noqa: PLC0415
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415
 
-        from spark_mxfp4.vllm import linear, router  # noqa: PLC0415
+        from spark_mxfp4.vllm import linear  # noqa: PLC0415
         from spark_mxfp4.vllm.experts import SparkMxfp4MoEMethod  # noqa: PLC0415
 
         if self.head_format != AS_STORED:
             linear.show_heads_to_the_configuration()  # heads are made after the layers
         if self.routed:
+            from spark_mxfp4.vllm import router  # noqa: PLC0415
+
             router.replace_routers()  # a layer's attention is made before its router
         if isinstance(layer, RoutedExperts):
             if self.kernel_name == STOCK:

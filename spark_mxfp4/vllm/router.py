@@ -85,6 +85,7 @@ def refuse_unsupported(layer: Any) -> None:
         "prefill context parallelism": layer.moe_config.pcp_size > 1,
         f"the scoring function {layer.scoring_func!r}": layer.scoring_func != "softmax",
         "shares that do not add up to 1": not layer.renormalize,
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
     }
     for name, present in refusals.items():
         if present:
