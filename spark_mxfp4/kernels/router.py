@@ -87,7 +87,7 @@ def route(
     stream = torch.cuda.current_stream(x.device).cuda_stream
     library = load(x.device)
     major = torch.cuda.get_device_capability(x.device)[0]
-    for number in variants(*weight.shape, major) if variant is None else (variant,):
+    for number in variants(weight.shape[0], weight.shape[1], major) if variant is None else (variant,):
         parts = ticket = None
         if number in TICKETS:
             parts = torch.empty(slices(number, weight.shape[1]), x.shape[0], weight.shape[0], device=x.device)
@@ -123,7 +123,7 @@ def variants(experts: int, columns: int, major: int) -> tuple[int, ...]:
 
 def slices(variant: int, columns: int) -> int:
     """Return how many thread blocks of a variant with a ticket share the columns."""
-    return -(-(-(-columns // UNIT)) // (TICKET_WARPS * TICKETS[variant]))
+    return -(-columns // (UNIT * TICKET_WARPS * TICKETS[variant]))
 
 
 def reference(

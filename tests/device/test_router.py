@@ -26,7 +26,9 @@ def poisoned(*arguments):
 
 def layer(experts, columns, tokens):
     """Weights whose products are whole numbers: then no order of sums changes a logit, and experts are equal often."""
-    x, weight = (torch.randint(-2, 3, shape, device="cuda").bfloat16() for shape in ((tokens, columns), (experts, columns)))
+    x, weight = (
+        torch.randint(-2, 3, shape, device="cuda").bfloat16() for shape in ((tokens, columns), (experts, columns))
+    )
     return x, weight / 64, torch.randint(-3, 4, (experts,), device="cuda").bfloat16() / 4
 
 
@@ -35,7 +37,9 @@ def possible(variant, experts, columns):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("experts", "columns", "top_k"), [(128, 2880, 4), (32, 2880, 4), (100, 1000, 8), (256, 2048, 8)])
+@pytest.mark.parametrize(
+    ("experts", "columns", "top_k"), [(128, 2880, 4), (32, 2880, 4), (100, 1000, 8), (256, 2048, 8)]
+)
 def test_routes_are_those_of_torch_and_repeat_to_the_bit(variant, experts, columns, top_k):
     if not possible(variant, experts, columns):
         pytest.skip("the variant does not take this size")

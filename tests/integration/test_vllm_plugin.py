@@ -263,7 +263,8 @@ def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, 
     model = build(vllm_config, whole_model)
     model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
     block = model.model.layers[0].mlp
-    assert type(block.router).__name__ == "SparkGateLinear" and block.experts.is_monolithic
+    assert type(block.router).__name__ == "SparkGateLinear"
+    assert block.experts.is_monolithic
     torch.manual_seed(5)
     for parameter in (block.router.weight, block.router.bias):
         parameter.data.normal_()

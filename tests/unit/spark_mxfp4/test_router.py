@@ -87,15 +87,18 @@ def test_padding_and_nan_are_routed_as_vllm_does(library, variant):
     x, weight, _ = layer(32, 96, 4)
     x[1, 5] = torch.nan
     routes = run(library, x, weight, None, 4, variant, torch.tensor([False, False, True, False]))
-    assert routes.ids[1].tolist() == [0, 1, 2, 3] and not routes.shares[1].any()
-    assert routes.ids[2].tolist() == [-1] * 4 and not routes.shares[2].any()
+    assert routes.ids[1].tolist() == [0, 1, 2, 3]
+    assert not routes.shares[1].any()
+    assert routes.ids[2].tolist() == [-1] * 4
+    assert not routes.shares[2].any()
     expected = reference(x, weight, None, 4)
     assert torch.equal(routes.ids[[0, 3]], expected.ids[[0, 3]])
 
 
 def test_a_table_holds_experts_and_shares():
     routes = choose(torch.tensor([[1.0, 3.0, 2.0, 3.0]]).bfloat16(), 2)
-    assert routes.ids.tolist() == [[1, 3]] and routes.shares.tolist() == [[0.5, 0.5]]
+    assert routes.ids.tolist() == [[1, 3]]
+    assert routes.shares.tolist() == [[0.5, 0.5]]
     table = torch.stack([routes.shares, routes.ids.view(torch.float32)])
     assert all(map(torch.equal, Routes.of(table), routes))
 
@@ -108,13 +111,14 @@ def test_variants_fit_the_size_and_the_gpu():
     assert variants(32, 6144, 12) == (2, *tickets)
     assert variants(128, 8192, 9) == tickets
     assert set(CLUSTERS).isdisjoint(TICKETS)
-    assert router.slices(3, 2880) == 8 and router.slices(6, 2880) == 1
+    assert router.slices(3, 2880) == 8
+    assert router.slices(6, 2880) == 1
 
 
 def test_what_the_kernels_cannot_take_is_refused():
     x, weight, bias = layer(32, 96, 2)
     assert not fits(2, weight, 4)  # not on a GPU
-    with pytest.raises(ValueError, match="use torch.nn.functional.linear"):
+    with pytest.raises(ValueError, match=r"use torch\.nn\.functional\.linear"):
         router.route(x, weight, bias, 4)
     with pytest.raises(ValueError, match="not bfloat16"):
         router.route(x.float(), weight, bias, 4)
