@@ -174,6 +174,12 @@ def _check(
             )
 
 
+def prepare(device: torch.device) -> None:
+    """Build and load the kernels where `device` runs them, so that the first step, or a CUDA graph, need not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in CAPABILITIES:
+        load(device)
+
+
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
     """Return the kernels for `device`, built with nvcc by torch's extension loader when first used, and cached by it.

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from spark_mxfp4 import operator
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.kernels import router
 from spark_mxfp4.kernels.router import Routes
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
@@ -87,6 +88,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared))
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        if self.routed:
+            router.prepare(self._weights.down.weight.device)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
         """Return None: vLLM's modular kernels are not used."""
