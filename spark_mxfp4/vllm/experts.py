@@ -15,6 +15,8 @@ from vllm.platforms import current_platform
 from spark_mxfp4 import operator
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.kernels import router
+from spark_mxfp4.kernels.router import Routes
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
 # Loggers outside the "vllm" tree have no handler in a server.
@@ -28,13 +30,14 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
 
     weight_dtype = "gpt_oss_mxfp4"  # gpt_oss.py then loads expert by expert without unpacking
 
-    def __init__(self, layer: Any, kernel: MoeKernel, mode: str) -> None:
+    def __init__(self, layer: Any, kernel: MoeKernel, mode: str, *, routed: bool = False) -> None:
         super().__init__(layer.moe_config)
         _refuse_unsupported(layer)
+        self.routed = routed  # the model's router gives routes, not logits (router.py)
         _refuse_unfit(kernel, mode)
         # vLLM's compile cache must know what a traced graph depends on and the configuration does not show.
         if isinstance(extra := get_current_vllm_config().additional_config, dict):
-            extra["spark_mxfp4"] = [kernel.name, mode]
+            extra["spark_mxfp4"] = [kernel.name, mode, *(["routes"] if routed else [])]
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
         logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)
@@ -85,10 +88,28 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared))
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        if self.routed:
+            router.prepare(self._weights.down.weight.device)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
         """Return None: vLLM's modular kernels are not used."""
         return
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM hands the router's output on as it is, instead of choosing experts by it."""
+        return self.routed
+
+    def apply_monolithic(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,  # noqa: ARG002 (vLLM's signature)
+    ) -> torch.Tensor:
+        """Return the experts' output [T, H] for `x` [T, H] and the routes (float32 [2, T, k]) of `router.py`."""
+        routes = Routes.of(router_logits)
+        return self.apply(layer, x, routes.shares, routes.ids, None, None)
 
     def apply(
         self,

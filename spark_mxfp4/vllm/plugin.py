@@ -24,6 +24,8 @@ NAME = "spark-mxfp4"
 MODEL_TYPE = "gpt_oss"
 MODE_VARIABLE = "SPARK_MXFP4_MODE"
 MODES = ("packed", "dequant")
+ROUTER_VARIABLE = "SPARK_MXFP4_ROUTER"
+ROUTERS = ("vllm", "fused")
 STOCK = "vllm"  # as a kernel's name: the experts are vLLM's own
 # What a gpt-oss checkpoint says, before and after vLLM's GptOssForCausalLMConfig normalises it.
 CHECKPOINT_METHODS = ("mxfp4", "gpt_oss_mxfp4")
@@ -44,6 +46,14 @@ def chosen_mode() -> str:
     if mode not in MODES:
         raise ValueError(f"{MODE_VARIABLE} is {mode!r} · it must be one of {', '.join(MODES)} · set or unset it")
     return mode
+
+
+def chosen_router() -> str:
+    """Return SPARK_MXFP4_ROUTER, else `vllm`; raises ValueError for another value."""
+    name = os.environ.get(ROUTER_VARIABLE) or ROUTERS[0]
+    if name not in ROUTERS:
+        raise ValueError(f"{ROUTER_VARIABLE} is {name!r} · it must be one of {', '.join(ROUTERS)} · set or unset it")
+    return name
 
 
 def chosen_kernel() -> str:
@@ -116,6 +126,7 @@ class SparkMxfp4Config(QuantizationConfig):
         # Its name only: this object travels to worker processes, which cannot always import a function by its name.
         self.kernel_name = chosen_kernel()
         self.linear_format, self.head_format = formats.chosen(LINEAR_VARIABLE), formats.chosen(HEAD_VARIABLE)
+        self.routed = chosen_router() == "fused" and self.kernel_name != STOCK
 
     @classmethod
     def get_name(cls) -> str:
@@ -192,10 +203,16 @@ class SparkMxfp4Config(QuantizationConfig):
 
         if self.head_format != AS_STORED:
             linear.show_heads_to_the_configuration()  # heads are made after the layers
+        if self.routed:
+            from spark_mxfp4.vllm import router  # noqa: PLC0415
+
+            router.replace_routers()  # a layer's attention is made before its router
         if isinstance(layer, RoutedExperts):
             if self.kernel_name == STOCK:
                 return GptOssMxfp4MoEMethod(layer.moe_config)
-            return SparkMxfp4MoEMethod(layer, registry.load(self.kernel_name), self.mode)
+            if self.routed:
+                router.refuse_unsupported(layer)
+            return SparkMxfp4MoEMethod(layer, registry.load(self.kernel_name), self.mode, routed=self.routed)
         if isinstance(layer, LinearBase):
             return linear.linear_method(self.linear_format, prefix)
         return linear.head_method(self.head_format, prefix) if isinstance(layer, ParallelLMHead) else None

@@ -244,6 +244,92 @@ def test_vllms_router_and_our_experts_agree_with_the_reference(
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.fixture
+def fused_router(monkeypatch):
+    """Ask for the router's own kernel; vLLM's router layer is back afterwards."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from spark_mxfp4.vllm.router import replace_routers
+
+    monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fused")
+    yield
+    op_registry_oot.pop("GateLinear", None)
+    replace_routers.cache_clear()
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "inductor"])
+def test_routes_in_place_of_logits_give_the_same_output(one_process, configure, stored, fused_router, backend):
+    from vllm.forward_context import set_forward_context
+
+    vllm_config = configure(SMALL)
+    model = build(vllm_config, whole_model)
+    model.load_weights((name, tensor.clone()) for name, tensor in stored.tensors.items())
+    block = model.model.layers[0].mlp
+    assert type(block.router).__name__ == "SparkGateLinear"
+    assert block.experts.is_monolithic
+    torch.manual_seed(5)
+    for parameter in (block.router.weight, block.router.bias):
+        parameter.data.normal_()
+    router_weights = block.router.weight.data.clone(), block.router.bias.data.clone()  # a CPU may put them elsewhere
+    for layer in (block.router, block.experts.routed_experts):
+        layer.quant_method.process_weights_after_loading(layer)
+    torch.manual_seed(3)
+    x = torch.randn(7, 64)
+    forward = block.forward
+    if backend:
+        torch.compiler.reset()
+        forward = torch.compile(forward, backend=backend, fullgraph=True)
+    with set_forward_context(None, vllm_config, num_tokens=7):
+        output = forward(x)
+    shares, ids = torch.nn.functional.linear(x, *router_weights).topk(2)
+    expected = moe(x, stored.weights, ids.int(), shares.softmax(-1))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_on_cuda_the_router_is_one_operator(one_process, configure, fused_router, monkeypatch):
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    from spark_mxfp4.vllm import router
+
+    calls = []
+
+    def route(x, weight, bias, top_k, padding):
+        calls.append((x.shape[0], padding))
+        return torch.zeros(2, x.shape[0], top_k)
+
+    def vllm_topk(shares, ids, indices, logits, renormalize):
+        calls.append((tuple(logits.shape), renormalize))
+
+    monkeypatch.setattr(router, "fits", lambda tokens, *_: tokens <= 16)
+    monkeypatch.setattr(router, "route", route)
+    monkeypatch.setattr(router, "vllm_topk_softmax", vllm_topk)
+    layer = build(configure(SMALL), lambda _config: (router.replace_routers(), GateLinear(64, 4, bias=True))[1])
+    weight, bias = layer.weight.bfloat16(), layer.bias.bfloat16()
+    for tokens in (1, 16, 17):
+        x = torch.zeros(tokens, 64).bfloat16()
+        assert torch.ops.spark_mxfp4.router(x, weight, bias, 2).shape == (2, tokens, 2)
+    assert calls == [(1, None), (16, None), ((17, 4), True)]
+
+
+def test_a_wrong_router_and_what_routes_cannot_do_are_refused(monkeypatch):
+    from spark_mxfp4.vllm import plugin, router
+
+    monkeypatch.setenv("SPARK_MXFP4_ROUTER", "fast")
+    with pytest.raises(ValueError, match="must be one of vllm, fused"):
+        plugin.chosen_router()
+    for change in ({"dp_size": 2}, {"is_sequence_parallel": True}, {"scoring_func": "sigmoid"}, {"renormalize": False}):
+        facts = {
+            "dp_size": 1, "is_sequence_parallel": False, "scoring_func": "softmax", "renormalize": True, **change,
+        }  # fmt: skip
+        moe_config = SimpleNamespace(
+            moe_parallel_config=SimpleNamespace(dp_size=facts["dp_size"]), pcp_size=1,
+            is_sequence_parallel=facts["is_sequence_parallel"],
+        )  # fmt: skip
+        layer = SimpleNamespace(moe_config=moe_config, **{key: facts[key] for key in ("scoring_func", "renormalize")})
+        with pytest.raises(NotImplementedError, match=r"SPARK_MXFP4_ROUTER=fused cannot route this model"):
+            router.refuse_unsupported(layer)
+
+
 @pytest.mark.parametrize("ranks", TP_SIZES)
 def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, configure, stored, ranks):
     vllm_config = configure(SMALL)

@@ -65,18 +65,20 @@ def backend_of(name: str) -> Backend:
     return Backend(BACKENDS[known].arguments, log, {"SPARK_MXFP4_KERNEL": kernel})
 
 
-def _dense(linear: str, head: str) -> Backend:
-    """Return our experts with attention and LM head in two formats of the plugin."""
+def _dense(linear: str, head: str, router: str = "") -> Backend:
+    """Return our experts with attention and LM head in two formats of the plugin, and with its router if named."""
     log = f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
-    formats = {"SPARK_MXFP4_LINEAR": linear, "SPARK_MXFP4_LM_HEAD": head}
-    return Backend(("--quantization", "spark-mxfp4"), log, formats)
+    formats = {"SPARK_MXFP4_LINEAR": linear, "SPARK_MXFP4_LM_HEAD": head, "SPARK_MXFP4_ROUTER": router}
+    return Backend(("--quantization", "spark-mxfp4"), ROUTER_LOG if router else log, formats)
 
 
+ROUTER_LOG = "Routers of up to 16 tokens run in one launch"
 BACKENDS: Mapping[str, Backend] = {
     "spark": Backend(("--quantization", "spark-mxfp4"), "Using 'SPARK_"),
     "spark-dense-8": _dense("mxfp8", "mxfp8"),
     "spark-dense-4": _dense("mxfp4", "mxfp8"),
     "spark-all-4": _dense("mxfp4", "mxfp4"),
+    "spark-all-4-router": _dense("mxfp4", "mxfp4", "fused"),
     "triton-fp8": Backend(
         ("--moe-backend", "triton", "--quantization-config.linear", "fp8_per_channel"),
         "for Fp8PtpcOnlineLinearMethod",

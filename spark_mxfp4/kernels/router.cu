@@ -1,0 +1,73 @@
+// The C doors of the router's kernels for router.py: plain pointers and sizes, errors as CUDA's numbers.
+#include <cuda_runtime.h>
+
+#include "router.cuh"
+
+using namespace spark;
+
+namespace {
+
+constexpr int NO_FIT = -1;
+
+template <class Kernel, class... Args>
+int start(Kernel kernel, int blocks, int cluster, int threads, int bytes, cudaStream_t stream, Args... args) {
+  if (cluster > 8) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = cluster > 0 ? 2 : 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();  // else the next one who asks gets it
+  return cluster > 0 ? NO_FIT : static_cast<int>(error);  // a device may have no room for a cluster
+}
+
+template <int UNITS, int TILES>
+int by_cluster(const Router& r, cudaStream_t stream) {
+  constexpr int WARPS = 32;
+  const int blocks = (r.experts + 8 * TILES - 1) / (8 * TILES);
+  if (blocks > 16 || r.columns > UNITS * WARPS * 32) return NO_FIT;
+  using Few = OneCluster<1, UNITS, TILES, WARPS>;
+  using Many = OneCluster<2, UNITS, TILES, WARPS>;
+  if (r.tokens <= 8) return start(route_by_cluster<Few>, blocks, blocks, WARPS * 32, Few::bytes(blocks), stream, r);
+  return start(route_by_cluster<Many>, blocks, blocks, WARPS * 32, Many::bytes(blocks), stream, r);
+}
+
+template <int UNITS>
+int by_ticket(const Router& r, cudaStream_t stream) {
+  constexpr int WARPS = 12;
+  const int units = (r.columns + 31) / 32, slices = (units + WARPS * UNITS - 1) / (WARPS * UNITS);
+  const int blocks = (r.experts + 7) / 8 * slices;
+  using Few = ByTicket<1, UNITS, WARPS>;
+  using Many = ByTicket<2, UNITS, WARPS>;
+  if (r.tokens <= 8) return start(route_by_ticket<Few>, blocks, 0, WARPS * 32, Few::bytes(), stream, r, slices);
+  return start(route_by_ticket<Many>, blocks, 0, WARPS * 32, Many::bytes(), stream, r, slices);
+}
+
+using Runner = int (*)(const Router&, cudaStream_t);
+constexpr Runner RUNNERS[] = {
+    // router.py chooses among them by these numbers.
+    by_cluster<3, 1>,  // 0: up to 3,072 columns and 128 experts; 16 blocks for 128
+    by_cluster<3, 2>,  // 1: up to 3,072 columns and 256 experts; 8 blocks for 128
+    by_cluster<6, 1>,  // 2: up to 6,144 columns and 128 experts
+    by_ticket<1>,      // 3: 128 blocks for 128 experts of 2,880 columns
+    by_ticket<2>,      // 4: 64
+    by_ticket<4>,      // 5: 32
+    by_ticket<8>,      // 6: 16
+};
+
+}  // namespace
+
+extern "C" {
+int spark_router_variant_number() { return sizeof(RUNNERS) / sizeof(Runner); }
+// Returns 0, -1 where the variant cannot take the size, else CUDA's error number.
+int spark_router(const Router* r, int variant, void* stream) {
+  if (r->tokens > ROUTER_TOKENS || r->experts > ROUTER_EXPERTS || r->top_k > ROUTER_TOP_K) return NO_FIT;
+  return RUNNERS[variant](*r, static_cast<cudaStream_t>(stream));
+}
+const char* spark_router_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+}

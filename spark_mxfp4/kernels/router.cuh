@@ -1,0 +1,233 @@
+// The router for few tokens in one launch: logits = x · Wᵀ + b, the largest top_k of each token, softmax over those.
+//
+// Experts are the matrix instruction's eight columns and tokens its sixteen rows; a warp takes units of 32 columns, of
+// which a thread has eight of one expert and of one or two tokens: 16 bytes each. Weights are asked for before the
+// kernel in front has ended. Sums are float32 in an order that depends on the sizes only; logits are rounded to bf16,
+// and the choice is made as vLLM's topk_softmax makes it, operation by operation, so that both give the same tokens:
+// softmax over all experts in float32, NaN and infinity count as 0, the lowest index wins where two are equal.
+#pragma once
+#include <cuda_bf16.h>
+#include <cstdint>
+
+#include "overlap.cuh"
+#include "warp.cuh"
+
+namespace spark {
+
+constexpr int ROUTER_TOKENS = 16, ROUTER_EXPERTS = 256, ROUTER_TOP_K = 8;
+
+struct Router {
+  const __nv_bfloat16* weight;  // [experts][columns]
+  const __nv_bfloat16* bias;    // [experts] or null
+  const __nv_bfloat16* x;       // [tokens][x_stride]
+  const uint8_t* padding;       // [tokens] or null: not 0 where a token is padding, which gets expert -1
+  float* shares;                // [tokens][top_k]
+  int32_t* ids;                 // [tokens][top_k]
+  float* parts;                 // route_by_ticket: [slices][tokens][experts]
+  unsigned* ticket;             // route_by_ticket: one number, 0 before and after every launch
+  int tokens, experts, columns, top_k;
+  int64_t x_stride;
+};
+
+// Of the warps that share a sum, this one's is number `warp` of `warps`: its units are warp, warp + warps, ...
+template <int UNITS, int TILES>
+struct Weights {
+  uint4 values[UNITS][TILES];
+  __device__ __forceinline__ void load(const Router& r, int first_expert, int warp, int warps, int lane) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const int column = (warp + u * warps) * 32 + lane % 4 * 8, expert = first_expert + tile * 8 + lane / 4;
+        values[u][tile] = uint4{};
+        if (column < r.columns && expert < r.experts)
+          values[u][tile] = *reinterpret_cast<const uint4*>(r.weight + int64_t{expert} * r.columns + column);
+      }
+  }
+};
+
+// This warp's part of the sums; a thread has tokens g and g + 8 (g = lane / 4), experts 2 (lane % 4) and the next.
+// HALVES is 1 for up to eight tokens, else 2.
+template <int HALVES, int UNITS, int TILES>
+__device__ __forceinline__ void multiply(const Router& r, const Weights<UNITS, TILES>& w, int warp, int warps, int lane,
+                                         float (&sum)[TILES][4]) {
+  uint4 x[UNITS][2];
+#pragma unroll
+  for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = (warp + u * warps) * 32 + lane % 4 * 8, token = half * 8 + lane / 4;
+      x[u][half] = uint4{};
+      if (half < HALVES && token < r.tokens && column < r.columns)
+        x[u][half] = *reinterpret_cast<const uint4*>(r.x + token * r.x_stride + column);
+    }
+#pragma unroll
+  for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const uint4 b = w.values[u][tile];
+      multiply_add_8(sum[tile], x[u][0].x, x[u][1].x, x[u][0].y, x[u][1].y, b.x, b.y);
+      multiply_add_8(sum[tile], x[u][0].z, x[u][1].z, x[u][0].w, x[u][1].w, b.z, b.w);
+    }
+}
+
+// All warps' parts of a block to shared memory, [WARPS][tokens of HALVES][8 TILES]; then any thread may add up.
+template <int HALVES, int TILES>
+__device__ __forceinline__ void keep_part(float* parts, int warp, int lane, const float (&sum)[TILES][4]) {
+  constexpr int WIDTH = 8 * TILES;
+  float* mine = parts + warp * (HALVES * 8 * WIDTH);
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      float* to = mine + (half * 8 + lane / 4) * WIDTH + tile * 8 + lane % 4 * 2;
+      to[0] = sum[tile][2 * half], to[1] = sum[tile][2 * half + 1];
+    }
+}
+
+// COUNT parts that lie `stride` apart, in four sums that hide the additions' latency: a fixed order.
+template <int COUNT>
+__device__ __forceinline__ float add_up(const float* part, int stride) {
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sums[i % 4] += part[i * stride];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
+
+// One warp, one token: `logit(e)` for e below r.experts. Lane l has experts 8 l to 8 l + 7 of as many lanes as that
+// takes, rounded up to a power of two; the lanes behind repeat them.
+template <class Logit>
+__device__ __forceinline__ void choose(const Router& r, int token, Logit logit) {
+  const int lane = threadIdx.x % 32;
+  int lanes = 1;
+  while (lanes * 8 < r.experts) lanes *= 2;
+  const int first = lane % lanes * 8;
+  float values[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = first + i < r.experts ? logit(first + i) : -INFINITY;
+  float largest = values[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) largest = fmaxf(largest, values[i]);
+  for (int mask = lanes / 2; mask > 0; mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = expf(values[i] - largest), sum += values[i];
+  for (int mask = lanes / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+  const float factor = 1.0f / sum;
+  // Probabilities are not negative, so their bits order them; 0 is for what cannot be chosen (any more).
+  unsigned keys[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float value = values[i] * factor;
+    keys[i] = first + i >= r.experts ? 0 : (isnan(value) || isinf(value)) ? 1 : __float_as_uint(value) + 1;
+  }
+  float total = 0, my_share = 0;
+  int my_expert = 0;
+  for (int j = 0; j < r.top_k; ++j) {
+    unsigned best = keys[0];
+    int at = 0;
+#pragma unroll
+    for (int i = 1; i < 8; ++i)
+      if (keys[i] > best) best = keys[i], at = i;
+    const unsigned winner = largest_of_warp(best);
+    const int owner = __ffs(__ballot_sync(~0u, best == winner)) - 1;  // the lowest lane has the lowest experts
+    const int place = __shfl_sync(~0u, at, owner), expert = owner * 8 + place;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (first + i == expert) keys[i] = 0;
+    const float share = __uint_as_float(winner - 1);
+    total += share;
+    if (lane == j) my_share = share, my_expert = expert;
+  }
+  const float scale = 1.0f / (total > 0 ? total : 1.0f);
+  const bool padding = r.padding != nullptr && r.padding[token] != 0;
+  if (lane < r.top_k) {
+    r.shares[token * r.top_k + lane] = padding ? 0 : my_share * scale;
+    r.ids[token * r.top_k + lane] = padding ? -1 : my_expert;
+  }
+}
+
+// One cluster: block b has experts 8 TILES b and following, and chooses for tokens b, b + blocks, ...; sums travel
+// through the cluster's shared memory, so there is nothing to reset.
+template <int HALVES_, int UNITS_, int TILES_, int WARPS_>
+struct OneCluster {
+  static constexpr int HALVES = HALVES_, UNITS = UNITS_, TILES = TILES_, WARPS = WARPS_;
+  static constexpr int OUTPUTS = HALVES * 8 * TILES * 8, LOGITS = ROUTER_TOKENS * ROUTER_EXPERTS;
+  static constexpr int bytes(int blocks) {
+    return 4 * (WARPS * OUTPUTS + (HALVES * 8 + blocks - 1) / blocks * ROUTER_EXPERTS);
+  }
+};
+
+template <class V>
+__global__ void __launch_bounds__(V::WARPS * 32, 1) route_by_cluster(const Router r) {
+  constexpr int WIDTH = V::TILES * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = blocks_of_cluster();
+  const int me = threadIdx.x;
+  float* const parts = shared_floats();
+  float* const logits = parts + V::WARPS * V::OUTPUTS;  // of this block's tokens, [turn][ROUTER_EXPERTS]
+  arrive_at_cluster();  // its blocks run: their shared memory is there
+  let_next_kernel_start();
+  Weights<V::UNITS, V::TILES> weights;
+  weights.load(r, block * WIDTH, warp, V::WARPS, lane);
+  const int token = me / WIDTH, expert = block * WIDTH + me % WIDTH;
+  const bool adds = me < V::OUTPUTS && token < r.tokens && expert < r.experts;
+  const float bias = adds && r.bias != nullptr ? __bfloat162float(r.bias[expert]) : 0;
+  wait_for_previous_kernel();
+
+  float sum[V::TILES][4] = {};
+  multiply<V::HALVES>(r, weights, warp, V::WARPS, lane, sum);
+  keep_part<V::HALVES>(parts, warp, lane, sum);
+  __syncthreads();
+  wait_for_cluster();
+  if (adds)
+    store_in_block(logits + token / blocks * ROUTER_EXPERTS + expert, token % blocks,
+                   rounded(add_up<V::WARPS>(parts + me, V::OUTPUTS) + bias));
+  __syncwarp();
+  arrive_at_cluster();
+  wait_for_cluster();
+  for (int turn = warp; turn * blocks + block < r.tokens; turn += V::WARPS)
+    choose(r, turn * blocks + block, [&](int e) { return logits[turn * ROUTER_EXPERTS + e]; });
+}
+
+// Many blocks: `slices` blocks share the columns of eight experts; the block that ends last adds up and chooses.
+template <int HALVES_, int UNITS_, int WARPS_>
+struct ByTicket {
+  static constexpr int HALVES = HALVES_, UNITS = UNITS_, WARPS = WARPS_, OUTPUTS = HALVES * 64;
+  static constexpr int bytes() { return 4 * (WARPS * OUTPUTS + 1); }
+};
+
+template <class V>
+__global__ void __launch_bounds__(V::WARPS * 32, 1) route_by_ticket(const Router r, int slices) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, me = threadIdx.x;
+  const int group = blockIdx.x / slices, slice = blockIdx.x % slices;
+  float* const parts = shared_floats();
+  int* const is_last = reinterpret_cast<int*>(parts + V::WARPS * V::OUTPUTS);
+  let_next_kernel_start();
+  Weights<V::UNITS, 1> weights;
+  weights.load(r, group * 8, slice * V::WARPS + warp, slices * V::WARPS, lane);
+  wait_for_previous_kernel();
+
+  float sum[1][4] = {};
+  multiply<V::HALVES>(r, weights, slice * V::WARPS + warp, slices * V::WARPS, lane, sum);
+  keep_part<V::HALVES>(parts, warp, lane, sum);
+  __syncthreads();
+  const int token = me / 8, expert = group * 8 + me % 8;
+  if (me < V::OUTPUTS && token < r.tokens && expert < r.experts)
+    r.parts[(int64_t{slice} * r.tokens + token) * r.experts + expert] = add_up<V::WARPS>(parts + me, V::OUTPUTS);
+  __threadfence();
+  __syncthreads();
+  if (me == 0) *is_last = atomicInc(r.ticket, gridDim.x - 1) == gridDim.x - 1;  // the last one makes it 0 again
+  __syncthreads();
+  if (*is_last == 0) return;
+  __threadfence();
+  for (int t = warp; t < r.tokens; t += V::WARPS)
+    choose(r, t, [&](int e) {
+      float total = 0;
+      for (int s = 0; s < slices; ++s) total += __ldcg(r.parts + (int64_t{s} * r.tokens + t) * r.experts + e);
+      return rounded(total + (r.bias != nullptr ? __bfloat162float(r.bias[e]) : 0));
+    });
+}
+
+}  // namespace spark

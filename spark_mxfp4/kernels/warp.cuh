@@ -1,0 +1,39 @@
+// What the router's kernels need of the hardware: a matrix instruction, a maximum over a warp, and clusters of thread
+// blocks (PTX ISA: mma, redux.sync, barrier.cluster, mapa). Also known on compute capability 12.x.
+#pragma once
+#include <cstdint>
+
+namespace spark {
+
+// c += a · b: 16 tokens by 16 columns times 16 columns by 8 experts, bf16 pairs, float32 sums.
+__device__ __forceinline__ void multiply_add_8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                               uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ unsigned largest_of_warp(unsigned value) { return __reduce_max_sync(~0u, value); }
+
+__device__ __forceinline__ int blocks_of_cluster() {
+  int number;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(number));
+  return number;
+}
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Store into the shared memory of block `rank` of this cluster, where this block has `to`.
+__device__ __forceinline__ void store_in_block(float* to, int rank, float value) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ float* shared_floats() {
+  extern __shared__ __align__(16) float memory[];
+  return memory;
+}
+
+}  // namespace spark

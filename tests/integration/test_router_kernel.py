@@ -1,0 +1,27 @@
+"""The router's kernels, compiled here for the GPUs that they are made for: no spills. They run in tests/device."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from spark_mxfp4.kernels import linear, router
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("target", ["90a", "121a"])
+def test_every_variant_compiles_without_spills(target, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        why = "nvcc is not installed: ./inv build.toolchain"
+        if os.environ.get("CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+    command = [nvcc, *linear.flags(target), "-Xptxas", "-v", "-cubin", "-o", tmp_path / "router.cubin", router.SOURCE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    kernels = result.stderr.count("Compiling entry function")
+    assert kernels == 2 * (len(router.CLUSTERS) + len(router.TICKETS))  # up to eight tokens, and more
+    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, result.stderr

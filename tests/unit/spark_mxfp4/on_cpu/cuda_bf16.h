@@ -1,0 +1,146 @@
+// Stands in for CUDA's header where the router's kernels are compiled for a CPU: types, and each thread as a fiber.
+//
+// A fiber runs until it meets others (barrier, shuffle, matrix instruction, cluster) and goes on when all have come.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(...)
+
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct Index { int x; };
+struct __nv_bfloat16 { uint16_t bits; };
+inline float __uint_as_float(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline uint32_t __float_as_uint(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __bfloat162float(__nv_bfloat16 value) { return __uint_as_float(uint32_t{value.bits} << 16); }
+inline __nv_bfloat16 __float2bfloat16(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if (std::isnan(value)) return {0x7FFF};
+  return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
+}
+using std::isinf;
+using std::isnan;
+
+namespace cpu {
+
+struct Fiber;
+struct Meeting {  // of `expected` fibers; what each brings is kept for two meetings in turn
+  int expected = 0, arrived = 0, number = 0;
+  std::vector<Fiber*> waiting;
+  std::vector<uint32_t> brought[2];
+};
+struct Block {
+  Meeting all;
+  std::vector<Meeting> warps;
+  std::vector<float> shared;
+};
+struct Cluster {
+  int expected = 0, arrived = 0, number = 0;
+  std::vector<Fiber*> waiting;
+};
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  int thread, block, cluster_waits = 0;
+};
+inline std::vector<Block> blocks;
+inline Cluster cluster;
+inline std::deque<Fiber*> runnable;
+inline Fiber* current;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+
+inline void sleep() { swapcontext(&current->context, &scheduler); }
+inline void wake(std::vector<Fiber*>& waiting) {
+  for (Fiber* fiber : waiting) runnable.push_back(fiber);
+  waiting.clear();
+}
+// Brings `size` words; returns what everybody brought.
+inline const uint32_t* meet(Meeting& m, int me, const uint32_t* words, int size) {
+  std::vector<uint32_t>& brought = m.brought[m.number % 2];
+  brought.resize(m.expected * 8);
+  std::memcpy(brought.data() + me * 8, words, 4 * size);
+  const uint32_t* result = brought.data();
+  if (++m.arrived == m.expected) {
+    m.arrived = 0, ++m.number;
+    wake(m.waiting);
+  } else {
+    m.waiting.push_back(current);
+    sleep();
+  }
+  return result;
+}
+inline Block& block() { return blocks[current->block]; }
+inline Meeting& warp() { return block().warps[current->thread / 32]; }
+inline int lane() { return current->thread % 32; }
+inline void enter() { body(), sleep(); }
+
+inline int launch(int number, int threads, int bytes, std::function<void()> kernel) {
+  blocks.assign(number, Block{});
+  cluster = Cluster{number * threads};
+  body = std::move(kernel);
+  std::vector<Fiber> fibers(static_cast<size_t>(number) * threads);
+  for (Block& b : blocks) {
+    b.all.expected = threads, b.warps.resize(threads / 32), b.shared.assign(bytes / 4, NAN);
+    for (Meeting& w : b.warps) w.expected = 32;
+  }
+  constexpr size_t STACK = 24 << 10;
+  for (size_t i = 0; i < fibers.size(); ++i) {
+    Fiber& f = fibers[(i * 7919 + 13) % fibers.size()];  // not in the order of their numbers
+    f.thread = static_cast<int>(&f - fibers.data()) % threads, f.block = static_cast<int>(&f - fibers.data()) / threads;
+    f.stack.reset(new char[STACK]);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
+    makecontext(&f.context, enter, 0);
+    runnable.push_back(&f);
+  }
+  while (!runnable.empty()) {
+    current = runnable.front();
+    runnable.pop_front();
+    swapcontext(&scheduler, &current->context);
+  }
+  int stuck = cluster.waiting.size();
+  for (Block& b : blocks) {
+    stuck += b.all.waiting.size();
+    for (Meeting& w : b.warps) stuck += w.waiting.size();
+  }
+  return stuck;  // fibers that wait for others that never come
+}
+
+}  // namespace cpu
+
+#define threadIdx (Index{cpu::current->thread})
+#define blockIdx (Index{cpu::current->block})
+#define gridDim (Index{static_cast<int>(cpu::blocks.size())})
+
+inline void __syncthreads() { uint32_t nothing = 0; cpu::meet(cpu::block().all, cpu::current->thread, &nothing, 1); }
+inline void __syncwarp() { uint32_t nothing = 0; cpu::meet(cpu::warp(), cpu::lane(), &nothing, 1); }
+inline void __threadfence() {}
+inline uint32_t shuffled(uint32_t word, int from) { return cpu::meet(cpu::warp(), cpu::lane(), &word, 1)[from * 8]; }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  return __uint_as_float(shuffled(__float_as_uint(value), cpu::lane() ^ mask));
+}
+inline int __shfl_sync(unsigned, int value, int from) { return static_cast<int>(shuffled(value, from)); }
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const uint32_t word = vote, *all = cpu::meet(cpu::warp(), cpu::lane(), &word, 1);
+  unsigned result = 0;
+  for (int i = 0; i < 32; ++i) result |= all[i * 8] << i;
+  return result;
+}
+inline int __ffs(unsigned word) { return __builtin_ffs(static_cast<int>(word)); }
+inline unsigned atomicInc(unsigned* at, unsigned last) {
+  const unsigned old = *at;
+  *at = old >= last ? 0 : old + 1;
+  return old;
+}
+inline float __ldcg(const float* at) { return *at; }
