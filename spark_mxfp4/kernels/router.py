@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from spark_mxfp4.kernels.hopper import compiler
-from spark_mxfp4.kernels.linear import CAPABILITIES, flags
+from spark_mxfp4.kernels.linear import CAPABILITIES
+from spark_mxfp4.kernels.precompile import flags
 
 MOST_TOKENS, MOST_EXPERTS, MOST_TOP_K = 16, 256, 8  # router.cuh
 SOURCE = Path(__file__).with_name("router.cu")
