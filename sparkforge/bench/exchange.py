@@ -278,7 +278,7 @@ def write_arena(folder: Path, results: Sequence[Result], profile: str) -> None:
 
     `profile` is the serve profile that the server was started with, which results do not hold. Raises UsageError for an
     unknown one, InputError for results that make no entry: of a machine without a GPU, of a model that models.toml does
-    not pin, of several releases of vLLM or one that no stack has, or without speeds of all requests together.
+    not pin, of several releases of vLLM or one that no GPU's image has, or without speeds of all requests together.
     """
     content = report(results)
     model = f"openai/{content.model}"

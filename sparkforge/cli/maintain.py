@@ -22,7 +22,7 @@ ROOT = "the cache's folder, if it is not FlashInfer's own"
     changed="changed source files, with commas: remove the modules built from them",
     stale="remove what other versions left",
     all="remove every module; asks first",
-    files="instead: remove fetched and patched files that no pin or lock of this checkout names",
+    files="instead: remove fetched and patched files that no pin or lock of this checkout names; asks first",
     dry_run=DRY_RUN,
     yes="do not ask",
     root=ROOT,
@@ -48,9 +48,9 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
         from sparkforge.sources import prune
 
         if module or changed or stale or all or root or container:
-            failure, why = "--files goes with --dry-run alone", "the other options choose compiled modules"
+            failure, why = "--files goes with --dry-run and --yes alone", "the other options choose compiled modules"
             raise UsageError(failure, why, "./inv clean-cache --files --dry-run")
-        prune.prune(dry_run=dry_run)
+        prune.prune(dry_run=dry_run, yes=yes)
         return
     if container:
         from sparkforge.image import volume

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 PORT = "8000"
 # The texts of the options that say what is served and to whom, of every command that has them.
 SERVED = {
-    "model": "folder, or repository that is on this machine; default: a tiny gpt-oss on devices without a GPU [MODEL]",
+    "model": "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]",
     "port": "port to listen on; default 8000 [PORT]",
     "host": "IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
     "context": "longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
     "api_key_file": "file with the API key that clients must send: one line, readable for you alone",
     "allow_hosts": "more names for the Host header, with commas: spark.local,localhost:9000",
     "stack": "a stack of pins.toml; default: the device's",
-    "vllm_flags": "vLLM's own flags, as in: ./inv up -- --max-num-seqs 4",
+    "vllm_flags": "vLLM's own flags, as in: -- --max-num-seqs 4",
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from invoke.context import Context
 
-from sparkforge.cli.command import task
+from sparkforge.cli.command import caller_path, task
 from sparkforge.cli.serve import SERVED, requested
 from sparkforge.core.errors import UsageError
 
@@ -48,9 +49,15 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     """
     from sparkforge.core import paths
     from sparkforge.image.devices import EMBEDDED, stack_of
+    from sparkforge.models import local
     from sparkforge.serve import container, embedded, service
 
     service.version()  # without systemd nothing else matters
+    named = model or os.environ.get("MODEL", "")
+    if system and local.REPOSITORY.fullmatch(named) and not Path(caller_path(named)).is_dir():
+        why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"
+        fix = "./inv service.install --system --model FOLDER: models/NAME, which ./inv model.fetch makes"
+        raise UsageError(f"{named} is not a folder", why, fix)
     request = requested(
         device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
         allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.core import paths
-from sparkforge.core.console import say
+from sparkforge.core.console import confirmed, say
+from sparkforge.core.errors import StorageError
 from sparkforge.core.files import tree_size
 from sparkforge.pins.locks import LOCKS
 from sparkforge.sources import fetch
 
+QUESTION = "Remove them? No other checkout of this user may be installing or building now."
 SHA256 = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
@@ -56,18 +58,27 @@ def _names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(file.name for file in folder.iterdir() if file.name != fetch.VERIFIED))
 
 
-def prune(*, dry_run: bool) -> None:
+def prune(*, dry_run: bool, yes: bool) -> None:
     """Remove what `unnamed` returns, and say what and how many bytes; with `dry_run` only say it.
 
-    A file that a process fetches or makes meanwhile is waited for. A run that is killed leaves nothing that is trusted.
+    It asks first, unless `yes`: another checkout may be installing from these files. One that a process fetches or
+    makes meanwhile is waited for. A run that is killed leaves nothing that is trusted. Raises UsageError where it
+    cannot ask.
     """
     files = unnamed()
-    for file in files:
-        say(f"{'would remove' if dry_run else 'remove'} {file}")
-        if not dry_run:
-            with fetch.locked_download(file.folder / "any"):
-                shutil.rmtree(file.folder)
-            shutil.rmtree(paths.cache() / "members" / file.folder.name, ignore_errors=True)  # read from that very file
+    for file in files if dry_run or not yes else ():
+        say(f"would remove {file}")
+    if files and not (dry_run or yes or confirmed(QUESTION, "--files asks first", "./inv clean-cache --files --yes")):
+        say("nothing was removed")
+        return
+    for file in [] if dry_run else files:
+        say(f"remove {file}")
+        with fetch.locked_download(file.folder / "any"):
+            shutil.rmtree(file.folder, ignore_errors=True)  # a second command like this one may have been faster
+        if file.folder.exists():
+            fix = f"look at its owner and permissions: ls -la {file.folder}"
+            raise StorageError(f"{file.folder} is not removed", "a file in it stays", fix, code="storage.cache")
+        shutil.rmtree(paths.cache() / "members" / file.folder.name, ignore_errors=True)  # read from that very file
     freed = sum(file.size for file in files)
     where = paths.cache() / "files"
     if not files:

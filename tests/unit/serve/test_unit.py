@@ -190,6 +190,14 @@ class TestOptionsOfUp:
         monkeypatch.setattr(service, "install", lambda arguments, **_: units.append(arguments))
         return units
 
+    @pytest.mark.parametrize("variable", ["", "openai/gpt-oss-120b"])
+    def test_a_system_unit_takes_no_repository_of_roots_own_cache(self, installed, monkeypatch, capsys, variable):
+        monkeypatch.setenv("MODEL", variable)
+        with pytest.raises(Exit):
+            install(Context(), device="embedded", system=True, model="" if variable else "openai/gpt-oss-120b")
+        assert installed == []
+        assert "openai/gpt-oss-120b is not a folder" in capsys.readouterr().err
+
     def test_address_and_context_are_those_of_up(self, installed):
         install(Context(), device="embedded", host="localhost", context="4096")
         assert {"--host=127.0.0.1", "--context=4096"} <= set(installed[0])

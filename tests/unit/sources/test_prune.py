@@ -1,6 +1,7 @@
 """`./inv clean-cache --files` on a cache with files of the real pins and locks, and with others."""
 
 import fcntl
+import shutil
 import subprocess
 import sys
 
@@ -39,7 +40,7 @@ def test_what_no_pin_or_lock_names_is_removed_with_what_was_read_of_it(cache, ca
     members = paths.cache() / "members"
     for path in (named[0], other):
         (members / path.parent.name).mkdir(parents=True)
-    prune.prune(dry_run=False)
+    prune.prune(dry_run=False, yes=True)
     assert [path.exists() for path in named] == [True, True, True]
     assert sorted((paths.cache() / "files").iterdir()) == sorted(path.parent for path in named)
     assert [folder.name for folder in members.iterdir()] == [named[0].parent.name]
@@ -49,13 +50,13 @@ def test_what_no_pin_or_lock_names_is_removed_with_what_was_read_of_it(cache, ca
         f"remove {OTHER} (0.0 MB, sha256 {other.parent.name[:12]})",
         "removed 2 files, freed 0.1 MB",
     ]
-    prune.prune(dry_run=False)
+    prune.prune(dry_run=False, yes=True)
     assert "nothing to remove in" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_the_same_and_removes_nothing(cache, capsys):
     _, others = cache
-    prune.prune(dry_run=True)
+    prune.prune(dry_run=True, yes=False)
     assert [path.exists() for path in others] == [True, True]
     output = capsys.readouterr().err
     assert f"would remove {OLD} (0.1 MB" in output
@@ -63,12 +64,25 @@ def test_a_dry_run_says_the_same_and_removes_nothing(cache, capsys):
     assert "0.1 MB (dry run: nothing was removed)" in output
 
 
+def test_it_asks_first_and_needs_a_terminal_for_it(cache, capsys, monkeypatch):
+    _, others = cache
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    with pytest.raises(UsageError, match="--files asks first"):
+        prune.prune(dry_run=False, yes=False)
+    monkeypatch.setattr(prune, "confirmed", lambda *_: False)
+    prune.prune(dry_run=False, yes=False)
+    assert [path.exists() for path in others] == [True, True]
+    monkeypatch.setattr(prune, "confirmed", lambda *_: True)
+    prune.prune(dry_run=False, yes=False)
+    assert [path.exists() for path in others] == [False, False]
+
+
 def test_what_is_no_file_of_the_cache_stays(cache, tmp_path):
     folder = paths.cache() / "files"
     (folder / "notes").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (folder / ("0" * 64)).symlink_to(tmp_path / "elsewhere")
-    prune.prune(dry_run=False)
+    prune.prune(dry_run=False, yes=True)
     assert (folder / "notes").is_dir()
     assert (folder / ("0" * 64)).is_symlink()
 
@@ -82,10 +96,12 @@ def test_a_file_is_removed_under_the_lock_that_its_download_takes(cache):
         if folder.parent.name == "files":
             with (paths.cache() / "locks" / f"{folder.name}.lock").open() as lock, pytest.raises(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        real(folder, ignore_errors=True)
 
+    real = shutil.rmtree
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparkforge.sources.prune.shutil.rmtree", remove)
-        prune.prune(dry_run=False)
+        prune.prune(dry_run=False, yes=True)
     assert {path.parent for path in others} <= set(removed)
 
 
@@ -96,12 +112,12 @@ def test_a_kill_at_any_step_leaves_nothing_that_is_trusted(kit, cache):
         assert all(path.exists() for path in named)
         assert not [path for path in (old, other) if path.exists() and not fetch.intact(path, path.parent.name)]
 
-    assert kit.kill_at_each_step(lambda: prune.prune(dry_run=False), check) > 2
+    assert kit.kill_at_each_step(lambda: prune.prune(dry_run=False, yes=True), check) > 2
     assert not prune.unnamed()
 
 
 def test_an_empty_machine_has_nothing_to_remove(capsys):
-    prune.prune(dry_run=True)
+    prune.prune(dry_run=True, yes=False)
     assert "nothing to remove in" in capsys.readouterr().err
 
 
@@ -112,4 +128,4 @@ def test_the_command_takes_files_with_a_dry_run_alone(cache):
     assert f"would remove {OLD}" in done.stderr
     done = subprocess.run([*command, "--stale"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == UsageError.exit_code
-    assert "--files goes with --dry-run alone" in done.stderr
+    assert "--files goes with --dry-run and --yes alone" in done.stderr
