@@ -5,6 +5,7 @@ Everything else is in pyproject.toml.
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -33,8 +34,10 @@ class BuildWithKernels(build_py):
             raise ModuleNotFoundError(str(source))
         precompile = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(precompile)
+        compiled = Path(self.build_lib).absolute() / "spark_mxfp4" / "kernels" / "compiled"
+        shutil.rmtree(compiled, ignore_errors=True)  # an earlier build's: other targets, other sources
         for target in TARGETS:
-            precompile.compile_target(target, Path(self.build_lib).absolute() / "spark_mxfp4" / "kernels" / "compiled")
+            precompile.compile_target(target, compiled)
 
 
 class PlatformWheel(bdist_wheel):

@@ -38,10 +38,13 @@ def sources(name: str) -> list[Path]:
     return [FOLDER / "moe.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
 
 
+ROUTER = ("router.cuh", "warp.cuh")  # of router.cu, which is in no library
+
+
 def file_name(name: str, target: str) -> str:
     """Return the file name of a library: its name, target and machine, and 12 digits of its inputs' hash."""
     digest = hashlib.sha256(" ".join(flags(target)).encode())
-    for path in [*sources(name), *sorted(FOLDER.glob("*.cuh"))]:
+    for path in [*sources(name), *sorted(set(FOLDER.glob("*.cuh")) - {FOLDER / name for name in ROUTER})]:
         digest.update(b"\0" + path.read_bytes())
     return f"{name}-{target}-{platform.machine()}-{digest.hexdigest()[:12]}.so"
 

@@ -15,8 +15,6 @@ from vllm.platforms import current_platform
 from spark_mxfp4 import operator
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.kernels import router
-from spark_mxfp4.kernels.router import Routes
 from spark_mxfp4.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 
 # Loggers outside the "vllm" tree have no handler in a server.
@@ -89,6 +87,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.routed:
+            from spark_mxfp4.kernels import router  # noqa: PLC0415 - only what was switched on
+
             router.prepare(self._weights.down.weight.device)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:  # noqa: ARG002 (vLLM's signature)
@@ -108,6 +108,8 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         input_ids: torch.Tensor | None = None,  # noqa: ARG002 (vLLM's signature)
     ) -> torch.Tensor:
         """Return the experts' output [T, H] for `x` [T, H] and the routes (float32 [2, T, k]) of `router.py`."""
+        from spark_mxfp4.kernels.router import Routes  # noqa: PLC0415 - only what was switched on
+
         routes = Routes.of(router_logits)
         return self.apply(layer, x, routes.shares, routes.ids, None, None)
 
