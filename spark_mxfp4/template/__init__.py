@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -57,12 +58,12 @@ def kernel_name(name: str) -> str:
 
 def next_steps(folder: Path) -> str:
     """Return the commands for a kernel that `write` wrote, one a line."""
-    name = folder.name
+    name, path = folder.name, shlex.quote(str(folder))
     return "\n".join(
         (
-            f"cd {folder}",
-            "python -m pytest                                          # must pass before it may serve",
+            f"cd {path}",
+            f"python -m spark_mxfp4.conformance {kernel_name(name)}  # must pass before it may serve",
             f"python benchmark_{name}.py",
-            f"PYTHONPATH={folder} SPARK_MXFP4_KERNEL={kernel_name(name)} vllm serve MODEL --quantization spark-mxfp4",
+            f"PYTHONPATH={path} SPARK_MXFP4_KERNEL={kernel_name(name)} vllm serve MODEL --quantization spark-mxfp4",
         )
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, whole_number
+from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
 
@@ -28,14 +30,16 @@ def new(_ctx: Context, name: str, folder: str = "") -> None:
         written = template.write(name, Path(caller_path(folder or ".")))
     except (ValueError, FileExistsError) as error:
         raise UsageError(*str(error).split(" · ", 2)) from error
-    kernel = template.kernel_name(name)
+    kernel, inv = template.kernel_name(name), shlex.quote(str(paths.ROOT / "inv"))
+    python = shlex.quote(str(paths.environment("embedded") / "bin" / "python"))
+    path, benchmark = shlex.quote(str(written)), shlex.quote(str(written / f"benchmark_{name}.py"))
     say(
         f"written {written}\n"
-        "next, with an interpreter that has torch, such as .sparkforge/envs/embedded/bin/python:\n"
-        f"  cd {written}\n"
-        f"  PYTHON -m spark_mxfp4.conformance {kernel}   # or PYTHON -m pytest; must pass before it may serve\n"
-        f"  PYTHON benchmark_{name}.py\n"
-        f"  PYTHONPATH={written} SPARK_MXFP4_KERNEL={kernel} ./inv up --quantization spark-mxfp4"
+        f"next, with an interpreter that has torch; this one is made by the first {inv} up --device embedded:\n"
+        f"  PYTHONPATH={path} {python} -m spark_mxfp4.conformance {kernel}   # must pass before it may serve\n"
+        f"  {python} {benchmark}\n"
+        f"  PYTHONPATH={path} SPARK_MXFP4_KERNEL={kernel} {inv} up --device embedded --quantization spark-mxfp4\n"
+        "its test is for pytest, where that is installed; a container: docs/reference/profiles.md, our own experts"
     )
 
 
@@ -62,4 +66,8 @@ def hub(_ctx: Context, folder: str, number: str = "1", module: str = "", name: s
     except (ValueError, FileExistsError) as error:
         raise UsageError(*str(error).split(" · ", 2)) from error
     attribute = "CLASS" if module else "Kernel"
-    say(f"written {written}\nnext: SPARK_MXFP4_KERNEL={written}#{attribute} ./inv up --quantization spark-mxfp4")
+    kernel = shlex.quote(f"{written}#{attribute}")
+    say(
+        f"written {written}\nnext, where the package kernels 0.17 is installed: "
+        f"SPARK_MXFP4_KERNEL={kernel} vllm serve MODEL --quantization spark-mxfp4"
+    )

@@ -115,12 +115,16 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
             device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
             allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
         )  # fmt: skip
-        profile, flags = passed.with_quantization(quantization, profile, request.flags, gpu=request.device == DOCKER)
+        profile, flags = passed.with_quantization(
+            quantization, profile, request.flags, gpu=request.device == DOCKER, stack=request.stack
+        )
         request = replace(request, profile=profile, flags=flags, profiler=profiler)
         if profile == AUTO:
             from sparkforge.bench import trials
 
             request = replace(request, profile=trials.winner(request))
+            if quantization:
+                passed.require_our_experts(request.profile, request.stack)
         server = start.start(request, build_image)
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")

@@ -53,6 +53,7 @@ READY_SECONDS = 3600.0
 CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of compiled code an image (deploy/start)
 TAIL = 400  # lines of the container's log that are read
 BIND, FLAGS = access.BIND, settings.VLLM_ARGS  # Compose's variables: the address to publish on, flags for vLLM
+KERNEL_PAGE = "docs/reference/profiles.md, our own experts"
 REFUSED = RefusalError.exit_code
 REFUSAL = "the validator refuses to serve"  # printed by sparkforge/serve/entrypoint.py
 LEAK = (
@@ -124,6 +125,12 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     if profile and profile != served:
         raise UsageError(f"--profile {profile} has no effect", f"the Compose files serve {served or 'none'}", fix)
     passed_values = [value.replace("$$", "$") for value in service.environment.values()]  # as `config` escapes them
+    if (kernel := os.environ.get(passed.KERNEL_VARIABLE)) and kernel != service.environment.get(passed.KERNEL_VARIABLE):
+        why = (
+            "the Compose files do not pass it on; a container has neither the shell's variables nor the kernel's files"
+        )
+        own = f"write it into vllm.env and mount its folder ({KERNEL_PAGE}), or: ./inv up --device embedded"
+        raise UsageError(f"{passed.KERNEL_VARIABLE}={kernel} has no effect", why, f"unset it, or {own}")
     if (flags := env.get(FLAGS)) and flags not in passed_values:
         raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
 

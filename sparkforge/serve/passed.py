@@ -13,11 +13,13 @@ from pathlib import Path
 from sparkforge.core.arguments import flag_value, meant
 from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
+from sparkforge.serve import profiles
 from sparkforge.serve.profiles import ServeProfile
 
 LOOPBACK = "127.0.0.1"
 CONTEXT, CONTEXT_VARIABLE = "--max-model-len", "MAX_MODEL_LEN"
 QUANTIZATION, OURS = "--quantization", "spark-mxfp4"  # OURS is also the profile with our experts on a GPU
+KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
 _NAME = "the start's proof and our commands ask by that name"
 _HTTP = "the start's proof and our commands speak HTTP to the address"
 _GUARD = "the guard, which checks keys and host names, must stand in front"
@@ -77,12 +79,13 @@ def with_context(environment: Mapping[str, str], context: str, flags: Sequence[s
 
 
 def with_quantization(
-    quantization: str, profile: str, flags: Sequence[str], *, gpu: bool
+    quantization: str, profile: str, flags: Sequence[str], *, gpu: bool, stack: str = ""
 ) -> tuple[str, tuple[str, ...]]:
     """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
 
     It stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
-    profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, and beside the flag itself.
+    profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, beside the flag itself, and
+    beside a profile that leaves the experts to vLLM.
     """
     if not quantization:
         return profile, tuple(flags)
@@ -90,12 +93,23 @@ def with_quantization(
         why = f"it takes {OURS}, our experts; without it they are the profile's, and vLLM's other ways stand behind --"
         fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
-    if (value := flag_value(flags, QUANTIZATION)) is not None:
+    short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
+    if short or flag_value(flags, QUANTIZATION) is not None:
         why = "they choose the same"
-        raise UsageError(f"{QUANTIZATION} {value} stands behind -- too", why, "leave one of them out")
+        raise UsageError(f"{short or QUANTIZATION} stands behind -- too", why, "leave one of them out")
     if profile:
+        require_our_experts(profile, stack)
         return profile, (*flags, f"{QUANTIZATION}={OURS}")
     return OURS if gpu else "embedded", tuple(flags)
+
+
+def require_our_experts(profile: str, stack: str = "") -> None:
+    """Raise UsageError for a profile that leaves the experts to vLLM; an unknown one is refused where it is read."""
+    known = profiles.load(stack=stack)
+    if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
+        why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
+        fix = f"leave one of them out; our experts: ./inv up {QUANTIZATION} {OURS}"
+        raise UsageError(f"{QUANTIZATION} {OURS} has no effect beside --profile {profile}", why, fix)
 
 
 def checked(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...]:

@@ -52,9 +52,13 @@ class ServeProfile(Record):
 
 
 class StackProfiles(Record):
-    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own."""
+    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own.
 
-    profiles: dict[str, ServeProfile]
+    `without` are the profiles that it cannot serve, each with the reason.
+    """
+
+    profiles: dict[str, ServeProfile] = Field(default_factory=dict)
+    without: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
 
 
 class ServeProfiles(Record):
@@ -66,6 +70,9 @@ class ServeProfiles(Record):
 
     @model_validator(mode="after")
     def _check(self) -> ServeProfiles:
+        for stack, own in self.stacks.items():
+            if unknown := own.without.keys() - self.profiles.keys():
+                raise ValueError(f"{stack} is without {sorted(unknown)}, and there is no such profile")
         for table in (self, *map(self.on_stack, self.stacks)):
             for name in table.profiles:
                 if not table.resolve(name).about:
@@ -74,9 +81,10 @@ class ServeProfiles(Record):
 
     def on_stack(self, stack: str) -> ServeProfiles:
         """Return the table as it is on a stack; the same for a stack that has nothing otherwise."""
-        changes = self.stacks[stack].profiles if stack in self.stacks else {}
-        changed = {name: profile.merge(self.profiles.get(name, ServeProfile())) for name, profile in changes.items()}
-        return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
+        own = self.stacks.get(stack, StackProfiles())
+        changed = {name: p.merge(self.profiles.get(name, ServeProfile())) for name, p in own.profiles.items()}
+        served = {name: p for name, p in {**self.profiles, **changed}.items() if name not in own.without}
+        return self.model_copy(update={"profiles": served, "stacks": {}})
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
         """Return a profile with what it inherits. Raises ValueError for an unknown or circular `extends`."""
@@ -97,7 +105,13 @@ def load(table: Path = TABLE, *, stack: str = "") -> dict[str, ServeProfile]:
 
 
 def named(name: str, table: Path = TABLE, *, stack: str = "") -> ServeProfile:
-    """Return one profile, as it is on `stack`. Raises UsageError, with the known names, for an unknown one."""
+    """Return one profile, as it is on `stack`.
+
+    Raises UsageError, with the known names, for an unknown one, and with the reason for one that `stack` cannot serve.
+    """
+    document = tables.load(table, ServeProfiles)
+    if why := document.stacks.get(stack, StackProfiles()).without.get(name):
+        raise UsageError(f"the stack {stack} has no serve profile {name!r}", why, "leave --stack or --profile out")
     profiles = load(table, stack=stack)
     if name not in profiles:
         raise UsageError(

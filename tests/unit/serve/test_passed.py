@@ -87,7 +87,9 @@ def test_quantization_reaches_validator_and_server(started):
     ("options", "what", "fix"),
     [
         (["fp8"], "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),
-        (["spark-mxfp4", "--", "--quantization", "mxfp4"], "--quantization mxfp4 stands behind -- too", "leave one"),
+        (["spark-mxfp4", "--", "--quantization", "mxfp4"], "--quantization stands behind -- too", "leave one"),
+        (["spark-mxfp4", "--", "-q", "mxfp4"], "-q stands behind -- too", "leave one"),
+        (["spark-mxfp4", "--", "-qmxfp4"], "-qmxfp4 stands behind -- too", "leave one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -97,6 +99,23 @@ def test_another_quantization_is_refused(started, capsys, options, what, fix):
     assert what in printed
     assert fix in printed
     assert started == []
+
+
+@pytest.mark.parametrize("profile", ["fast-dense-8", "fast-dense-4"])
+def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
+    with pytest.raises(UsageError, match=f"has no effect beside --profile {profile}"):
+        passed.with_quantization("spark-mxfp4", profile, (), gpu=True)
+    assert passed.with_quantization("", profile, (), gpu=True) == (profile, ())
+
+
+def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsys):
+    from sparkforge.bench import trials
+
+    monkeypatch.setattr(trials, "winner", lambda _request: "fast-dense-8")
+    monkeypatch.setattr(container, "up", lambda *_more, **_options: pytest.fail("nothing is to be started"))
+    options = ["--device", devices.DOCKER, "--profile", "auto", "--quantization", "spark-mxfp4"]
+    assert program.main(["up", *options]) == UsageError.exit_code
+    assert "has no effect beside --profile fast-dense-8" in capsys.readouterr().err
 
 
 def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
@@ -268,3 +287,28 @@ def test_compose_files_that_leave_out_what_was_asked_for_are_named(
         container.up(devices.DOCKER_CPU, wanted, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
     assert caught.value.what == what
     assert not [call for call in docker_command.calls if " up " in call]
+
+
+@pytest.mark.parametrize("inside", [None, "triton"])
+def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
+    fake_engine, docker_command, monkeypatch, inside
+):
+    compose_config(docker_command, monkeypatch, variables={passed.KERNEL_VARIABLE: inside} if inside else {})
+    monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
+    with pytest.raises(UsageError, match="fast_moe:FastMoe has no effect") as caught:
+        container.up(devices.DOCKER_CPU, {}, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
+    assert "vllm.env" in caught.value.fix
+    assert "--device embedded" in caught.value.fix
+
+
+def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_command, monkeypatch):
+    compose_config(docker_command, monkeypatch, variables={passed.KERNEL_VARIABLE: "fast_moe:FastMoe"})
+    monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
+    monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
+    with pytest.raises(UsageError, match="so far"):
+        container.up(devices.DOCKER_CPU, {}, Steps(4), lambda *_: None)
+
+
+def test_the_variable_of_the_kernel_is_the_librarys():
+    registry = pytest.importorskip("spark_mxfp4.registry")
+    assert registry.KERNEL_VARIABLE == passed.KERNEL_VARIABLE

@@ -100,8 +100,35 @@ def test_a_stack_changes_a_profile_and_what_extends_it_and_adds_its_own(table):
         profiles.named("trial", path)
 
 
+def test_a_profile_that_a_stack_cannot_serve_is_refused_with_the_reason(table):
+    path = table(GOOD + '[stacks.old.without]\nfast = "its vLLM is too old"')
+    assert list(profiles.load(path, stack="old")) == ["safe"]
+    assert list(profiles.load(path, stack="new")) == ["safe", "fast"]
+    with pytest.raises(UsageError, match="the stack old has no serve profile 'fast' · its vLLM is too old"):
+        profiles.named("fast", path, stack="old")
+
+
+def test_no_profile_of_a_stack_asks_a_vllm_for_our_plugin_that_it_does_not_support():
+    supported = pytest.importorskip("spark_mxfp4.vllm.versions").SUPPORTED
+    table = pins.load()
+    for stack in table.stacks:
+        ours = [
+            name
+            for name, profile in profiles.load(stack=stack).items()
+            if profile.device != "embedded" and "--quantization=spark-mxfp4" in profile.arguments()
+        ]
+        assert bool(ours) is (table.component(stack, "vllm").version.partition("+")[0] in supported), stack
+
+
 @pytest.mark.parametrize(
-    "wrong", [NEXT.replace('extends = "fast"', 'extends = "slow"'), NEXT.replace('about = "c"', "")]
+    "wrong",
+    [
+        NEXT.replace('extends = "fast"', 'extends = "slow"'),
+        NEXT.replace('about = "c"', ""),
+        '[stacks.old.without]\nquick = "w"',
+        '[stacks.old.without]\nsafe = "fast extends it"',
+        '[stacks.old.without]\nfast = ""',
+    ],
 )
 def test_a_malformed_profile_of_a_stack_is_a_named_error(table, wrong):
     with pytest.raises(InputError, match="malformed"):
@@ -197,6 +224,7 @@ def test_responses_are_stored_where_the_store_is_bounded(stack):
     """By patch 0011; without it the server's memory grows."""
     names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
     bounded = "0011-bound-the-store-of-responses.patch" in names
-    for name in ["embedded"] if stack == "embedded" else ["safe", "fast", "long-context", "fast-load", "spark-mxfp4"]:
+    for_gpus = {"safe", "fast", "long-context", "fast-load", "spark-mxfp4"} & profiles.load(stack=stack).keys()
+    for name in ["embedded"] if stack == "embedded" else for_gpus:
         stored = profiles.named(name, stack=stack).variables()["VLLM_ENABLE_RESPONSES_API_STORE"]
         assert bounded == (stored == "1")

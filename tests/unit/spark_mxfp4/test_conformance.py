@@ -105,6 +105,39 @@ def test_restore_must_give_the_bytes_back():
     assert "restore does not give back" in conformance.run_case(Lossy("lossy"), CASES["a batch"]).problem
 
 
+class MadeUpBias(MoeKernel):
+    bias = 0.0
+
+    def prepare(self, weights):
+        return changed(weights, bias=weights.down.bias)
+
+    def restore(self, prepared, *_sizes):
+        weight, bias = prepared.down.weight, prepared.down.bias
+        return changed(
+            prepared, bias=weight.new_full(weight.shape[:2], self.bias, dtype=torch.float32) if bias is None else bias
+        )
+
+    def run(self, *arguments):
+        return moe(*arguments)
+
+
+def test_zeros_are_as_good_as_no_bias_and_other_numbers_are_not():
+    kernel = MadeUpBias("made up")
+    assert not conformance.run_case(kernel, CASES["no bias"]).problem
+    kernel.bias = 1.0
+    assert "restore does not give back" in conformance.run_case(kernel, CASES["no bias"]).problem
+
+
+def test_only_experts_on_another_device_may_be_refused():
+    def refused(*_):
+        raise NotImplementedError("not here")
+
+    kernel = FunctionKernel("refused", refused)
+    result = conformance.run_case(kernel, CASES["experts on another device"])
+    assert (result.problem, result.unsupported) == ("", "not here")
+    assert "it raised NotImplementedError" in conformance.run_case(kernel, CASES["a batch"]).problem
+
+
 def test_poison_ends_with_the_context():
     with conformance.poisoned():
         assert torch.empty(3).isnan().all()

@@ -94,7 +94,11 @@ def test_the_command_writes_it_and_errors_have_three_parts(tmp_path, monkeypatch
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     commands.hub.body(None, "hub", "2")
     assert json.loads((tmp_path / "hub/build/torch-cpu/metadata.json").read_text())["version"] == 2
-    assert f"written {tmp_path / 'hub'}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"written {tmp_path / 'hub'}" in printed
+    assert (
+        f"where the package kernels 0.17 is installed: SPARK_MXFP4_KERNEL='{tmp_path / 'hub'}#Kernel' vllm" in printed
+    )
     (tmp_path / "broken.py").write_text("def (")
     for arguments, text in [(("hub",), "is there"), (("new", "1", "broken.py"), "is no Python module")]:
         with pytest.raises(UsageError, match=text) as caught:

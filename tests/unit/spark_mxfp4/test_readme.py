@@ -98,3 +98,11 @@ def test_the_reference_has_every_public_function():
         }
         listed = {name for found, name, _ in SIGNATURES if found == module}
         assert public - listed <= {"main", "check_packed", "poisoned", "is_kernel_class"}, text[:40]
+
+
+def test_the_reference_has_every_method_of_a_kernel():
+    from spark_mxfp4.kernel import MoeKernel
+
+    public = {name for name, value in vars(MoeKernel).items() if not name.startswith("_") and inspect.isfunction(value)}
+    listed = {name.removeprefix("MoeKernel.") for _, name, _ in SIGNATURES if name.startswith("MoeKernel.")}
+    assert public == listed

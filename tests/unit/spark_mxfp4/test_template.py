@@ -1,14 +1,16 @@
 """A kernel from the template: its own test passes, and fails once it is broken; so does the validator's check."""
 
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from spark_mxfp4 import conformance, registry, template
 from sparkforge.core.errors import UsageError
-from sparkforge.core.paths import ROOT
+from sparkforge.core.paths import ROOT, environment
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import numerics, numerics_child
@@ -118,8 +120,30 @@ def test_the_command_writes_into_the_callers_folder_and_errors_have_three_parts(
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     commands.new.body(None, "fast_moe")
     assert (tmp_path / "fast_moe" / "test_fast_moe.py").is_file()
-    assert "SPARK_MXFP4_KERNEL=fast_moe:FastMoe ./inv up --quantization spark-mxfp4" in capsys.readouterr().err
+    assert "up --device embedded --quantization spark-mxfp4" in capsys.readouterr().err
     unwrapped = commands.new.body.__wrapped__
     with pytest.raises(UsageError, match="is there") as caught:
         unwrapped(None, "fast_moe")
     assert caught.value.fix
+
+
+def test_what_the_command_prints_runs_from_any_folder(tmp_path, monkeypatch, capsys):
+    from sparkforge.cli import kernel as commands
+
+    parent = tmp_path / "with a space"
+    monkeypatch.setenv("INV_CWD", str(parent))
+    commands.new.body(None, "fast_moe")
+    printed = capsys.readouterr().err
+    python = str(environment("embedded") / "bin" / "python")
+    assert f"made by the first {ROOT / 'inv'} up --device embedded" in printed
+    lines = [shlex.split(line, comments=True) for line in printed.splitlines() if line.startswith("  ")]
+    assert len(lines) == 3
+    for words in lines:
+        named = [word.removeprefix("PYTHONPATH=") for word in words]
+        assert all(word == python or Path(word).exists() for word in named if "/" in word)
+        assert all(Path(word).is_absolute() for word in named if "/" in word)
+    path, interpreter, *program = lines[0]
+    assert interpreter == python
+    command = ["env", f"{path}:{ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-P", *program, "--device", "cpu"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("it may serve\n"), done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_mxfp4 import hf, registry
+from spark_mxfp4 import conformance, hf, registry
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from spark_mxfp4.hf.experts import PackedExperts
 from spark_mxfp4.kernels.check import error, random_routing, random_weights
@@ -229,6 +229,16 @@ def test_experts_on_other_devices_are_refused(fork):
     weights = kernel.prepare(random_weights(2, 32, 32, "cpu"))
     with pytest.raises(NotImplementedError, match="its routing knows no experts on other devices"):
         kernel.run(torch.randn(1, 32), weights, torch.zeros(1, 1), torch.ones(1, 1), torch.tensor([0, 1]))
+
+
+def test_a_hub_may_serve_without_expert_parallelism(fork, capsys):
+    results = conformance.check(registry.load("hub:fork"))
+    assert [result.case.name for result in results if result.unsupported] == ["experts on another device"]
+    assert conformance.main(["hub:fork", "--device", "cpu"]) == 0
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    [refused] = [line for line in lines if not line.startswith("ok ")]
+    assert refused.startswith("no    experts on another device  not supported: ")
+    assert verdict.endswith("it may serve, without expert parallelism")
 
 
 def test_nothing_to_do_is_nothing_done(fork):
