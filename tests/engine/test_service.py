@@ -207,13 +207,15 @@ def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
 
 
 GUARD = "sparkforge-guard.service"
+DROP_INS = f"/etc/systemd/system/{GUARD}.d"
 MEMINFO = "/var/lib/stand-in/meminfo"
 
 
 def test_the_machines_guard_ends_a_server_when_a_faked_meminfo_runs_low(machine):
-    """The unit of `service.guard` under systemd; a file of ours lies over /proc/meminfo, as LXCFS does it."""
+    """The unit of `service.guard` under systemd; a drop-in lays a file of ours over its /proc/meminfo."""
     before = machine.units()
-    machine.sh(f"cp /proc/meminfo {MEMINFO}; cp {MEMINFO} {MEMINFO}.whole; mount --bind {MEMINFO} /proc/meminfo")
+    machine.sh(f"cp /proc/meminfo {MEMINFO}; cp {MEMINFO} {MEMINFO}.whole; mkdir {DROP_INS}")
+    machine.sh(f"printf '[Service]\nBindReadOnlyPaths={MEMINFO}:/proc/meminfo\n' > {DROP_INS}/fake.conf")
     machine.sh(f"""SPARKFORGE_GUARD_GIB=0 '{machine.checkout}/inv' {" ".join(INSTALL)} --now""")
     machine.until("ActiveState", "active")
 
@@ -232,6 +234,7 @@ def test_the_machines_guard_ends_a_server_when_a_faked_meminfo_runs_low(machine)
     assert "the machine's memory guard asked for it" in machine.sh("journalctl --no-pager -u sparkforge.service")
     assert machine.sh(f"systemctl show -p MainPID --value {GUARD}").strip() == pid, "the guard itself lived on"
 
+    machine.sh(f"rm -r {DROP_INS}")
     machine.inv("service.guard", "--remove")
     machine.inv("service.remove", "--system")
     assert machine.units() == before
