@@ -21,6 +21,7 @@ CLUSTER = "docker-compose.cluster.yml"  # behind the others: one node's part of 
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
+KEY_VARIABLE = "SPARKFORGE_API_KEY"  # which names its file
 MORE = "SPARKFORGE_COMPOSE_FILES"
 
 
@@ -92,7 +93,6 @@ def service_of(document: Mapping[str, Any]) -> Service:
     try:
         service = document["services"][SERVICE]
         published = service["ports"][0]
-        key_file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
         variables = (service.get("environment") or {}).items()
         environment = {name: str(value) for name, value in variables if value is not None}  # null: set nowhere
         resources = (service.get("deploy") or {}).get("resources") or {}
@@ -103,13 +103,19 @@ def service_of(document: Mapping[str, Any]) -> Service:
             port=int(published["published"]),
             gpus=len((resources.get("reservations") or {}).get("devices") or []),
             environment=environment,
-            key_file="" if key_file == os.devnull else key_file,  # our Compose file names /dev/null for none
+            key_file=key_file_of(document),
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise EngineError(
             f"Compose resolves no usable service {SERVICE}", why, typed("config"), code="engine.failed"
         ) from error
+
+
+def key_file_of(document: Mapping[str, Any]) -> str:
+    """Return the file of the API key in a resolved project; empty for none, for which our files name /dev/null."""
+    file = str(((document.get("secrets") or {}).get(KEY) or {}).get("file") or "")
+    return "" if file == os.devnull else file
 
 
 def cache_volume(env: Mapping[str, str]) -> str:

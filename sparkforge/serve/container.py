@@ -78,7 +78,7 @@ def variables(
     """
     environment = {"PORT": str(port), **docker_compose.variables(stack)}
     if path := access.key_path(key_file):
-        environment["SPARKFORGE_API_KEY"] = str(path)
+        environment[docker_compose.KEY_VARIABLE] = str(path)
     if allow_hosts:
         environment[access.HOSTS] = ",".join(access.named_hosts(allow_hosts))
     if profiled:
@@ -191,14 +191,16 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
     return server
 
 
-def start_part(env: Mapping[str, str], part: Mapping[str, Any], host: str, port: int) -> Server:
+def start_part(env: Mapping[str, str], project: Mapping[str, Any], host: str, port: int) -> Server:
     """Start the head's part of a cluster, which listens on the machine's own `host` and `port`; return it once proved.
 
-    `part` is the service as Compose resolves it. Raises as `up` does; whenever it raises, the container is stopped, not
-    removed.
+    `project` is what Compose resolves. Raises as `up` does; whenever it raises, the container is stopped, not removed.
     """
+    part, key_file = project["services"][SERVICE], docker_compose.key_file_of(project)
+    if key_file:
+        access.read_key(Path(key_file), private=False)
     environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
-    service = Service(str(part["image"]), environment[docker_compose.STACK], host, port, 1, environment, "")
+    service = Service(str(part["image"]), environment[docker_compose.STACK], host, port, 1, environment, key_file)
     return _start("docker", env, service, lambda _: None, cluster=True)
 
 

@@ -83,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
             access.require_key(host, server.environment.get(access.KEY, ""))
         if request.only_validate:
             return int(validate(options, server)["exit_code"])
-        restarts.admit(_identity(server), options.run)
+        if not os.environ.get(CLUSTER):  # else serve/cluster/keep.py counts the failures and pauses
+            restarts.admit(_identity(server), options.run)
         if options.refused == settings.HOLD:
             hold.until_admitted(lambda: admit(options, server), [Path(server.model)], lambda line: _held(options, line))
         else:
@@ -102,10 +103,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def become(server: ServerCommand) -> NoReturn:
     """Replace this process by the server's supervisor, which passes signals on and never ends with 0 by itself."""
-    restarts.begin(_identity(server))
     command = server.command(sys.executable)
     if options := os.environ.get(CLUSTER):
         command = (sys.executable, "-P", str(WATCH), *json.loads(options), "--", *command)
+    else:
+        restarts.begin(_identity(server))
     command = supervised(command, record.end_path(), server.model)
     os.execvpe(command[0], command, server.environment)  # noqa: S606 - this process becomes the server
 

@@ -12,6 +12,7 @@ import shlex
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ INSIDE = (
     "'memlock': r.getrlimit(r.RLIMIT_MEMLOCK)[0]}))"
 )
 UNLIMITED = -1
-STOPPED = 128 + signal.SIGTERM  # a container's code after `docker stop`
+# A container's codes after an end that somebody asked for, as supervise.py gives them.
+ASKED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+DEAD = ("exited", "dead")
 # NCCL with NCCL_DEBUG=INFO: "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/1", and a plugin's name in place of IB.
 CHANNEL = re.compile(
     r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)"
@@ -79,6 +82,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     Raises what `container.variables` raises.
     """
     is_head = node == config.head
+    key_file = (config.key_file or None) if is_head else None  # a worker answers no client
     flags = (*engine.arguments(config, node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
     watching = watch.option_words(
         node=node.name,
@@ -88,7 +92,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
         listen=is_head,
     )
     return {
-        **container.variables(config.model, config.profile, config.port, stack=stack_of(config)),
+        **container.variables(config.model, config.profile, config.port, key_file, stack=stack_of(config)),
         **engine.environment(config, node),
         container.FLAGS: shlex.join(flags),
         entrypoint.CLUSTER: json.dumps(watching),
@@ -103,7 +107,7 @@ def validate(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
     """
     launch.refuse_second()
     env = variables(config, node)
-    once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY", "--pull", "never"]
+    once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY"]
     problems = rdma_problems(
         parse_json(
             docker(docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, cluster=True), env=env),
@@ -141,7 +145,7 @@ def rdma_problems(inside: Mapping[str, Any]) -> list[str]:
 
 
 def begin(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any]:
-    """Start a worker's container and return at once. Raises what Compose raises; nothing is left running then."""
+    """Start a worker's container and return at once. Raises what Compose raises; `cluster.up` ends it then."""
     paths.secure_state()
     write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
     log = paths.state() / "logs" / "compose.log"
@@ -173,11 +177,11 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     document = parse_json(
         docker(docker_compose.compose("config", "--format", "json", cluster=True), env=env), "Compose"
     )
-    server = container.start_part(env, document["services"][SERVICE], launch.LOOPBACK, config.port)
+    server = container.start_part(env, document, launch.LOOPBACK, config.port)
     carried = transport(log_text())
     if carried.tcp:
         launch.down()
-        fix = "./inv cluster.check; NCCL_DEBUG=INFO ./inv cluster.up, then ./inv cluster.logs shows why"
+        fix = "./inv cluster.check; ./inv cluster.logs shows why"
         raise ServerError("NCCL took TCP in place of RDMA", carried.in_words, fix, code="server.cluster")
     return {"url": server.url, "model": server.model_id, "proof": server.proof, "transport": carried.in_words}
 
@@ -201,23 +205,34 @@ def status() -> dict[str, Any]:
     if entry["State"] == "running":
         milestone = "" if entry.get("Health") == "healthy" else logs.milestone(log_text())
         return {"state": "running", "container": entry["ID"][:12], "milestone": milestone or entry.get("Health", "")}
+    if entry["State"] not in DEAD:  # such as created, paused or restarting
+        return {"state": entry["State"], "why": f"the container is {entry['State']}"}
     ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", log_text(), re.MULTILINE)
     why = ": ".join(ended[-1]) if ended else f"the container ended with code {entry.get('ExitCode')}"
-    asked = why.endswith(watch.STOPPED) if ended else entry.get("ExitCode") == STOPPED
+    asked = why.endswith(watch.STOPPED) if ended else entry.get("ExitCode") in ASKED
     return {"state": "ended", "why": why, "asked": asked, "left": 0}
 
 
 def tail(lines: int) -> dict[str, Any]:
-    """Return the last lines of the container's log."""
-    return {"lines": log_text().splitlines()[-lines:]}
+    """Return the last lines of the container's log, or of the log that was kept of the last one."""
+    text = log_text() if identity() else logs.read(_kept_log())
+    return {"lines": text.splitlines()[-lines:]}
+
+
+def _kept_log() -> Path:
+    return paths.state() / "logs" / "cluster.container.log"
+
+
+def keep_log() -> None:
+    """Write down what the container printed before it is removed: advice after a failed start names its log."""
+    with suppress(EngineError):
+        if text := log_text():
+            write_atomic(_kept_log(), text)
 
 
 def down() -> dict[str, Any]:
     """Stop and remove this node's container."""
-    if not identity():
-        record.begun_path().unlink(missing_ok=True)
-        record.forget()
-        return {"state": "nothing to stop"}
+    keep_log()
     docker(docker_compose.compose("down", cluster=True))
     record.begun_path().unlink(missing_ok=True)
     record.forget()

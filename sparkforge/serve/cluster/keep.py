@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def refuse_second() -> None:
     if pid := running():
         why = f"pid {pid} serves it, or is about to start it again: {state()['why']}"
         raise ServerError("a cluster is kept by this checkout", why, "./inv cluster.down", code="server.running")
+    _note_path().unlink(missing_ok=True)  # of one that gave up
 
 
 def begin(config: ClusterConfig) -> int:
@@ -144,7 +146,7 @@ def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[Serve
     _note("pausing", f"{failures[-1].why}; the next start is in {pause:.0f} s", failures)
     time.sleep(pause)
     try:
-        _wait_for_nodes(config, failures)
+        _wait_for_nodes(config, _needed(config, node), failures)
         _note("starting", failures[-1].why, failures)
         if config.mode == "replicas":
             start.renew(config, node)
@@ -157,10 +159,20 @@ def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[Serve
     return ""
 
 
-def _wait_for_nodes(config: ClusterConfig, failures: tuple[ServerFailure, ...]) -> None:
-    """Wait until every node answers: one that restarts is no failure. Raises ServerError."""
+def _needed(config: ClusterConfig, node: ClusterNode) -> Sequence[ClusterNode]:
+    """Return the nodes that must answer before `node` is started again.
+
+    A replica needs no other one. The balancer asks each replica for its key, so it needs them all.
+    """
+    return [node] if config.mode == "replicas" and node in config.nodes else config.parts
+
+
+def _wait_for_nodes(
+    config: ClusterConfig, nodes: Sequence[ClusterNode], failures: tuple[ServerFailure, ...]
+) -> None:
+    """Wait until these nodes answer: one that restarts is no failure. Raises ServerError."""
     deadline = time.monotonic() + RETURN_SECONDS
-    while silent := [name for name, node in start.status(config).items() if node["state"] == "silent"]:
+    while silent := [name for name, node in start.status(config, nodes).items() if node["state"] == "silent"]:
         why = f"{', '.join(silent)} does not answer"
         _note("waiting", why, failures)
         if time.monotonic() > deadline:

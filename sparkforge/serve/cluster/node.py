@@ -271,7 +271,9 @@ def in_container(request: NodeRequest) -> dict[str, Any]:
         case "logs":
             return containers.tail(request.lines)
         case "down":
-            return containers.down()
+            containers.keep_log()  # the record's container is removed by `down` already
+            stopped = down(request)
+            return containers.down() if containers.identity() else stopped
     raise InputError(f"there is no {request.action} in a container", "it is not built", 'device = "embedded"')
 
 

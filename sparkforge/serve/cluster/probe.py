@@ -190,7 +190,7 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
     opened: list[socket.socket] = []
     taken = []
     for port in options["ports"]:
-        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # who gets a connection sends packets next
             server = socket.socket(socket.AF_INET, kind)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
+from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
 from sparkforge.serve.cluster import balancer, check, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
@@ -102,15 +103,15 @@ def _require_embedded(config: ClusterConfig) -> None:
 
 def _refuse_access(environment: Mapping[str, str]) -> None:
     """Raise UsageError for a key, its file, or names of hosts: the head would serve without them."""
-    for name in (access.KEY, access.KEY_FILE, access.HOSTS):
+    for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
         if environment.get(name):
             why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
             raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
 
 
-def status(config: ClusterConfig) -> dict[str, dict[str, Any]]:
-    """Return each node's state; a node that does not answer has the state `silent` and says why."""
-    answers = remote.on_all(config.parts, lambda node: ask(config, node, "status", ASK_SECONDS))
+def status(config: ClusterConfig, nodes: Sequence[ClusterNode] = ()) -> dict[str, dict[str, Any]]:
+    """Return the state of each of these nodes, or of all; one that does not answer is `silent` and says why."""
+    answers = remote.on_all(nodes or config.parts, lambda node: ask(config, node, "status", ASK_SECONDS))
     return {name: _state(answer) for name, answer in answers.items()}
 
 

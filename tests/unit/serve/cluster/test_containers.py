@@ -64,7 +64,7 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     assert asked("spark2", "begin") == {"container": "0123456789abcdef"}
     calls = docker_command.calls
     assert all("docker-compose.yml --file" in call and "docker-compose.cluster.yml" in call for call in calls)
-    once = "run --rm --no-deps --no-TTY --pull never"
+    once = "run --rm --no-deps --no-TTY"
     assert calls[0].partition("cluster.yml ")[2].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c ")
     assert calls[1].endswith(f"{once} vllm validate")
     assert calls[2].endswith("up --detach --no-build vllm")
@@ -91,6 +91,23 @@ def test_the_head_has_the_port_and_listens_to_its_workers(config):
     assert "--headless" not in flags
     assert "--listen" in json.loads(passed[entrypoint.CLUSTER])
     assert passed[watch.TOKEN] == "t0"
+
+
+def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("k" * 32 + "\n")
+    key.chmod(0o600)
+    config = config.model_copy(update={"key_file": str(key)})
+    assert containers.variables(config, config.head)["SPARKFORGE_API_KEY"] == str(key)
+    assert "SPARKFORGE_API_KEY" not in containers.variables(config, config.nodes[1])
+
+
+def test_the_log_of_a_removed_container_stays(asked, docker_command):
+    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    docker_command.answers("logs --no-color", out="why it failed\n")
+    asked("spark", "down")
+    docker_command.answers("ps --all --quiet", out="")
+    assert asked("spark", "logs")["lines"] == ["why it failed"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +160,8 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, d
     ("code", "log", "asked_for"),
     [
         (143, "", True),  # `docker stop`
+        (130, "", True),
+        (0, "", True),  # vLLM ends so after SIGTERM; of itself the supervisor never does
         (24, watch.MESSAGE.format(node="spark2", why=watch.STOPPED), True),
         (24, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),
         (143, watch.MESSAGE.format(node="spark2", why="its server ended with code 1"), False),

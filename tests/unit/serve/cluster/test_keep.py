@@ -117,6 +117,15 @@ def test_of_replicas_only_the_one_that_ended_is_started_again(stage):
     assert stage.done == ["renew spark2"]
 
 
+def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage):
+    changes = {"mode": "replicas", "tensor": 1, "key_file": "/key"}
+    stage.config = stage.config.model_copy(update=changes)
+    stage.answers.update(spark=[RUNS, SILENT, SILENT, SILENT, STOPPED], spark2=[RUNS, DIED, RUNS, STOPPED])
+    stage.answers.update(balancer=[RUNS, RUNS, RUNS, STOPPED])
+    keep.keep(stage.config)
+    assert stage.done == ["renew spark2"]
+
+
 def test_who_gave_up_says_so_and_one_that_is_gone_does_not_count(stage, monkeypatch):
     assert keep.state()["state"] == "off"
     stage.answers["spark"] = [DIED]
