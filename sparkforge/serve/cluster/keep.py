@@ -167,9 +167,7 @@ def _needed(config: ClusterConfig, node: ClusterNode) -> Sequence[ClusterNode]:
     return [node] if config.mode == "replicas" and node in config.nodes else config.parts
 
 
-def _wait_for_nodes(
-    config: ClusterConfig, nodes: Sequence[ClusterNode], failures: tuple[ServerFailure, ...]
-) -> None:
+def _wait_for_nodes(config: ClusterConfig, nodes: Sequence[ClusterNode], failures: tuple[ServerFailure, ...]) -> None:
     """Wait until these nodes answer: one that restarts is no failure. Raises ServerError."""
     deadline = time.monotonic() + RETURN_SECONDS
     while silent := [name for name, node in start.status(config, nodes).items() if node["state"] == "silent"]:
