@@ -183,7 +183,7 @@ def test_containers_are_validated_on_every_node_before_one_starts_the_workers_fi
         [line.partition(" | ")[0].partition("docker-compose.cluster.yml ")[2] for line in calls]
         for calls in (head, worker)
     ]
-    once = "run --rm --no-deps --no-TTY --pull never"
+    once = "run --rm --no-deps --no-TTY"
     for calls in words:
         assert calls[0].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c")
         assert calls[1] == f"{once} vllm validate"
