@@ -180,7 +180,8 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     server = container.start_part(env, document, launch.LOOPBACK, config.port)
     carried = transport(log_text())
     if carried.tcp:
-        launch.down()
+        keep_log()
+        launch.stop()  # not `down`: this process has the lock of a start, and would ask itself to end
         fix = "./inv cluster.check; ./inv cluster.logs shows why"
         raise ServerError("NCCL took TCP in place of RDMA", carried.in_words, fix, code="server.cluster")
     return {"url": server.url, "model": server.model_id, "proof": server.proof, "transport": carried.in_words}

@@ -2,12 +2,16 @@
 
 import json
 import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import pytest
 
-from sparkforge.core.errors import RefusalError
+from sparkforge.core.errors import RefusalError, ServerError, StorageError
+from sparkforge.core.process import started_at
 from sparkforge.image import compose
-from sparkforge.serve import entrypoint, record
+from sparkforge.serve import container, entrypoint, record
 from sparkforge.serve.cluster import containers, node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
@@ -102,6 +106,19 @@ def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
     assert "SPARKFORGE_API_KEY" not in containers.variables(config, config.nodes[1])
 
 
+@pytest.mark.parametrize("content", ["a-key-of-the-clients", "", None])
+def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(monkeypatch, tmp_path, content):
+    file, started = tmp_path / "key", []
+    if content is not None:
+        file.write_text(content)
+    service = {"image": "x", "environment": {compose.STACK: "spark"}}
+    project = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(file)}}}
+    monkeypatch.setattr(container, "_start", lambda _device, _env, service, *_, **__: started.append(service.key_file))
+    with nullcontext() if content else pytest.raises(StorageError):
+        container.start_part({}, project, "127.0.0.1", 8000)
+    assert started == ([str(file)] if content else [])
+
+
 def test_the_log_of_a_removed_container_stays(asked, docker_command):
     docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     docker_command.answers("logs --no-color", out="why it failed\n")
@@ -154,6 +171,37 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, d
     assert asked("spark", "logs")["lines"][0] == "x"
     assert asked("spark", "down") == {"state": "stopped the container"}
     assert docker_command.calls[-1].endswith("docker-compose.cluster.yml down")
+
+
+def test_without_a_container_down_ends_what_the_record_names(asked):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as server:
+        begun = started_at(server.pid)
+        record.write(record.Server(server.pid, begun, "127.0.0.1", 8000, "m", "m", "embedded", "log"))
+        try:
+            assert asked("spark", "down") == {"state": f"stopped pid {server.pid}"}
+            assert started_at(server.pid) != begun
+        finally:
+            server.kill()
+    assert record.read() is None
+
+
+def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, docker_command, monkeypatch):
+    docker_command.answers("config --format json", out="{}")
+    docker_command.answers("logs --no-color", out=TCP)
+    server = record.Server(0, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", container="0123456789abcdef")
+    monkeypatch.setattr(container, "start_part", lambda *_: record.write(server) or server)
+    with pytest.raises(ServerError, match="TCP in place of RDMA"):
+        asked("spark", "start")
+    assert docker_command.calls[-1].endswith("--profile * down")
+    assert record.read() is None
+    assert asked("spark", "logs")["lines"] == TCP.splitlines()
+
+
+@pytest.mark.parametrize("state", ["created", "paused", "restarting", "removing"])
+def test_a_container_that_does_not_run_yet_has_not_died(asked, docker_command, state):
+    entry = {"ID": "0123456789abcdef", "State": state, "Health": "", "ExitCode": 0}
+    docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
+    assert asked("spark", "status") == {"state": state, "why": f"the container is {state}"}
 
 
 @pytest.mark.parametrize(
