@@ -8,21 +8,17 @@ inputs give the same bits. Weights are laid out once by `prepare`.
 from __future__ import annotations
 
 import ctypes
-import shutil
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.kernels import precompile, tuning
+from spark_mxfp4.kernels import extension, precompile, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 CAPABILITY = (9, 0)
-FOLDER = Path(__file__).parent
 TARGET = "90a"
-FLAGS = precompile.flags(TARGET)
 ROW_MULTIPLE = 8  # each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
@@ -58,7 +54,7 @@ class HopperKernel(MoeKernel):
         """Tell whether `device` is a Hopper GPU and the kernels are built or can be."""
         if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
             return False  # AMD's gfx90a says 9.0 too
-        return precompile.library(precompile.HOPPER, TARGET) is not None or compiler() is not None
+        return precompile.library(precompile.HOPPER, TARGET) is not None or extension.compiler() is not None
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Return `weights` (packed MXFP4 on the GPU) in the kernel's layout, and build the kernels if needed.
@@ -173,37 +169,11 @@ class Routed:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the kernels: those that `precompile` left, else built with nvcc by torch's loader, and cached by it.
+    """Return the kernels, built when first used if `precompile` left none.
 
     Raises NotImplementedError where there are none and no nvcc.
     """
-    if compiled := precompile.library(precompile.HOPPER, TARGET):
-        return bind(str(compiled))
-    from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
-
-    if compiler() is None:
-        raise NotImplementedError(
-            "kernel 'hopper' cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, "
-            "or set SPARK_MXFP4_KERNEL=triton"
-        )
-    path = cpp_extension.load(
-        name="spark_mxfp4_hopper",
-        sources=list(map(str, precompile.sources(precompile.HOPPER))),
-        extra_cuda_cflags=list(FLAGS),
-        extra_include_paths=[str(FOLDER)],
-        is_python_module=False,
-    )
-    return bind(str(path))
-
-
-def compiler() -> Path | None:
-    """Return nvcc, by CUDA_HOME or from PATH, as torch's extension loader will find it."""
-    from torch.utils import cpp_extension  # noqa: PLC0415
-
-    if cpp_extension.CUDA_HOME and (nvcc := Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
-        return nvcc
-    on_path = shutil.which("nvcc")
-    return Path(on_path) if on_path else None
+    return bind(extension.library(precompile.HOPPER, TARGET, "kernel 'hopper'", "set SPARK_MXFP4_KERNEL=triton"))
 
 
 def bind(path: str) -> ctypes.CDLL:

@@ -12,14 +12,11 @@ import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from spark_mxfp4.kernels import precompile
-from spark_mxfp4.kernels.hopper import compiler
+from spark_mxfp4.kernels import extension, precompile
 from spark_mxfp4.kernels.layout import pair_words
-from spark_mxfp4.kernels.precompile import flags
 from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8, quantize, quantize_mxfp8
 
 ROWS, COLUMNS = 16, 64  # of a chunk
@@ -27,7 +24,6 @@ MOST_TOKENS = 64
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
 ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
-SOURCE = Path(__file__).with_name("linear.cu")
 NO_FIT = -1  # linear.cu: this variant cannot take the size
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 
@@ -295,7 +291,7 @@ def _check(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> None:
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`: those that `precompile` left, else built by torch's loader, and cached by it.
+    """Return the kernels for `device`, built when first used if `precompile` left none.
 
     Raises NotImplementedError where the device is no NVIDIA GPU of compute capability 9.0 or 12.x, or where there are
     no compiled kernels and no nvcc.
@@ -306,24 +302,8 @@ def load(device: torch.device) -> ctypes.CDLL:
             f"dense kernels cannot run on {device} · they are built for compute capability 9.0, 12.0 and 12.1 · keep "
             "the layer in bfloat16"
         )
-    name = "".join(map(str, capability))
-    if compiled := precompile.library(precompile.LINEAR, f"{name}a"):
-        return bind(str(compiled))
-    from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
-
-    if compiler() is None:
-        raise NotImplementedError(
-            "dense kernels cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, or keep "
-            "the layer in bfloat16"
-        )
-    path = cpp_extension.load(
-        name=f"spark_mxfp4_linear_{name}",
-        sources=[str(SOURCE)],
-        extra_cuda_cflags=list(flags(f"{name}a")),
-        extra_include_paths=[str(SOURCE.parent)],
-        is_python_module=False,
-    )
-    return bind(str(path))
+    target = "".join(map(str, capability)) + "a"
+    return bind(extension.library(precompile.LINEAR, target, "dense kernels", "keep the layer in bfloat16"))
 
 
 def bind(path: str) -> ctypes.CDLL:

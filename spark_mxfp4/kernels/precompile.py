@@ -21,9 +21,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
-LINEAR, HOPPER = "linear", "hopper"
+LINEAR, HOPPER, ROUTER = "linear", "hopper", "router"
 # Target → the libraries that its GPUs use: the experts' CUDA kernel is for compute capability 9.0 alone.
-LIBRARIES = {"90a": (HOPPER, LINEAR), "120a": (LINEAR,), "121a": (LINEAR,)}
+LIBRARIES = {"90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LINEAR, ROUTER)}
 
 
 def flags(target: str) -> tuple[str, ...]:
@@ -33,18 +33,15 @@ def flags(target: str) -> tuple[str, ...]:
 
 def sources(name: str) -> list[Path]:
     """Return the translation units of a library."""
-    if name == LINEAR:
-        return [FOLDER / "linear.cu"]
-    return [FOLDER / "moe.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
-
-
-ROUTER = ("router.cuh", "warp.cuh")  # of router.cu, which is in no library
+    if name == HOPPER:
+        return [FOLDER / "moe.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
+    return [FOLDER / f"{name}.cu"]
 
 
 def file_name(name: str, target: str) -> str:
     """Return the file name of a library: its name, target and machine, and 12 digits of its inputs' hash."""
     digest = hashlib.sha256(" ".join(flags(target)).encode())
-    for path in [*sources(name), *sorted(set(FOLDER.glob("*.cuh")) - {FOLDER / name for name in ROUTER})]:
+    for path in [*sources(name), *sorted(FOLDER.glob("*.cuh"))]:
         digest.update(b"\0" + path.read_bytes())
     return f"{name}-{target}-{platform.machine()}-{digest.hexdigest()[:12]}.so"
 

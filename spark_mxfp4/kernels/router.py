@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from spark_mxfp4.kernels.hopper import compiler
+from spark_mxfp4.kernels import extension, precompile
 from spark_mxfp4.kernels.linear import CAPABILITIES
-from spark_mxfp4.kernels.precompile import flags
 
 MOST_TOKENS, MOST_EXPERTS, MOST_TOP_K = 16, 256, 8  # router.cuh
-SOURCE = Path(__file__).with_name("router.cu")
 NO_FIT = -1  # router.cu: this variant cannot take the size
 UNIT, TICKET_WARPS = 32, 12  # router.cuh: columns of a unit; router.cu: warps of a block
 CLUSTERS = {0: (3072, 8), 1: (3072, 16), 2: (6144, 8)}  # variant: most columns, experts of a block
@@ -183,26 +180,12 @@ def prepare(device: torch.device) -> None:
 
 @cache
 def load(device: torch.device) -> ctypes.CDLL:
-    """Return the kernels for `device`, built with nvcc by torch's extension loader when first used, and cached by it.
+    """Return the kernels for `device`, built when first used if `precompile` left none.
 
-    Raises NotImplementedError where there is no nvcc.
+    Raises NotImplementedError where there are none and no nvcc.
     """
-    from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
-
-    if compiler() is None:
-        raise NotImplementedError(
-            "the router's kernels cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, "
-            "or unset SPARK_MXFP4_ROUTER"
-        )
-    target = "".join(map(str, torch.cuda.get_device_capability(device)))
-    path = cpp_extension.load(
-        name=f"spark_mxfp4_router_{target}",
-        sources=[str(SOURCE)],
-        extra_cuda_cflags=list(flags(f"{target}a")),
-        extra_include_paths=[str(SOURCE.parent)],
-        is_python_module=False,
-    )
-    return bind(str(path))
+    target = "".join(map(str, torch.cuda.get_device_capability(device))) + "a"
+    return bind(extension.library(precompile.ROUTER, target, "the router's kernels", "set SPARK_MXFP4_ROUTER=vllm"))
 
 
 def bind(path: str) -> ctypes.CDLL:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_mxfp4.kernels import hopper
+from spark_mxfp4.kernels import hopper, precompile
 
 pytestmark = pytest.mark.integration
 # ptxas: C7512 and C7520 say that it made the matrix instructions wait for each other.
@@ -23,8 +23,8 @@ def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path):
         if os.environ.get("CI"):
             pytest.fail(told)
         pytest.skip(told)
-    for unit in sorted((hopper.FOLDER / "hopper_units").glob("*.cu")):
-        words = [nvcc, *hopper.FLAGS, "-Xptxas", "-v", "-cubin", "-o", tmp_path / "unit.cubin", unit]
+    for unit in sorted((precompile.FOLDER / "hopper_units").glob("*.cu")):
+        words = [nvcc, *precompile.flags(hopper.TARGET), "-Xptxas", "-v", "-cubin", "-o", tmp_path / "unit.cubin", unit]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         kernels = done.stderr.count("Compiling entry function")

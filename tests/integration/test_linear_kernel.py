@@ -29,7 +29,16 @@ def nvcc():
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
 def test_every_variant_compiles_without_spills(target, tmp_path, nvcc):
-    command = [nvcc, *linear.flags(target), "-Xptxas", "-v", "-cubin", "-o", tmp_path / "linear.cubin", linear.SOURCE]
+    command = [
+        nvcc,
+        *precompile.flags(target),
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        "-o",
+        tmp_path / "linear.cubin",
+        precompile.FOLDER / "linear.cu",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")

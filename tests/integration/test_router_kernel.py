@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from spark_mxfp4.kernels import linear, router
+from spark_mxfp4.kernels import precompile, router
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +19,16 @@ def test_every_variant_compiles_without_spills(target, tmp_path):
         if os.environ.get("CI"):
             pytest.fail(why)
         pytest.skip(why)
-    command = [nvcc, *linear.flags(target), "-Xptxas", "-v", "-cubin", "-o", tmp_path / "router.cubin", router.SOURCE]
+    command = [
+        nvcc,
+        *precompile.flags(target),
+        "-Xptxas",
+        "-v",
+        "-cubin",
+        "-o",
+        tmp_path / "router.cubin",
+        precompile.FOLDER / "router.cu",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spark_mxfp4.experts import ExpertWeights, Projection
-from spark_mxfp4.kernels import hopper, linear, precompile
+from spark_mxfp4.kernels import extension, hopper, linear, precompile, router
 from spark_mxfp4.kernels.gpu import GpuKernel
 
 
@@ -36,7 +36,7 @@ def fake_nvcc(tmp_path, monkeypatch):
 
 def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, fake_nvcc):
     paths = precompile.compile_target("90a")
-    assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear"]
+    assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear", "router"]
     assert {path.parent for path in paths} == {compiled}
     assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no rests
     line = paths[0].read_text()
@@ -52,7 +52,7 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
     copy = tmp_path / "kernels"
     shutil.copytree(precompile.FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
     monkeypatch.setattr(precompile, "FOLDER", copy)
-    [path] = precompile.compile_target("121a")
+    path = precompile.compile_target("121a")[0]
     assert precompile.library("linear", "121a") == path
     header = copy / "overlap.cuh"
     header.write_text(header.read_text() + "// changed\n")
@@ -61,18 +61,23 @@ def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path,
 
 def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, monkeypatch):
     bound = []
-    for module in (hopper, linear):
+    for module in (hopper, linear, router):
         monkeypatch.setattr(module, "bind", bound.append)
-        monkeypatch.setattr(module, "compiler", lambda: None)
+    monkeypatch.setattr(extension, "compiler", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     device = torch.device("cuda", 7)
-    for load in (hopper.library.__wrapped__, lambda: linear.load.__wrapped__(device)):
+    loads = (
+        hopper.library.__wrapped__,
+        lambda: linear.load.__wrapped__(device),
+        lambda: router.load.__wrapped__(device),
+    )
+    for load in loads:
         with pytest.raises(NotImplementedError, match="there is no nvcc"):
             load()
     assert not hopper.HopperKernel.available(device)
     paths = precompile.compile_target("90a")
-    hopper.library.__wrapped__()
-    linear.load.__wrapped__(device)
+    for load in loads:
+        load()
     assert bound == list(map(str, paths))
     assert hopper.HopperKernel.available(device)
 
@@ -95,7 +100,7 @@ def test_amds_gpus_are_refused_by_name(monkeypatch):
     """Their gfx90a reports the compute capability 9.0, as Hopper does, and torch calls it cuda."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(hopper, "compiler", lambda: "/usr/bin/nvcc")
+    monkeypatch.setattr(extension, "compiler", lambda: "/usr/bin/nvcc")
     device = torch.device("cuda", 6)
     assert not hopper.HopperKernel.available(device)
     with pytest.raises(NotImplementedError, match="dense kernels cannot run"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_mxfp4.kernels import router
+from spark_mxfp4.kernels import precompile, router
 from spark_mxfp4.kernels.router import CLUSTERS, TICKETS, Routes, choose, fits, reference, variants
 
 ON_CPU = Path(__file__).with_name("on_cpu")  # what the kernels ask of a GPU
@@ -22,7 +22,7 @@ def library(tmp_path_factory):
     if compiler is None:
         pytest.skip("there is no g++ here")
     folder = tmp_path_factory.mktemp("router")
-    for path in (*ON_CPU.iterdir(), router.SOURCE.with_suffix(".cuh")):
+    for path in (*ON_CPU.iterdir(), precompile.FOLDER / "router.cuh"):
         shutil.copy(path, folder)
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-I.", "router.cpp", "-o", "router.so"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

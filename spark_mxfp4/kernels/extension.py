@@ -1,0 +1,44 @@
+"""The shared library of a set of CUDA kernels: compiled beforehand by `precompile`, else built when first needed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from spark_mxfp4.kernels import precompile
+
+
+def library(name: str, target: str, subject: str, alternative: str) -> str:
+    """Return the path of the library `name` (of precompile) for `target`, such as "90a".
+
+    Where `precompile` left none, torch's extension loader builds it with nvcc and caches it. Raises NotImplementedError
+    where there is no nvcc: `subject` says what cannot be built, `alternative` what to do without it.
+    """
+    if compiled := precompile.library(name, target):
+        return str(compiled)
+    from torch.utils import cpp_extension  # noqa: PLC0415 (heavy, and needed once)
+
+    if compiler() is None:
+        raise NotImplementedError(
+            f"{subject} cannot be built · there is no nvcc · install CUDA 13's compiler and set CUDA_HOME, or "
+            f"{alternative}"
+        )
+    return str(
+        cpp_extension.load(
+            name=f"spark_mxfp4_{name}_{target}",
+            sources=list(map(str, precompile.sources(name))),
+            extra_cuda_cflags=list(precompile.flags(target)),
+            extra_include_paths=[str(precompile.FOLDER)],
+            is_python_module=False,
+        )
+    )
+
+
+def compiler() -> Path | None:
+    """Return nvcc, by CUDA_HOME or from PATH, as torch's extension loader will find it."""
+    from torch.utils import cpp_extension  # noqa: PLC0415
+
+    if cpp_extension.CUDA_HOME and (nvcc := Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        return nvcc
+    on_path = shutil.which("nvcc")
+    return Path(on_path) if on_path else None
