@@ -1,9 +1,12 @@
-"""The shared library of a set of CUDA kernels: compiled beforehand by `precompile`, else built when first needed."""
+"""A set of CUDA kernels as a shared library: compiled beforehand by `precompile`, else built when first needed."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from spark_mxfp4.kernels import precompile
 
@@ -42,3 +45,19 @@ def compiler() -> Path | None:
         return nvcc
     on_path = shutil.which("nvcc")
     return Path(on_path) if on_path else None
+
+
+def check(error: int, message: Callable[[int], bytes]) -> None:
+    """Raise RuntimeError if a launch returned a CUDA `error` other than 0; `message` gives CUDA's text for it."""
+    if error:
+        raise RuntimeError(
+            f"a kernel could not be started · CUDA says: {message(error).decode()} · "
+            "run again with CUDA_LAUNCH_BLOCKING=1"
+        )
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return bf16 `x` [M, K] so that kernels can load its rows by 16 bytes: itself, or a contiguous copy."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

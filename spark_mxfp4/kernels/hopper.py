@@ -104,7 +104,7 @@ class HopperKernel(MoeKernel):
         output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
         routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
         routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
-        _checked(
+        _check_launch(
             library().spark_reduce(
                 output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
                 tokens, top_k, x.shape[1], stream,
@@ -141,7 +141,7 @@ class Routed:
         """Sort the pairs and bring the activations in that order."""
         vectors = self.chunks * COLUMNS // 8
         gather = _Gather(self.x.data_ptr(), self.sorted.data_ptr(), self.x.shape[1] // 2, vectors, self.rows)
-        _checked(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
+        _check_launch(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
 
     def _routing(self) -> _Routing:
         return _Routing(
@@ -164,7 +164,7 @@ class Routed:
             self.tile_count.data_ptr(), weight.shape[2], weight.shape[1], 0 if swiglu else out.shape[-1], self.rows,
             SWIGLU_ALPHA, SWIGLU_LIMIT, self._routing(),
         )  # fmt: skip
-        _checked(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
+        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
 
 
 @cache
@@ -192,12 +192,8 @@ def tile_tokens(shape: int) -> int:
     return int(library().spark_shape_tokens(shape))
 
 
-def _checked(error: int) -> None:
-    if error:
-        message = library().spark_error(error).decode()
-        raise RuntimeError(
-            f"a kernel could not be started · CUDA says: {message} · run again with CUDA_LAUNCH_BLOCKING=1"
-        )
+def _check_launch(error: int) -> None:
+    extension.check(error, library().spark_error)
 
 
 def _check(x: torch.Tensor, weights: ExpertWeights, topk_ids: torch.Tensor) -> None:

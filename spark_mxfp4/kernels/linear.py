@@ -202,8 +202,7 @@ def linear_operator(
         return torch.nn.functional.linear(x, dense(weight), bias)
     out = x.new_empty(x.shape[0], rows)
     if out.numel():
-        vectors = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # what the kernel loads by
-        _start(x if vectors else x.clone(memory_format=torch.contiguous_format), weight, bias, out)
+        _start(extension.aligned(x), weight, bias, out)
     return out
 
 
@@ -219,7 +218,8 @@ def dense(weight: Weight) -> torch.Tensor:
     out = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=weight.data.device)
     library = load(weight.data.device)
     job = _job(weight, out)
-    _checked(library, library.spark_linear_expand(ctypes.byref(job), int(weight.format), _stream(out)))
+    error = library.spark_linear_expand(ctypes.byref(job), int(weight.format), _stream(out))
+    extension.check(error, library.spark_linear_error)
     return out
 
 
@@ -255,7 +255,7 @@ def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torc
     for variant, blocks in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
         error = library.spark_linear(ctypes.byref(job), int(weight.format), variant, processors, blocks, _stream(x))
         if error != NO_FIT:
-            return _checked(library, error)
+            return extension.check(error, library.spark_linear_error)
     raise NotImplementedError(
         f"no kernel for a weight of {weight.rows} by {weight.columns} · its columns are too many for this GPU's "
         "registers and shared memory · keep this layer in bfloat16"
@@ -313,11 +313,3 @@ def bind(path: str) -> ctypes.CDLL:
     library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, POINTER)
     library.spark_linear_expand.argtypes = (POINTER, INT, POINTER)
     return library
-
-
-def _checked(library: ctypes.CDLL, error: int) -> None:
-    if error:
-        message = library.spark_linear_error(error).decode()
-        raise RuntimeError(
-            f"a kernel could not be started · CUDA says: {message} · run again with CUDA_LAUNCH_BLOCKING=1"
-        )

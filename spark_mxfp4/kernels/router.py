@@ -80,8 +80,7 @@ def route(
     """
     _check(x, weight, bias, top_k, padding)
     table = empty_table(x.shape[0], top_k, x.device)
-    vectors = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # what the kernel loads by
-    x = x if vectors else x.clone(memory_format=torch.contiguous_format)
+    x = extension.aligned(x)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     library = load(x.device)
     major = torch.cuda.get_device_capability(x.device)[0]
@@ -96,12 +95,8 @@ def route(
             x.shape[0], *weight.shape, top_k, x.stride(0),
         )  # fmt: skip
         error = library.spark_router(ctypes.byref(job), number, stream)
-        if error > 0:
-            message = library.spark_router_error(error).decode()
-            raise RuntimeError(
-                f"a kernel could not be started · CUDA says: {message} · run again with CUDA_LAUNCH_BLOCKING=1"
-            )
-        if error == 0:
+        if error != NO_FIT:
+            extension.check(error, library.spark_router_error)
             return table
     raise ValueError(
         f"no kernel for a router of {weight.shape[0]} experts and {weight.shape[1]} columns · it is too large · "

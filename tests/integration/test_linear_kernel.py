@@ -29,16 +29,8 @@ def nvcc():
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
 def test_every_variant_compiles_without_spills(target, tmp_path, nvcc):
-    command = [
-        nvcc,
-        *precompile.flags(target),
-        "-Xptxas",
-        "-v",
-        "-cubin",
-        "-o",
-        tmp_path / "linear.cubin",
-        precompile.FOLDER / "linear.cu",
-    ]
+    source, output = precompile.FOLDER / "linear.cu", tmp_path / "linear.cubin"
+    command = [nvcc, *precompile.flags(target), "-Xptxas", "-v", "-cubin", "-o", output, source]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")

@@ -19,16 +19,8 @@ def test_every_variant_compiles_without_spills(target, tmp_path):
         if os.environ.get("CI"):
             pytest.fail(why)
         pytest.skip(why)
-    command = [
-        nvcc,
-        *precompile.flags(target),
-        "-Xptxas",
-        "-v",
-        "-cubin",
-        "-o",
-        tmp_path / "router.cubin",
-        precompile.FOLDER / "router.cu",
-    ]
+    source, output = precompile.FOLDER / "router.cu", tmp_path / "router.cubin"
+    command = [nvcc, *precompile.flags(target), "-Xptxas", "-v", "-cubin", "-o", output, source]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")

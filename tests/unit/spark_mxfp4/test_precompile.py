@@ -112,3 +112,18 @@ def test_amds_gpus_are_refused_by_name(monkeypatch):
     weights = ExpertWeights(Projection(OnGpu()), Projection(OnGpu()))
     with pytest.raises(NotImplementedError, match="cannot run on an AMD GPU · none of its kernels was compiled"):
         GpuKernel().prepare(weights)
+
+
+def test_an_error_of_a_launch_is_raised_with_cudas_message():
+    extension.check(0, lambda _error: b"no error")
+    with pytest.raises(RuntimeError, match="CUDA says: error 98 · run again with CUDA_LAUNCH_BLOCKING=1"):
+        extension.check(98, lambda error: b"error %d" % error)
+
+
+def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():
+    x = torch.arange(64).view(4, 16).bfloat16()
+    assert extension.aligned(x) is x
+    for view in (x[:, 1:9], x[:, ::2], x.T):
+        copy = extension.aligned(view)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, view)
