@@ -1,7 +1,7 @@
 """A second host on this machine: a network namespace with a cable to ours, and its own /dev/shm. Needs root.
 
-A machine with GPUs may lack `ip`, so the cable is made by netlink itself. `python second_host.py up INTERFACE [ADDRESS]`
-runs inside the namespace and imports nothing of ours.
+A machine with GPUs may lack `ip`, so the cable is made by netlink itself. `second_host.py up INTERFACE [ADDRESS]` runs
+inside the namespace and imports nothing of ours.
 """
 
 from __future__ import annotations

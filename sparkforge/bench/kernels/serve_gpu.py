@@ -4,8 +4,9 @@
 number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
 keeps them. The model is `sparkforge.models.dummy`'s: right shapes, random experts; its speed is realistic, its answers
 mean nothing.
-`--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all servers at
-once and measures one after another. `--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
+`--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
+servers at once and measures one after another.
+`--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from sparkforge.core.files import write_json
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
 from sparkforge.serve import client, command_line
-from sparkforge.serve.cluster.containers import transport
+from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.command_line import ServerCommand
 
 VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
