@@ -38,7 +38,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             extra["spark_mxfp4"] = [kernel.name, mode, *(["routes"] if routed else [])]
         self.kernel, self.mode = kernel, mode
         self._weights: ExpertWeights | None = None
-        logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode)
+        logger.info_once("Using 'SPARK_%s' Mxfp4 MoE backend (%s).", kernel.name.upper(), mode, scope="process")
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -83,7 +83,7 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
         weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.mode == "packed":
             prepared = self.kernel.prepare(weights)
-            logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared))
+            logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared), scope="process")
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
         if self.routed:

@@ -82,7 +82,7 @@ class SparkLinearMethod(LinearMethodBase):
             if packed.row_scales is not None:
                 layer.register_buffer("row_scales", packed.row_scales, persistent=False)
         runs = "by our kernels" if on_cuda else "as a reference: dequantised, no faster than bf16"
-        logger.info_once("Dense layers (%s) are %s, %s.", self.variable, self.format.name, runs)
+        logger.info_once("Dense layers (%s) are %s, %s.", self.variable, self.format.name, runs, scope="process")
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return `x` [..., K] times the transposed weight, plus `bias` [N]: [..., N]."""

@@ -38,7 +38,7 @@ def replace_routers() -> None:
             self.routed = getattr(config.quant_config, "routed", False)
             if self.routed:
                 self.top_k = config.model_config.hf_text_config.num_experts_per_tok
-                logger.info_once("Routers of up to %s tokens run in one launch.", MOST_TOKENS)
+                logger.info_once("Routers of up to %s tokens run in one launch.", MOST_TOKENS, scope="process")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """Return the routes of `x` [M, H], float32 [2, M, k]; logits [M, E] for models of others."""

@@ -17,7 +17,7 @@ from sparkforge.core.files import write_atomic
 FORMAT, PLUGIN = "random", "bench_random"
 SCALES = (116, 122)  # E8M0 bytes: powers of two from 2^-11 to below 2^-5, as trained experts have them
 ROUTER_DEVIATION = 0.03  # logits then have a deviation of 1.6 at 2880 channels: no expert is favoured for all tokens
-SEED = 1234
+SEED, SHARD = 1234, 1 << 20  # a tensor's number is below SHARD
 
 
 def register() -> None:
@@ -31,17 +31,27 @@ def register() -> None:
         def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
             """Parameters are where they will serve; nothing is copied."""
             super().load_weights(model, model_config)
-            fill(model.named_parameters())
+            fill(model.named_parameters(), rank())
 
     register_model_loader(FORMAT)(RandomLoader)
 
 
-def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Give packed weights, scales, norms and routers values that make a forward pass cost what a real one costs."""
+def rank() -> int:
+    """Return this process's number among those that serve one model together; 0 where it is alone."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def fill(parameters: Iterable[tuple[str, torch.nn.Parameter]], shard: int = 0) -> None:
+    """Give packed weights, scales, norms and routers values that make a forward pass cost what a real one costs.
+
+    Experts of every `shard` differ; norms and routers, which each rank has whole, are the same on all.
+    """
     for index, (name, parameter) in enumerate(parameters):
         data = parameter.data
         generator = torch.Generator(data.device).manual_seed(SEED + index)
         if data.dtype == torch.uint8:
+            generator.manual_seed(SEED + index + SHARD * shard)
             data.random_(*(SCALES if "scale" in name else (0, 256)), generator=generator)
         elif "norm" in name:
             data.fill_(1)

@@ -4,6 +4,8 @@
 number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
 keeps them. The model is `sparkforge.models.dummy`'s: right shapes, random experts; its speed is realistic, its answers
 mean nothing.
+`--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
+servers at once and measures one after another.
 `--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
 
@@ -13,12 +15,13 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +29,27 @@ import httpx
 
 from sparkforge.bench import runs
 from sparkforge.bench.endpoint import Endpoint
-from sparkforge.bench.kernels import random_weights, tiny_tokens
+from sparkforge.bench.kernels import random_weights, ranks, tiny_tokens
+from sparkforge.bench.kernels.ranks import Part, Split
+from sparkforge.bench.kernels.second_host import SecondHost, second_host
 from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import gpus
+from sparkforge.core import interrupt
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
 from sparkforge.serve import client, command_line
+from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.command_line import ServerCommand
 
 VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
 SERVED_NAME = "random-gpt-oss"
 LOAD_SECONDS = 3600.0  # for one load
+ONE_GPU = Split()
+MASTER_PORT = 1000  # above the API's
+LITTLE = "0.1"  # of a GPU's memory that must be free at the start, where the KV cache's size is given
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def backend_of(name: str) -> Backend:
 
     Raises UsageError for a name that is neither.
     """
-    known, _, kernel = name.partition(":")
+    known, _, kernel = name.partition("@")[0].partition(":")
     if known not in BACKENDS or (kernel and known != "spark"):
         raise UsageError(f"there is no backend {name!r}", f"known are {', '.join(BACKENDS)}, spark:KERNEL", "name one")
     if not kernel:
@@ -103,16 +113,34 @@ class ServingPlan:
     long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
     sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
     client: str = "auto"  # of the harness
+    split: Split = ONE_GPU  # of backends whose names have none
+    kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
 
 
-def measure(backend: str, model: Path, plan: ServingPlan, log: Path) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Started:
+    """A server on its way: `pids` lead the sessions of its parts, the head's first; `two_hosts` says what they are."""
+
+    url: str
+    pids: tuple[int, ...]
+    begun: float
+    split: Split
+    two_hosts: str = ""
+
+
+def measure(
+    backend: str, model: Path, plan: ServingPlan, log: Path, started: Started | None = None
+) -> Iterator[dict[str, Any]]:
     """Serve `model` with one backend; yield how long the start took, then one row a concurrency.
 
-    Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it in any case.
+    Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it, unless it was
+    `started` by the caller.
     """
-    start = time.monotonic()
-    with _server(backend, model, plan, log, ("--load-format", plan.weights)) as url:
-        yield {"ready_s": round(time.monotonic() - start, 1), "backend_line": _chosen(backend, log)}
+    with ExitStack() as stack:
+        if started is None:
+            started = stack.enter_context(_started(backend, model, plan, log, ("--load-format", plan.weights)))
+        url = _ready(started, plan, log)
+        yield {"ready_s": round(time.monotonic() - started.begun, 1), **_seen(backend, started, log)}
         for concurrency in plan.concurrencies:
             _load(url, concurrency, concurrency, plan.input_tokens, min(16, plan.output_tokens))  # warm-up
             yield _load(url, concurrency, concurrency * plan.rounds, plan.input_tokens, plan.output_tokens)
@@ -134,8 +162,12 @@ def _sweep(url: str, model: Path, plan: ServingPlan, output: Path) -> str:
 
 
 @contextmanager
-def _server(backend: str, model: Path, plan: ServingPlan, log: Path, weights: tuple[str, ...] = ()) -> Iterator[str]:
-    chosen = backend_of(backend)
+def _started(
+    backend: str, model: Path, plan: ServingPlan, log: Path, weights: tuple[str, ...] = ()
+) -> Iterator[Started]:
+    """Start a server, all of its parts; end them, and the second host if there is one."""
+    chosen, split = backend_of(backend), plan.split.named(backend.partition("@")[2])
+    split.check()
     top = max(plan.concurrencies)
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies})
     longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
@@ -145,35 +177,94 @@ def _server(backend: str, model: Path, plan: ServingPlan, log: Path, weights: tu
         if not (folder / package).is_symlink():
             (folder / package).symlink_to(ROOT / package)
     python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
-    server = ServerCommand(
-        model=str(model),
-        model_id=SERVED_NAME,
-        host="127.0.0.1",
-        port=plan.port,
-        extra_arguments=(
-            *weights,
-            *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
-            *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
-            *chosen.arguments,
-        ),
-        extra_environment={
-            "PYTHONPATH": python_path,
-            "VLLM_PLUGINS": f"{command_line.ENVIRONMENT['VLLM_PLUGINS']},{random_weights.PLUGIN}",
-            **chosen.environment,
-        },
-        guarded=False,
-    )
-    url, deadline = f"http://127.0.0.1:{plan.port}", time.monotonic() + plan.ready_seconds
-    pid = spawn(server.command(sys.executable), log=log, env={**os.environ, **server.environment}, cwd=log.parent)
+    with ExitStack() as stack:
+        parts: Sequence[Part] = (Part(split.arguments(), {}),)
+        kind = ""
+        if split.hosts:
+            host = stack.enter_context(_second_host())
+            parts, kind = ranks.parts(split, host, plan.port, plan.port + MASTER_PORT), host.kind
+        custom = ranks.all_reduce_flags(sys.executable) if split.size > 1 else ()
+        memory = ("--kv-cache-memory-bytes", str(plan.kv_cache_bytes), "--gpu-memory-utilization", LITTLE)
+        pids: list[int] = []
+        for part, file in zip(parts, (log, ranks.worker_log(log)), strict=False):
+            server = ServerCommand(
+                model=str(model),
+                model_id=SERVED_NAME,
+                host="127.0.0.1",
+                port=plan.port,
+                extra_arguments=(
+                    *weights,
+                    *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
+                    *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
+                    *(memory if plan.kv_cache_bytes else ()),
+                    *chosen.arguments,
+                    *custom,
+                    *part.arguments,
+                ),
+                extra_environment={
+                    "PYTHONPATH": python_path,
+                    "VLLM_PLUGINS": f"{command_line.ENVIRONMENT['VLLM_PLUGINS']},{random_weights.PLUGIN}",
+                    **chosen.environment,
+                    **split.environment(),
+                    **part.environment,
+                },
+                guarded=False,
+            )
+            file.unlink(missing_ok=True)
+            command = (*part.prefix, *server.command(sys.executable))
+            pid = spawn(command, log=file, env={**os.environ, **server.environment}, cwd=log.parent)
+            stack.callback(terminate_session, pid)
+            pids.append(pid)
+        yield Started(f"http://127.0.0.1:{plan.port}", tuple(pids), time.monotonic(), split, kind)
+
+
+def _second_host() -> AbstractContextManager[SecondHost]:
+    """Return the second host, with a network of its own where the kernel has them."""
     try:
-        if not client.wait_until_healthy(lambda: client.healthy(url), deadline, lambda: started_at(pid) is not None):
-            late = f"was not ready in {plan.ready_seconds:.0f} s"
-            problem = late if started_at(pid) else "ended before it was ready"
-            raise ServerError(f"the server {problem}", _last_words(log), f"less {log}", code="server.start")
-        client.first_token(url, SERVED_NAME, plan.ready_seconds)
-        yield url
-    finally:
-        terminate_session(pid)
+        with second_host():
+            return second_host()
+    except OSError as error:
+        say(f"{error}; both hosts are on loopback instead")
+        return second_host(own_network=False)
+
+
+def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
+    """Wait until a server generates and return its address. Raises ServerError."""
+    deadline = server.begun + plan.ready_seconds
+
+    def alive() -> bool:
+        return all(started_at(pid) is not None for pid in server.pids)
+
+    if not client.wait_until_healthy(lambda: client.healthy(server.url), deadline, alive):
+        problem = "ended before it was ready" if not alive() else f"was not ready in {plan.ready_seconds:.0f} s"
+        raise ServerError(f"the server {problem}", _last_words(log), f"less {log}", code="server.start")
+    client.first_token(server.url, SERVED_NAME, plan.ready_seconds)
+    return server.url
+
+
+def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
+    """Return what the logs say of the backend, and with several GPUs of their ranks and how they exchange.
+
+    Raises ServerError if they name another backend, or if ours is not on every rank.
+    """
+    seen: dict[str, Any] = {"backend_line": _chosen(backend, log)}
+    if server.split.size == 1:
+        return seen
+    text = log.read_text(errors="replace")
+    worker = ranks.worker_log(log)
+    text += worker.read_text(errors="replace") if server.two_hosts else ""
+    named = ranks.ranks_with(text, "Mxfp4 MoE backend")
+    if backend.startswith("spark") and len(named) != server.split.size:
+        why = f"its line is in the log of {', '.join(named) or 'none'} of {server.split.size} ranks"
+        raise ServerError(f"the server did not take {backend} on every rank", why, f"less {log}", code="server.start")
+    reduce = next((line for line in text.splitlines() if "ustom all" in line or "ustom collectives" in line), "")
+    disabled = "disable_custom_all_reduce=True" in text
+    seen |= {"split": asdict(server.split), "ranks": named, "nccl_channels": ranks.transports(text)}
+    seen["custom_all_reduce"] = "off by flag" if disabled else reduce[-200:] or "on: vLLM's log names no reason against"
+    if server.two_hosts:
+        carried = transport(text)
+        seen |= {"two_hosts": server.two_hosts, "carried": carried.in_words, "over_rdma": carried.rdma}
+    return seen
 
 
 def _chosen(backend: str, log: Path) -> str:
@@ -228,14 +319,45 @@ def main(arguments: Sequence[str]) -> int:
         long_concurrencies=tuple(options.long),
         sweep=tuple(options.sweep),
         client=options.client,
+        kv_cache_bytes=options.kv_cache_bytes,
     )
     try:
+        split = ranks.default_split(options.tensor_parallel, expert=options.expert_parallel, hosts=options.two_hosts)
+        plan = replace(plan, split=split)
         for backend in options.backends:
             backend_of(backend)
-        return _check_tiny(options, plan) if options.tiny else _measure_all(options, plan)
+            split.named(backend.partition("@")[2]).check()
+        with interrupt.caught():  # the servers have sessions of their own: they end with us only if we end them
+            return _check_tiny(options, plan) if options.tiny else _measure_all(options, plan)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code
+
+
+@contextmanager
+def _all_started(
+    options: argparse.Namespace, plan: ServingPlan, model: Path, weights: tuple[str, ...] = ()
+) -> Iterator[dict[str, tuple[ServingPlan, Started | None]]]:
+    """Start every backend's server at once if `--together` is given, each on a port of its own; end them all."""
+    with ExitStack() as stack:
+        servers: dict[str, tuple[ServingPlan, Started | None]] = {}
+        for index, backend in enumerate(options.backends):
+            own = replace(plan, port=plan.port + index) if options.together else plan
+            start = _started(backend, model, own, _log(options, backend), weights) if options.together else None
+            servers[backend] = own, stack.enter_context(start) if start else None
+        stack.callback(_ask_to_end, [pid for _, server in servers.values() if server for pid in server.pids])
+        yield servers
+
+
+def _ask_to_end(pids: Sequence[int]) -> None:
+    """Let all servers end at once; each is waited for after that."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _log(options: argparse.Namespace, backend: str) -> Path:
+    return Path(options.work, f"{'tiny-' if options.tiny else ''}{backend}.log")
 
 
 def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
@@ -243,19 +365,33 @@ def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
     run([sys.executable, "-m", "sparkforge.models.dummy", str(model), "--size", options.size], cwd=ROOT)
     result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "machine": _machine(), "backends": {}}
     exit_code = 0
-    for backend in options.backends:
-        figures = result["backends"].setdefault(backend, {"rows": []})
-        try:
-            for row in measure(backend, model, plan, options.work / f"{backend}.log"):
-                figures["rows"].append(row) if "concurrency" in row else figures.update(row)
-                say(f"{backend}: {json.dumps(row)}")
+    with _all_started(options, plan, model, ("--load-format", plan.weights)) as servers:
+        if options.together:
+            _wait_for_all(servers, options)
+        for backend, (own, server) in servers.items():
+            figures = result["backends"].setdefault(backend, {"rows": []})
+            try:
+                for row in measure(backend, model, own, _log(options, backend), server):
+                    figures["rows"].append(row) if "concurrency" in row else figures.update(row)
+                    say(f"{backend}: {json.dumps(row)}")
+                    write_json(options.out, result)
+            except ServerError as error:
+                exit_code = error.exit_code
+                figures["error"] = str(error)
+                say(f"{backend}: {error}")
                 write_json(options.out, result)
-        except ServerError as error:
-            exit_code = error.exit_code
-            figures["error"] = str(error)
-            say(f"{backend}: {error}")
-            write_json(options.out, result)
     return exit_code
+
+
+def _wait_for_all(servers: Mapping[str, tuple[ServingPlan, Started | None]], options: argparse.Namespace) -> None:
+    """Wait until every server generates or cannot: one that still starts would disturb what is measured."""
+    for backend, (plan, server) in servers.items():
+        try:
+            if server:
+                _ready(server, plan, _log(options, backend))
+                say(f"{backend}: ready, {time.monotonic() - server.begun:.0f} s after its start")
+        except ServerError as error:
+            say(f"{backend}: {error}")  # and again when it is to be measured
 
 
 def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
@@ -264,13 +400,19 @@ def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
     run([sys.executable, "-m", "sparkforge.models.tiny", "--random", str(model)], cwd=ROOT)
     result: dict[str, Any] = {"machine": _machine(), "backends": {}}
     recorded = json.loads(options.tiny.read_text(encoding="utf-8"))
-    for backend in options.backends:
-        log = options.work / f"tiny-{backend}.log"
-        with _server(backend, model, plan, log) as url, httpx.Client(base_url=url, timeout=300) as client:
-            comparison = tiny_tokens.compare(client, SERVED_NAME, recorded)
-            result["backends"][backend] = {"backend_line": _chosen(backend, log), **comparison}
-        say(f"{backend}: {json.dumps(comparison)}")
-        write_json(options.out, result)
+    with _all_started(options, plan, model) as servers:
+        for backend, (own, begun) in servers.items():
+            log = _log(options, backend)
+            try:
+                with ExitStack() as stack:
+                    server = begun or stack.enter_context(_started(backend, model, own, log))
+                    with httpx.Client(base_url=_ready(server, own, log), timeout=300, trust_env=False) as session:
+                        comparison = tiny_tokens.compare(session, SERVED_NAME, recorded)
+                    result["backends"][backend] = {**_seen(backend, server, log), **comparison}
+            except ServerError as error:
+                result["backends"][backend] = {"passed": False, "error": str(error)}
+            say(f"{backend}: {json.dumps(result['backends'][backend])}")
+            write_json(options.out, result)
     return 0 if all(comparison["passed"] for comparison in result["backends"].values()) else 1
 
 
@@ -289,7 +431,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", default="120b", help="120b or 20b")
     parser.add_argument("--tiny", type=Path, help="compare the tiny model's tokens with this record instead")
     parser.add_argument(
-        "--backends", nargs="+", default=["spark", "triton", "marlin"], help=", ".join(BACKENDS) + ", spark:KERNEL"
+        "--backends",
+        nargs="+",
+        default=["spark", "triton", "marlin"],
+        help=", ".join(BACKENDS) + ", spark:KERNEL; each may end in @1, @tpN, @epN or @hosts",
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument(
@@ -302,6 +447,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
     parser.add_argument("--ready-seconds", type=float, default=420, help="how long a server may take to start")
     parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="whole experts on each of these GPUs; NAME@ep2 for one backend"
+    )
+    parser.add_argument(
+        "--two-hosts", action="store_true", help="two GPUs as two hosts, NCCL over sockets; NAME@hosts for one; root"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="start all servers at once, measure one after another; with the next"
+    )
+    parser.add_argument(
+        "--kv-cache-bytes", type=int, default=0, help="of each GPU for a server's KV cache, instead of what is free"
+    )
     parser.add_argument(
         "--weights", default=random_weights.FORMAT, choices=[random_weights.FORMAT, "dummy"], help="dummy: vLLM's zeros"
     )

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image.compose import SERVICE
 from sparkforge.serve import container, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import engine, watch
+from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.record import Server
 
@@ -42,33 +42,6 @@ UNLIMITED = -1
 # A container's codes after an end that somebody asked for, as supervise.py gives them.
 ASKED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 DEAD = ("exited", "dead")
-# NCCL with NCCL_DEBUG=INFO: "Channel 00/0 : 1[0] -> 0[0] [send] via NET/IB/1", and a plugin's name in place of IB.
-CHANNEL = re.compile(
-    r"NCCL INFO Channel \S+ : \S+ -> \S+ \[(?:send|receive)\] via NET/(?P<kind>[A-Za-z]+)\w*/(?P<device>\d+)"
-)
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What NCCL's log says about the channels between nodes: how many go over RDMA's devices, how many over TCP."""
-
-    rdma: int
-    devices: tuple[int, ...]
-    tcp: int
-
-    @property
-    def in_words(self) -> str:
-        """One line for people."""
-        if self.tcp:
-            return f"TCP carries {self.tcp} of {self.tcp + self.rdma} channels"
-        return f"RDMA carries all {self.rdma} channels, over {len(self.devices)} devices" if self.rdma else "not known"
-
-
-def transport(log: str) -> Transport:
-    """Read NCCL's channels between nodes from a log; those within a node are not counted."""
-    channels = [(match["kind"], int(match["device"])) for match in CHANNEL.finditer(log)]
-    rdma = [device for kind, device in channels if kind.startswith("IB")]
-    return Transport(len(rdma), tuple(sorted(set(rdma))), len(channels) - len(rdma))
 
 
 def stack_of(config: ClusterConfig) -> str:
