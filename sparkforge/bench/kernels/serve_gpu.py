@@ -219,13 +219,19 @@ def _started(
 
 
 def _second_host() -> AbstractContextManager[SecondHost]:
-    """Return the second host, with a network of its own where the kernel has them."""
-    try:
-        with second_host():
-            return second_host()
-    except OSError as error:
-        say(f"{error}; both hosts are on loopback instead")
-        return second_host(own_network=False)
+    """Return the second host, with a network of its own where the kernel has them. Raises ServerError if it has none.
+
+    Each is made once to see whether it can be.
+    """
+    why = ""
+    for own_network in (True, False):
+        try:
+            with second_host(own_network=own_network):
+                return second_host(own_network=own_network)
+        except OSError as error:
+            why = str(error)
+            say(f"{why}{'; both hosts on loopback instead' if own_network else ''}")
+    raise ServerError("there is no second host on this machine", why, "run it as root", code="server.start")
 
 
 def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
@@ -343,8 +349,11 @@ def _all_started(
         servers: dict[str, tuple[ServingPlan, Started | None]] = {}
         for index, backend in enumerate(options.backends):
             own = replace(plan, port=plan.port + index) if options.together else plan
-            start = _started(backend, model, own, _log(options, backend), weights) if options.together else None
-            servers[backend] = own, stack.enter_context(start) if start else None
+            servers[backend] = own, None
+            if options.together:
+                with suppress(ServerError):  # it is started again, alone, when it is to be measured, and says why then
+                    start = _started(backend, model, own, _log(options, backend), weights)
+                    servers[backend] = own, stack.enter_context(start)
         stack.callback(_ask_to_end, [pid for _, server in servers.values() if server for pid in server.pids])
         yield servers
 
