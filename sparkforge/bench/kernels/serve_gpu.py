@@ -372,9 +372,10 @@ def _log(options: argparse.Namespace, backend: str) -> Path:
 def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
     model = options.work / f"gpt-oss-{options.size}"
     run([sys.executable, "-m", "sparkforge.models.dummy", str(model), "--size", options.size], cwd=ROOT)
-    result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "machine": _machine(), "backends": {}}
+    result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "backends": {}}
     exit_code = 0
     with _all_started(options, plan, model, ("--load-format", plan.weights)) as servers:
+        result["machine"] = _machine()
         if options.together:
             _wait_for_all(servers, options)
         for backend, (own, server) in servers.items():
@@ -407,9 +408,10 @@ def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
     """Serve the random tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
     model = options.work / "tiny"
     run([sys.executable, "-m", "sparkforge.models.tiny", "--random", str(model)], cwd=ROOT)
-    result: dict[str, Any] = {"machine": _machine(), "backends": {}}
+    result: dict[str, Any] = {"backends": {}}
     recorded = json.loads(options.tiny.read_text(encoding="utf-8"))
     with _all_started(options, plan, model) as servers:
+        result["machine"] = _machine()
         for backend, (own, begun) in servers.items():
             log = _log(options, backend)
             try:
