@@ -30,7 +30,7 @@ import httpx
 from sparkforge.bench import runs
 from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.kernels import random_weights, ranks, tiny_tokens
-from sparkforge.bench.kernels.ranks import Part, Split
+from sparkforge.bench.kernels.ranks import HostPart, Split
 from sparkforge.bench.kernels.second_host import SecondHost, second_host
 from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import gpus
@@ -178,7 +178,7 @@ def _started(
             (folder / package).symlink_to(ROOT / package)
     python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
     with ExitStack() as stack:
-        parts: Sequence[Part] = (Part(split.arguments(), {}),)
+        parts: Sequence[HostPart] = (HostPart(split.arguments(), {}),)
         kind = ""
         if split.hosts:
             host = stack.enter_context(_second_host())
