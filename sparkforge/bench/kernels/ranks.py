@@ -95,7 +95,7 @@ def all_reduce_flags(python: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class HostPart:
     """What one host's vLLM gets beside the flags of every host; `prefix` goes in front of its command."""
 
     arguments: tuple[str, ...]
@@ -103,7 +103,7 @@ class Part:
     prefix: tuple[str, ...] = ()
 
 
-def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[Part, Part]:
+def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[HostPart, HostPart]:
     """Return the flags and variables of the head, in this network namespace, and of the worker, in the other one."""
     nodes = tuple(
         ClusterNode(name=name, ssh=address if name == "worker" else "", address=address, interface=interface)
@@ -111,13 +111,13 @@ def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[
     )
     fields = {"device": "embedded", "tensor": split.size, "expert": split.expert, "port": port, "nodes": nodes}
     config = ClusterConfig.model_validate({"schema": 1, "master_port": master_port, **fields})
-    made = []
+    host_parts = []
     for gpu, node in enumerate(nodes):
         # NCCL takes two processes for one host's by the host's name and boot id, which network namespaces share.
         own = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_HOSTID": node.name}
         environment = {**engine.environment(config, node), **SOCKETS_ONLY, **own}
-        made.append(Part(engine.arguments(config, node), environment, host.inside if gpu else ()))
-    return made[0], made[1]
+        host_parts.append(HostPart(engine.arguments(config, node), environment, host.inside if gpu else ()))
+    return host_parts[0], host_parts[1]
 
 
 def transports(log: str) -> dict[str, int]:

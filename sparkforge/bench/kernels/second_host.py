@@ -57,9 +57,9 @@ def second_host(*, own_network: bool = True) -> Iterator[SecondHost]:
     command = ["unshare", *spaces, "sh", "-c", hold]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        said = holder.stdout.readline().strip() if holder.stdout else ""
-        if said != "ready":
-            raise OSError(f"no second host's namespaces: {said}")
+        answer = holder.stdout.readline().strip() if holder.stdout else ""
+        if answer != "ready":
+            raise OSError(f"no second host's namespaces: {answer}")
         inside = ("nsenter", "--target", str(holder.pid), *spaces)
         if own_network:
             make_cable(*names, holder.pid)

@@ -30,7 +30,7 @@ import httpx
 from sparkforge.bench import runs
 from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.kernels import random_weights, ranks, tiny_tokens
-from sparkforge.bench.kernels.ranks import Part, Split
+from sparkforge.bench.kernels.ranks import HostPart, Split
 from sparkforge.bench.kernels.second_host import SecondHost, second_host
 from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import gpus
@@ -178,7 +178,7 @@ def _started(
             (folder / package).symlink_to(ROOT / package)
     python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
     with ExitStack() as stack:
-        parts: Sequence[Part] = (Part(split.arguments(), {}),)
+        parts: Sequence[HostPart] = (HostPart(split.arguments(), {}),)
         kind = ""
         if split.hosts:
             host = stack.enter_context(_second_host())
@@ -219,13 +219,19 @@ def _started(
 
 
 def _second_host() -> AbstractContextManager[SecondHost]:
-    """Return the second host, with a network of its own where the kernel has them."""
-    try:
-        with second_host():
-            return second_host()
-    except OSError as error:
-        say(f"{error}; both hosts are on loopback instead")
-        return second_host(own_network=False)
+    """Return the second host, with a network of its own where the kernel has them. Raises ServerError if it has none.
+
+    Each is made once to see whether it can be.
+    """
+    why = ""
+    for own_network in (True, False):
+        try:
+            with second_host(own_network=own_network):
+                return second_host(own_network=own_network)
+        except OSError as error:
+            why = str(error)
+            say(f"{why}{'; both hosts on loopback instead' if own_network else ''}")
+    raise ServerError("there is no second host on this machine", why, "run it as root", code="server.start")
 
 
 def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
@@ -343,8 +349,11 @@ def _all_started(
         servers: dict[str, tuple[ServingPlan, Started | None]] = {}
         for index, backend in enumerate(options.backends):
             own = replace(plan, port=plan.port + index) if options.together else plan
-            start = _started(backend, model, own, _log(options, backend), weights) if options.together else None
-            servers[backend] = own, stack.enter_context(start) if start else None
+            servers[backend] = own, None
+            if options.together:
+                with suppress(ServerError):  # it is started again, alone, when it is to be measured, and says why then
+                    start = _started(backend, model, own, _log(options, backend), weights)
+                    servers[backend] = own, stack.enter_context(start)
         stack.callback(_ask_to_end, [pid for _, server in servers.values() if server for pid in server.pids])
         yield servers
 
@@ -363,9 +372,10 @@ def _log(options: argparse.Namespace, backend: str) -> Path:
 def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
     model = options.work / f"gpt-oss-{options.size}"
     run([sys.executable, "-m", "sparkforge.models.dummy", str(model), "--size", options.size], cwd=ROOT)
-    result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "machine": _machine(), "backends": {}}
+    result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "backends": {}}
     exit_code = 0
     with _all_started(options, plan, model, ("--load-format", plan.weights)) as servers:
+        result["machine"] = _machine()
         if options.together:
             _wait_for_all(servers, options)
         for backend, (own, server) in servers.items():
@@ -398,9 +408,10 @@ def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
     """Serve the random tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
     model = options.work / "tiny"
     run([sys.executable, "-m", "sparkforge.models.tiny", "--random", str(model)], cwd=ROOT)
-    result: dict[str, Any] = {"machine": _machine(), "backends": {}}
+    result: dict[str, Any] = {"backends": {}}
     recorded = json.loads(options.tiny.read_text(encoding="utf-8"))
     with _all_started(options, plan, model) as servers:
+        result["machine"] = _machine()
         for backend, (own, begun) in servers.items():
             log = _log(options, backend)
             try:

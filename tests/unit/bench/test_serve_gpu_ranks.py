@@ -1,5 +1,6 @@
 """How the GPU's serving benchmark splits a model: names, flags, variables, what the logs must say, the second host."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -181,3 +182,19 @@ def test_the_second_host_is_reached_over_the_cable_and_leaves_nothing():
     except OSError as error:
         pytest.skip(f"no namespaces here: {error}")
     assert not Path(ours).exists()
+
+
+@contextlib.contextmanager
+def refused(*, own_network):
+    if own_network:
+        raise OSError(95, "no veth pair")
+    yield HOST
+
+
+def test_without_a_veth_pair_both_hosts_are_on_loopback_and_without_namespaces_there_is_none(monkeypatch):
+    monkeypatch.setattr(serve_gpu, "second_host", refused)
+    with serve_gpu._second_host() as host:
+        assert host == HOST
+    monkeypatch.setattr(serve_gpu, "second_host", lambda own_network: refused(own_network=True))
+    with pytest.raises(ServerError, match="no second host", check=lambda error: "no veth" in error.why):
+        serve_gpu._second_host()
