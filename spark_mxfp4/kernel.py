@@ -47,6 +47,9 @@ class MoeKernel(ABC):
         """Return packed `weights`, as in the checkpoint, in the kernel's own order; called once after loading."""
         return weights
 
+    def tune(self, prepared: ExpertWeights) -> None:  # noqa: B027 (most kernels have nothing to choose)
+        """Choose what depends on the layer's sizes; called once, when only `prepared` weights are left."""
+
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:  # noqa: ARG002
         """Undo `prepare` for weights of the sizes H and I."""
         return prepared

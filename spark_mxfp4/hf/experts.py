@@ -84,6 +84,8 @@ class PackedExperts(nn.Module):
             for name, suffix in product(PROJECTIONS, SUFFIXES[:2]):
                 parameter = getattr(self, name + suffix)
                 parameter.data = parameter.data.new_empty(0)
+        del checkpoint
+        self.kernel.tune(self._ready)
 
     def unprepare(self) -> None:
         """Bring the checkpoint's bytes back into the parameters."""

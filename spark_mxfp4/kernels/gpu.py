@@ -48,6 +48,10 @@ class GpuKernel(MoeKernel):
             return self._hopper.prepare(weights)
         return weights
 
+    def tune(self, prepared: ExpertWeights) -> None:
+        """See MoeKernel; Triton's tiles are the table's."""
+        self._chosen(prepared).tune(prepared)
+
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
         """Return the checkpoint's bytes, biases in bfloat16 as they were."""
         return self._chosen(prepared).restore(prepared, hidden, intermediate)

@@ -14,7 +14,7 @@ import torch
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.kernels import extension, precompile, tuning
+from spark_mxfp4.kernels import extension, precompile, search, tuning
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 CAPABILITY = (9, 0)
@@ -70,6 +70,15 @@ class HopperKernel(MoeKernel):
         library()
         return pack(weights)
 
+    def tune(self, prepared: ExpertWeights) -> None:
+        """Choose the products' shapes for layers of these sizes, as `search` describes; see MoeKernel."""
+
+        def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, shapes: tuning.Pair) -> torch.Tensor:
+            return _run(x, prepared, ids, shares, None, shapes)
+
+        widths = [tile_tokens(number) for number in range(library().spark_shape_number())]
+        search.tune(prepared.down.weight.device, sizes(prepared), widths, layer)
+
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
         """Undo `prepare`: the checkpoint's bytes, biases in bfloat16."""
         plain = unpack(prepared, hidden, intermediate)
@@ -89,28 +98,46 @@ class HopperKernel(MoeKernel):
         Raises ValueError for other dtypes, shapes and weights.
         """
         _check(x, weights, topk_ids)
-        gate_up, down = weights
-        tokens, top_k = topk_ids.shape
-        result = torch.empty_like(x)
         if topk_ids.numel() == 0:
-            return result
-        shapes = tuning.shapes(torch.cuda.get_device_name(x.device), tokens * top_k, down.weight.shape[0])
-        shares = topk_weights.to(torch.float32).contiguous()
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
-        routed.route(stream)
-        planes = gate_up.weight.shape[1] // 2
-        hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
-        output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
-        routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
-        routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
-        _check_launch(
-            library().spark_reduce(
-                output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
-                tokens, top_k, x.shape[1], stream,
-            )
-        )  # fmt: skip
-        return result
+            return torch.empty_like(x)
+        shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
+        return _run(x, weights, topk_ids, topk_weights, expert_map, shapes)
+
+
+def sizes(prepared: ExpertWeights) -> tuning.Sizes:
+    """Return the sizes of a prepared layer, with its padding."""
+    experts, row_tiles, chunks, _ = prepared.gate_up.weight.shape
+    return tuning.Sizes(experts, chunks * COLUMNS, row_tiles * ROWS // 2)
+
+
+def _run(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    shapes: tuning.Pair,
+) -> torch.Tensor:
+    """Return `HopperKernel.run`'s result, with the products' shapes given."""
+    gate_up, down = weights
+    tokens, top_k = topk_ids.shape
+    result = torch.empty_like(x)
+    shares = topk_weights.to(torch.float32).contiguous()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
+    routed.route(stream)
+    planes = gate_up.weight.shape[1] // 2
+    hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
+    output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
+    routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
+    routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
+    _check_launch(
+        library().spark_reduce(
+            output.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), result.data_ptr(),
+            tokens, top_k, x.shape[1], stream,
+        )
+    )  # fmt: skip
+    return result
 
 
 class Routed:

@@ -33,7 +33,7 @@ class LayerSizes(NamedTuple):
 Layer = Callable[[int], object]
 
 
-def graph_time(once: Layer, count: int) -> float:
+def graph_time(once: Layer, count: int, replays: int = REPLAYS) -> float:
     """Return the median time of `once(i)` in µs, for i below `count` in one CUDA graph, replayed."""
     once(0)  # compiles
     torch.cuda.synchronize()
@@ -43,7 +43,7 @@ def graph_time(once: Layer, count: int) -> float:
             once(i)
     graph.replay()
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         begin, end = _event(), _event()
         begin.record()
         graph.replay()

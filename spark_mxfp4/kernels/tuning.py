@@ -1,19 +1,49 @@
-"""Which kernel shape for which load, read from tuned.json: chosen once per device, never while serving."""
+"""Which kernel shape for which load: from tuned.json, or as `search` found it for sizes that are not in it."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Rules = tuple[dict[str, Any], ...]
+Pair = tuple[int, int]  # the shapes of both products, numbers of shapes.cuh
 
 
-def shapes(device: str, pairs: int, experts: int) -> tuple[int, int]:
-    """Return the numbers of both products' shapes (shapes.cuh) for `pairs` of token and expert among `experts`."""
+class Sizes(NamedTuple):
+    """A layer as `hopper` lays it out: experts on this device, hidden and intermediate size in whole tiles."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+
+
+_adopted: dict[tuple[str, Sizes], Rules] = {}
+
+
+def shapes(device: str, pairs: int, sizes: Sizes) -> Pair:
+    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`."""
+    if rules := _adopted.get((device, sizes)):
+        rule = _choose(rules, pairs, sizes.experts)
+        return rule["gate_up"], rule["down"]
+    return default_shapes(device, pairs, sizes.experts)
+
+
+def default_shapes(device: str, pairs: int, experts: int) -> Pair:
+    """Return the table's shapes for `pairs` of token and expert among `experts`, whatever the other sizes."""
     rule = _choose(_rules("hopper", device), pairs, experts)
     return rule["gate_up"], rule["down"]
+
+
+def known(device: str, sizes: Sizes) -> bool:
+    """Return whether shapes for these sizes were measured on this device: in the table, or by a search."""
+    return (device, sizes) in _adopted or list(sizes) in _table("hopper")["measured"].get(device, [])
+
+
+def adopt(device: str, sizes: Sizes, rules: Rules) -> None:
+    """Use `rules` for layers of `sizes` from now on."""
+    _adopted[device, sizes] = rules
 
 
 def tiles(device: str, pairs: int, experts: int) -> dict[str, Any]:
@@ -33,5 +63,11 @@ def _choose(rules: Rules, pairs: int, experts: int) -> dict[str, Any]:
 @cache
 def _rules(kernel: str, device: str) -> Rules:
     """Return a kernel's rules for the device of that name, else its default's."""
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("tuned.json").read_text(encoding="utf-8"))[kernel]
+    table = _table(kernel)
     return tuple(table["devices"].get(device) or table["devices"][table["default"]])
+
+
+@cache
+def _table(kernel: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("tuned.json").read_text(encoding="utf-8"))[kernel]
+    return table

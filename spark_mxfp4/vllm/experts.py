@@ -86,6 +86,9 @@ class SparkMxfp4MoEMethod(FusedMoEMethodBase):
             logger.info_once("Experts run on the implementation '%s'.", self.kernel.variant(prepared), scope="process")
             _keep(layer, weights, prepared)
         self._weights = ExpertWeights(*(_projection(layer, name) for name in PROJECTIONS))
+        if self.mode == "packed":
+            del weights, prepared  # what the layout replaced is free before anything is timed
+            self.kernel.tune(self._weights)
         if self.routed:
             from spark_mxfp4.kernels import router  # noqa: PLC0415 - only what was switched on
 

@@ -1,0 +1,201 @@
+"""Which shapes of the Hopper kernel are fastest for a layer that tuned.json does not name: timed once, at load.
+
+For each of some loads (pairs of token and expert) a cost model orders the shapes, and the first few are timed in CUDA
+graphs on the layer itself. The result serves all layers of these sizes, and is kept as one JSON file a device, sizes
+and version of the kernels. Nothing is searched while a CUDA graph is captured or while serving. Every shape gives right
+results, so ranks may choose differently; a sum's last bit depends on the shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from spark_mxfp4.kernels import precompile, tuning
+from spark_mxfp4.kernels.check import random_routing
+from spark_mxfp4.kernels.timing import graph_time
+from spark_mxfp4.kernels.tuning import Pair, Sizes
+
+SEARCH_VARIABLE = "SPARK_MXFP4_SEARCH"
+SECONDS = 10.0  # after that the loads that are left keep the table's shapes
+FEW_PAIRS = (2, 4, 8)  # loads of a few tokens; from there on a power of two times the experts
+LARGEST_SHARE, MOST_PAIRS = 256, 65536
+CANDIDATES, PARTNERS = 8, 3  # shapes timed for both products; of these, how many are tried for one product alone
+GAIN = 0.98  # only what is 2 % faster than the table's pair replaces it: less is noise
+ROUTES, REPLAYS = 8, 5  # layers in one graph, each with a routing of its own so that weights leave the cache; replays
+EXPANSION = 32  # tokens for which a tile's product takes as long as expanding its weights: measured on no device
+
+logger = logging.getLogger(__name__)
+Timer = Callable[[int, Pair], float]  # (pairs, shapes) → µs
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pair], torch.Tensor]  # (x, ids, shares, shapes) → output
+
+
+class Subject(NamedTuple):
+    """What a result holds for: the kernels' version, the device's name and the layer's sizes as laid out."""
+
+    kernels: str
+    device: str
+    sizes: Sizes
+
+    def path(self) -> Path:
+        """Return the file that keeps the result, in the user's cache folder."""
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        version = hashlib.sha256(self.kernels.encode()).hexdigest()[:12]
+        device = re.sub(r"\W+", "-", self.device)
+        return Path(home) / "spark-mxfp4" / f"{device}-{'x'.join(map(str, self.sizes))}-{version}.json"
+
+
+def enabled() -> bool:
+    """Return whether SPARK_MXFP4_SEARCH is `on` (the default); raises ValueError for another value than on and off."""
+    value = os.environ.get(SEARCH_VARIABLE) or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{SEARCH_VARIABLE} is {value!r} · it can be on or off · set one of them, or unset it")
+    return value == "on"
+
+
+def tune(device: torch.device, sizes: Sizes, widths: Sequence[int], layer: Layer) -> None:
+    """Choose shapes for layers of `sizes` on `device`, unless the table names these sizes or a result is kept.
+
+    `widths` are the tokens of a tile of each shape, by number; `layer` runs one layer. A search that fails leaves the
+    table's shapes and a line in the log: it never ends a start.
+    """
+    name = torch.cuda.get_device_name(device)
+    if not enabled() or tuning.known(name, sizes) or torch.cuda.is_current_stream_capturing():
+        return
+    subject = Subject(precompile.file_name(precompile.HOPPER, "90a"), name, sizes)
+    rules = read(subject.path(), len(widths))
+    if rules is None:
+        begun = time.monotonic()
+        try:
+            rules = choose(sizes, widths, subject.device, timer(device, sizes, layer), begun + SECONDS)
+        except RuntimeError as error:  # CUDA's, out of memory among them
+            logger.warning("kernel shapes for %s were not searched · %s · the table's are used", tuple(sizes), error)
+            return
+        logger.info("kernel shapes for %s were searched in %.1f s", tuple(sizes), time.monotonic() - begun)
+        keep(subject, rules)
+    tuning.adopt(name, sizes, rules)
+
+
+def loads(experts: int) -> list[int]:
+    """Return the numbers of pairs that are timed for a layer of `experts`."""
+    shares = itertools.takewhile(lambda share: share <= LARGEST_SHARE, (2.0**power for power in itertools.count(-2)))
+    many = (int(experts * share) for share in shares)
+    return [*FEW_PAIRS, *(pairs for pairs in many if FEW_PAIRS[-1] < pairs <= MOST_PAIRS)]
+
+
+def candidates(pairs: int, experts: int, widths: Sequence[int]) -> list[int]:
+    """Return the numbers of the shapes worth timing, the most promising first.
+
+    A tile costs the expansion of its weights, and registers and shared memory by its width; an expert with more tokens
+    than a tile holds takes several tiles.
+    """
+    share = pairs / experts
+    tokens = max(1.0, share + math.sqrt(share))
+
+    def cost(number: int) -> float:
+        return math.ceil(tokens / widths[number]) * EXPANSION + widths[number] / 4
+
+    return sorted(range(len(widths)), key=cost)[:CANDIDATES]
+
+
+def choose(
+    sizes: Sizes,
+    widths: Sequence[int],
+    device: str,
+    timed: Timer,
+    until: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuning.Rules:
+    """Return rules for every load, by `timed`; loads not reached when `clock` says `until` keep the table's shapes."""
+    numbers = loads(sizes.experts)
+    best = []
+    for pairs in numbers:
+        usual = tuning.default_shapes(device, pairs, sizes.experts)
+        best.append(usual if clock() >= until else _fastest(pairs, sizes.experts, widths, usual, timed))
+    bounds = [int(math.sqrt(low * high)) for low, high in itertools.pairwise(numbers)]
+    rules: list[dict[str, Any]] = []
+    for bound, (gate_up, down) in itertools.zip_longest(bounds, best):
+        rules.append({**({} if bound is None else {"pairs": bound}), "gate_up": gate_up, "down": down})
+    return tuple(rules)
+
+
+def _fastest(pairs: int, experts: int, widths: Sequence[int], usual: Pair, timed: Timer) -> Pair:
+    """Return the fastest pair of shapes: the same for both products, then each of its own."""
+    times = {usual: timed(pairs, usual)}
+    for number in candidates(pairs, experts, widths):
+        if (number, number) not in times:
+            times[number, number] = timed(pairs, (number, number))
+    same = sorted((pair for pair in times if pair[0] == pair[1]), key=lambda pair: times[pair])
+    first = same[0][0]
+    partners = {*(pair[0] for pair in same[1:PARTNERS]), *usual} - {first}
+    for pair in sorted({*((first, other) for other in partners), *((other, first) for other in partners)} - {*times}):
+        times[pair] = timed(pairs, pair)
+    gate_up = min((pair for pair in times if pair[1] == first), key=lambda pair: times[pair])[0]
+    down = min((pair for pair in times if pair[0] == first), key=lambda pair: times[pair])[1]
+    if (gate_up, down) not in times:
+        times[gate_up, down] = timed(pairs, (gate_up, down))
+    fastest = min(times, key=lambda pair: times[pair])
+    return fastest if times[fastest] < GAIN * times[usual] else usual
+
+
+def timer(device: torch.device, sizes: Sizes, layer: Layer) -> Timer:
+    """Return a timer of `layer` on `device`: the median of graph replays, with random activations and routings."""
+    inputs: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def timed(pairs: int, shapes: Pair) -> float:
+        if pairs not in inputs:
+            inputs.clear()
+            top_k = next(k for k in (4, 2, 1) if pairs % k == 0 and k <= sizes.experts)
+            with torch.random.fork_rng([device]):  # a seeded run samples the same with and without a search
+                x = torch.randn(pairs // top_k, sizes.hidden, dtype=torch.bfloat16, device=device)
+                routes = [random_routing(len(x), sizes.experts, top_k, device=device) for _ in range(ROUTES)]
+            inputs[pairs] = x, routes
+        x, routes = inputs[pairs]
+        us = graph_time(lambda i: layer(x, *routes[i], shapes), ROUTES, REPLAYS)
+        torch.cuda.empty_cache()  # a graph's memory serves no other until then
+        return us
+
+    return timed
+
+
+def read(path: Path, shapes: int) -> tuning.Rules | None:
+    """Return the rules that a file keeps; None where there is none, or it is damaged or names other shapes."""
+    try:
+        rules = json.loads(path.read_text(encoding="utf-8"))["rules"]
+        bounds = [rule["pairs"] for rule in rules[:-1]]
+        chosen = [rule[product] for rule in rules for product in ("gate_up", "down")]
+        whole = all(type(value) is int for value in (*bounds, *chosen)) and bounds == sorted(bounds)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    whole = whole and bool(chosen) and "pairs" not in rules[-1] and all(0 <= number < shapes for number in chosen)
+    return tuple(rules) if whole else None
+
+
+def keep(subject: Subject, rules: tuning.Rules) -> None:
+    """Write a result, whole or not at all; where that is impossible the next start searches again."""
+    path = subject.path()
+    text = json.dumps({**subject._asdict(), "sizes": subject.sizes._asdict(), "rules": rules}, indent=1) + "\n"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+                raise

@@ -1,0 +1,151 @@
+"""The search for kernel shapes with a timer that is a formula: no GPU, nothing is measured."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from spark_mxfp4.kernels import search, tuning
+
+WIDTHS = (8, 16, 24, 32, 64, 96, 144, 8)  # tokens of a tile, as the kernels say
+H200, UNKNOWN = "NVIDIA H200", tuning.Sizes(16, 6144, 2048)
+DEVICE = torch.device("cuda", 0)
+
+
+def fake_timer(pairs, shapes):
+    """A formula in place of a GPU: shape 3 is best for the first product, 5 for the second, 2 is good for both."""
+    return 100 + {3: 1, 2: 5}.get(shapes[0], 20) + {5: 2, 2: 6}.get(shapes[1], 20)
+
+
+def found(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 0.0):
+    return search.choose(sizes, WIDTHS, H200, timed, until, clock)
+
+
+@pytest.fixture(autouse=True)
+def own_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(search.SEARCH_VARIABLE, raising=False)
+    monkeypatch.setattr(tuning, "_adopted", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(search, "timer", lambda *_: fake_timer)
+
+
+def tune(sizes=UNKNOWN):
+    search.tune(DEVICE, sizes, WIDTHS, lambda *_: pytest.fail("no layer runs here"))
+
+
+def stored():
+    return search.Subject(search.precompile.file_name("hopper", "90a"), H200, UNKNOWN).path()
+
+
+def test_the_best_mixed_pair_wins_and_every_load_has_a_rule():
+    rules = found()
+    assert all((rule["gate_up"], rule["down"]) == (3, 5) for rule in rules)
+    bounds = [rule.get("pairs") for rule in rules]
+    assert bounds[-1] is None
+    assert bounds[:-1] == sorted(set(bounds[:-1]))
+    assert len(rules) == len(search.loads(16))
+
+
+@pytest.mark.parametrize("experts", [1, 8, 16, 32, 256, 512])
+def test_loads_rise_and_a_bucket_takes_few_timings(experts):
+    loads, timings = search.loads(experts), []
+    assert loads == sorted(set(loads))
+    assert len(loads) <= 15
+    assert loads[-1] <= search.MOST_PAIRS
+
+    def counting(pairs, shapes):
+        timings.append((pairs, shapes))
+        return 1.0
+
+    found(tuning.Sizes(experts, 1024, 1024), counting)
+    assert len(timings) == len(set(timings)) <= 16 * len(loads)
+
+
+def test_what_is_not_clearly_faster_leaves_the_tables_pair():
+    usual = tuning.default_shapes(H200, 4, 16)
+    rules = found(timed=lambda _, shapes: 100 if shapes == usual else 99)
+    assert (rules[1]["gate_up"], rules[1]["down"]) == usual
+
+
+def test_when_time_is_up_the_rest_is_the_tables():
+    moments = iter(range(100))
+    rules = found(until=2, clock=lambda: next(moments))
+    pairs = [(rule["gate_up"], rule["down"]) for rule in rules]
+    assert pairs[:2] == [(3, 5), (3, 5)]
+    assert pairs[2:] == [tuning.default_shapes(H200, load, 16) for load in search.loads(16)[2:]]
+
+
+def test_the_cost_model_offers_narrow_tiles_for_few_tokens_and_wide_ones_for_many():
+    wide = (*WIDTHS, 8, 8, 8)
+    assert {wide[number] for number in search.candidates(2, 16, wide)} >= {8, 16}
+    assert 6 not in search.candidates(2, 16, wide)
+    assert [WIDTHS[number] for number in search.candidates(16 * 200, 16, WIDTHS)[:3]] == [144, 96, 64]
+
+
+def test_a_result_is_used_and_kept_and_read_again(monkeypatch):
+    before = tuning.shapes(H200, 64, UNKNOWN)
+    tune()
+    assert tuning.shapes(H200, 64, UNKNOWN) == (3, 5) != before
+    assert tuning.shapes(H200, 64, UNKNOWN._replace(experts=17)) == before
+    kept = json.loads(stored().read_text())
+    assert (kept["device"], kept["sizes"]["hidden"]) == (H200, 6144)
+    tuning._adopted.clear()
+    monkeypatch.setattr(search, "timer", lambda *_: pytest.fail("searched again"))
+    tune()
+    assert tuning.shapes(H200, 64, UNKNOWN) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"rules": []}', '{"rules": [{"gate_up": 99, "down": 0}]}',
+     '{"rules": [{"gate_up": true, "down": 0}]}',
+     '{"rules": [{"pairs": 9, "gate_up": 0, "down": 0}]}', '{"rules": 3}', '{"rules": [3]}', "\x00\xff"],
+)  # fmt: skip
+def test_a_damaged_file_is_searched_again_and_replaced(text):
+    stored().parent.mkdir(parents=True)
+    stored().write_text(text, encoding="latin-1")
+    tune()
+    assert tuning.shapes(H200, 64, UNKNOWN) == (3, 5)
+    assert search.read(stored(), len(WIDTHS)) == tuning._adopted[H200, UNKNOWN]
+    assert len(list(stored().parent.iterdir())) == 1
+
+
+def test_other_kernels_devices_and_sizes_have_files_of_their_own():
+    subject = search.Subject("a", H200, UNKNOWN)
+    others = (subject._replace(kernels="b"), subject._replace(device="NVIDIA H100 80GB HBM3"))
+    others = (*others, subject._replace(sizes=UNKNOWN._replace(hidden=64)))
+    assert len({subject.path(), *(other.path() for other in others)}) == 4
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    tune()
+    assert tuning.shapes(H200, 64, UNKNOWN) == (3, 5)
+
+
+@pytest.mark.parametrize("reason", ["off", "named", "captured", "out of memory"])
+def test_where_nothing_is_searched_the_tables_shapes_stay(reason, monkeypatch):
+    sizes = tuning.Sizes(128, 2880, 2880) if reason == "named" else UNKNOWN
+    if reason == "off":
+        monkeypatch.setenv(search.SEARCH_VARIABLE, "off")
+    if reason == "captured":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if reason == "out of memory":
+
+        def full(*_):
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(search, "timer", lambda *_: full)
+    tune(sizes)
+    assert tuning._adopted == {}
+    assert tuning.shapes(H200, 64, sizes) == tuning.default_shapes(H200, 64, sizes.experts)
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv(search.SEARCH_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="SPARK_MXFP4_SEARCH is 'yes'"):
+        tune()
