@@ -1,8 +1,6 @@
 """The CUDA kernel for Hopper, compiled here: matrix instructions that run ahead, no spills. It runs in tests/device."""
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,13 +14,7 @@ WAITING = re.compile(r"\(C75(?:12|20)\)")
 ALLOWED_TO_WAIT = {3}  # six warpgroups leave it too few registers; it is the fastest at its load all the same
 
 
-def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        told = "nvcc is not installed: ./inv build.toolchain"
-        if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
+def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc):
     for unit in sorted((precompile.FOLDER / "hopper_units").glob("*.cu")):
         command = [
             nvcc,

@@ -1,6 +1,5 @@
 """The dense kernels, compiled here for the GPUs that they are made for: no spills. They run in tests/device."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,18 +12,6 @@ from spark_mxfp4.kernels import linear, precompile
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def nvcc():
-    """CUDA's compiler, from PATH."""
-    program = shutil.which("nvcc")
-    if program is None:
-        why = "nvcc is not installed: ./inv build.toolchain"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    return program
 
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
