@@ -99,34 +99,38 @@ def run_case(kernel: MoeKernel, case: Case, device: str | torch.device = "cpu", 
         expert_map = torch.full((case.experts,), -1, dtype=torch.int32, device=device)
         expert_map[local] = torch.arange(len(local), dtype=torch.int32, device=device)
         loaded = ExpertWeights(*(Projection(*(t if t is None else t[local] for t in p)) for p in loaded))
-    wide = x.new_zeros(case.tokens, hidden)
-    wide[:, : case.hidden] = x
-    inputs = (wide.clone(), ids.clone(), shares.clone())
+    padded = x.new_zeros(case.tokens, hidden)
+    padded[:, : case.hidden] = x
+    inputs = (padded.clone(), ids.clone(), shares.clone())
     try:
         with poisoned():
             before = ExpertWeights(*(Projection(*(t if t is None else t.clone() for t in p)) for p in loaded))
             prepared = kernel.prepare(loaded)
-            output = kernel.run(wide, prepared, ids, shares, expert_map)
+            output = kernel.run(padded, prepared, ids, shares, expert_map)
             restored = kernel.restore(prepared, hidden, intermediate) if kernel.has_own_layout else before
     except Exception as failure:  # noqa: BLE001 - whatever a kernel raises, it must not serve
         refuses = case.elsewhere and isinstance(failure, NotImplementedError)
         problem, unsupported = f"it raised {type(failure).__name__}: {failure}", str(failure)
         return CaseResult(case, math.nan, *(("", unsupported) if refuses else (problem, "")))
-    if tuple(output.shape) != tuple(wide.shape) or output.dtype != wide.dtype:
+    if tuple(output.shape) != tuple(padded.shape) or output.dtype != padded.dtype:
         return CaseResult(
-            case, math.nan, f"it returned {output.dtype} {tuple(output.shape)}, not {wide.dtype} {tuple(wide.shape)}"
+            case,
+            math.nan,
+            f"it returned {output.dtype} {tuple(output.shape)}, not {padded.dtype} {tuple(padded.shape)}",
         )
-    if not all(torch.equal(a, b) for a, b in zip(inputs, (wide, ids, shares), strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(inputs, (padded, ids, shares), strict=True)):
         return CaseResult(case, math.nan, "it changed its inputs")
     if not _same_bytes(restored, before):
         return CaseResult(case, math.nan, "restore does not give back what prepare got")
     if not case.tokens:
         return CaseResult(case, 0.0, "")
     difference = error(output[:, : case.hidden], reference(x, weights, ids, shares, local))
-    wrong = "" if difference <= TOLERANCE else f"it differs by {difference:.2%}, and rounding explains {TOLERANCE:.0%}"
-    if not wrong and output.device.type == "cuda" and kernel.cuda_graphs:
-        wrong = _replayed(lambda: kernel.run(wide, prepared, ids, shares, expert_map), output)
-    return CaseResult(case, difference, wrong)
+    problem = (
+        "" if difference <= TOLERANCE else f"it differs by {difference:.2%}, and rounding explains {TOLERANCE:.0%}"
+    )
+    if not problem and output.device.type == "cuda" and kernel.cuda_graphs:
+        problem = _replayed(lambda: kernel.run(padded, prepared, ids, shares, expert_map), output)
+    return CaseResult(case, difference, problem)
 
 
 @contextmanager
@@ -209,11 +213,11 @@ def main(arguments: list[str]) -> int:
         if result.unsupported:
             verdict, detail = "no", f"not supported: {result.unsupported}"
         print(f"{verdict:4}  {result.case.name}  {detail}")
-    wrong = sum(bool(result.problem) for result in results)
+    failed = sum(bool(result.problem) for result in results)
     limits = ", without expert parallelism" if any(result.unsupported for result in results) else ""
-    verdict = f"{wrong} of {len(results)} cases are wrong: it must not serve" if wrong else f"it may serve{limits}"
+    verdict = f"{failed} of {len(results)} cases are wrong: it must not serve" if failed else f"it may serve{limits}"
     print(f"kernel {kernel.name!r} on {options.device}: {verdict}")
-    return int(wrong > 0)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.mxfp4 import BLOCK, quantize
+
+# A mixture of experts as a function: the arguments of `MoeKernel.run`.
+MoeFunction: TypeAlias = Callable[
+    [torch.Tensor, ExpertWeights, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+]
 
 
 class MoeKernel(ABC):
@@ -84,7 +89,7 @@ def is_kernel_class(value: object) -> bool:
 class FunctionKernel(MoeKernel):
     """A plain function with the arguments of `run` as a kernel."""
 
-    def __init__(self, name: str, function: Callable[..., torch.Tensor], *, cuda_graphs: bool = True) -> None:
+    def __init__(self, name: str, function: MoeFunction, *, cuda_graphs: bool = True) -> None:
         super().__init__(name)
         self._function, self.cuda_graphs = function, cuda_graphs
 

@@ -87,13 +87,13 @@ def _scaled(x: torch.Tensor, emax: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(
             f"cannot quantize shape {tuple(x.shape)} · its last axis is not a multiple of {BLOCK} · pad it"
         )
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    largest = wide.abs().amax(-1)
+    values = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    largest = values.abs().amax(-1)
     _, exponent = torch.frexp(largest)  # largest = m · 2^exponent with m in [0.5, 1), for subnormals too
     power = (exponent - 1 - emax).clamp(-SCALE_BIAS, SCALE_BIAS)
     power = torch.where(largest == 0, -SCALE_BIAS, power)
     scales = torch.where(largest.isfinite(), power + SCALE_BIAS, SCALE_NAN).to(torch.uint8)
-    return torch.ldexp(wide, -power.unsqueeze(-1)), scales
+    return torch.ldexp(values, -power.unsqueeze(-1)), scales
 
 
 def check_packed(blocks: torch.Tensor, scales: torch.Tensor) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 from spark_mxfp4.experts import moe
+from spark_mxfp4.imports import named_module
 from spark_mxfp4.kernel import FunctionKernel, MoeKernel, is_kernel_class
 from spark_mxfp4.kernels import hub, triton_hub
 from spark_mxfp4.mxfp4 import BLOCK
@@ -37,7 +37,7 @@ def load(name: str | None = None) -> MoeKernel:
     if "/" in name:
         return _own_kernel(name, hub.find(name))
     if ":" in name:
-        return _own_kernel(name, _imported(name))
+        return _own_kernel(name, _attribute(name))
     if name == "torch":
         return FunctionKernel(name, moe, cuda_graphs=False)  # it waits to learn which experts are hit
     if name == "triton":
@@ -54,10 +54,11 @@ def load(name: str | None = None) -> MoeKernel:
     )
 
 
-def _imported(name: str) -> object:
+def _attribute(name: str) -> object:
+    """Return what `module:attribute` names."""
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(named_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:
         raise ValueError(
             f"kernel {name!r} cannot be loaded · {error} · check that PYTHONPATH reaches the module and its spelling"

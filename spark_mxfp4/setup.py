@@ -3,9 +3,10 @@
 Everything else is in pyproject.toml.
 """
 
-import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -28,16 +29,10 @@ class BuildWithKernels(build_py):
         super().run()
         if not TARGETS:
             return
-        source = Path(__file__).parent / "kernels" / "precompile.py"
-        spec = importlib.util.spec_from_file_location("precompile", source)
-        if spec is None or spec.loader is None:
-            raise ModuleNotFoundError(str(source))
-        precompile = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(precompile)
+        program = Path(__file__).parent / "kernels" / "precompile.py"  # as a program: the package needs torch
         compiled = Path(self.build_lib).absolute() / "spark_mxfp4" / "kernels" / "compiled"
         shutil.rmtree(compiled, ignore_errors=True)  # an earlier build's: other targets, other sources
-        for target in TARGETS:
-            precompile.compile_target(target, compiled)
+        subprocess.run([sys.executable, "-P", program, *TARGETS, "--output", compiled], check=True)
 
 
 class PlatformWheel(bdist_wheel):

@@ -26,14 +26,14 @@ class ExpertSizes(NamedTuple):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in the checkpoint."""
-        named = dict[str, tuple[int, ...]]()
-        sides = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))
-        for name, (rows, columns) in zip(PROJECTIONS, sides, strict=True):
+        shapes = dict[str, tuple[int, ...]]()
+        matrices = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))
+        for name, (rows, columns) in zip(PROJECTIONS, matrices, strict=True):
             blocks = columns // BLOCK
-            named[f"{name}_blocks"] = (self.experts, rows, blocks, BLOCK_BYTES)
-            named[f"{name}_scales"] = (self.experts, rows, blocks)
-            named[f"{name}_bias"] = (self.experts, rows)
-        return named
+            shapes[f"{name}_blocks"] = (self.experts, rows, blocks, BLOCK_BYTES)
+            shapes[f"{name}_scales"] = (self.experts, rows, blocks)
+            shapes[f"{name}_bias"] = (self.experts, rows)
+        return shapes
 
 
 class PackedExperts(nn.Module):
@@ -104,7 +104,7 @@ class PackedExperts(nn.Module):
         self.kernel = kernel
 
     def misfit(self) -> str | None:
-        """Return a word on the first parameter that a checkpoint filled with another shape or type, or None."""
+        """Describe the first parameter that a checkpoint filled with another shape or type; None if there is none."""
         for name, shape in self.sizes.shapes().items():
             parameter, kind = getattr(self, name), "float" if name.endswith("_bias") else torch.uint8
             if tuple(parameter.shape) != shape or parameter.is_floating_point() != name.endswith("_bias"):
@@ -144,9 +144,12 @@ def prepare_padded(kernel: MoeKernel, weights: ExpertWeights, hidden: int, inter
 
     Padded elements, scales and biases are 0, so the values beyond H and I are 0 and change no sum.
     """
-    wide, deep = kernel.padded(hidden, intermediate)
-    if (wide, deep) != (hidden, intermediate):
-        weights = ExpertWeights(_pad(weights.gate_up, 2 * deep, wide), _pad(weights.down, wide, deep))
+    padded_hidden, padded_intermediate = kernel.padded(hidden, intermediate)
+    if (padded_hidden, padded_intermediate) != (hidden, intermediate):
+        weights = ExpertWeights(
+            _pad(weights.gate_up, 2 * padded_intermediate, padded_hidden),
+            _pad(weights.down, padded_hidden, padded_intermediate),
+        )
     return kernel.prepare(weights)
 
 

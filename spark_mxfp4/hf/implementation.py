@@ -38,8 +38,8 @@ def experts_forward(
             "call model.eval(), or model.set_experts_implementation('eager')"
         )
     kernel, weights = _packed_copy(experts)
-    hidden, wide = hidden_states.shape[-1], kernel.padded(experts.hidden_size, experts.intermediate_size)[0]
-    x = torch.nn.functional.pad(hidden_states, (0, wide - hidden)) if wide != hidden else hidden_states
+    hidden, padded = hidden_states.shape[-1], kernel.padded(experts.hidden_size, experts.intermediate_size)[0]
+    x = torch.nn.functional.pad(hidden_states, (0, padded - hidden)) if padded != hidden else hidden_states
     return operator.run(kernel, x, weights, top_k_index, top_k_weights)[..., :hidden]
 
 

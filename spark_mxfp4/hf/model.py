@@ -90,7 +90,7 @@ def load_packed(
     loaded, report = AutoModelForCausalLM.from_pretrained(
         model, config=config, dtype=dtype, output_loading_info=True, **options
     )
-    _refuse_holes(model, loaded, report)
+    _refuse_incomplete(model, loaded, report)
     if any(parameter.is_meta for parameter in loaded.parameters()):
         raise ValueError(
             f"cannot keep {model} packed · some of its weights are offloaded · give a device that holds them all"
@@ -129,7 +129,7 @@ def _layers(model: Any) -> list[str]:
     if kind != MODEL_TYPE:
         type_name = repr(kind) if kind else type(model).__name__
         sparse = any(hasattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-        why = (
+        reason = (
             "its experts are not gpt-oss' (interleaved gate and up, biases)"
             if sparse
             else "it is dense: it has no experts"
@@ -139,7 +139,7 @@ def _layers(model: Any) -> list[str]:
             if kind
             else f"pass a {MODEL_TYPE} model"
         )
-        raise ValueError(f"cannot convert a model of type {type_name} · {why} · {fix}")
+        raise ValueError(f"cannot convert a model of type {type_name} · {reason} · {fix}")
     kinds = GptOssExperts | PackedExperts | Mxfp4GptOssExperts
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if not names:
@@ -177,7 +177,7 @@ def _replace(model: PreTrainedModel, name: str, kernel: MoeKernel, device: torch
         experts.use(kernel)
         experts.to(device)
     elif isinstance(experts, Mxfp4GptOssExperts):
-        model.set_submodule(name, _taken_over(experts, kernel, device))
+        model.set_submodule(name, _from_stock(experts, kernel, device))
         # The stock quantizer gives each layer's object a `forward` that routes by the stock kernels.
         vars(model.get_submodule(name.rpartition(".")[0])).pop("forward", None)
     else:
@@ -190,7 +190,7 @@ def _prepare(model: PreTrainedModel) -> None:
             experts.prepare()
 
 
-def _taken_over(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
+def _from_stock(experts: Mxfp4GptOssExperts, kernel: MoeKernel, device: torch.device) -> PackedExperts:
     """Return the packed twin of a layer that stock kernels have laid out; its bytes come back by their own layout."""
     sizes = ExpertSizes(experts.num_experts, experts.hidden_size, experts.intermediate_size)
     packed = PackedExperts(sizes, kernel, experts.gate_up_proj_bias.dtype, device)
@@ -238,7 +238,7 @@ def _refuse_other_checkpoints(model: str, config: Any) -> None:
     check_activation(config.swiglu_alpha, config.swiglu_limit)
 
 
-def _refuse_holes(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
+def _refuse_incomplete(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raise ValueError for a checkpoint that left weights at random values, or gave experts of another shape.
 
     transformers warns about the first and, for quantized weights, does not look at the second.

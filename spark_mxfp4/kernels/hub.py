@@ -78,10 +78,13 @@ def module(name: str) -> ModuleType:
         return kernels.get_kernel(source.location, trust_remote_code=trusted, **version)
     # The loader raises what the hub, the file system or the kernel's own code raised; all of them mean "not loaded".
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        why = (lines[0] if lines else type(error).__name__).strip(" :")
         if source.is_folder:
             fix = f"check that {source.location} has a build for this torch (torch-cpu/ or torch-cuda/, metadata.json)"
         else:
             fix = f"check name, version and network; for code of your own choice set {TRUST_VARIABLE}=1"
-        raise ValueError(f"kernel {name!r} cannot be loaded · {why} · {fix}") from error
+        raise ValueError(f"kernel {name!r} cannot be loaded · {first_line(error)} · {fix}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message that is not empty, else the error's class."""
+    return next((line.strip(" \t:") for line in str(error).splitlines() if line.strip()), type(error).__name__)

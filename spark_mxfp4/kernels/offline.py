@@ -86,16 +86,16 @@ class Compiled:
 
     def problems(self) -> list[str]:
         """Return what is wrong with it, nothing for a kernel as it should be."""
-        wrong = []
+        problems = []
         if self.wanted and not any(name.startswith(self.wanted) for name in self.matrix):
-            wrong.append(f"no {self.wanted}, but {', '.join(self.matrix) or 'no matrix instruction'}")
+            problems.append(f"no {self.wanted}, but {', '.join(self.matrix) or 'no matrix instruction'}")
         if self.spills:
-            wrong.append(f"{self.spills} accesses to local memory")
+            problems.append(f"{self.spills} accesses to local memory")
         if self.shared > self.shared_limit:
-            wrong.append(f"{self.shared} bytes of shared memory, more than {self.shared_limit}")
+            problems.append(f"{self.shared} bytes of shared memory, more than {self.shared_limit}")
         if not self.instructions:
-            wrong.append("no instructions")
-        return wrong
+            problems.append("no instructions")
+        return problems
 
 
 def native_scaling() -> bool:

@@ -57,9 +57,9 @@ def nvcc() -> str:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     program = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
     if program is None:
-        where = f"in {home}/bin" if home else "on PATH"
+        scope = f"in {home}/bin" if home else "on PATH"
         raise FileNotFoundError(
-            f"the kernels cannot be compiled · there is no nvcc {where} · install CUDA 13's compiler and set CUDA_HOME"
+            f"the kernels cannot be compiled · there is no nvcc {scope} · install CUDA 13's compiler and set CUDA_HOME"
         )
     return program
 
@@ -102,10 +102,10 @@ def _link(units: list[Path], target: str, output: Path, jobs: int) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = " ".join((done.stderr or done.stdout).split()[-60:])
-        raise RuntimeError(f"{' '.join(command[:1])} ended with {done.returncode} · {last} · {' '.join(command)}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        last = " ".join((result.stderr or result.stdout).split()[-60:])
+        raise RuntimeError(f"{' '.join(command[:1])} ended with {result.returncode} · {last} · {' '.join(command)}")
 
 
 def main(arguments: list[str]) -> int:

@@ -88,8 +88,8 @@ def write(folder: Path, number: int = 1, module: Path | None = None, name: str =
     if number < 1:
         raise ValueError(f"version {number} is none · the hub counts from 1 · name 1")
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        why = "it has a-z, 0-9 and single dashes"
-        raise ValueError(f"{name[:80]!r} is no kernel's name on the hub · {why} · name it like fast-moe")
+        rule = "it has a-z, 0-9 and single dashes"
+        raise ValueError(f"{name[:80]!r} is no kernel's name on the hub · {rule} · name it like fast-moe")
     if folder.exists():
         raise FileExistsError(f"{folder} is there · nothing is overwritten · name another folder, or remove it")
     about = "A kernel for MXFP4 experts." if module else f"MXFP4 mixture-of-experts kernels, {NAME} {release()}."

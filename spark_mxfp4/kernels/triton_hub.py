@@ -8,7 +8,6 @@ quantised by its own `downcast_to_mxfp_torch` and laid out by its own layouts.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.imports import named_module
 from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import hub
 from spark_mxfp4.mxfp4 import BLOCK_BYTES
@@ -87,7 +87,8 @@ class TritonHubKernel(MoeKernel):
         if topk_ids.numel() == 0:
             return torch.empty_like(x)
         ogs, shares = self._hub["matmul_ogs"], topk_weights.float()
-        first, second = self._operands(weights, x.shape[-1])
+        intermediate = weights.gate_up.bias.shape[1] // 2 if weights.gate_up.bias is not None else 0
+        first, second = self._operand(weights.gate_up, x.shape[-1]), self._operand(weights.down, intermediate)
         logits = x.new_full((x.shape[0], first.bias.shape[0]), UNCHOSEN, dtype=torch.float32)
         logits.scatter_(1, topk_ids.long(), shares.clamp(min=torch.finfo(torch.float32).tiny).log())
         data, gather, scatter = self._hub["routing"].routing(logits, topk_ids.shape[1])
@@ -109,8 +110,10 @@ class TritonHubKernel(MoeKernel):
 
     def restore(self, prepared: ExpertWeights, hidden: int, intermediate: int) -> ExpertWeights:
         """Return the checkpoint's bytes; biases stay float32."""
-        sides = (2 * intermediate, hidden), (hidden, intermediate)
-        return ExpertWeights(*(self._taken_back(p, *side) for p, side in zip(prepared, sides, strict=True)))
+        return ExpertWeights(
+            self._restored(prepared.gate_up, 2 * intermediate, hidden),
+            self._restored(prepared.down, hidden, intermediate),
+        )
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return blocks and scales of `x` [..., K] by the hub's own rounding, from bfloat16 as transformers does."""
@@ -133,10 +136,10 @@ class TritonHubKernel(MoeKernel):
         tensor, (layout, options) = self._hub["tensor"], self._layout
         values = tensor.wrap_torch_tensor(weight.transpose(-2, -1), dtype=tensor.FP4)
         data = tensor.convert_layout(values, layout, **options).storage.data
-        wide = weight.new_zeros(weight.shape[:2], dtype=torch.float32) if bias is None else bias.float()
-        return Projection(data, scales.transpose(-2, -1), wide)
+        bias = weight.new_zeros(weight.shape[:2], dtype=torch.float32) if bias is None else bias.float()
+        return Projection(data, scales.transpose(-2, -1), bias)
 
-    def _taken_back(self, projection: Projection, rows: int, columns: int) -> Projection:
+    def _restored(self, projection: Projection, rows: int, columns: int) -> Projection:
         weight, scales, bias = projection
         if scales is None:
             raise ValueError(f"kernel {self.name!r} cannot restore dense weights · pass what prepare returned")
@@ -144,12 +147,8 @@ class TritonHubKernel(MoeKernel):
         values = layout((weight.shape[0], columns // 2, rows), **options).unswizzle_data(weight)
         return Projection(values.transpose(-2, -1).contiguous(), scales.transpose(-2, -1).contiguous(), bias)
 
-    def _operands(self, weights: ExpertWeights, hidden: int) -> tuple[Operand, Operand]:
-        """Return both projections as the hub's own objects; their data are not copied."""
-        intermediate = weights.gate_up.bias.shape[1] // 2 if weights.gate_up.bias is not None else 0
-        return self._operand(weights.gate_up, hidden), self._operand(weights.down, intermediate)
-
     def _operand(self, projection: Projection, columns: int) -> Operand:
+        """Return a projection of `columns` inputs as the hub's own objects; its data are not copied."""
         weight, scales, bias = projection
         if scales is None or bias is None:
             raise ValueError(f"kernel {self.name!r} cannot run · these weights are not prepared · call prepare first")
@@ -187,7 +186,7 @@ def load(name: str) -> dict[str, ModuleType]:
     modules, missing = dict[str, ModuleType](), list[str]()
     for path, names in REQUIRED.items():
         try:
-            modules[path] = importlib.import_module(f"{package.__name__}.{path}")
+            modules[path] = named_module(f"{package.__name__}.{path}")
         except ImportError as error:
             missing.append(f"{path} ({error})")
             continue
@@ -218,42 +217,36 @@ def _refusal(function: Any, call: HubCall) -> str | None:
 
 
 def _package(name: str) -> ModuleType:
+    """Return the package that a name beginning with PREFIX names; raises ValueError if it cannot be imported."""
     location = name.removeprefix(PREFIX)
     if "/" not in location:
         try:
-            return importlib.import_module(location)
+            return named_module(location)
         # A package of kernels raises what its compiler or its GPU's driver raises.
         except Exception as error:
             raise ValueError(
-                f"kernels hub {name!r} cannot be imported · {_line(error)} · check its name, and that Python finds it"
+                f"kernels hub {name!r} cannot be imported · {hub.first_line(error)} · "
+                "check its name, and that Python finds it"
             ) from error
     folder = Path(location).expanduser()
-    holders = [path for path in (folder, *sorted(folder.glob("*/"))) if (path / "matmul_ogs.py").is_file()]
-    if not location.startswith(("/", "./", "../", "~")) or not holders:
+    packages = [path for path in (folder, *sorted(folder.glob("*/"))) if (path / "matmul_ogs.py").is_file()]
+    if not location.startswith(("/", "./", "../", "~")) or not packages:
         return hub.module(location)
-    return _from_folder(name, holders[0].absolute())
+    return _package_in(packages[0].absolute(), name)
 
 
-def _from_folder(name: str, folder: Path) -> ModuleType:
+def _package_in(folder: Path, name: str) -> ModuleType:
     """Return the package in `folder` by its own name: triton_kernels' modules import each other by it."""
     try:
-        sys.path.insert(0, str(folder.parent))
-        try:
-            package = importlib.import_module(folder.name)
-        finally:
-            sys.path.remove(str(folder.parent))
+        package = named_module(folder.name, folder.parent)
     except Exception as error:
         raise ValueError(
-            f"kernels hub {name!r} cannot be imported · {_line(error)} · check the package in {folder}"
+            f"kernels hub {name!r} cannot be imported · {hub.first_line(error)} · check the package in {folder}"
         ) from error
-    homes = [Path(path).resolve() for path in package.__path__]
-    if folder.resolve() not in homes:
+    folders = [Path(path).resolve() for path in package.__path__]
+    if folder.resolve() not in folders:
         raise ValueError(
-            f"kernels hub {name!r} cannot be used · a package {folder.name!r} was imported from {homes[0]} before, and "
-            "Python knows one of a name · use one of them in a process"
+            f"kernels hub {name!r} cannot be used · a package {folder.name!r} was imported from {folders[0]} before, "
+            "and Python knows one of a name · use one of them in a process"
         )
     return package
-
-
-def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -92,8 +92,8 @@ def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):
     for local in ([0, 2, 4, 6, 8], [9, 7, 5, 3, 1]):
         expert_map = torch.full((10,), -1, dtype=torch.int32, device="cuda")
         expert_map[local] = torch.arange(5, dtype=torch.int32, device="cuda")
-        here = ExpertWeights(*(type(p)(*(tensor[local].contiguous() for tensor in p)) for p in weights))
-        got = run(kernel, x, here, ids, shares, expert_map)
+        local_weights = ExpertWeights(*(type(p)(*(tensor[local].contiguous() for tensor in p)) for p in weights))
+        got = run(kernel, x, local_weights, ids, shares, expert_map)
         assert error(got, reference(x, weights, ids, shares, local)) < (W4A8 if "W4A8" in kernel else BF16)
 
 

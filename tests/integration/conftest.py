@@ -83,6 +83,18 @@ def vllm_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def nvcc():
+    """CUDA's compiler, from PATH."""
+    program = shutil.which("nvcc")
+    if program is None:
+        reason = "nvcc is not installed: ./inv build.toolchain"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return program
+
+
+@pytest.fixture(scope="session")
 def forking():
     """Return a function: a Launch → the same server, whose processes are forks of one that has imported vLLM.
 

@@ -1,6 +1,5 @@
 """The dense kernels, compiled here for the GPUs that they are made for: no spills. They run in tests/device."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,18 +12,6 @@ from spark_mxfp4.kernels import linear, precompile
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def nvcc():
-    """CUDA's compiler, from PATH."""
-    program = shutil.which("nvcc")
-    if program is None:
-        why = "nvcc is not installed: ./inv build.toolchain"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    return program
 
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
@@ -46,14 +33,16 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
     monkeypatch.setenv("CUDA_HOME", str(Path(nvcc).parent.parent))
     command = [sys.executable, "-m", "uv", "build", "--wheel", "--offline", "--no-build-isolation"]
     command += ["--python", sys.executable, "--out-dir", str(tmp_path), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     [wheel] = tmp_path.glob("*.whl")
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith(".so")]
+        names = sorted(name for name in archive.namelist() if name.endswith(".so"))
         archive.extractall(tmp_path / "installed")
-    assert name == f"spark_mxfp4/kernels/compiled/{precompile.file_name('linear', '121a')}"
+    compiled = "spark_mxfp4/kernels/compiled"
+    assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in ("linear", "router")]
+    name = names[0]
     library = linear.bind(str(tmp_path / "installed" / name))
     assert library.spark_linear_error(0) == b"no error"
     loaded = Path("/proc/self/maps").read_text()

@@ -82,8 +82,8 @@ def experts(prefix, sizes):
 
 def inner_columns(inner, ranks, rank):
     """Return which of the intermediate size's columns a tensor-parallel rank gets: whole blocks of 32."""
-    each = -(-inner // 32 // ranks) * 32
-    return slice(min(rank * each, inner), min((rank + 1) * each, inner))
+    width = -(-inner // 32 // ranks) * 32
+    return slice(min(rank * width, inner), min((rank + 1) * width, inner))
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +184,15 @@ def test_every_tensor_of_openais_checkpoints_finds_its_place(one_process, config
 def stored():
     """One layer's experts as a checkpoint holds them, and as the reference takes them."""
     torch.manual_seed(7)
-    made = {}
+    tensors = {}
     for name, shape, packed in experts(EXPERTS, configuration(**SMALL)):
         low, high = (119, 123) if name.endswith("_scales") else (0, 256)
-        made[name] = torch.randint(low, high, shape, dtype=torch.uint8) if packed else torch.randn(shape).bfloat16()
+        tensors[name] = torch.randint(low, high, shape, dtype=torch.uint8) if packed else torch.randn(shape).bfloat16()
     projections = []
     for name in ("gate_up_proj", "down_proj"):
-        blocks, scales, bias = (made[f"{EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales", "bias"))
+        blocks, scales, bias = (tensors[f"{EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales", "bias"))
         projections.append(Projection(blocks.flatten(-2), scales, bias.float()))
-    return SimpleNamespace(tensors=made, weights=ExpertWeights(*projections))
+    return SimpleNamespace(tensors=tensors, weights=ExpertWeights(*projections))
 
 
 def load_layer(vllm_config, stored):
@@ -338,22 +338,25 @@ def test_each_tensor_parallel_rank_gets_its_blocks_and_all_add_up(one_process, c
     for rank in range(ranks):
         with as_rank(one_process, rank, ranks):
             layer = load_layer(vllm_config, stored)
-        mine = inner_columns(2880, ranks, rank)
-        width += check_share(layer, stored.weights, mine, rank)
+        columns_of_rank = inner_columns(2880, ranks, rank)
+        width += check_share(layer, stored.weights, columns_of_rank, rank)
         total += partial_output(layer)
     assert width == 2880
     torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
 
 
-def check_share(layer, whole, mine, rank):
+def check_share(layer, whole, columns_of_rank, rank):
     """Compare a rank's parameters with slices of the whole; return how many of the intermediate columns it has."""
-    rows, columns = slice(2 * mine.start, 2 * mine.stop), mine.stop - mine.start
+    rows, columns = (
+        slice(2 * columns_of_rank.start, 2 * columns_of_rank.stop),
+        columns_of_rank.stop - columns_of_rank.start,
+    )
     wanted = {
         "w13_weight": whole.gate_up.weight[:, rows],
         "w13_weight_scale": whole.gate_up.scales[:, rows],
         "w13_bias": whole.gate_up.bias[:, rows],
-        "w2_weight": whole.down.weight[..., mine.start // 2 : mine.stop // 2],
-        "w2_weight_scale": whole.down.scales[..., mine.start // 32 : mine.stop // 32],
+        "w2_weight": whole.down.weight[..., columns_of_rank.start // 2 : columns_of_rank.stop // 2],
+        "w2_weight_scale": whole.down.scales[..., columns_of_rank.start // 32 : columns_of_rank.stop // 32],
         "w2_bias": whole.down.bias if rank == 0 else torch.zeros_like(whole.down.bias),  # added once
     }
     for name, part in wanted.items():
@@ -373,11 +376,11 @@ def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, 
     for rank in range(ranks):
         with as_rank(one_process, rank, ranks):
             layer = load_layer(vllm_config, stored)
-        here = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-        assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[here])
-        assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[here])
-        assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[here])
-        assert layer.expert_map[here].tolist() == list(range(4 // ranks))
+        local = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[local])
+        assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[local])
+        assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[local])
+        assert layer.expert_map[local].tolist() == list(range(4 // ranks))
         assert (layer.expert_map == -1).sum() == 4 - 4 // ranks
         total += partial_output(layer)
     torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)

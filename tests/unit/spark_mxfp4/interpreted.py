@@ -38,11 +38,11 @@ def sorting():
         pairs, offsets = moe_sorting(ids, experts, expert_map)
         assert (blocks.experts[1:] >= blocks.experts[:-1])[blocks.experts[1:] >= 0].all()
         for expert in range(experts):
-            mine = blocks.pairs.view(-1, 16)[blocks.experts == expert].flatten()
+            own_pairs = blocks.pairs.view(-1, 16)[blocks.experts == expert].flatten()
             wanted = pairs[offsets[expert] : offsets[expert + 1]]
-            assert mine[: len(wanted)].tolist() == wanted.tolist()
-            assert (mine[len(wanted) :] == ids.numel()).all()
-            assert len(mine) == -(-len(wanted) // 16) * 16
+            assert own_pairs[: len(wanted)].tolist() == wanted.tolist()
+            assert (own_pairs[len(wanted) :] == ids.numel()).all()
+            assert len(own_pairs) == -(-len(wanted) // 16) * 16
 
 
 def whole_layer():
@@ -54,11 +54,11 @@ def whole_layer():
 
 def expert_map():
     weights, x, ids, shares = layer()
-    here = torch.full((EXPERTS,), -1, dtype=torch.int32)
-    here[[4, 1]] = torch.arange(2, dtype=torch.int32)
+    expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    expert_map[[4, 1]] = torch.arange(2, dtype=torch.int32)
     local = ExpertWeights(*(Projection(*(tensor[[4, 1]] for tensor in p)) for p in weights))
-    got = fused.moe(x, local, ids, shares, here, fused.Tiles(64, 16, 32, 4, 2))
-    assert error(got, moe(x, local, ids, shares, here)) < 1e-6
+    got = fused.moe(x, local, ids, shares, expert_map, fused.Tiles(64, 16, 32, 4, 2))
+    assert error(got, moe(x, local, ids, shares, expert_map)) < 1e-6
 
 
 def extreme_scales():

@@ -60,8 +60,8 @@ def test_packed_and_dense_float32_match_the_slow_one(weights, routing):
     x, ids, shares = routing
     wanted = slow_moe(x, weights, ids, shares)
     assert wanted.abs().max() > 1
-    for given in (weights, ExpertWeights(*(dense(p, torch.float32) for p in weights))):
-        torch.testing.assert_close(moe(x, given, ids, shares).double(), wanted, rtol=1e-4, atol=1e-4)
+    for layout in (weights, ExpertWeights(*(dense(p, torch.float32) for p in weights))):
+        torch.testing.assert_close(moe(x, layout, ids, shares).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_is_close_and_packed_equals_dense_to_the_bit(weights, routing):
@@ -100,13 +100,13 @@ def test_each_part_of_the_formula_matters(weights, routing, mutate, monkeypatch)
 
 
 def test_swiglu_clamps_the_gate_above_only_and_the_up_on_both_sides():
-    def one(gate, up):
+    def activated(gate, up):
         return swiglu(torch.tensor([gate, up], dtype=torch.float64)).item()
 
-    assert one(100.0, 0.0) == pytest.approx(7 / (1 + math.exp(-1.702 * 7)))
-    assert one(-20.0, 0.0) == pytest.approx(-20 / (1 + math.exp(1.702 * 20)))
-    assert one(1.0, 100.0) == pytest.approx(8 * one(1.0, 0.0))
-    assert one(1.0, -100.0) == pytest.approx(-6 * one(1.0, 0.0))
+    assert activated(100.0, 0.0) == pytest.approx(7 / (1 + math.exp(-1.702 * 7)))
+    assert activated(-20.0, 0.0) == pytest.approx(-20 / (1 + math.exp(1.702 * 20)))
+    assert activated(1.0, 100.0) == pytest.approx(8 * activated(1.0, 0.0))
+    assert activated(1.0, -100.0) == pytest.approx(-6 * activated(1.0, 0.0))
 
 
 def test_no_tokens_give_no_rows(weights):
@@ -142,8 +142,10 @@ def test_two_devices_with_half_of_the_experts_each_add_up_to_the_whole(weights, 
     for local in ([0, 2, 4], [5, 3, 1]):
         expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
         expert_map[local] = torch.arange(3, dtype=torch.int32)
-        here = ExpertWeights(*(Projection(*(tensor[local] for tensor in projection)) for projection in weights))
-        part = moe(x, here, ids, shares, expert_map)
+        local_weights = ExpertWeights(
+            *(Projection(*(tensor[local] for tensor in projection)) for projection in weights)
+        )
+        part = moe(x, local_weights, ids, shares, expert_map)
         torch.testing.assert_close(
             part.double(), slow_moe(x, weights, ids, shares, keep=local.__contains__), rtol=1e-4, atol=1e-4
         )

@@ -32,8 +32,8 @@ def built(tmp_path_factory):
     """The folder with the wheel and the sdist, built from a copy, because setuptools writes beside its sources."""
     source, target = tmp_path_factory.mktemp("source") / "spark_mxfp4", tmp_path_factory.mktemp("dist")
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
-    done = python("-P", "-c", BUILD, target, cwd=source)
-    assert done.returncode == 0, done.stderr
+    result = python("-P", "-c", BUILD, target, cwd=source)
+    assert result.returncode == 0, result.stderr
     return target
 
 
@@ -68,8 +68,8 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests_or_caches(built, instal
 
 def test_the_sdist_builds_the_same_wheel(built, tmp_path):
     shutil.unpack_archive(next(built.glob("*.tar.gz")), tmp_path, filter="data")
-    done = python("-P", "-c", BUILD, tmp_path, cwd=next(tmp_path.glob("spark_mxfp4-*")))
-    assert done.returncode == 0, done.stderr
+    result = python("-P", "-c", BUILD, tmp_path, cwd=next(tmp_path.glob("spark_mxfp4-*")))
+    assert result.returncode == 0, result.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as again, zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         assert set(again.namelist()) == set(wheel.namelist())
 
@@ -89,9 +89,9 @@ def test_it_works_from_a_bare_folder_and_each_door_says_what_to_install(installe
         "except ValueError as error:\n    print(error)\n"
         "print([n for n in sys.modules if n.split('.')[0] == 'sparkforge'])\n"
     )
-    done = python("-P", program, cwd=tmp_path)
-    first, *doors, hub, ours = done.stdout.splitlines()
-    assert first == f"{VERSION} {installed / 'spark_mxfp4' / '__init__.py'}", done.stderr
+    result = python("-P", program, cwd=tmp_path)
+    first, *doors, hub, ours = result.stdout.splitlines()
+    assert first == f"{VERSION} {installed / 'spark_mxfp4' / '__init__.py'}", result.stderr
     refused = [
         ("hf", "transformers"), ("vllm", "vllm"), ("vllm", "vllm"), ("max", "max.driver"),
     ]  # fmt: skip
@@ -136,8 +136,8 @@ def test_vllm_and_pip_find_its_entry_point_and_version(installed, tmp_path):
         f"[found] = distributions(path=[{str(installed)!r}])\n"
         "print(found.metadata['Name'], found.version, *(f'{e.group}:{e.value}' for e in found.entry_points))\n"
     )
-    done = python("-P", "-c", program, cwd=tmp_path)
-    name, version, point = done.stdout.split()
+    result = python("-P", "-c", program, cwd=tmp_path)
+    name, version, point = result.stdout.split()
     assert (name, point) == ("spark-mxfp4", "vllm.general_plugins:spark_mxfp4.vllm.plugin:register")
     assert version == VERSION
 

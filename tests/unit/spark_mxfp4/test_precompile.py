@@ -123,7 +123,7 @@ def test_an_error_of_a_launch_is_raised_with_cudas_message():
 def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():
     x = torch.arange(64).view(4, 16).bfloat16()
     assert extension.aligned(x) is x
-    for view in (x[:, 1:9], x[:, ::2], x.T):
+    for view in (x[:, 1:9], x[:, ::2], x.T, torch.ones(4, 20).bfloat16()[:, :16]):
         copy = extension.aligned(view)
         assert copy.is_contiguous()
         assert torch.equal(copy, view)

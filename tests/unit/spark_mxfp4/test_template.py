@@ -49,7 +49,7 @@ def break_it(folder, name):
 def validated(folder, monkeypatch, tmp_path):
     """What the validator says of the kernel: its own program for a small layer, in this process."""
 
-    def run_child(_program, _target, _what, _seconds, **request):
+    def run_child(_program, _target, _subject, _seconds, **request):
         answers = tmp_path / "answers"
         numerics_child.main(json.dumps(request), str(answers))
         entries = map(json.loads, answers.read_text().splitlines())
@@ -67,17 +67,17 @@ def test_what_is_written_passes_its_own_test_and_may_serve(kernel, monkeypatch, 
         f"benchmark_{kernel.name}.py", f"{kernel.name}.py", f"test_{kernel.name}.py",
     ]  # fmt: skip
     assert not [path for path in kernel.iterdir() if template.STAND_IN in path.read_text()]
-    done = run_its_test(kernel)
-    assert f"{len(conformance.CASES)} passed" in done.stdout, done.stdout
+    result = run_its_test(kernel)
+    assert f"{len(conformance.CASES)} passed" in result.stdout, result.stdout
     assert validated(kernel, monkeypatch, tmp_path) is Status.PASS
     assert registry.load(template.kernel_name(kernel.name)).has_own_layout
 
 
 def test_a_broken_one_fails_its_own_test(kernel):
     break_it(kernel, "bias")
-    done = run_its_test(kernel)
-    assert done.returncode == 1
-    assert "it differs by" in done.stdout
+    result = run_its_test(kernel)
+    assert result.returncode == 1
+    assert "it differs by" in result.stdout
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -92,9 +92,9 @@ def test_the_benchmark_runs(kernel):
     command = [sys.executable, "-P", kernel / f"benchmark_{kernel.name}.py", "--tokens", "1", "--repeats", "1"]
     command += ["--hidden", "64", "--intermediate", "64", "--device", "cpu"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{kernel}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=kernel, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    header, row = done.stdout.splitlines()
+    result = subprocess.run(command, cwd=kernel, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    header, row = result.stdout.splitlines()
     assert header.split() == ["tokens", kernel.name, "ms", "torch", "ms", "ratio"]
     assert float(row.split()[1]) > 0
 
@@ -138,12 +138,12 @@ def test_what_the_command_prints_runs_from_any_folder(tmp_path, monkeypatch, cap
     assert f"made by the first {ROOT / 'inv'} up --device embedded" in printed
     lines = [shlex.split(line, comments=True) for line in printed.splitlines() if line.startswith("  ")]
     assert len(lines) == 3
-    for words in lines:
-        named = [word.removeprefix("PYTHONPATH=") for word in words]
-        assert all(word == python or Path(word).exists() for word in named if "/" in word)
-        assert all(Path(word).is_absolute() for word in named if "/" in word)
+    for arguments in lines:
+        paths = [argument.removeprefix("PYTHONPATH=") for argument in arguments]
+        assert all(path == python or Path(path).exists() for path in paths if "/" in path)
+        assert all(Path(path).is_absolute() for path in paths if "/" in path)
     path, interpreter, *program = lines[0]
     assert interpreter == python
     command = ["env", f"{path}:{ROOT}", "OMP_NUM_THREADS=1", sys.executable, "-P", *program, "--device", "cpu"]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("it may serve\n"), done.stderr
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("it may serve\n"), result.stderr

@@ -16,12 +16,12 @@ CHECKS = ("sorting", "whole_layer", "expert_map", "extreme_scales", "w4a8", "mxf
 def interpreted():
     """What one process of the interpreter says; it runs every check, so that torch and Triton are imported once."""
     seed = str(int.from_bytes(os.urandom(3)))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted.py")), seed, *CHECKS],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return done.stdout.splitlines(), f"seed {seed}: {done.stderr}"
+    return result.stdout.splitlines(), f"seed {seed}: {result.stderr}"
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -43,10 +43,10 @@ def test_weights_and_sizes_that_it_cannot_take_are_refused_by_name():
         return ExpertWeights(packed, packed if scales else packed._replace(scales=None))
 
     x, ids = torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.int32)
-    for given, routing, told in (
+    for operands, routing, message in (
         (weights(1, scales=False), ids, "not packed MXFP4"),
         (weights(513), ids, "513 experts are more than 512"),
         (weights(1), torch.zeros(2, 17, dtype=torch.int32), "top-k is 17, more than 16"),
     ):
-        with pytest.raises(ValueError, match=told):
-            fused.moe(x, given, routing, torch.ones(routing.shape))
+        with pytest.raises(ValueError, match=message):
+            fused.moe(x, operands, routing, torch.ones(routing.shape))
