@@ -1,9 +1,11 @@
 """The GPU's serving benchmark against a stand-in server: what it counts, what it refuses, what makes a check fail."""
 
+import contextlib
 import importlib.metadata
 import json
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from spark_mxfp4.vllm import plugin
-from sparkforge.bench.kernels import random_weights, serve_gpu, tiny_tokens
+from sparkforge.bench.kernels import random_weights, ranks, serve_gpu, tiny_tokens
 from sparkforge.core.errors import ServerError, UsageError
 
 
@@ -112,6 +114,41 @@ def test_a_server_that_ends_is_told_with_its_last_error(tmp_path, monkeypatch):
         ServerError, match="ended before it was ready", check=lambda error: error.code == "server.start"
     ):
         next(serve_gpu.measure("spark", model, plan, tmp_path / "log"))
+
+
+def test_servers_started_together_are_measured_in_order_and_one_that_ended_costs_only_its_own_row(
+    server, tmp_path, monkeypatch
+):
+    @contextlib.contextmanager
+    def started(backend, model, plan, log, weights):
+        log.write_text("Using 'MARLIN' Mxfp4 MoE backend." if backend == "marlin" else "")
+        order.append(f"start {backend} {plan.port}")
+        yield serve_gpu.Started(f"http://127.0.0.1:{server.server_port}", (), time.monotonic(), ranks.Split())
+
+    def ready(started, plan, log):
+        order.append(f"wait {log.stem}")
+        if log.stem == "spark":
+            raise ServerError("the server ended before it was ready", "why", "less", code="server.start")
+        return started.url
+
+    order = []
+    for name, stand_in in {
+        "_started": started,
+        "_ready": ready,
+        "_machine": dict,
+        "run": lambda *_, **__: None,
+    }.items():
+        monkeypatch.setattr(serve_gpu, name, stand_in)
+    out = tmp_path / "out.json"
+    words = ["--out", str(out), "--work", str(tmp_path), "--backends", "spark", "marlin", "--together"]
+    assert (
+        serve_gpu.main([*words, *["--concurrency", "2", "--long", "--input", "10", "--output", "8", "--rounds", "2"]])
+        != 0
+    )
+    assert order == ["start spark 8123", "start marlin 8124", *["wait spark", "wait marlin"] * 2]
+    result = json.loads(out.read_text())["backends"]
+    assert "ended before it was ready" in result["spark"]["error"]
+    assert [(row["concurrency"], row["requests"]) for row in result["marlin"]["rows"]] == [(2, 4)]
 
 
 def test_a_sweep_that_the_harness_refuses_is_told_and_ends_nothing(tmp_path):
