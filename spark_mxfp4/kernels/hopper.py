@@ -104,10 +104,10 @@ class HopperKernel(MoeKernel):
         return _run(x, weights, topk_ids, topk_weights, expert_map, shapes)
 
 
-def sizes(prepared: ExpertWeights) -> tuning.Sizes:
+def sizes(prepared: ExpertWeights) -> tuning.LaidOut:
     """Return the sizes of a prepared layer, with its padding."""
     experts, row_tiles, chunks, _ = prepared.gate_up.weight.shape
-    return tuning.Sizes(experts, chunks * COLUMNS, row_tiles * ROWS // 2)
+    return tuning.LaidOut(experts, chunks * COLUMNS, row_tiles * ROWS // 2)
 
 
 def _run(

@@ -27,7 +27,7 @@ import torch
 from spark_mxfp4.kernels import precompile, tuning
 from spark_mxfp4.kernels.check import random_routing
 from spark_mxfp4.kernels.timing import graph_time
-from spark_mxfp4.kernels.tuning import Pair, Sizes
+from spark_mxfp4.kernels.tuning import LaidOut, Pair
 
 SEARCH_VARIABLE = "SPARK_MXFP4_SEARCH"
 SECONDS = 10.0  # after that the loads that are left keep the table's shapes
@@ -43,12 +43,12 @@ Timer = Callable[[int, Pair], float]  # (pairs, shapes) → µs
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pair], torch.Tensor]  # (x, ids, shares, shapes) → output
 
 
-class Subject(NamedTuple):
+class SearchKey(NamedTuple):
     """What a result holds for: the kernels' version, the device's name and the layer's sizes as laid out."""
 
     kernels: str
     device: str
-    sizes: Sizes
+    sizes: LaidOut
 
     def path(self) -> Path:
         """Return the file that keeps the result, in the user's cache folder."""
@@ -66,7 +66,7 @@ def enabled() -> bool:
     return value == "on"
 
 
-def tune(device: torch.device, sizes: Sizes, widths: Sequence[int], layer: Layer) -> None:
+def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Layer) -> None:
     """Choose shapes for layers of `sizes` on `device`, unless the table names these sizes or a result is kept.
 
     `widths` are the tokens of a tile of each shape, by number; `layer` runs one layer. A search that fails leaves the
@@ -75,17 +75,17 @@ def tune(device: torch.device, sizes: Sizes, widths: Sequence[int], layer: Layer
     name = torch.cuda.get_device_name(device)
     if not enabled() or tuning.known(name, sizes) or torch.cuda.is_current_stream_capturing():
         return
-    subject = Subject(precompile.file_name(precompile.HOPPER, "90a"), name, sizes)
-    rules = read(subject.path(), len(widths))
+    key = SearchKey(precompile.file_name(precompile.HOPPER, "90a"), name, sizes)
+    rules = read(key.path(), len(widths))
     if rules is None:
         begun = time.monotonic()
         try:
-            rules = choose(sizes, widths, subject.device, timer(device, sizes, layer), begun + SECONDS)
+            rules = choose(sizes, widths, key.device, timer(device, sizes, layer), begun + SECONDS)
         except RuntimeError as error:  # CUDA's, out of memory among them
             logger.warning("kernel shapes for %s were not searched · %s · the table's are used", tuple(sizes), error)
             return
         logger.info("kernel shapes for %s were searched in %.1f s", tuple(sizes), time.monotonic() - begun)
-        keep(subject, rules)
+        keep(key, rules)
     tuning.adopt(name, sizes, rules)
 
 
@@ -112,7 +112,7 @@ def candidates(pairs: int, experts: int, widths: Sequence[int]) -> list[int]:
 
 
 def choose(
-    sizes: Sizes,
+    sizes: LaidOut,
     widths: Sequence[int],
     device: str,
     timed: Timer,
@@ -151,7 +151,7 @@ def _fastest(pairs: int, experts: int, widths: Sequence[int], usual: Pair, timed
     return fastest if times[fastest] < GAIN * times[usual] else usual
 
 
-def timer(device: torch.device, sizes: Sizes, layer: Layer) -> Timer:
+def timer(device: torch.device, sizes: LaidOut, layer: Layer) -> Timer:
     """Return a timer of `layer` on `device`: the median of graph replays, with random activations and routings."""
     inputs: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
@@ -184,10 +184,10 @@ def read(path: Path, shapes: int) -> tuning.Rules | None:
     return tuple(rules) if whole else None
 
 
-def keep(subject: Subject, rules: tuning.Rules) -> None:
+def keep(key: SearchKey, rules: tuning.Rules) -> None:
     """Write a result, whole or not at all; where that is impossible the next start searches again."""
-    path = subject.path()
-    text = json.dumps({**subject._asdict(), "sizes": subject.sizes._asdict(), "rules": rules}, indent=1) + "\n"
+    path = key.path()
+    text = json.dumps({**key._asdict(), "sizes": key.sizes._asdict(), "rules": rules}, indent=1) + "\n"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:

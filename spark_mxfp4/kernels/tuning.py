@@ -11,7 +11,7 @@ Rules = tuple[dict[str, Any], ...]
 Pair = tuple[int, int]  # the shapes of both products, numbers of shapes.cuh
 
 
-class Sizes(NamedTuple):
+class LaidOut(NamedTuple):
     """A layer as `hopper` lays it out: experts on this device, hidden and intermediate size in whole tiles."""
 
     experts: int
@@ -19,10 +19,10 @@ class Sizes(NamedTuple):
     intermediate: int
 
 
-_adopted: dict[tuple[str, Sizes], Rules] = {}
+_adopted: dict[tuple[str, LaidOut], Rules] = {}
 
 
-def shapes(device: str, pairs: int, sizes: Sizes) -> Pair:
+def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair:
     """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`."""
     if rules := _adopted.get((device, sizes)):
         rule = _choose(rules, pairs, sizes.experts)
@@ -36,12 +36,12 @@ def default_shapes(device: str, pairs: int, experts: int) -> Pair:
     return rule["gate_up"], rule["down"]
 
 
-def known(device: str, sizes: Sizes) -> bool:
+def known(device: str, sizes: LaidOut) -> bool:
     """Return whether shapes for these sizes were measured on this device: in the table, or by a search."""
     return (device, sizes) in _adopted or list(sizes) in _table("hopper")["measured"].get(device, [])
 
 
-def adopt(device: str, sizes: Sizes, rules: Rules) -> None:
+def adopt(device: str, sizes: LaidOut, rules: Rules) -> None:
     """Use `rules` for layers of `sizes` from now on."""
     _adopted[device, sizes] = rules
 

@@ -419,6 +419,8 @@ def laid_out(monkeypatch, tmp_path):
         "        return moe(x, ExpertWeights(*back), topk_ids, topk_weights, expert_map)\n"
         "    def prepare(self, weights):\n"
         "        return ExpertWeights(*map(flip, weights))\n"
+        "    def tune(self, prepared):\n"
+        "        self.tuned = prepared.down.weight.shape\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("SPARK_MXFP4_KERNEL", "vllm_layout_kernels:Odd")
@@ -433,7 +435,7 @@ def test_a_kernels_layout_takes_the_place_of_the_loaded_bytes(one_process, confi
             layer = load_layer(vllm_config, stored)
         assert layer.w2_weight.shape == (4, 64, 384)
         total += partial_output(layer)
-        assert layer.w2_weight.shape == (4, 1, 64, 384)
+        assert layer.w2_weight.shape == layer.quant_method.kernel.tuned == (4, 1, 64, 384)
     torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
 
 

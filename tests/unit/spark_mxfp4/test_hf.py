@@ -82,6 +82,13 @@ def test_a_kernels_own_sizes_and_layout_are_kept_once_and_taken_back(make_model,
     assert answer(half)[0].isfinite().all()
 
 
+def test_a_kernel_tunes_each_layer_as_it_laid_it_out(model, monkeypatch, laid_out_kernel):
+    seen = []
+    monkeypatch.setattr("spark_mxfp4.kernel.MoeKernel.tune", lambda _, prepared: seen.append(prepared))
+    layers = experts_of(hf.convert_and_replace(model, laid_out_kernel))
+    assert all(prepared is experts.ready() for prepared, experts in zip(seen, layers, strict=True))
+
+
 def test_converting_again_changes_the_kernel_only(model, answer, padded_kernel):
     _, tokens = answer(hf.convert_and_replace(model))
     state = {key: value.clone() for key, value in model.state_dict().items()}

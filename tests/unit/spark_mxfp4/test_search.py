@@ -9,7 +9,7 @@ import torch
 from spark_mxfp4.kernels import search, tuning
 
 WIDTHS = (8, 16, 24, 32, 64, 96, 144, 8)  # tokens of a tile, as the kernels say
-H200, UNKNOWN = "NVIDIA H200", tuning.Sizes(16, 6144, 2048)
+H200, UNKNOWN = "NVIDIA H200", tuning.LaidOut(16, 6144, 2048)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -37,7 +37,7 @@ def tune(sizes=UNKNOWN):
 
 
 def stored():
-    return search.Subject(search.precompile.file_name("hopper", "90a"), H200, UNKNOWN).path()
+    return search.SearchKey(search.precompile.file_name("hopper", "90a"), H200, UNKNOWN).path()
 
 
 def test_the_best_mixed_pair_wins_and_every_load_has_a_rule():
@@ -60,7 +60,7 @@ def test_loads_rise_and_a_bucket_takes_few_timings(experts):
         timings.append((pairs, shapes))
         return 1.0
 
-    found(tuning.Sizes(experts, 1024, 1024), counting)
+    found(tuning.LaidOut(experts, 1024, 1024), counting)
     assert len(timings) == len(set(timings)) <= 16 * len(loads)
 
 
@@ -114,10 +114,10 @@ def test_a_damaged_file_is_searched_again_and_replaced(text):
 
 
 def test_other_kernels_devices_and_sizes_have_files_of_their_own():
-    subject = search.Subject("a", H200, UNKNOWN)
-    others = (subject._replace(kernels="b"), subject._replace(device="NVIDIA H100 80GB HBM3"))
-    others = (*others, subject._replace(sizes=UNKNOWN._replace(hidden=64)))
-    assert len({subject.path(), *(other.path() for other in others)}) == 4
+    key = search.SearchKey("a", H200, UNKNOWN)
+    others = (key._replace(kernels="b"), key._replace(device="NVIDIA H100 80GB HBM3"))
+    others = (*others, key._replace(sizes=UNKNOWN._replace(hidden=64)))
+    assert len({key.path(), *(other.path() for other in others)}) == 4
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_
 
 @pytest.mark.parametrize("reason", ["off", "named", "captured", "out of memory"])
 def test_where_nothing_is_searched_the_tables_shapes_stay(reason, monkeypatch):
-    sizes = tuning.Sizes(128, 2880, 2880) if reason == "named" else UNKNOWN
+    sizes = tuning.LaidOut(128, 2880, 2880) if reason == "named" else UNKNOWN
     if reason == "off":
         monkeypatch.setenv(search.SEARCH_VARIABLE, "off")
     if reason == "captured":

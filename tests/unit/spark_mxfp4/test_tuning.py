@@ -27,7 +27,7 @@ def test_every_shape_has_its_file_and_numbers_have_no_gap():
 @pytest.mark.parametrize("experts", [1, 32, 128, 512])
 @pytest.mark.parametrize("pairs", [1, 4, 5, 64, 513, 4096, 32768, 131072])
 def test_every_load_has_shapes_that_exist_and_hold_at_least_a_quarter_of_an_expert(pairs, experts):
-    shapes, sizes = known_shapes(), tuning.Sizes(experts, 2880, 2880)
+    shapes, sizes = known_shapes(), tuning.LaidOut(experts, 2880, 2880)
     for number in tuning.shapes("NVIDIA H200", pairs, sizes):
         tokens = shapes[number][3]
         assert tokens * 4 >= min(pairs / experts, 4 * 144)
