@@ -75,7 +75,7 @@ def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # 
     modular.run(modular.compile_command(modular.tiny_or(caller_path(model)), target))
 
 
-@task(example="./inv max.test --fast", fast="only what compiles no model: some minutes less without a compiled one")
+@task(example="./inv max.test --fast", fast="leave out the served model, which MAX compiles for minutes the first time")
 def test(_ctx: Context, fast: bool = False) -> None:
     """Compare the Mojo kernels with the reference and the served tiny model with others' tokens, on a CPU."""
     from sparkforge.serve import modular
