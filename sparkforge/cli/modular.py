@@ -67,8 +67,8 @@ def serve(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT,
 def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # noqa: A001 - the command's name
     """Compile a model and the Mojo kernels for a GPU.
 
-    No GPU is needed. It takes minutes of CPU. Run for sm_90a with the tiny model; not verified for sm_121a, and what
-    was compiled has not run on a GPU.
+    No GPU is needed. It takes minutes of CPU. Run for both targets with the tiny model; what was compiled has not run
+    on a GPU.
     """
     from sparkforge.serve import modular
 
