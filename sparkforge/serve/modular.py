@@ -116,11 +116,15 @@ def run(command: list[str | Path]) -> None:
         raise ProcessError("MAX ended", f"exit code {code}", fix, code="process.failed")
 
 
-def test() -> None:
-    """Run tests/max: pytest in the test environment, the compiler in MAX's. Raises ProcessError."""
+def test(*, fast: bool) -> None:
+    """Run tests/max: pytest in the test environment, the compiler in MAX's; `fast` leaves out the served model.
+
+    Raises ProcessError.
+    """
     environments.ensure(MAX, pins.load())
     environments.ensure(TEST, pins.load())
-    if code := call([TEST.python, "-m", "pytest", "tests/max"], cwd=paths.ROOT, env={"PYTHONPATH": ""}):
+    selected = ("-m", "not integration") if fast else ()
+    if code := call([TEST.python, "-m", "pytest", "tests/max", *selected], cwd=paths.ROOT, env={"PYTHONPATH": ""}):
         raise ProcessError(
             "the tests failed", f"pytest ended with code {code}", "read pytest's report above", code="process.tests"
         )
