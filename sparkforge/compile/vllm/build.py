@@ -247,7 +247,7 @@ def _matching(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
         if not fnmatch.filter(sources, pattern):
             why = f"the targets that SM121 uses have {len(sources)} units, such as {', '.join(sorted(sources)[:3])}"
             raise UsageError(f"no unit is made of {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
-    return [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, one) for one in patterns)]
+    return [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, pattern) for pattern in patterns)]
 
 
 def _object_of(unit: Unit) -> str:
