@@ -378,13 +378,13 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     expected = {**alone["services"].pop("vllm"), **LOOSENED}
     environment = server.pop("environment")
     own = {name: value for name, value in environment.items() if name not in expected["environment"]}
-    named = {"VLLM_HOST_IP", "SPARKFORGE_COMPOSE_FILE_2"}
+    assert own.pop("SPARKFORGE_COMPOSE_FILE_2") == compose.CLUSTER  # the file's name, for the advice in errors
     assert {name: environment[name] for name in expected.pop("environment")} == resolve(stack)["services"]["vllm"][
         "environment"
     ]
     assert server == expected
     assert node == alone
-    assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name in named for name in own)
+    assert all(name.startswith(("NCCL_", "GLOO_", "SPARKFORGE_CLUSTER_")) or name == "VLLM_HOST_IP" for name in own)
     assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set outside
 
 
