@@ -280,9 +280,10 @@ def dev_patch(_ctx: Context, directory: str, stack: str = "") -> None:
 
 
 @task(
-    example="./inv dev.build vllm --targets _C_stable_libtorch",
+    example="./inv dev.build vllm --units changed",
     name="vllm or flashinfer",
     targets="vllm: CMake targets with commas; default: all that SM121 uses",
+    units="vllm: compile and audit source files alone, with commas and *, or `changed`: what you edited; links nothing",
     set="flashinfer: a set of the stack's kernel table; default: the image's",
     sources="vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network",
     jobs=JOBS,
@@ -298,6 +299,7 @@ def dev_build(
     jobs: str = "auto",
     accept: bool = False,
     stack: str = "",
+    units: str = "",
 ) -> None:
     """Compile a mounted checkout in the development container.
 
@@ -305,7 +307,7 @@ def dev_build(
     """
     from sparkforge.image import dev
 
-    options = dev.BuildOptions(targets, set, caller_path(sources), jobs, accept)
+    options = dev.BuildOptions(targets, set, caller_path(sources), jobs, accept, units)
     dev.build(name, chosen_stack(stack), options)
 
 

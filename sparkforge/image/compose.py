@@ -68,6 +68,15 @@ def typed(*words: str) -> str:
     return shlex.join(["docker", *map(str, compose(*words))])
 
 
+def _named(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env`, and in COMPOSE_FILE our files where there are more than Compose finds by itself.
+
+    With `--file` Compose reads those and only passes COMPOSE_FILE on: the container's errors name the files.
+    """
+    more = {"COMPOSE_FILE": os.pathsep.join(map(str, files()))} if os.environ.get(MORE) else {}
+    return {**env, **more}
+
+
 def variables(stack: str) -> dict[str, str]:
     """Return the variable by which the Compose files take a stack; without it `.env` and then their default decide."""
     return {STACK: stack} if stack else {}
@@ -80,7 +89,7 @@ def resolve(env: Mapping[str, str]) -> Service:
 
 def resolved(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the whole project as Compose resolves it: every variable replaced, every path absolute."""
-    text = docker(compose("config", "--format", "json"), env=env)
+    text = docker(compose("config", "--format", "json"), env=_named(env))
     try:
         document: dict[str, Any] = json.loads(text)
     except ValueError as error:
@@ -136,7 +145,8 @@ def up(
 
     `file` is a resolved project to start in place of our files; with `cluster` it is a node of a cluster.
     """
-    docker_logged(compose("up", "--detach", "--no-build", SERVICE, file=file, cluster=cluster), log, tell, env)
+    arguments = compose("up", "--detach", "--no-build", SERVICE, file=file, cluster=cluster)
+    docker_logged(arguments, log, tell, env if cluster else _named(env))
 
 
 def stop(env: Mapping[str, str]) -> None:

@@ -45,6 +45,8 @@ GENERATED = ("__pycache__", ".git")  # never linked
 # Read by programs that compile and know no units: vLLM's setup.py, torch and FlashInfer; CMake.
 JOBS = ("MAX_JOBS", "CMAKE_BUILD_PARALLEL_LEVEL")
 COMPOSE = "docker compose -f docker-compose.dev.yml"
+CHANGED = "changed"  # of `--units`
+UNITS = (".cu", ".cpp")  # sources that are units; a header is part of those that include it
 
 
 @dataclass(frozen=True)
@@ -312,13 +314,17 @@ def max_jobs() -> int:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What `./inv dev.build` is asked for; empty texts mean the stack's own. Targets are vLLM's, a set FlashInfer's."""
+    """What `./inv dev.build` is asked for; empty texts mean the stack's own. Targets are vLLM's, a set FlashInfer's.
+
+    `units` are patterns of vLLM's source files with commas, or `CHANGED`: those edited since the natives were accepted.
+    """
 
     targets: str = ""
     set_name: str = ""
     git_sources: str = ""
     jobs: str = "auto"
     accept: bool = False
+    units: str = ""
 
 
 def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, sources: Path = SOURCES) -> None:
@@ -348,6 +354,12 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if (home := packages / toolchain.HOME).is_dir():
         os.environ["CUDA_HOME"] = str(home)
     before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
+    if name == "vllm" and options.units:
+        patterns = _units(checkout, options, sources)
+        order = vllm_build.prepare(_request(root, stack, options, tree), without_missing=True)
+        vllm_build.compile_units(order, patterns)
+        say(f"nothing was linked: the libraries in {root} are as they were; all of it: ./inv dev.build vllm")
+        return
     if name == "vllm":
         is_complete = _build_vllm(root, stack, options, tree)
     else:
@@ -360,7 +372,9 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
 
 def _require_meaningful(name: str, stack: str, options: BuildOptions, table: pins.Pins) -> None:
     """Raise UsageError for an option of the other build, or for a set that the stack's kernel table does not have."""
-    values = {"set": options.set_name, "targets": options.targets, "sources": options.git_sources}
+    values = {
+        "set": options.set_name, "targets": options.targets, "sources": options.git_sources, "units": options.units,
+    }  # fmt: skip
     for option, value in values.items():
         owner = "flashinfer" if option == "set" else "vllm"
         if value and name != owner:
@@ -369,9 +383,21 @@ def _require_meaningful(name: str, stack: str, options: BuildOptions, table: pin
         sets.load(table.component(stack, "flashinfer").version).chosen(options.set_name)
 
 
-def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:
-    """Compile vLLM's extensions from the checkout into it; return whether all that the stack uses were."""
-    request = ExtensionRequest(
+def _units(checkout: Checkout, options: BuildOptions, sources: Path) -> tuple[str, ...]:
+    """Return the patterns of the units to compile. Raises UsageError if no unit's source was edited."""
+    if options.units != CHANGED:
+        return tuple(pattern for pattern in options.units.split(",") if pattern)
+    edited = changed(checkout, sources)
+    units = tuple(name for name in edited if name.endswith(UNITS) and (sources / checkout.name / name).is_file())
+    if not units:
+        why = f"edited are {', '.join(edited[:3]) or 'no native sources'}, and none of them is a unit of its own"
+        raise UsageError("there is no edited unit", why, "./inv dev.build vllm, or --units 'csrc/moe/*.cu'")
+    return units
+
+
+def _request(root: Path, stack: str, options: BuildOptions, tree: Path) -> ExtensionRequest:
+    """Return what to ask of vLLM's build for the checkout."""
+    return ExtensionRequest(
         stack,
         targets=options.targets,
         sources=options.git_sources,
@@ -380,7 +406,11 @@ def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bo
         output=str(paths.state() / "dev" / "vllm-overlay"),
         checkout=str(root),
     )
-    overlay = vllm_build.build_extensions(request)
+
+
+def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:
+    """Compile vLLM's extensions from the checkout into it; return whether all that the stack uses were."""
+    overlay = vllm_build.build_extensions(_request(root, stack, options, tree))
     for library in install_libraries(overlay, root):
         say(f"  {root / library}: compiled here")
     return not options.targets

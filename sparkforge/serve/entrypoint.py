@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -232,7 +231,7 @@ def admit(options: Settings, server: ServerCommand) -> None:
     raise RefusalError(
         "the validator refuses to serve",
         _summary(document),
-        f"{fix}; then: {start_again(os.environ)}",
+        f"{fix}; then: {start_again()}",
         code="validation.failed",
     )
 
@@ -266,17 +265,16 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
     return _no_answer(options, report, f"the validator {why}")
 
 
-def start_again(environment: Mapping[str, str]) -> str:
-    """Return the command that starts this container again as it is, by its id: it has the files that Compose was given.
+def start_again() -> str:
+    """Return the command that starts this container again as it is, by its id, and what makes it anew.
 
-    Compose tells which those are only by COMPOSE_FILE; a `-f` is known to nobody in here.
+    `core.paths` puts the `-f` files into the latter; those of a user's own that do not name themselves it cannot know.
     """
-    files = [name for name in environment.get("SPARKFORGE_COMPOSE_FILE", "").split(os.pathsep) if name]
-    compose = " ".join(("docker compose", *(f"-f {shlex.quote(name)}" for name in files), "up -d"))
-    identifier = restarts.container_id()
-    if files or not identifier:
+    compose = "docker compose up -d"
+    if not (identifier := restarts.container_id()):
         return compose
-    return f"docker start {identifier}   # {compose} with the same -f files, if a setting of Compose's changed"
+    own = "" if os.environ.get(paths.COMPOSE_FILES) else ", with your own -f files behind"
+    return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
 
 
 def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:

@@ -369,7 +369,10 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _supervisors() -> list[int]:
-    return [int(folder.name) for folder in _processes() if _is_supervisor(int(folder.name))]
+    """Return the ids of supervisors. The child that one forks for the page cache has its command line, and is none."""
+    alike = {int(folder.name) for folder in _processes() if _is_supervisor(int(folder.name))}
+    parents = dict(_parents()) if alike else {}
+    return sorted(pid for pid in alike if parents.get(pid) not in alike)
 
 
 def _is_supervisor(pid: int) -> bool:

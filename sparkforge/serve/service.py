@@ -36,7 +36,6 @@ BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 BY_HAND = "start it by hand: ./inv up; or let Docker start it: docs/guide/docker.md, Restarts"
 FOR_GUARD = ("run the memory guard", "a server watches itself without it: docs/concepts/memory-guard.md")
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
-FIRST_SYSTEM_USER = 1000  # logind keeps the IPC of users below it (SYS_UID_MAX of systemd's and Debian's builds)
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,8 @@ def install(
     _enable(manager, former, text)
     pauses = "growing pauses, 5 s to 5 min" if number >= unit.GROWING_SINCE else "pauses of 30 s (systemd before 254)"
     say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
-    _hint_lingering(user or getpass.getuser(), system=system)
+    if not system:
+        _hint_lingering(getpass.getuser())
     if now:
         manager.control("reset-failed", NAME, check=False)
         manager.control("restart" if former not in {None, text} else "start", "--no-block", NAME)
@@ -363,15 +363,13 @@ def _write(manager: Manager, text: str) -> None:
         ) from error
 
 
-def _hint_lingering(user: str, *, system: bool) -> None:
-    """Say what else it takes: a user's units start at boot, and logind leaves shared memory alone, if it lingers."""
-    if _lingers(user):
-        return
-    command = _linger_command(user)
-    if not system:
-        say(f"NOTE: it starts when {user} logs in and ends with the last session. To start it at boot: {command}")
-    elif pwd.getpwnam(user).pw_uid >= FIRST_SYSTEM_USER:
-        say(f"NOTE: when {user} logs out, logind removes vLLM's shared memory (RemoveIPC). Prevent it: {command}")
+def _hint_lingering(user: str) -> None:
+    """Say what a user's own unit takes besides: it starts at boot, and outlives a logout, if the user lingers."""
+    if not _lingers(user):
+        say(
+            f"NOTE: it starts when {user} logs in and ends with the last session, whose shared memory logind deletes "
+            f"(RemoveIPC). To start it at boot and keep it: {_linger_command(user)}"
+        )
 
 
 def _linger_command(user: str) -> str:

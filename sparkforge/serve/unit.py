@@ -37,6 +37,13 @@ class Resources(Record):
     docker: dict[str, str]
 
 
+class SystemUnit(Record):
+    """Lines and variables of a system unit of the embedded device; a user's own manager may not mount."""
+
+    service: dict[str, str]
+    environment: dict[str, str]
+
+
 class Variables(Record):
     """Names of variables that an installation takes over from its own environment, and what containers get besides."""
 
@@ -50,6 +57,7 @@ class UnitTable(Record):
     limits: dict[str, str]
     restarts: Restarts
     service: dict[str, str]
+    system: SystemUnit
     resources: Resources
     guard: dict[str, str]
     environment: Variables
@@ -90,6 +98,10 @@ class ServiceUnit:
             **table.service,
             **(table.resources.docker if self.container else table.resources.embedded),
         }
+        variables = {**self.environment, **(table.environment.container if self.container else {})}
+        if self.user and not self.container:  # a container has a /dev/shm of its own
+            service |= table.system.service
+            variables |= table.system.environment
         if self.container:
             # The container is no child of the command: if that is killed, the container would serve on.
             killed = '[ "$$EXIT_CODE" != killed ] || exec "$$0" down'
@@ -100,7 +112,6 @@ class ServiceUnit:
             # Logins and the desktop do not wait for minutes of loading: without this line the target waits for us.
             lines += ["After=multi-user.target network.target docker.service nvidia-persistenced.service"]
         lines += ["", "[Service]", *_lines(service)]
-        variables = {**self.environment, **(table.environment.container if self.container else {})}
         lines += [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
         lines += ["", "[Install]", f"WantedBy={'multi-user' if self.user else 'default'}.target", ""]
         return _marked(NAME, self.root, lines)

@@ -1,13 +1,32 @@
 """Stands in for the embedded environment's interpreter: a validator and a server that answers what a start proves.
 
-In its folder, `refuse` makes the validator refuse and `die` the server end at once; `validations` counts.
+In its folder, `refuse` makes the validator refuse and `die` the server end at once; `validations` counts. With `share`
+the server makes shared memory and opens it again and again by its name, as vLLM's processes do while they start.
 """
 
+import os
 import sys
+import threading
+import time
+import traceback
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 HERE = Path("/var/lib/stand-in")
 sys.path.insert(0, str(HERE))
+
+
+def share():
+    """Open shared memory by its name ten times a second; once it is gone, end as a server that fails."""
+    made = SharedMemory(create=True, size=4096)
+    (HERE / "shared").write_text(made.name)
+    while True:
+        try:
+            SharedMemory(made.name).close()
+        except FileNotFoundError:
+            traceback.print_exc()
+            os._exit(1)
+        time.sleep(0.1)
 
 
 def main(arguments):
@@ -21,6 +40,8 @@ def main(arguments):
         file.write("1\n")
     if (HERE / "die").exists():
         return 1
+    if (HERE / "share").exists():
+        threading.Thread(target=share, daemon=True).start()
     port = next(word.partition("=")[2] or arguments[at + 1] for at, word in enumerate(arguments) if "--port" in word)
     from fake_api import Api, Server  # tests/fake_api.py, which test_service.py copies here
 

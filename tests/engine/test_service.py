@@ -72,6 +72,13 @@ class Machine:
         journal = self.sh("journalctl --no-pager -n 60; systemctl status --no-pager sparkforge.service", check=False)
         raise AssertionError(f"{key} is {seen!r} and not {value!r}\n{journal}")
 
+    def until_user(self, uid, seconds=60):
+        """Wait for a user's own service manager."""
+        end = time.monotonic() + seconds
+        while self.sh(f"systemctl is-active user@{uid}.service || true").strip() != "active":
+            assert time.monotonic() < end, self.sh(f"systemctl status user@{uid}.service", check=False)
+            time.sleep(0.2)
+
     def power_cycle(self):
         self.engine.docker("restart", "-t", "20", self.name)
 
@@ -196,6 +203,89 @@ def test_a_users_own_unit_starts_at_boot_if_the_user_lingers(machine):
     machine.until("ActiveState", "active", user=True)
     machine.inv("service.remove")
     assert "sparkforge" not in machine.units()
+
+
+class Login:
+    """A user of the machine who logs in and out again, and what logind leaves of that user's shared memory."""
+
+    NAME, HOME, CONTROL = "alice", "/home/alice", "/dev/shm/of-no-session"
+
+    def __init__(self, machine):
+        self.machine = machine
+        machine.sh(f"useradd --create-home --uid 1000 {self.NAME} && chmod 755 /root")  # /root has the interpreter
+        machine.sh(f"chown -R {self.NAME} /var/lib/stand-in '{STATE}'; touch /var/lib/stand-in/share")
+        settings = "/etc/systemd/logind.conf.d"
+        machine.sh(f"mkdir -p {settings} && printf '[Login]\\nUserStopDelaySec=0\\n' > {settings}/at-once.conf")
+        machine.sh("systemctl restart systemd-logind")
+        asked = "busctl get-property org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager"
+        assert machine.sh(f"{asked} RemoveIPC") == "b true\n", "it is the default"
+
+    def command(self, line):
+        """Run a line as the user without a session."""
+        own = f"HOME={self.HOME} XDG_RUNTIME_DIR=/run/user/1000 SPARKFORGE_GUARD_GIB=0"
+        return self.machine.sh(f"runuser -u {self.NAME} -- env {own} sh -c '{line}' 2>&1", check=False)
+
+    def log_in_and_out(self):
+        """Make a session and end it; return whether the user's shared memory of the machine is still there."""
+        self.command(f"echo x > {self.CONTROL}")
+        assert self.NAME in self.machine.sh(f"su -l {self.NAME} -c loginctl")
+        end = time.monotonic() + 60
+        while f" {self.NAME} " in self.machine.sh("loginctl list-sessions") and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(3)  # the user's manager ends after the session, and the memory goes after that
+        return self.CONTROL in self.machine.sh("find /dev/shm -type f")
+
+
+SYSTEM_UNIT = (*INSTALL, "--user", Login.NAME, "--now")
+
+
+def test_a_logout_does_not_reach_the_shared_memory_of_a_system_unit(machine):
+    """logind deletes what the user has in the machine's /dev/shm; without our line the server ends, and comes back."""
+    alice = Login(machine)
+    installed = machine.sh(f"""SPARKFORGE_GUARD_GIB=0 '{CHECKOUT}/inv' {" ".join(SYSTEM_UNIT)} 2>&1""")
+    assert "RemoveIPC" not in installed
+    machine.until("ActiveState", "active")
+    assert not alice.log_in_and_out(), "logind must have deleted, or nothing is shown"
+    time.sleep(1)
+    assert (machine.show("ActiveState"), machine.show("NRestarts")) == ("active", "0")
+
+    lines = "[Service]\\nTemporaryFileSystem=\\nRestartSec=1\\nRestartSteps=0\\n"
+    machine.sh(f"mkdir -p {UNIT}.d && printf '{lines}' > {UNIT}.d/shared.conf && systemctl daemon-reload")
+    machine.sh("systemctl restart --no-block sparkforge.service")
+    machine.until("ActiveState", "active")
+    assert not alice.log_in_and_out()
+    machine.until("NRestarts", "1")
+    machine.until("ActiveState", "active")
+    doctor = alice.command(f'cd "{CHECKOUT}" && ./inv doctor --log "{STATE}/logs/server.previous.log"')
+    assert "the shared memory of a process was deleted while it started: /dev/shm/psm_" in doctor, doctor
+
+
+def test_a_logout_does_not_reach_a_users_unit_that_lingers_and_ends_one_that_does_not(machine):
+    alice = Login(machine)
+    machine.sh(f"loginctl enable-linger {alice.NAME}")
+    machine.until_user(1000)
+    own = " ".join(word for word in INSTALL if word != "--system").replace("'", '"')
+    installed = alice.command(f'cd "{CHECKOUT}" && ./inv {own} --now')
+    assert "it starts now" in installed, installed
+    assert "RemoveIPC" not in installed
+
+    def state(key="ActiveState"):
+        return alice.command(f"systemctl --user show -p {key} --value sparkforge.service").strip()
+
+    end = time.monotonic() + 180
+    while state() != "active":
+        assert time.monotonic() < end, alice.command("journalctl --user --no-pager -n 40")
+        time.sleep(0.5)
+    assert alice.log_in_and_out(), "who lingers keeps the shared memory"
+    assert (state(), state("NRestarts")) == ("active", "0")
+
+    machine.sh(f"loginctl disable-linger {alice.NAME}")
+    assert not alice.log_in_and_out()
+    assert machine.sh(f"pgrep -fc '{SERVER}' || true").strip() == "0", "it ends with the session, in order"
+    # Now there is no manager to ask; a session that lasts has one.
+    machine.sh(f"systemd-run --quiet --property PAMName=login --uid {alice.NAME} sleep 600")
+    machine.until_user(1000)
+    assert f"enable-linger {alice.NAME}" in (again := alice.command(f'cd "{CHECKOUT}" && ./inv {own}')), again
 
 
 def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):

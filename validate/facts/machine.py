@@ -22,6 +22,7 @@ from validate.facts.target import DEFAULT_PORT, Target
 
 ROOT = Path("/")  # where core.memory looks for /proc and the cgroup mounts
 LAST_SYSTEM_USER = 999  # SYSTEM_UID_MAX of systemd as Debian and Ubuntu build it
+OWN_SHM = "SPARKFORGE_OWN_SHM"
 SHM = Path("/dev/shm")  # noqa: S108 - the mount itself
 
 
@@ -34,9 +35,12 @@ def cgroup_headroom(_: Target) -> int | None:
 def remove_ipc(_: Target) -> bool:
     """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
 
-    It spares system users, and users who linger: their sessions do not end.
+    It spares system users, and users who linger: their sessions do not end. It does not see the /dev/shm that our
+    system unit has for itself (sparkforge/serve/unit.toml).
     """
     user = os.getuid()
+    if os.environ.get(OWN_SHM):
+        return False
     if user <= LAST_SYSTEM_USER or not (ROOT / "run/systemd/seats").is_dir():  # no logind
         return False
     if (ROOT / "var/lib/systemd/linger" / _user_name(user)).exists():

@@ -4,10 +4,12 @@
 
 Only the targets of `targets-VERSION.toml` that SM121 uses. A killed build is continued: what was compiled comes from
 ccache. The overlay appears when it is complete and the audit passed (docs/concepts/vllm-extensions.md).
+`compile_units` stops after some units and their audit, for who edits one of a hundred.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -158,8 +160,11 @@ def build_extensions(request: ExtensionRequest) -> Path:
     return order.output
 
 
-def prepare(request: ExtensionRequest) -> ExtensionOrder:
-    """Check a request and fetch what it needs, the most expensive last."""
+def prepare(request: ExtensionRequest, *, without_missing: bool = False) -> ExtensionOrder:
+    """Check a request and fetch what it needs, the most expensive last.
+
+    `without_missing` leaves out the repositories that cannot be had; then only units that include none compile.
+    """
     stack, inputs_folder = request.stack, paths.typed(request.sources) if request.sources else None
     table = vllm_targets.load(pins.load().component(stack, "vllm").version)
     chosen = table.chosen([name for name in request.targets.split(",") if name])
@@ -170,7 +175,7 @@ def prepare(request: ExtensionRequest) -> ExtensionOrder:
     if folder.exists() and manifest.load(folder) is None:
         raise UsageError(f"cannot write {folder}", "it exists and is no overlay of ours", "name another folder")
     checkout = Path(request.checkout).absolute() if request.checkout else None
-    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout)
+    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout, without_missing=without_missing)
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
         raise CompileError(
@@ -194,15 +199,61 @@ def build(order: ExtensionOrder) -> BuildResult:
         ninja_build.wait_for_orphans(order.lock)
         configure(order)
         units = units_of(order)
-        result = _compile(order, units)
+        result = _compile(order, units, order.targets)
         staged = _install(order)
         report = _audit(order, staged)
         result = replace(result, seconds=round(time.monotonic() - started, 3))
         _publish(order, staged, {**asdict(result), "code": code_of(units)}, report)
-        for folder in home().iterdir():  # of other inputs, gigabytes each; ccache still has their objects
-            if folder != order.folder:
-                manifest.remove(folder)
+        _remove_others(order)
         return result
+
+
+def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
+    """Compile the units whose source matches one of `patterns`, audit each object, link nothing; return the objects.
+
+    A source is named as in the checkout, such as csrc/topk.cu, and `*` stands for any text. Raises UsageError for a
+    pattern that matches no unit, and what `build` raises.
+    """
+    with locked(home().with_suffix(".lock"), "build vLLM's extensions"):
+        started = time.monotonic()
+        ninja_build.wait_for_orphans(order.lock)
+        configure(order)
+        units = _matching(units_of(order), patterns)
+        objects = [order.folder / "cmake" / _object_of(unit) for unit in units]
+        result = _compile(order, units, [_object_of(unit) for unit in units])
+        report = audit_files(objects, tools=toolchain.audit_tools, machine=os.uname().machine)
+        _remove_others(order)
+    code = ", ".join(f"{number} for {name}" for name, number in code_of(units).items()) or "host code only"
+    kernels = sum(row.kernels for row in report.coverage)
+    seconds = time.monotonic() - started
+    say(f"{result} ({seconds:.1f} s), at most {result.jobs} at once; {code}; {kernels} kernels audited")
+    for path in objects:
+        say(f"  {path}")
+    report.require_clean()
+    return objects
+
+
+def _remove_others(order: ExtensionOrder) -> None:
+    """Remove the build folders of other inputs, gigabytes each; ccache still has their objects."""
+    for folder in home().iterdir():
+        if folder != order.folder:
+            manifest.remove(folder)
+
+
+def _matching(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
+    """Return the units whose source matches a pattern. Raises UsageError for a pattern that no unit matches."""
+    sources = {unit.name.partition("/")[2].removesuffix(".o"): unit for unit in units}
+    for pattern in patterns:
+        if not fnmatch.filter(sources, pattern):
+            why = f"the targets that SM121 uses have {len(sources)} units, such as {', '.join(sorted(sources)[:3])}"
+            raise UsageError(f"no unit is made of {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
+    return [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, pattern) for pattern in patterns)]
+
+
+def _object_of(unit: Unit) -> str:
+    """Return the path of a unit's object below CMake's folder; see `OBJECT`."""
+    target, _, source = unit.name.partition("/")
+    return f"CMakeFiles/{target}.dir/{source}"
 
 
 def configure(order: ExtensionOrder) -> None:
@@ -268,15 +319,15 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     return units
 
 
-def _compile(order: ExtensionOrder, units: Sequence[Unit]) -> BuildResult:
-    """Run the units that ninja would run, as memory allows, and then ninja, which records them and links."""
+def _compile(order: ExtensionOrder, units: Sequence[Unit], outputs: Sequence[str]) -> BuildResult:
+    """Run the units that ninja would run for `outputs`, as memory allows, then ninja, which records them and links."""
     ninja: tuple[str | Path, ...] = (order.chain.ninja, "-C", order.folder / "cmake")
     return ninja_build.build(
         units,
-        set(ninja_build.pending(ninja, *order.targets, env=order.env)),
+        set(ninja_build.pending(ninja, *outputs, env=order.env)),
         Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}"),
         Site(order.env, order.folder / "logs", order.lock, order.limit),
-        lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *order.targets], env=order.env),
+        lambda schedule: run([*ninja, "-j", str(schedule.max_jobs), *outputs], env=order.env),
     )
 
 

@@ -59,13 +59,19 @@ class ExtensionSources:
 
 
 def fetch_sources(
-    table: TargetTable, targets: Sequence[str], folder: Path | None, stack_name: str, checkout: Path | None = None
+    table: TargetTable,
+    targets: Sequence[str],
+    folder: Path | None,
+    stack_name: str,
+    checkout: Path | None = None,
+    *,
+    without_missing: bool = False,
 ) -> ExtensionSources:
     """Fetch what `targets` are compiled from; repositories come from `folder`, else from the network.
 
     `folder` is an unpacked bundle, or has a git checkout for each repository. `checkout` is a person's clone of vLLM,
-    which is compiled as it is in place of the sdist and the queue. Raises CompileError naming all that
-    is missing, and the errors of `sources`.
+    which is compiled as it is in place of the sdist and the queue. `without_missing` leaves out what cannot be had.
+    Raises CompileError naming all that is missing, and the errors of `sources`.
     """
     stack = pins.load().stack(stack_name)
     component = stack.components["vllm"]
@@ -87,7 +93,11 @@ def fetch_sources(
             if error.code != "compile.inputs":
                 raise
             missing[name] = error.why
-    if missing:
+            repositories[name] = Repository(None, "left out")
+    if missing and without_missing:
+        names = ", ".join(missing)
+        say(f"without {names}, which cannot be had: a unit that includes it does not compile (--sources DIR)")
+    elif missing:
         possible = [target for target in table.used if not set(table.targets[target].needs) & missing.keys()]
         only = f"or only what needs none of it: ./inv build.vllm --targets {','.join(possible)}"
         raise missing_repositories(missing, users, stack, only)

@@ -94,6 +94,30 @@ def test_advice_in_an_image_says_what_runs_on_the_host(monkeypatch, tmp_path, ad
     assert paths.where_it_runs(advice) == advice
 
 
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({}, ""),
+        ({"SPARKFORGE_COMPOSE_FILE": "", "SPARKFORGE_COMPOSE_FILE_1": "docker-compose.yml"}, ""),
+        (
+            {"SPARKFORGE_COMPOSE_FILE": "a.yml:my b.yml", "SPARKFORGE_COMPOSE_FILE_1": "c.yml"},
+            "-f a.yml -f 'my b.yml' ",
+        ),
+        ({"SPARKFORGE_COMPOSE_FILE_10": "c.yml", "SPARKFORGE_COMPOSE_FILE_2": "b.yml"}, "-f b.yml -f c.yml "),
+        ({"SPARKFORGE_COMPOSE_FILE_1": "d.yml", "SPARKFORGE_COMPOSE_PROFILE": "serve"}, "-f d.yml --profile serve "),
+        ({"SPARKFORGE_COMPOSE_FILES": "of ./inv", "SPARKFORGE_COMPOSE_FILE_X": "no number"}, ""),
+    ],
+)
+def test_advice_in_a_container_names_the_compose_files_that_made_it(monkeypatch, tmp_path, variables, options):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    advice = "SPARKFORGE_MEMORY=8g docker compose up -d; then docker compose logs vllm"
+    named = f"SPARKFORGE_MEMORY=8g docker compose {options}up -d; then docker compose {options}logs vllm"
+    assert paths.where_it_runs(advice) == f"on the host: {named}"
+    assert paths.where_it_runs("on the host: docker compose -f x.yml up") == "on the host: docker compose -f x.yml up"
+
+
 def test_no_image_has_the_compose_file_by_which_a_checkout_is_known():
     for name in ("Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"):
         copied = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("COPY")]

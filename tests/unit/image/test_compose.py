@@ -378,6 +378,7 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     expected = {**alone["services"].pop("vllm"), **LOOSENED}
     environment = server.pop("environment")
     own = {name: value for name, value in environment.items() if name not in expected["environment"]}
+    assert own.pop("SPARKFORGE_COMPOSE_FILE_2") == compose.CLUSTER  # the file's name, for the advice in errors
     assert {name: environment[name] for name in expected.pop("environment")} == resolve(stack)["services"]["vllm"][
         "environment"
     ]

@@ -252,6 +252,29 @@ def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tmp_path, monkeypat
     assert dev.changed(VLLM, sources) == []
 
 
+@pytest.mark.parametrize(
+    ("units", "patterns"), [("changed", ("csrc/a.cu",)), ("csrc/*.cu,csrc/b.cpp", ("csrc/*.cu", "csrc/b.cpp"))]
+)
+def test_units_alone_are_compiled_and_accept_nothing(folders, tmp_path, monkeypatch, capsys, units, patterns):
+    sources, packages = folders
+    dev.changed(VLLM, sources)
+    for name in ("a.cu", "a.cuh"):
+        (sources / "vllm/csrc" / name).write_text("two")
+    asked = []
+    monkeypatch.setattr(dev.vllm_build, "prepare", lambda request, **options: (request.checkout, options))
+    monkeypatch.setattr(dev.vllm_build, "compile_units", lambda order, patterns: asked.append((*order, patterns)))
+    tree = tmp_path / "venv"
+    (tree / "lib/python3.13").mkdir(parents=True)
+    (tree / "lib/python3.13/site-packages").symlink_to(packages)
+    dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
+    assert asked == [(str(sources / "vllm"), {"without_missing": True}, patterns)]
+    assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/a.cuh"]
+    assert "nothing was linked" in capsys.readouterr().err
+    dev.accept(VLLM, sources)
+    with pytest.raises(UsageError, match="there is no edited unit"):
+        dev.build("vllm", "spark", dev.BuildOptions(units="changed"), tree=tree, sources=sources)
+
+
 def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monkeypatch):
     checkout, packages = tmp_path / "src/flashinfer", tmp_path / "venv/lib/python3.13/site-packages"
     (checkout / "flashinfer").mkdir(parents=True)
@@ -283,6 +306,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_next_command(folders, name,
     [("flashinfer", {"set_name": "gpt-os"}, "there is no set gpt-os"),
      ("flashinfer", {"set_name": "gpt-os", "accept": True}, "there is no set gpt-os"),
      ("flashinfer", {"targets": "_C"}, "--targets has no meaning for flashinfer"),
+     ("flashinfer", {"units": "changed"}, "--units has no meaning for flashinfer"),
      ("vllm", {"set_name": "gpt-oss"}, "--set has no meaning for vllm")],
 )  # fmt: skip
 def test_an_option_without_meaning_is_refused_before_anything_else(folders, name, options, reason):

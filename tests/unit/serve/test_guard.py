@@ -217,7 +217,8 @@ from sparkforge.serve.supervise import supervised
 root, end, pids = (Path(word) for word in sys.argv[1:4])
 stopped, gib = sys.argv[4] == "stopped", int(sys.argv[5])
 child = "import os, sys, time; os.fork(); open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
-server = subprocess.Popen(supervised((sys.executable, "-c", child, str(pids)), end))
+# With a folder of weights the supervisor has a second process, which tends the page cache.
+server = subprocess.Popen(supervised((sys.executable, "-c", child, str(pids)), end, str(root)))
 def until(condition):
     limit = time.monotonic() + 60
     while not condition():

@@ -82,6 +82,24 @@ def test_the_embedded_server_has_the_limits_of_the_memory_guards_page_and_a_cont
     assert not limits.keys() & settings_of(written(container=True)).keys()
 
 
+def test_a_system_units_shared_memory_is_its_own_and_the_validator_knows():
+    mounted, known = "TemporaryFileSystem=/dev/shm:mode=1777,size=50%\n", 'Environment="SPARKFORGE_OWN_SHM=1"\n'
+    assert mounted in written()
+    assert known in written()
+    for other in ({"user": ""}, {"container": True}):  # a user's manager may not mount; a container has its own
+        assert "/dev/shm" not in written(**other)
+        assert "OWN_SHM" not in written(**other)
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_a_users_own_unit_says_what_a_logout_does_unless_the_user_lingers(monkeypatch, capsys, lingers):
+    monkeypatch.setattr(service, "_lingers", lambda _user: lingers)
+    service._hint_lingering("alice")
+    hint = capsys.readouterr().err
+    assert ("sudo loginctl enable-linger alice" in hint) is not lingers
+    assert ("RemoveIPC" in hint) is not lingers
+
+
 @pytest.mark.parametrize("container", [False, True])
 def test_nothing_in_the_service_gets_new_privileges(container):
     hardened = {"NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"}

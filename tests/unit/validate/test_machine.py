@@ -162,5 +162,8 @@ def test_whether_a_logout_deletes_shared_memory(target, tmp_path, monkeypatch, f
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr("os.getuid", lambda: 4711)
     assert fact("os.remove_ipc", target()).value is removed
+    with monkeypatch.context() as system_unit:
+        system_unit.setenv("SPARKFORGE_OWN_SHM", "1")
+        assert fact("os.remove_ipc", target()).value is False
     monkeypatch.setattr("os.getuid", lambda: 100)  # a system user's is left alone
     assert fact("os.remove_ipc", target()).value is False

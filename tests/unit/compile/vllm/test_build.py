@@ -166,6 +166,41 @@ def test_a_configuration_that_was_killed_is_begun_afresh(order):
     assert json.loads((extension_order.folder / "configured.json").read_text())["arch"] == "12.1a"
 
 
+def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
+    extension_order = order("spinloop", "fs_io_C")
+    (compiled,) = vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
+    assert compiled.is_file()
+    assert compiled.name == "fs_io_C.cpp.o"
+    assert "1 of 1 units compiled" in capsys.readouterr().err
+    assert not extension_order.output.exists()
+    assert not list(extension_order.folder.glob("cmake/*.so"))
+    order.forget()
+    vllm_build.compile_units(extension_order, ["csrc/fs*.cpp"])
+    assert order.compiled() == []
+    assert vllm_build.build(extension_order).units == 2  # the whole goes on from there
+
+
+def test_a_pattern_that_no_unit_matches_is_refused_with_units_that_there_are(order):
+    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu") as refused:
+        vllm_build.compile_units(order("spinloop"), ["csrc/none.cu"])
+    assert "csrc/spinloop.cpp" in refused.value.why
+
+
+def test_an_audit_that_fails_refuses_a_unit_too(order, monkeypatch):
+    extension_order = order("spinloop")
+    monkeypatch.setattr(vllm_build.os, "uname", lambda: type("Machine", (), {"machine": "another"}))
+    with pytest.raises(AuditError):
+        vllm_build.compile_units(extension_order, ["*"])
+
+
+def test_repositories_that_cannot_be_had_are_left_out_where_that_is_asked(small, tmp_path, capsys):
+    sources = vllm_sources.fetch_sources(
+        vllm_build.vllm_targets.load("0.32.0"), ["_C_stable_libtorch"], tmp_path, "spark", without_missing=True
+    )
+    assert sources.repositories["cutlass"].folder is None
+    assert "without cutlass" in capsys.readouterr().err
+
+
 def test_units_are_known_by_target_and_source_wherever_they_are_built(order):
     extension_order = order("spinloop", "fs_io_C")
     vllm_build.configure(extension_order)

@@ -1,0 +1,53 @@
+"""Advice in a container names the Compose files that made it, with the environment that the real Compose gives it."""
+
+import json
+import os
+
+import pytest
+
+from sparkforge.core import paths
+from sparkforge.core.paths import ROOT
+
+OWN = "services: {vllm: {environment: {SPARKFORGE_COMPOSE_FILE_9: mine.yml}}}\n"
+SILENT = "services: {vllm: {environment: {OMP_NUM_THREADS: 1}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "service", "options"),
+    [
+        (("docker-compose.yml",), "vllm", ""),
+        (
+            ("docker-compose.yml", "docker-compose.cluster.yml"),
+            "vllm",
+            "-f docker-compose.yml -f docker-compose.cluster.yml ",
+        ),
+        (("docker-compose.yml", "mine.yml"), "vllm", "-f docker-compose.yml -f mine.yml "),
+        (("docker-compose.yml", "silent.yml"), "vllm", ""),
+        (("docker-compose.dev.yml",), "serve", "-f docker-compose.dev.yml --profile serve "),
+        (
+            ("docker-compose.dev.yml", "docker-compose.dev.cpu.yml"),
+            "serve",
+            "-f docker-compose.dev.yml -f docker-compose.dev.cpu.yml --profile serve ",
+        ),
+    ],
+)
+def test_each_file_that_was_given_by_f_is_named(engine, tmp_path, monkeypatch, files, service, options):
+    (tmp_path / "mine.yml").write_text(OWN)
+    (tmp_path / "silent.yml").write_text(SILENT)
+    named = [word for name in files for word in ("-f", ROOT / name if (ROOT / name).exists() else tmp_path / name)]
+    resolved = engine.docker("compose", *named, "--profile", "*", "config", "--format", "json")
+    variables = json.loads(resolved)["services"][service]["environment"]
+    assert not variables["SPARKFORGE_COMPOSE_FILE"], "Compose passes no -f on; if it does now, the rest is needless"
+    for name, value in variables.items():
+        if name.startswith(paths.COMPOSE_FILES) or name == paths.COMPOSE_PROFILE:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)  # as in an image, which has none of the files
+    assert paths.where_it_runs("docker compose up -d") == f"on the host: docker compose {options}up -d"
+
+
+def test_files_of_composes_own_variable_are_named_as_they_stand_there(engine, tmp_path, monkeypatch):
+    (tmp_path / "silent.yml").write_text(SILENT)
+    files = os.pathsep.join((str(ROOT / "docker-compose.yml"), str(tmp_path / "silent.yml")))
+    resolved = engine.docker("compose", "config", "--format", "json", env={"COMPOSE_FILE": files})
+    variables = json.loads(resolved)["services"]["vllm"]["environment"]
+    assert variables["SPARKFORGE_COMPOSE_FILE"] == files

@@ -1,0 +1,91 @@
+"""The development image of the stack for a Spark, on amd64: `./inv dev.build vllm` compiles what was edited.
+
+The checkout is upstream's sdist with the queue. A whole extension is not linked here: CUTLASS comes by git only, and a
+hundred CUDA units take hours on two cores.
+"""
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkforge import pins
+from sparkforge.core.paths import ROOT
+from sparkforge.patching.series import Queue
+from sparkforge.sources import trees
+
+DEV = ("docker-compose.dev.yml", "tests/engine/ci-dev-cuda.yml")
+UNIT = "csrc/layernorm_kernels.cu"  # its peak was measured: 0.85 GB
+
+
+@pytest.fixture(scope="module")
+def dev(engine, compose_project, tmp_path_factory):
+    checkout = tmp_path_factory.mktemp("vllm") / "vllm"
+    component = pins.load().component("spark", "vllm")
+    (sdist,) = [name for name in component.files if name.endswith(trees.ARCHIVE)]
+    trees.unpack_archive(component, sdist)
+    shutil.copytree(trees.tree_folder(component, sdist), checkout)
+    Queue.load(ROOT / "patches" / component.patches).apply_to(checkout)
+    for folder, _folders, _files in os.walk(checkout):  # uid 1000 of the container puts links there
+        Path(folder).chmod(0o777)
+    # The default of 40 GiB is a Spark's; here it must bound the jobs below what the machine has.
+    variables = {"VLLM_SRC": str(checkout), "SPARKFORGE_STACK": "spark", "SPARKFORGE_MEMORY": "8g"}
+    made = compose_project(DEV, variables)
+    made.compose("build", "dev")
+    made.compose("up", "--detach", "--no-build", "dev")
+    made.checkout = checkout
+    end = time.monotonic() + 300
+    while "triton_kernels: " not in made.logs("dev"):  # the last line of what a start says
+        assert time.monotonic() < end, made.logs("dev")
+        time.sleep(0.5)
+    yield made
+    made.compose("down", "--volumes", "--timeout", "5", check=False)
+    engine.docker("rmi", "sparkforge/vllm:dev", check=False)  # 9 GB, and another stack's has the same name
+
+
+def build(dev, *words):
+    """Run dev.build inside; return what it says, its exit code last."""
+    line = f"./inv dev.build vllm {' '.join(words)} 2>&1; echo code $?"
+    return dev.compose("exec", "-T", "dev", "sh", "-c", line)
+
+
+def test_an_edited_cuda_unit_is_compiled_for_the_sparks_architecture_within_memory_and_audited(dev):
+    source = dev.checkout / UNIT
+    text = source.read_text()
+    source.write_text(f"// edited\n{text}")
+    said = build(dev, "--units", "changed")
+    assert said.rstrip().endswith("code 0"), said
+    assert re.search(r"1 units, at most [12] at once within [0-8]\.\d GB", said)
+    assert re.search(rf"_C_stable_libtorch/{UNIT}\.o: compiled \([\d.]+ s, [\d.]+ GB", said)
+    # 12.1a is 12.0 to vLLM's CMake, which a 12.1 loads: docs/concepts/vllm-extensions.md.
+    kernels = re.search(r"1 of 1 units compiled, .*; 1 for sm_120; (\d+) kernels audited", said)[1]
+    assert int(kernels) > 50
+    assert "nothing was linked" in said
+    assert "0 of 1 units compiled" in build(dev, "--units", UNIT)
+    source.write_text(f"#error edited\n{text}")
+    broken = build(dev, "--units", "changed")
+    assert "#error edited" in broken
+    assert not broken.rstrip().endswith("code 0")
+    source.write_text(text)
+    assert "there is no edited unit" in build(dev, "--units", "changed")
+
+
+def test_an_edited_target_is_compiled_linked_audited_and_put_into_the_checkout(dev):
+    source, library = dev.checkout / "csrc/spinloop.cpp", dev.checkout / "vllm/spinloop.abi3.so"
+    assert library.is_symlink()
+    source.write_text(f"// edited\n{source.read_text()}")
+    said = build(dev, "--targets", "spinloop")
+    assert said.rstrip().endswith("code 0"), said
+    assert "spinloop; 1 of 1 units compiled" in said
+    assert "vllm/spinloop.abi3.so: compiled here" in said
+    assert library.is_file()
+    assert not library.is_symlink()
+
+
+def test_what_needs_a_repository_that_cannot_be_had_names_it_and_every_way_to_get_it(dev):
+    said = build(dev, "--targets", "_moe_C_stable_libtorch", "--sources", "/src/triton")
+    assert "1 of vLLM's repositories are missing" in said
+    assert "cutlass (v4.7.1)" in said
