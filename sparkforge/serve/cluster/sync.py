@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import Field
 
-from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
@@ -230,10 +229,9 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
 
     Raises UsageError on the embedded device, InputError if the head has no image, IntegrityError, NetworkError.
     """
-    if config.device != "docker":
+    if not config.in_containers:
         raise UsageError("there is no image to send", f"device {config.device} has none", "leave --image out")
-    stack = pins.load().devices.get(config.device, pins.load().default)
-    name = f"sparkforge/vllm:{stack}"
+    name = f"sparkforge/vllm:{config.stack}"
     wanted = image_id(config.head, name)
     if not wanted:
         raise InputError(f"{config.head.name} has no image {name}", "docker lists none", "./inv build, on the head")
