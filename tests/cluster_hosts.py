@@ -23,7 +23,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import start
 
 MANAGEMENT, LINKS = ("10.78.0.1", "10.78.0.2"), ("link0", "link1")
-CONNECTIONS = "NetworkManager/system-connections"
+BUS, CONNECTIONS = "DBUS_SYSTEM_BUS_ADDRESS", "NetworkManager/system-connections"
 NETWORKD = Path("/lib/systemd/systemd-networkd")
 REAL = shutil.which("netplan") if NETWORKD.exists() else None
 STAND_IN = f"""#!{sys.executable}
@@ -147,7 +147,7 @@ def made(work, network_manager=False):
     hosts, server, daemons = [], None, []
     try:
         for letter in "ab":
-            space = f"sfh{os.getpid()}{letter}"
+            space = f"sfh{os.getpid()}{'n' * network_manager}{letter}"
             try:
                 namespaces.ip("netns", "add", space)
             except (OSError, subprocess.CalledProcessError) as error:
@@ -204,7 +204,7 @@ def start_network_manager(host, daemons):
         "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/></policy>"
         "</busconfig>"
     )
-    host.environment["DBUS_SYSTEM_BUS_ADDRESS"] = bus
+    host.environment[BUS] = bus
     # With /sys read-only it does not wait for udev, as in a container; its run folder is its own.
     own = "mount -o remount,ro /sys && mkdir -p /run/NetworkManager && mount -t tmpfs none /run/NetworkManager"
     commands = (
@@ -233,7 +233,7 @@ def start_sshd(head, worker):
     (worker.etc / "ssh/sshd_config").write_text(
         "HostKey /etc/ssh/ssh_host_ed25519_key\nStrictModes no\nPasswordAuthentication no\nPidFile none\n"
         f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nSetEnv PATH={worker.environment['PATH']}"
-        f" DBUS_SYSTEM_BUS_ADDRESS={worker.environment.get('DBUS_SYSTEM_BUS_ADDRESS', '')}\n"
+        f"{f' {BUS}={worker.environment[BUS]}' if BUS in worker.environment else ''}\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     log = worker.files / "sshd.log"

@@ -232,9 +232,9 @@ def restore(options: Answer) -> Answer:
         if kept:
             entries = [entry for entry in record["entries"] if entry["path"] in kept]
             manager = record.get("manager", "")
-            write_record(
-                root, {"state": "begun", "manager": manager, "entries": entries, "kernel": {}, "interfaces": {}}
-            )
+            # A network file that stays gives the interfaces their addresses again; the next restore takes them away.
+            left = {"entries": entries, "kernel": {}, "interfaces": record["interfaces"]}
+            write_record(root, {"state": "begun", "manager": manager, **left})
         else:
             (root / RECORD).unlink()
         return {"undone": names, "kept": kept}
