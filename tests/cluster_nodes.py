@@ -1,7 +1,8 @@
-"""Two machines of a cluster as network namespaces: a veth pair as the cable, and an sshd in each.
+"""Machines of a cluster as network namespaces, each with an sshd: two with a veth pair as the cable, or three.
 
-They share the processes and the clock; each has a state folder of its own. What an sshd starts has a view of the file
-system of its own: `mounted` changes a folder in the second one's, which looks for programs in `theirs` first.
+Three are connected by a switch, and each two of them by a cable of their own. They share the processes and the clock;
+each has a state folder of its own. What an sshd starts has a view of the file system of its own: `mounted` changes a
+folder in one, which looks for programs in its own folder first.
 """
 
 import collections
@@ -25,8 +26,9 @@ from sparkforge.serve.cluster import start
 
 IP, KEYGEN = (shutil.which(name) or name for name in ("ip", "ssh-keygen"))
 NSENTER = shutil.which("nsenter") or "nsenter"
-HEAD, WORKER = "10.77.0.1", "10.77.0.2"
-CABLES = ("cable0", "cable1")  # the ends, in the first and the second namespace
+ADDRESSES = HEAD, WORKER, THIRD = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+NAMES = ("head", "worker", "third")
+CABLES = ("cable0", "cable1", "cable2")  # the ends that have these addresses
 SLOW = ("slow0", "slow1")
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
 
@@ -37,10 +39,14 @@ def ip(*words):
 
 @dataclass
 class Nodes:
-    """The namespaces' names, and a folder with the programs and files that both use."""
+    """The namespaces' names (empty: this machine's own network), and a folder with programs and files for all.
 
-    spaces: tuple[str, str]
+    `variables` are what a login on each has, beside those of the tests.
+    """
+
+    spaces: tuple[str, ...]
     work: Path
+    variables: tuple[dict, ...] = ({}, {}, {})
     servers: list[subprocess.Popen] = field(default_factory=list)  # each one's sshd
 
     @property
@@ -56,11 +62,19 @@ class Nodes:
         return {
             **os.environ,
             "PATH": f"{self.ours}:{os.environ['PATH']}",
-            "SPARKFORGE_STATE": str(self.work / "a"),
+            "SPARKFORGE_STATE": str(self.folder(0)),
+            **self.variables[0],
         }
 
     def inside(self, index, *words):
-        return [IP, "netns", "exec", self.spaces[index], *words]
+        return [*([IP, "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *words]
+
+    def ip(self, index, *words):
+        ip(*(["-n", self.spaces[index]] if self.spaces[index] else []), *words)
+
+    def folder(self, index):
+        """The state folder of a machine."""
+        return self.work / "abc"[index]
 
     def inv(self, *words, seconds=120):
         command = self.inside(0, sys.executable, "-m", "invoke", *words)
@@ -71,12 +85,12 @@ class Nodes:
         return done
 
     def config(
-        self, *, device="embedded", ssh=("", f"root@{WORKER}"), addresses=(HEAD, WORKER), interfaces=CABLES,
-        python=sys.executable, **settings,
+        self, *, device="embedded", ssh=("", f"root@{WORKER}", f"root@{THIRD}"), addresses=ADDRESSES,
+        interfaces=CABLES, python=sys.executable, **settings,
     ):  # fmt: skip
         lines = ["schema = 1", f'device = "{device}"', *(f"{name} = {value}" for name, value in settings.items())]
-        for index, name in enumerate(("head", "worker")):
-            state = self.work / "ab"[index]
+        for index, (_, name) in enumerate(zip(self.spaces, NAMES, strict=False)):
+            state = self.folder(index)
             lines += ["[[nodes]]", f'name = "{name}"', f'ssh = "{ssh[index]}"', f'address = "{addresses[index]}"']
             lines += [f'interface = "{interfaces[index]}"', f'folder = "{self.work}"', f'state = "{state}"']
             lines += [f'python = "{python}"']
@@ -85,12 +99,12 @@ class Nodes:
         return file
 
     def link(self, index, *words):
-        ip("-n", self.spaces[index], "link", "set", CABLES[index], *words)
+        self.ip(index, "link", "set", CABLES[index], *words)
 
     @contextlib.contextmanager
-    def mounted(self, folder, target):
-        """While inside, the second machine sees a folder in another one's place."""
-        view = [NSENTER, "--target", str(self.servers[1].pid), "--mount"]
+    def mounted(self, folder, target, index=1):
+        """While inside, a machine that is asked over ssh sees a folder in another one's place."""
+        view = [NSENTER, "--target", str(self.servers[index].pid), "--mount"]
         subprocess.run([*view, "mount", "--bind", str(folder), str(target)], check=True)
         try:
             yield
@@ -150,20 +164,23 @@ def start_sshds(nodes):
     for name in ("host", "user"):
         subprocess.run([KEYGEN, "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
     shutil.copy(keys / "user.pub", keys / "authorized")
-    (keys / "known").write_text(f"{HEAD},{WORKER} {(keys / 'host.pub').read_text()}")
+    (keys / "known").write_text(f"{','.join(ADDRESSES)} {(keys / 'host.pub').read_text()}")
     (keys / "ssh").write_text(f"Host *\n  IdentityFile {keys / 'user'}\n  UserKnownHostsFile {keys / 'known'}\n")
-    interpreter = nodes.work / start.INTERPRETER  # of the other machine's checkout
+    interpreter = nodes.work / start.INTERPRETER  # of the other machines' checkout
     interpreter.parent.mkdir(parents=True)
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
-    for index, (address, programs) in enumerate(((HEAD, nodes.ours), (WORKER, nodes.theirs))):
+    for index, _ in enumerate(nodes.spaces):
+        programs = (nodes.ours, nodes.theirs, nodes.work / "bin3")[index]
         programs.mkdir()
         settings = keys / f"sshd{index}"
+        variables = {"PYTHONPATH": ROOT, **nodes.variables[index]}
         settings.write_text(
-            f"ListenAddress {address}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
+            f"ListenAddress {ADDRESSES[index]}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
             f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPidFile none\nPermitRootLogin yes\n"
-            f"StrictModes no\nSetEnv PYTHONPATH={ROOT}\n"  # the user's shell may set PATH, so it is set after that
+            f"StrictModes no\nSetEnv {' '.join(f'{name}={value}' for name, value in variables.items())}\n"
+            # The user's shell may set PATH, so it is set after that.
             f'ForceCommand PATH={programs}:{os.environ["PATH"]} exec sh -c "$SSH_ORIGINAL_COMMAND"\n'
         )
         command = nodes.inside(index, shutil.which("sshd"), "-D", "-e", "-f", str(settings))
@@ -173,7 +190,7 @@ def start_sshds(nodes):
     client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {keys / "ssh"} "$@"\n')
     client.chmod(0o755)
     deadline = time.monotonic() + 20
-    for index, (server, address) in enumerate(zip(nodes.servers, (HEAD, WORKER), strict=True)):
+    for index, (server, address) in enumerate(zip(nodes.servers, ADDRESSES, strict=False)):
         probe = nodes.inside(0, str(client), "-o", "BatchMode=yes", f"root@{address}", "true")
         while subprocess.run(probe, capture_output=True, check=False).returncode:
             log = (keys / f"log{index}").read_text()
@@ -182,21 +199,25 @@ def start_sshds(nodes):
             time.sleep(0.05)
 
 
-def made(work):
-    """Make both namespaces, yield them, and remove them. Without privileges the test is skipped, and fails on CI."""
-    spaces = tuple(f"sf{os.getpid()}{letter}" for letter in "ab")
-    nodes = Nodes(spaces, work)
+def made(work, count=2, own=False, variables=({}, {}, {})):
+    """Make the namespaces, yield them, and remove them. Without privileges the test is skipped, and fails on CI.
+
+    With `own` the first machine has no namespace: it is this one, with the cable in its own network.
+    """
+    spaces = tuple("" if own and letter == "a" else f"sf{os.getpid()}{letter}" for letter in "abc"[:count])
+    nodes = Nodes(spaces, work, variables)
+    switch = f"sf{os.getpid()}s"
     try:
         try:
-            ip("netns", "add", spaces[0])
+            for space in (*filter(None, spaces), *([switch] if count > 2 else [])):
+                ip("netns", "add", space)
         except (OSError, subprocess.CalledProcessError) as error:
             why = f"no network namespace can be made: {getattr(error, 'stderr', error)}"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
-        ip("netns", "add", spaces[1])
-        ip("link", "add", CABLES[0], "netns", spaces[0], "type", "veth", "peer", "name", CABLES[1], "netns", spaces[1])
-        for index, address in enumerate((HEAD, WORKER)):
-            ip("-n", spaces[index], "link", "set", "lo", "up")
-            ip("-n", spaces[index], "addr", "add", f"{address}/24", "dev", CABLES[index])
+        (cable if count == 2 else switch_and_mesh)(nodes, switch)
+        for index, _ in enumerate(spaces):
+            nodes.ip(index, "link", "set", "lo", "up")
+            nodes.ip(index, "addr", "add", f"{ADDRESSES[index]}/24", "dev", CABLES[index])
             nodes.link(index, "up", "mtu", "9000")
         start_sshds(nodes)
         yield nodes
@@ -204,5 +225,29 @@ def made(work):
         for server in nodes.servers:
             server.terminate()
             server.wait(20)
-        for space in spaces:
+        if own:
+            subprocess.run([IP, "link", "del", CABLES[0]], check=False, capture_output=True)
+        for space in filter(None, (*spaces, switch)):
             subprocess.run([IP, "netns", "del", space], check=False, capture_output=True)
+
+
+def cable(nodes, _switch):
+    """Connect two namespaces directly."""
+    peer = ("peer", "name", CABLES[1], "netns", nodes.spaces[1])
+    nodes.ip(0, "link", "add", CABLES[0], "type", "veth", *peer)
+
+
+def switch_and_mesh(nodes, switch):
+    """Connect all namespaces by a bridge, and each two by a veth pair: mesh01 in the first goes to mesh10."""
+    ip("-n", switch, "link", "add", "switch", "mtu", "9000", "type", "bridge")
+    ip("-n", switch, "link", "set", "switch", "up")
+    for index, _ in enumerate(nodes.spaces):
+        nodes.ip(index, "link", "add", CABLES[index], "type", "veth", "peer", "name", f"port{index}", "netns", switch)
+        ip("-n", switch, "link", "set", f"port{index}", "mtu", "9000", "master", "switch", "up")
+        for other in range(index):
+            ends = {index: f"mesh{index}{other}", other: f"mesh{other}{index}"}
+            peer = ("peer", "name", ends[other], "netns", nodes.spaces[other])
+            nodes.ip(index, "link", "add", ends[index], "type", "veth", *peer)
+            for end, name in ends.items():
+                nodes.ip(end, "addr", "add", f"10.77.{10 * other + index}.{end + 1}/24", "dev", name)
+                nodes.ip(end, "link", "set", name, "mtu", "9000", "up")

@@ -23,7 +23,7 @@ CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 @task(
     example="./inv cluster.discover --nodes local,spark-2",
     nodes="names for ssh, the head first; local is this machine",
-    device="docker, or embedded: vLLM's CPU build",
+    device="docker, docker-cpu (a container without a GPU), or embedded: vLLM's CPU build",
     folder="absolute path of the checkout on the other machines; default: this one's path",
     file="write the proposal there; default: print it",
     replace="overwrite the file",
@@ -38,8 +38,8 @@ def cluster_discover(
     from sparkforge.core import paths
     from sparkforge.serve.cluster import check, config
 
-    if device not in ("docker", "embedded"):
-        raise UsageError(f"--device {device} has no meaning", "it is docker or embedded", "--device docker")
+    if device not in ("docker", "docker-cpu", "embedded"):
+        raise UsageError(f"--device {device} has no meaning", "it is docker, docker-cpu or embedded", "--device docker")
     target = Path(caller_path(file)) if file else None
     if target and target.exists() and not replace:
         raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
@@ -101,8 +101,8 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
     node's part ends, the others end within 30 seconds and say which it was; a process on this machine then starts all
     of them again, after the pauses and up to the number of failures of a single machine's server. --no-restart leaves
-    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified: no container
-    of a cluster was ever started.
+    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified: answers
+    of a cluster of containers.
     """
     from sparkforge.serve.cluster import keep, start
 

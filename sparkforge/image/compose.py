@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
 STACK = "SPARKFORGE_STACK"
 CLUSTER = "docker-compose.cluster.yml"  # behind the others: one node's part of a model over several machines
+CLUSTER_CPU = "docker-compose.cluster.cpu.yml"  # behind that: a node without RDMA and GPU
 OVERRIDE = "docker-compose.override.yml"  # Compose reads it by itself only where no file is named
 CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
@@ -53,12 +54,12 @@ def files() -> list[Path]:
     return chosen
 
 
-def compose(*arguments: str | Path, file: Path | None = None, cluster: bool = False) -> list[str | Path]:
+def compose(*arguments: str | Path, file: Path | None = None, more: Sequence[str] = ()) -> list[str | Path]:
     """Return the arguments of `docker` for a Compose command on our files, or on `file` alone.
 
-    With `cluster` our files are those of a node of a cluster.
+    `more` are further files of the checkout, behind ours and the user's.
     """
-    chosen = [file] if file else [*files(), *([paths.ROOT / CLUSTER] if cluster else [])]
+    chosen = [file] if file else [*files(), *(paths.ROOT / name for name in more)]
     file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
 
@@ -139,14 +140,14 @@ def up(
     tell: Callable[[str], None],
     file: Path | None = None,
     *,
-    cluster: bool = False,
+    more: Sequence[str] = (),
 ) -> None:
     """Create and start the service's container; the image must be there. Output goes to `log`.
 
-    `file` is a resolved project to start in place of our files; with `cluster` it is a node of a cluster.
+    `file` is a resolved project to start in place of our files; `more` are further ones of the checkout behind them.
     """
-    arguments = compose("up", "--detach", "--no-build", SERVICE, file=file, cluster=cluster)
-    docker_logged(arguments, log, tell, env if cluster else _named(env))
+    arguments = compose("up", "--detach", "--no-build", SERVICE, file=file, more=more)
+    docker_logged(arguments, log, tell, env if more else _named(env))
 
 
 def stop(env: Mapping[str, str]) -> None:

@@ -160,6 +160,9 @@ def objections(model: Architecture, nodes: int, way: Way) -> tuple[str, ...]:
         and nodes % model.kv_heads,
         f"{model.experts} experts are no multiple of {nodes}": way == "expert" and model.experts % nodes,
         f"{model.layers} layers are fewer than {nodes}": way == "pipeline" and model.layers < nodes,
+        # vLLM 0.32.0, models/gpt_oss.py:390, compares with all processes, those of a pipeline too.
+        f"an intermediate size of {model.intermediate} is no multiple of {nodes}": way != "replicas"
+        and model.intermediate % nodes,
     }
     return tuple(objection for objection, applies in against.items() if applies)
 

@@ -191,17 +191,20 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
     return server
 
 
-def start_part(env: Mapping[str, str], project: Mapping[str, Any], host: str, port: int) -> Server:
+def start_part(
+    device: str, env: Mapping[str, str], project: Mapping[str, Any], host: str, port: int, more: Sequence[str]
+) -> Server:
     """Start the head's part of a cluster, which listens on the machine's own `host` and `port`; return it once proved.
 
-    `project` is what Compose resolves. Raises as `up` does; whenever it raises, the container is stopped, not removed.
+    `project` is what Compose resolves from our files and `more`. Raises as `up` does; whenever it raises, the container
+    is stopped, not removed.
     """
     part, key_file = project["services"][SERVICE], docker_compose.key_file_of(project)
     if key_file:
         access.read_key(Path(key_file), private=False)
     environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
     service = Service(str(part["image"]), environment[docker_compose.STACK], host, port, 1, environment, key_file)
-    return _start("docker", env, service, lambda _: None, cluster=True)
+    return _start(device, env, service, lambda _: None, more=more)
 
 
 def start_again(start: KnownGood, steps: Steps) -> Server:
@@ -286,17 +289,13 @@ def _start(
     service: Service,
     tell: Callable[[str], None],
     file: Path | None = None,
-    *,
-    cluster: bool = False,
+    more: Sequence[str] = (),
 ) -> Server:
-    """Start the service of our Compose files, or of `file`, and return the server that proved itself.
-
-    With `cluster` it is the head's part of a cluster.
-    """
+    """Start the service of our Compose files and `more`, or of `file`, and return the server that proved itself."""
     try:
         paths.secure_state()
         write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
-        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file, cluster=cluster)
+        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file, more=more)
         with engine.connected() as client:
             container = _find_container(client)
             container_settings = settings.read(service.environment)

@@ -136,6 +136,7 @@ class _Keeper:
         if trouble and not self.trouble:
             self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
             print(f"memory guard: {trouble.why}; the server is ended", flush=True)
+            _send(self._server, signal.SIGURG)  # ignored by all but serve/cluster/watch.py, which tells the other nodes
             _send(self._server, signal.SIGTERM)
         if self.trouble and ((trouble and trouble.now) or now - self._since > self._grace):
             with suppress(ProcessLookupError, PermissionError):  # what left the group is ended afterwards

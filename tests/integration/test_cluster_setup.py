@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import contextmanager
 
 import cluster_hosts
 import pytest
@@ -92,6 +93,25 @@ def test_a_setup_that_is_refused_or_killed_goes_on_and_is_undone(hosts, config):
     assert worker.addresses("link1") == ([f"{ADDRESSES[1]}/24"], 9000)
     assert head.inv("cluster.restore", "--config", config, "--yes").returncode == 0
     assert states(hosts) == before
+
+
+@pytest.mark.needs("NetworkManager", "dbus-daemon", "nmcli")
+def test_networkmanager_takes_the_connections_and_gives_them_back(tmp_path):
+    with contextmanager(cluster_hosts.made)(tmp_path, network_manager=True) as hosts:
+        head = hosts[0]
+        config, before = cluster_hosts.config(hosts), states(hosts)
+        done = head.inv("cluster.setup", "--config", config, "--yes")
+        assert done.returncode == 0, done.stderr
+        for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
+            assert host.addresses(link) == ([f"{address}/24"], 9000)
+            active = host.run("nmcli", "--terse", "--fields", "DEVICE,STATE,CONNECTION", "device").stdout
+            assert f"{link}:connected:sparkforge-cluster-{link}" in active.splitlines()
+        configured = states(hosts)
+        assert "nothing to change" in head.inv("cluster.setup", "--config", config, "--yes").stderr
+        assert states(hosts) == configured
+        restored = head.inv("cluster.restore", "--config", config, "--yes")
+        assert restored.returncode == 0, restored.stderr
+        assert states(hosts) == before
 
 
 def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts, config, tmp_path):

@@ -231,7 +231,10 @@ def restore(options: Answer) -> Answer:
             put_interface_back(name, saved)
         if kept:
             entries = [entry for entry in record["entries"] if entry["path"] in kept]
-            write_record(root, {"state": "begun", "entries": entries, "kernel": {}, "interfaces": {}})
+            manager = record.get("manager", "")
+            # A network file that stays gives the interfaces their addresses again; the next restore takes them away.
+            left = {"entries": entries, "kernel": {}, "interfaces": record["interfaces"]}
+            write_record(root, {"state": "begun", "manager": manager, **left})
         else:
             (root / RECORD).unlink()
         return {"undone": names, "kept": kept}

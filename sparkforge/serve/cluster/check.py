@@ -9,10 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkforge import pins
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError, UsageError
-from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import table as models
 from sparkforge.pins import locks
 from sparkforge.plan import architecture, choose
@@ -28,7 +26,6 @@ from validate.report import MARKS, one_line
 # Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
 # stops them. One such port stands for all.
 CHOSEN_PORT = 47_113
-SERVED = {"docker": "gpt-oss-120b", "embedded": settings.TINY_ID}
 
 
 def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[dict[str, NodeFacts], ClusterConfig]:
@@ -85,21 +82,19 @@ def look(config: ClusterConfig) -> Situation:
     answers = remote.on_all(config.nodes, lambda node: facts.ask(node, _options(config, node)))
     known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
-    stack = pins.load().devices.get(config.device, pins.load().default)
     return Situation(
         config,
         known,
         errors,
         dict(_reaches(config, known)),
-        nccl=_nccl(stack),
+        nccl=_nccl(config.stack),
         model=_model(config),
-        head=_head_format(config, stack),
+        head=_head_format(config),
     )
 
 
 def _options(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
-    stack = pins.load().devices.get(config.device, pins.load().default)
-    image = "" if config.device == EMBEDDED else f"sparkforge/vllm:{stack}"
+    image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
     return {"ports": config.ports(node), "model": config.model, "image": image}
 
 
@@ -140,18 +135,19 @@ def _nccl(stack: str) -> str:
 def _model(config: ClusterConfig) -> Architecture | None:
     """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
     known = models.load()
-    name = Path(config.model).name if config.model else SERVED[config.device]
+    served = "gpt-oss-120b" if config.has_gpus else settings.TINY_ID
+    name = Path(config.model).name if config.model else served
     try:
         return architecture.parse(known[name].config, name) if name in known else architecture.read(Path(config.model))
     except InputError:
         return None
 
 
-def _head_format(config: ClusterConfig, stack: str) -> str:
-    rows = choose.read_profiles(profiles.load(stack=stack))
-    name = config.profile or settings.DEFAULTS["embedded" if config.device == EMBEDDED else "spark"][0]
+def _head_format(config: ClusterConfig) -> str:
+    rows = choose.read_profiles(profiles.load(stack=config.stack))
+    name = config.profile or settings.DEFAULTS["spark" if config.has_gpus else "embedded"][0]
     if name not in rows:
-        profiles.named(name, stack=stack)
+        profiles.named(name, stack=config.stack)
     return rows[name].dense.head
 
 

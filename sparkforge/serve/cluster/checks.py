@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 
-from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.errors import RefusalError, SparkforgeError
 from sparkforge.plan import cluster as plan
 from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
+from sparkforge.serve.cluster import discover
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
 from validate.checks.finding import CheckResult, Finding, Status, failed, judged, passed, warned
@@ -118,13 +119,13 @@ def _same(situation: Situation, name: str, fact: str) -> CheckResult:
 
 
 def _on_gpus(judge: ClusterJudge) -> ClusterJudge:
-    """Skip a check on the embedded device, which has neither GPU nor image."""
+    """Skip a check on a device without GPUs."""
 
     def only(situation: Situation) -> CheckResult:
         """Judge if there are GPUs."""
-        if situation.config.device == "docker":
+        if situation.config.has_gpus:
             return judge(situation)
-        return CheckResult(Status.SKIPPED, "the embedded device has none")
+        return CheckResult(Status.SKIPPED, f"the device {situation.config.device} has none")
 
     return only
 
@@ -173,8 +174,9 @@ def _drivers(situation: Situation) -> CheckResult:
     "All nodes have the same image, by its id.",
     "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node",
 )
-@_on_gpus
 def _images(situation: Situation) -> CheckResult:
+    if not situation.config.in_containers:
+        return CheckResult(Status.SKIPPED, "the embedded device has none")
     return _same(situation, "the image", "image")
 
 
@@ -202,6 +204,26 @@ def _link(situation: Situation) -> CheckResult:
             has = ", ".join(interface.hosts) or "no address"
             problems.append(f"{node.interface} of {node.name} has {has}, not {node.address}")
     return judged(not problems, "; ".join(problems) or "up on every node")
+
+
+@add(
+    "cables",
+    "In a mesh every two nodes share a cable's subnet; in a ring each node shares one with two others.",
+    "connect the cable, give both ends addresses of its own subnet, then ./inv cluster.discover",
+)
+def _cables(situation: Situation) -> CheckResult:
+    wanted = situation.config.topology
+    if wanted not in ("mesh", "ring"):
+        return passed("all nodes share one network")
+    if len(situation.facts) < len(situation.config.nodes):
+        return failed("not every node answered")
+    try:
+        topology, _ = discover.shape(situation.facts)
+    except RefusalError as error:
+        return failed(error.why)
+    return judged(
+        topology == wanted, topology if topology == wanted else f"they are connected as {topology}, not as {wanted}"
+    )
 
 
 @add(
@@ -386,6 +408,12 @@ def _split(situation: Situation) -> CheckResult:
         (config.pipeline, "pipeline"),
     ]
     problems = [objection for count, way in ways if count > 1 for objection in plan.objections(model, count, way)]
+    if min(config.tensor, config.pipeline) > 1 and model.intermediate % len(config.nodes):
+        problems.append(f"an intermediate size of {model.intermediate} is no multiple of {len(config.nodes)}")
+    if (
+        config.pipeline > 1 and not config.has_gpus
+    ):  # the second node's buffers are never made: gpu_model_runner.py:5801
+        problems.append("vLLM's CPU build serves no pipeline; replicas can be any number")
     if situation.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
         columns = model.vocab // config.tensor
         problems.append(f"an LM head in {situation.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")

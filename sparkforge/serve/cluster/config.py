@@ -14,6 +14,7 @@ from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
+from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
 
 FILE = "cluster.toml"
 BALANCER = "balancer"
@@ -59,8 +60,8 @@ class ClusterConfig(Record):
 
     schema_: Literal[1] = Field(alias="schema")
     mode: Literal["split", "replicas"] = "split"
-    engine: Literal["native"] = "native"
-    device: Literal["docker", "embedded"] = "docker"
+    engine: Literal["native", "ray"] = "native"
+    device: Literal["docker", "docker-cpu", "embedded"] = "docker"
     topology: Topology = "two"
     model: str = ""
     profile: str = ""
@@ -85,6 +86,8 @@ class ClusterConfig(Record):
                 raise ValueError(f"two nodes have the same {what_for}")
         if self.mode == "replicas":
             self._fits_replicas()
+            if self.engine != "native":
+                raise ValueError("replicas share nothing: engine is native")
         elif self.tensor * self.pipeline != len(self.nodes):
             split = f"tensor {self.tensor} x pipeline {self.pipeline}"
             raise ValueError(f"{split} is not the number of nodes, {len(self.nodes)}: each has one GPU")
@@ -97,12 +100,27 @@ class ClusterConfig(Record):
     def _fits_replicas(self) -> None:
         if (self.tensor, self.pipeline, self.expert) != (1, 1, False):
             raise ValueError("replicas share no layer: tensor and pipeline are 1, expert is false")
-        if self.device != "embedded":
+        if self.in_containers:
             raise ValueError("replicas are built for the embedded device only, so far")
         if not self.key_file:
             raise ValueError("replicas need key_file: their servers listen on the control network")
         if any(node.name == BALANCER for node in self.nodes):
             raise ValueError(f"no node of replicas may be called {BALANCER}: it is the endpoint's name")
+
+    @property
+    def in_containers(self) -> bool:
+        """Tell whether each node's part is a container; else it is a process of the embedded device."""
+        return self.device != EMBEDDED
+
+    @property
+    def has_gpus(self) -> bool:
+        """Tell whether the parts compute on GPUs, between which NCCL and RDMA carry the model; else Gloo does."""
+        return self.device == DOCKER
+
+    @property
+    def stack(self) -> str:
+        """Return the stack that serves."""
+        return stack_of(self.device)
 
     @property
     def head(self) -> ClusterNode:
@@ -149,8 +167,8 @@ def text(config: ClusterConfig) -> str:
 
 COMMENTS = {
     "mode": "split: one model over all nodes; replicas: a server on each node behind one endpoint",
-    "engine": "vLLM's own multi-node engine",
-    "device": "docker, or embedded: vLLM's CPU build",
+    "engine": "native: vLLM's own multi-node engine; ray: started by hand, with what cluster.up prints",
+    "device": "docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container",
     "topology": "two, switch, mesh (three nodes) or ring",
     "model": "a folder, the same on every node; empty: what the device serves by itself",
     "profile": "a table of sparkforge/serve/profiles.toml; empty: the device's own",

@@ -1,6 +1,7 @@
-"""A node's part of a cluster in a container: what node.py does on the device `docker`, on that node.
+"""A node's part of a cluster in a container: what node.py does on `docker` and `docker-cpu`, on that node.
 
-Compose starts it from the files of one machine and docker-compose.cluster.yml behind them. Each function takes the
+Compose starts it from the files of one machine, docker-compose.cluster.yml behind them, and without GPUs
+docker-compose.cluster.cpu.yml behind that. Each function takes the
 cluster's configuration and the node, as on the embedded device. Not verified on a DGX Spark.
 """
 
@@ -16,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.documents import parse_json
@@ -42,11 +42,13 @@ UNLIMITED = -1
 # A container's codes after an end that somebody asked for, as supervise.py gives them.
 ASKED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 DEAD = ("exited", "dead")
+NAMED = (docker_compose.CLUSTER,)  # for commands on a container that is there, which read nothing else of the files
 
 
-def stack_of(config: ClusterConfig) -> str:
-    """Return the stack whose image serves."""
-    return pins.load().devices.get(config.device, pins.load().default)
+def files(config: ClusterConfig) -> tuple[str, ...]:
+    """Return the Compose files of a node, behind those of one machine."""
+    more = () if config.has_gpus else (docker_compose.CLUSTER_CPU,)
+    return (docker_compose.CLUSTER, *more)
 
 
 def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict[str, str]:
@@ -65,7 +67,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
         listen=is_head,
     )
     return {
-        **container.variables(config.model, config.profile, config.port, key_file, stack=stack_of(config)),
+        **container.variables(config.model, config.profile, config.port, key_file, stack=config.stack),
         **engine.environment(config, node),
         container.FLAGS: shlex.join(flags),
         entrypoint.CLUSTER: json.dumps(watching),
@@ -81,19 +83,16 @@ def validate(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
     launch.refuse_second()
     env = variables(config, node)
     once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY"]
-    problems = rdma_problems(
-        parse_json(
-            docker(docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, cluster=True), env=env),
-            f"what the container of {node.name} says",
-        )
-    )
-    if problems:
-        fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, with memlock unlimited"
-        why = "; ".join(problems)
-        raise RefusalError(f"the container of {node.name} has no RDMA", why, fix, code="validation.cluster")
+    if config.has_gpus:
+        look = docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, more=files(config))
+        problems = rdma_problems(parse_json(docker(look, env=env), f"what the container of {node.name} says"))
+        if problems:
+            fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, with memlock unlimited"
+            why = "; ".join(problems)
+            raise RefusalError(f"the container of {node.name} has no RDMA", why, fix, code="validation.cluster")
     log = paths.state() / "logs" / "cluster.validate.log"
     try:
-        docker_logged(docker_compose.compose(*once, SERVICE, "validate", cluster=True), log, lambda _: None, env)
+        docker_logged(docker_compose.compose(*once, SERVICE, "validate", more=files(config)), log, lambda _: None, env)
     except EngineError as error:
         if error.code != "engine.failed":
             raise
@@ -123,7 +122,7 @@ def begin(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
     log = paths.state() / "logs" / "compose.log"
     env, started = variables(config, node, token), time.time()
-    docker_compose.up(env, log, lambda _: None, cluster=True)
+    docker_compose.up(env, log, lambda _: None, more=files(config))
     server = Server(
         pid=0,
         started=started,
@@ -148,31 +147,34 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     """
     env = variables(config, node, token)
     document = parse_json(
-        docker(docker_compose.compose("config", "--format", "json", cluster=True), env=env), "Compose"
+        docker(docker_compose.compose("config", "--format", "json", more=files(config)), env=env), "Compose"
     )
-    server = container.start_part(env, document, launch.LOOPBACK, config.port)
+    server = container.start_part(config.device, env, document, launch.LOOPBACK, config.port, files(config))
+    answer = {"url": server.url, "model": server.model_id, "proof": server.proof}
+    if not config.has_gpus:
+        return answer
     carried = transport(log_text())
     if carried.tcp:
         keep_log()
         launch.stop()  # not `down`: this process has the lock of a start, and would ask itself to end
         fix = "./inv cluster.check; ./inv cluster.logs shows why"
         raise ServerError("NCCL took TCP in place of RDMA", carried.in_words, fix, code="server.cluster")
-    return {"url": server.url, "model": server.model_id, "proof": server.proof, "transport": carried.in_words}
+    return {**answer, "transport": carried.in_words}
 
 
 def identity() -> str:
     """Return the id of this checkout's container, running or not; empty for none."""
-    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, cluster=True)).strip()
+    return docker(docker_compose.compose("ps", "--all", "--quiet", SERVICE, more=NAMED)).strip()
 
 
 def log_text() -> str:
     """Return what the container printed; empty if there is none."""
-    return docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, cluster=True))
+    return docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=NAMED))
 
 
 def status() -> dict[str, Any]:
     """Say whether this node's container runs, and if it has ended, how, and whether somebody asked for it."""
-    text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, cluster=True)).strip()
+    text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=NAMED)).strip()
     if not text:
         return {"state": "stopped"}
     entry = json.loads(text.splitlines()[0])
@@ -207,7 +209,7 @@ def keep_log() -> None:
 def down() -> dict[str, Any]:
     """Stop and remove this node's container."""
     keep_log()
-    docker(docker_compose.compose("down", cluster=True))
+    docker(docker_compose.compose("down", more=NAMED))
     record.begun_path().unlink(missing_ok=True)
     record.forget()
     return {"state": "stopped the container"}

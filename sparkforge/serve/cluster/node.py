@@ -255,7 +255,7 @@ ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
 
 
 def in_container(request: NodeRequest) -> dict[str, Any]:
-    """Do what is asked for on the device docker. Raises InputError for what only the embedded device has."""
+    """Do what is asked for where the parts are containers. Raises InputError for what only the embedded device has."""
     config, node = request.config, request.node
     match request.action:
         case "validate":
@@ -291,7 +291,7 @@ def main() -> int:
             raise InputError("the request is malformed", why, fix)
         paths.secure_state()
         with interrupt.caught():
-            answer = (in_container if request.config.device == "docker" else ACTIONS[request.action])(request)
+            answer = (in_container if request.config.in_containers else ACTIONS[request.action])(request)
     except SparkforgeError as error:
         show_error(error)
         answer = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}

@@ -31,6 +31,7 @@ from typing import Any
 HEADERS = 28  # bytes of an IPv4 and a UDP header
 EDGE = 1 << 20  # bytes at both ends of a file that its fingerprint reads
 IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: do not fragment, whatever the kernel knows of the path
+COMPARED = (".safetensors", ".json")  # suffixes of the files that all nodes must have alike
 CONNECT_SECONDS = 3.0
 ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
 ECHO_SECONDS = 2.0  # for all of them, and again for late ones
@@ -172,7 +173,7 @@ def is_taken(port: int) -> bool:
 def fingerprint(folder: Path) -> str:
     """Return a hash of the names, sizes and both ends of a model's files: 65 GB are not read for it."""
     digest = hashlib.sha256()
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in (".safetensors", ".json"))
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in COMPARED)
     if not files:
         raise ValueError(f"{folder} holds no safetensors and no json")
     for file in files:

@@ -13,7 +13,7 @@ from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
-from sparkforge.serve.cluster import balancer, check, remote
+from sparkforge.serve.cluster import balancer, check, engine, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.node import LINES
 
@@ -21,7 +21,7 @@ MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
 VALIDATE_SECONDS, BEGIN_SECONDS = 1200.0, 300.0  # the environment may have to be made, and a container's numerics run
 # An embedded server; and 65 GB from a disk with 25 minutes of compiling, as serve/container.py allows.
-START_SECONDS = {"embedded": 1200.0, "docker": 3900.0}
+START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
 ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
 REPLICA_SECONDS = 1200.0
 
@@ -34,6 +34,11 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
     _refuse_access(os.environ)
+    if config.engine == "ray":
+        why = "\n        ".join(
+            ("vLLM's CPU build refuses Ray, and the default image has none; by hand:", *engine.by_hand(config))
+        )
+        raise UsageError("cluster.up does not start Ray", why, 'engine = "native" in cluster.toml')
     steps, token = Steps(4), secrets.token_hex(16)
     if config.mode == "replicas" and not config.head.ssh:
         balancer.program()  # known at once, not after minutes
@@ -96,7 +101,7 @@ def show_measured(answer: Mapping[str, Any]) -> None:
 
 
 def _require_embedded(config: ClusterConfig) -> None:
-    if config.device != "embedded":
+    if config.in_containers:
         why = "it runs in the interpreter that serves without a container"
         raise UsageError(f"device {config.device} cannot be measured", why, "docs/guide/two-machines.md, State")
 

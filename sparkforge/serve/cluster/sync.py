@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import Field
 
-from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
@@ -32,7 +31,7 @@ from sparkforge.core.process import run
 from sparkforge.core.tables import Record
 from sparkforge.models.hub import WANTED
 from sparkforge.models.hub_source import NOTE
-from sparkforge.serve.cluster import remote, sums
+from sparkforge.serve.cluster import probe, remote, sums
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.setup import HOSTS, KEY, all_of
 
@@ -73,6 +72,9 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     if not folder:
         fix = "./inv cluster.sync --model /models/gpt-oss-120b, or model in cluster.toml"
         raise UsageError("no model is named", "cluster.toml names none", fix)
+    if not folder.startswith("/"):  # it would be relative to another folder on each node, and no shell expands a ~
+        fix = f'model = "{paths.typed(folder).absolute()}"   # in cluster.toml'
+        raise UsageError(f"the model {folder} is no absolute path", "it names a folder on every node", fix)
     here = _head_files(config.head, folder)
     total = sum(file.size for file in here.files.values())
     say(f"{config.head.name} has {len(here.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
@@ -97,6 +99,7 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, here: NodeFil
     sizes = {name: file.size for name, file in here.files.items()}
     there = _list(node, folder, sizes=sizes)
     different = _different(here, there)
+    _refuse_others(node, here, there)
     missing = sum(max(0, sizes[name] - _size(there, name)) for name in different)
     if not different and there.whole:
         say(f"{node.name}: has every file already")
@@ -130,12 +133,21 @@ def _different(here: NodeFiles, there: NodeFiles) -> list[str]:
     return [name for name, file in here.files.items() if there.files.get(name) != file]
 
 
+def _refuse_others(node: ClusterNode, here: NodeFiles, there: NodeFiles) -> None:
+    """Raise InputError for files that the head lacks and that `cluster.check` compares."""
+    if others := sorted(name for name in there.files.keys() - here.files.keys() if name.endswith(probe.COMPARED)):
+        why = f"{', '.join(others)} in {there.place}: cluster.check compares these too"
+        fix = f"remove it on that node: cd {shlex.quote(there.place)} && rm {shlex.join(others)}; then {AGAIN}"
+        raise InputError(f"{node.name} has files that the head lacks", why, fix, code="input.model")
+
+
 def _size(files: NodeFiles, name: str) -> int:
     return files.files[name].size if name in files.files else 0
 
 
 def _list(node: ClusterNode, folder: str, **more: Any) -> NodeFiles:
-    options = {"mode": "list", "folder": folder, "patterns": [*WANTED, NOTE], **more}
+    patterns = [*WANTED, *(f"*{suffix}" for suffix in probe.COMPARED)]
+    options = {"mode": "list", "folder": folder, "patterns": patterns, **more}
     return NodeFiles.model_validate(_program(node, options))
 
 
@@ -217,10 +229,9 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
 
     Raises UsageError on the embedded device, InputError if the head has no image, IntegrityError, NetworkError.
     """
-    if config.device != "docker":
+    if not config.in_containers:
         raise UsageError("there is no image to send", f"device {config.device} has none", "leave --image out")
-    stack = pins.load().devices.get(config.device, pins.load().default)
-    name = f"sparkforge/vllm:{stack}"
+    name = f"sparkforge/vllm:{config.stack}"
     wanted = image_id(config.head, name)
     if not wanted:
         raise InputError(f"{config.head.name} has no image {name}", "docker lists none", "./inv build, on the head")

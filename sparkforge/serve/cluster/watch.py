@@ -32,6 +32,7 @@ TURN_SECONDS = 0.2
 LONGEST_LINE = 4096  # bytes; a longer one is not of ours
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
+MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which whoever does not know it ignores
 STOPPED = "it was stopped"  # by a signal: somebody's wish, or a machine that shuts down in order
 END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
@@ -179,6 +180,8 @@ def run(options: argparse.Namespace, token: str) -> int:
     """Run the command to its end, or until another node ends it; return the exit code."""
     watch = NodeWatch(options, token)
     stopped: list[int] = []
+    short: list[int] = []
+    signal.signal(signal.SIGURG, lambda received, _frame: short.append(received))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopped.append(received))
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
@@ -187,7 +190,7 @@ def run(options: argparse.Namespace, token: str) -> int:
     while child.poll() is None:
         if stopped and not passed_on:
             passed_on = True
-            watch.tell(options.node, STOPPED)
+            watch.tell(options.node, MEMORY if short else STOPPED)
             child.send_signal(stopped[0])
         if loss := loss or (None if passed_on else watch.turn()):
             break

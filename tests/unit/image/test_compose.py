@@ -388,6 +388,20 @@ def test_a_node_of_a_cluster_loosens_these_keys_of_the_server_and_nothing_else(s
     assert {value for name, value in own.items() if not name.startswith("NCCL_DEBUG")} == {None}  # only if set outside
 
 
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device == "cpu"])
+def test_a_node_without_rdma_loosens_its_network_and_restarts_only(stack):
+    alone, node = resolve(stack), resolve(stack, compose.CLUSTER, compose.CLUSTER_CPU)
+    server, expected = node["services"].pop("vllm"), alone["services"].pop("vllm")
+    loosened = {key: LOOSENED[key] for key in ("network_mode", "networks", "ports", "restart")}
+    for key in ("devices", "ulimits"):
+        assert not server.pop(key)
+        assert key not in expected
+    environment = {name: value for name, value in server.pop("environment").items() if name in expected["environment"]}
+    assert environment == expected.pop("environment")
+    assert server == {**expected, **loosened}
+    assert node == alone
+
+
 def test_each_loosened_key_has_its_reason_above_it():
     lines = (ROOT / compose.CLUSTER).read_text(encoding="utf-8").splitlines()
     above = {line.strip().partition(":")[0]: lines[number - 1].strip() for number, line in enumerate(lines)}

@@ -78,7 +78,14 @@ def test_the_published_gain_and_winner_are_near_the_computed_ones():
 
 @pytest.mark.parametrize(
     ("nodes", "way", "words"),
-    [(3, "tensor", "64 heads"), (3, "expert", "128 experts"), (64, "pipeline", "36 layers"), (2, "tensor", "")],
+    [
+        (3, "tensor", "64 heads"),
+        (3, "expert", "128 experts"),
+        (64, "pipeline", "36 layers"),
+        (7, "pipeline", "size of 2880"),
+        (3, "pipeline", ""),
+        (2, "tensor", ""),
+    ],
 )
 def test_a_model_that_cannot_be_split_so_says_why(nodes, way, words):
     assert words in " ".join(cluster.objections(BIG, nodes, way))

@@ -28,7 +28,7 @@ from sparkforge.core import files
 from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.paths import ROOT
 from sparkforge.pins import patched
-from sparkforge.serve import access, entrypoint, settings
+from sparkforge.serve import access, entrypoint, restarts, settings
 from sparkforge.serve import health as healthy
 from sparkforge.serve.cluster import watch
 from sparkforge.serve.command_line import ServerCommand
@@ -552,3 +552,6 @@ def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port)
         out, _ = child.communicate(timeout=60)
     assert child.returncode == watch.ENDED
     assert "node worker ended this node's part of the server" in out
+    assert not (
+        Path(container.environ["SPARKFORGE_STATE"]) / restarts.NAME
+    ).exists()  # cluster.up's keeper counts the failures of all

@@ -67,6 +67,7 @@ BROKEN = [
     ("link", lambda s: nodes(s, address="192.168.177.99"), "not 192.168.177.99"),
     ("control-network", lambda s: nodes(s, interface="wlP9s9", address="192.168.0.32"), "WiFi carries"),
     ("control-network", lambda s: nodes(s, interface=HALF, address="192.168.178.12"), "2 subnets"),
+    ("cables", lambda s: replace(s, config=s.config.model_copy(update={"topology": "mesh"})), "as two, not as mesh"),
     ("rdma", lambda s: nodes(s, hcas=()), "NCCL takes TCP"),
     ("rdma", lambda s: nodes(s, hcas=("mlx5_0",)), "spark2 has no mlx5_0"),
     ("rdma", lambda s: device(s, "rocep1s0f1", state="DOWN"), "rocep1s0f1 of spark2 is DOWN"),
@@ -156,3 +157,19 @@ def test_the_embedded_device_is_not_asked_for_gpus(healthy):
     assert {f.check: f.status for f in checks.evaluate(situation) if f.check in ("drivers", "images", "rdma")} == (
         dict.fromkeys(("drivers", "images", "rdma"), Status.SKIPPED)
     )
+    containers = replace(situation, config=situation.config.model_copy(update={"device": "docker-cpu"}))
+    assert {f.check: f.status for f in checks.evaluate(containers) if f.check in ("drivers", "images", "rdma")} == {
+        "drivers": Status.SKIPPED, "images": Status.FAIL, "rdma": Status.SKIPPED,
+    }  # fmt: skip
+
+
+def test_the_size_of_an_expert_is_split_by_all_nodes_of_both_ways(healthy):
+    def split(intermediate):
+        model = replace(healthy.model, intermediate=intermediate)
+        settings = healthy.config.model_copy(update={"pipeline": 2, "nodes": healthy.config.nodes * 2})
+        return finding(replace(healthy, model=model, config=settings), "split")
+
+    assert split(2880).status is Status.PASS
+    cpu = healthy.config.model_copy(update={"device": "embedded", "pipeline": 2, "tensor": 1})
+    assert "no pipeline" in finding(replace(healthy, config=cpu), "split").evidence
+    assert "size of 2882 is no multiple of 4" in split(2882).evidence

@@ -87,6 +87,18 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     assert not record.begun_path().exists()
 
 
+def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_last(asked, config, docker_command):
+    cpu = config.model_copy(update={"device": "docker-cpu", "profile": "embedded"})
+    assert containers.validate(cpu, cpu.workers[0]) == {"verdict": "serve"}
+    (call,) = docker_command.calls
+    assert "cluster.yml --file" in call
+    assert call.endswith("docker-compose.cluster.cpu.yml run --rm --no-deps --no-TTY vllm validate")
+    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
+    containers.begin(cpu, cpu.workers[0], "t0")
+    assert "docker-compose.cluster.cpu.yml up --detach" in " ".join(docker_command.calls)
+    assert variables(docker_command)["SPARKFORGE_STACK"] == "embedded"
+
+
 def test_the_head_has_the_port_and_listens_to_its_workers(config):
     passed = containers.variables(config, config.head, "t0")
     flags = shlex.split(passed["VLLM_ARGS"])
@@ -115,7 +127,7 @@ def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(monkey
     project = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(file)}}}
     monkeypatch.setattr(container, "_start", lambda _device, _env, service, *_, **__: started.append(service.key_file))
     with nullcontext() if content else pytest.raises(StorageError):
-        container.start_part({}, project, "127.0.0.1", 8000)
+        container.start_part("docker", {}, project, "127.0.0.1", 8000, ())
     assert started == ([str(file)] if content else [])
 
 

@@ -126,7 +126,7 @@ nodes = [
     ("old", "new", "words"),
     [
         ("schema = 1", "schema = 2", "schema"),
-        ("schema = 1", 'schema = 1\nengine = "ray"', "native"),
+        ("schema = 1", 'schema = 1\nengine = "mpi"', "native"),
         ("schema = 1", "schema = 1\ntensor = 3", "not the number of nodes"),
         ("schema = 1", "schema = 1\nmaster_port = 8000", "must differ"),
         ("schema = 1", "schema = 1\nport = 80", "1024"),

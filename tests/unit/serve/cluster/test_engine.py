@@ -6,12 +6,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import launch
 from sparkforge.serve.cluster import check, discover, engine, node, remote, start
-from sparkforge.serve.cluster.config import ClusterNode
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import ServerCommand
 
 
@@ -26,6 +27,23 @@ def test_each_node_gets_its_rank_and_only_workers_are_headless(config):
     assert "--headless" not in head
     assert {"--node-rank=1", "--headless", "--master-addr=192.168.177.11"} < set(worker)
     assert "--enable-expert-parallel" in engine.arguments(config.model_copy(update={"expert": True}), config.head)
+
+
+def test_with_ray_the_start_is_refused_with_the_commands_of_every_node(config):
+    ray = config.model_copy(update={"engine": "ray", "model": "/models/gpt"})
+    with pytest.raises(UsageError, match="does not start Ray") as refused:
+        start.up(ray)
+    _, head, worker, vllm = refused.value.why.splitlines()
+    assert "ray start --head --port=29500 --node-ip-address=192.168.177.11" in head
+    assert "ray start --address=192.168.177.11:29500 --node-ip-address=192.168.177.12" in worker
+    assert "GLOO_SOCKET_IFNAME=enp1s0f1np1" in worker
+    flags = "--tensor-parallel-size=2 --pipeline-parallel-size=1 --distributed-executor-backend=ray --port=8000"
+    assert vllm.endswith(f"vllm serve /models/gpt {flags}")
+    assert not {"--headless", "--nnodes=2"} & set(engine.arguments(ray, ray.head))
+    with pytest.raises(ValidationError, match="engine is native"):
+        ClusterConfig.model_validate(
+            {**ray.model_dump(by_alias=True), "mode": "replicas", "device": "embedded", "tensor": 1, "key_file": "/k"}
+        )
 
 
 def test_a_worker_is_started_by_the_command_that_has_headless():

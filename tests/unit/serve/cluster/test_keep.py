@@ -117,11 +117,17 @@ def test_of_replicas_only_the_one_that_ended_is_started_again(stage):
     assert stage.done == ["renew spark2"]
 
 
-def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage):
+def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage, monkeypatch):
     changes = {"mode": "replicas", "tensor": 1, "key_file": "/key"}
     stage.config = stage.config.model_copy(update=changes)
-    stage.answers.update(spark=[RUNS, SILENT, SILENT, SILENT, STOPPED], spark2=[RUNS, DIED, RUNS, STOPPED])
-    stage.answers.update(balancer=[RUNS, RUNS, RUNS, STOPPED])
+    stage.answers.update(spark=[RUNS, SILENT], spark2=[RUNS, DIED], balancer=[RUNS])
+
+    def renew(_config, node):
+        stage.done.append(f"renew {node.name}")
+        stage.answers.update(spark=[STOPPED], spark2=[STOPPED], balancer=[STOPPED])
+
+    monkeypatch.setattr(start, "renew", renew)
+    monkeypatch.setattr(keep, "RETURN_SECONDS", 0)  # who waits for the machine that is gone gives up
     keep.keep(stage.config)
     assert stage.done == ["renew spark2"]
 

@@ -225,6 +225,16 @@ def test_a_second_time_changes_nothing_and_a_restore_gives_every_byte_back(root)
 
 
 @needs_keygen
+def test_a_restore_that_keeps_a_file_still_knows_what_configures_the_network(root, monkeypatch):
+    monkeypatch.setattr(change, "configure", lambda *_: None)
+    change.apply({**options(root), "manager": "netplan"})
+    ours = next(Path(entry["path"]) for entry in change.read_record(root)["entries"] if entry["kind"] == "file")
+    ours.write_text("network: {}  # of somebody else\n")
+    assert change.restore({"root": str(root)})["kept"] == [str(ours)]
+    assert change.read_record(root)["manager"] == "netplan"
+
+
+@needs_keygen
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_setup_killed_at_any_rename_goes_on_or_is_undone(root, monkeypatch, goes_on):
     """A kill is stood for by an exception that nothing catches, before and after each rename in turn."""

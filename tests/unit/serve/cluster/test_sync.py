@@ -166,6 +166,25 @@ def test_a_folder_without_a_model_is_refused(cluster, listed):
         sync.send_model(cluster)
 
 
+@pytest.mark.parametrize("folder", ["models/x", "~/models/x"])
+def test_a_model_that_is_another_folder_on_each_node_is_refused(cluster, listed, folder):
+    with pytest.raises(UsageError, match="no absolute path") as caught:
+        sync.send_model(cluster.model_copy(update={"model": folder}))
+    assert caught.value.fix.startswith('model = "/')
+
+
+def test_a_file_that_the_head_lacks_is_named(cluster, listed):
+    have, sent = listed
+    whole = have["head"]["files"]
+    have["worker"] = {**have["head"], "files": {**whole, "README.txt": {"size": 1, "sha256": "c"}}}
+    sync.send_model(cluster, "/models/x")  # which nothing compares
+    have["worker"]["files"] = {**whole, "old.json": {"size": 1, "sha256": "c"}}
+    with pytest.raises(InputError, match="worker") as caught:
+        sync.send_model(cluster, "/models/x")
+    assert "rm old.json" in caught.value.fix
+    assert sent == []
+
+
 def test_sums_of_a_fetched_model_are_read_and_not_computed(cluster, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkforge.serve import guard, supervise
 from sparkforge.serve.cluster import watch
 
 SECRET = "token-of-this-start"
@@ -23,7 +24,7 @@ def start(tmp_path, free_port):
     """Return a function: start a node's watch; its log and end file are in a folder of its name."""
     running, port = [], free_port()
 
-    def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20"):
+    def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
         folder = tmp_path / node
         folder.mkdir(exist_ok=True)
         words = list(
@@ -34,7 +35,7 @@ def start(tmp_path, free_port):
         words[words.index("--") : words.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
             environment = {**os.environ, watch.TOKEN: token}
-            process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(under(words), env=environment, stdout=log, stderr=log, start_new_session=True)
         running.append(process)
         process.folder, process.port = folder, port
         return process
@@ -73,7 +74,9 @@ def end(process):
 
 
 def child(process):
-    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(file.read_text, "it has no command")  # proc(5): a child can be missing for a moment
+    (pid,) = file.read_text().split()
     return int(pid)
 
 
@@ -105,6 +108,15 @@ def test_a_stop_ends_the_others_and_says_so(both):
     assert worker.wait(15) == 24
     assert end(worker)["why"] == "it was stopped"
     assert not (head.folder / "end.json").exists()
+
+
+def test_an_end_by_the_memory_guard_is_no_wish(start):
+    head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
+    wait_for(lambda: connected(head.port), "they do not meet")
+    head.send_signal(guard.TELL)
+    assert worker.wait(15) == 24
+    assert end(worker)["why"] == "its memory guard ended it"
+    assert head.wait(15) == 24
 
 
 def test_a_frozen_node_is_noticed(both):

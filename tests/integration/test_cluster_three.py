@@ -1,0 +1,163 @@
+"""Three network namespaces at a switch, with a cable between each two: discovery, checks, and a server on each.
+
+vLLM's CPU build serves no pipeline (docs/guide/two-machines.md, State), and nothing else splits a gpt-oss in three.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import cluster_nodes as namespaces
+import pytest
+
+from sparkforge.core.process import session_members, with_variable
+from sparkforge.serve import record
+from sparkforge.serve.cluster import config
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd"), pytest.mark.timeout(300)]
+NODES = ",".join(f"root@{address}" for address in namespaces.ADDRESSES)
+KEY = "key-of-the-replicas"
+ASK = """
+import http.client, sys
+for _ in range(int(sys.argv[1])):
+    client = http.client.HTTPConnection("127.0.0.1", int(sys.argv[2]), timeout=30)
+    headers = {"Authorization": "Bearer " + sys.argv[3], "Content-Type": "application/json"}
+    client.request("POST", "/v1/completions", "{}", headers)
+    answer = client.getresponse()
+    answer.read()
+    print(answer.getheader("X-Served-By"))
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    yield from namespaces.made(tmp_path_factory.mktemp("nodes"), 3)
+
+
+@pytest.fixture
+def connectx(nodes, tmp_path):
+    """Facts of sysfs that stand in for ConnectX cards: each machine's ends of the cables are ports of one."""
+    with contextmanager(stand_in_ports)(nodes, tmp_path):
+        yield
+
+
+def stand_in_ports(nodes, work, index=0):
+    if index == len(nodes.spaces) * (len(nodes.spaces) - 1):
+        yield
+        return
+    node, port = divmod(index, len(nodes.spaces) - 1)
+    name = f"mesh{node}{[other for other in range(len(nodes.spaces)) if other != node][port]}"
+    folder = work / name
+    (folder / f"pci/0000:01:00.{port}").mkdir(parents=True)
+    (folder / "mlx5_core").mkdir()
+    (folder / "device").symlink_to(f"pci/0000:01:00.{port}")
+    (folder / f"pci/0000:01:00.{port}/driver").symlink_to("../../mlx5_core")
+    for file in ("address", "mtu", "operstate", "carrier", "speed"):
+        command = nodes.inside(node, "cat", f"/sys/class/net/{name}/{file}")
+        (folder / file).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    with nodes.mounted(folder, f"/sys/devices/virtual/net/{name}", node):
+        yield from stand_in_ports(nodes, work, index + 1)
+
+
+def discover(nodes, file):
+    return nodes.inv("cluster.discover", "--nodes", NODES, "--device", "embedded", "--file", str(file), "--replace")
+
+
+def findings(nodes, file):
+    done = nodes.inv("cluster.check", "--config", str(file), "--json")
+    assert done.stdout, done.stderr
+    return done.returncode, {found["check"]: found for found in json.loads(done.stdout)}
+
+
+def test_three_machines_at_a_switch_are_proposed_as_a_pipeline(nodes, tmp_path):
+    file = tmp_path / "cluster.toml"
+    done = discover(nodes, file)
+    assert done.returncode == 0, done.stderr
+    proposed = config.read(file)
+    assert (proposed.topology, proposed.tensor, proposed.pipeline) == ("switch", 1, 3)
+    assert tuple(node.address for node in proposed.nodes) == namespaces.ADDRESSES
+    code, found = findings(nodes, file)
+    failed = {name: item["evidence"] for name, item in found.items() if item["status"] == "fail"}
+    assert failed.keys() == {"split"}  # of vLLM's CPU build: everything else is as it must be
+    assert "CPU build serves no pipeline" in failed["split"]
+    assert code == 30
+    assert found["firewall"]["evidence"] == "7 ways between nodes"  # both ways to the head, and each cable
+
+
+def test_cables_between_each_two_are_a_mesh_and_each_fault_of_one_is_named(nodes, connectx, tmp_path):
+    file = tmp_path / "cluster.toml"
+    assert discover(nodes, file).returncode == 0
+    proposed = config.read(file)
+    assert proposed.topology == "mesh"
+    assert [(node.address, node.interface) for node in proposed.nodes] == list(
+        zip(namespaces.ADDRESSES, namespaces.CABLES, strict=True)
+    )
+    code, found = findings(nodes, file)
+    assert (found["cables"]["status"], found["cables"]["evidence"]) == ("pass", "mesh")
+    assert found["firewall"]["status"] == "pass"
+
+    rule = ["INPUT", "-i", "mesh21", "-p", "tcp", "-j", "DROP"]
+    subprocess.run(nodes.inside(2, "iptables", "-A", *rule), check=True)
+    try:
+        code, found = findings(nodes, file)
+    finally:
+        subprocess.run(nodes.inside(2, "iptables", "-D", *rule), check=True)
+    assert code == 30
+    assert "to 10.77.0.3 10.77.12.3: port" in found["firewall"]["evidence"]
+
+    nodes.ip(2, "addr", "del", "10.77.12.3/24", "dev", "mesh21")
+    try:
+        code, found = findings(nodes, file)
+        refused = discover(nodes, tmp_path / "other.toml")
+    finally:
+        nodes.ip(2, "addr", "add", "10.77.12.3/24", "dev", "mesh21")
+    assert code == 30
+    assert "10.77.0.2 and 10.77.0.3" in found["cables"]["evidence"]
+    assert refused.returncode == 30
+    assert "10.77.0.2 and 10.77.0.3" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def replicas(nodes, random_model, free_port):
+    """A configuration of a server on each, by stand-ins for vLLM (replica.py), and its port."""
+    key, stand_in = nodes.work / "key", nodes.work / "stand-in/bin/python"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    stand_in.parent.mkdir(parents=True)
+    script = Path(__file__).with_name("replica.py")
+    stand_in.write_text(f"""#!/bin/sh
+[ "$2" = validate ] && exec echo a stand-in validates nothing
+PYTHONPATH={namespaces.ROOT}:{namespaces.ROOT}/tests exec {sys.executable} {script} "$@"
+""")
+    stand_in.chmod(0o755)
+    settings = {"mode": "replicas", "topology": "switch", "key_file": str(key), "model": str(random_model)}
+    quoted = {name: json.dumps(value) for name, value in settings.items()}
+    port = free_port()
+    return nodes.config(python=stand_in, tensor=1, port=port, **quoted), port
+
+
+def ask(nodes, port, times):
+    """Return which servers answered."""
+    command = nodes.inside(0, sys.executable, "-c", ASK, str(times), str(port), KEY)
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.needs("haproxy")
+def test_three_replicas_answer_behind_one_endpoint_and_two_when_one_is_dead(nodes, replicas):
+    file, port = replicas
+    done = nodes.inv("cluster.up", "--config", str(file), "--no-restart")
+    assert done.returncode == 0, done.stderr
+    try:
+        assert ask(nodes, port, 9) == set(namespaces.ADDRESSES)
+        shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
+        assert {node["state"] for node in shown.values()} == {"running"}
+        for pid in session_members(shown["third"]["pid"]):
+            os.kill(pid, signal.SIGKILL)
+        assert ask(nodes, port, 6) == {namespaces.HEAD, namespaces.WORKER}
+    finally:
+        assert nodes.inv("cluster.down", "--config", str(file)).returncode == 0
+    assert [with_variable(record.MARK, record.mark(nodes.folder(index))) for index in range(3)] == [[], [], []]
