@@ -239,8 +239,15 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
     if done.ranking[0].score is None:
         raise bakeoff.nobody_passed(done.ranking, "profile", _reasons(done))
     context = request.variables.get(CONTEXT_VARIABLE, "")
-    words = ["./inv", "up", "--profile", AUTO, *_server_options(request), *(("--context", context) if context else ())]
-    say(f"the winner is {done.ranking[0].name}: {_typed(words, _tp(request))}")
+    arguments = [
+        "./inv",
+        "up",
+        "--profile",
+        AUTO,
+        *_server_options(request),
+        *(("--context", context) if context else ()),
+    ]
+    say(f"the winner is {done.ranking[0].name}: {_typed(arguments, _tp(request))}")
 
 
 def winner(request: StartRequest) -> str:
@@ -272,10 +279,10 @@ def _again(names: Sequence[str], request: StartRequest, last: BakeOff | None = N
     """Return the command of a bake-off for `request`, with the options of the last one."""
     options, environment = (last.options, last.environment) if last else ({}, {})
     options = {**options, "max_model_len": request.variables.get(CONTEXT_VARIABLE, "")}
-    words = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
+    arguments = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
     for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", value] if value else []
-    return _typed(words, {**environment, **_tp(request)})
+        arguments += [f"--{name.replace('_', '-')}", value] if value else []
+    return _typed(arguments, {**environment, **_tp(request)})
 
 
 def _server_options(request: StartRequest) -> list[str]:
@@ -287,8 +294,8 @@ def _tp(request: StartRequest) -> dict[str, str]:
     return {"TP": request.variables["TP"]} if request.variables.get("TP") else {}
 
 
-def _typed(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
+def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(arguments)])
 
 
 def _reasons(done: BakeOff) -> str:

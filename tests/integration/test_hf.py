@@ -124,11 +124,11 @@ def run_program(*arguments, path=None):
     """Run a program with one thread of torch; big tensors go back to the system when they are freed (mallopt(3))."""
     python_path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"), path]))
     environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    return result.stdout
 
 
 def test_loading_packed_costs_one_layer_above_the_packed_weights(tmp_path):

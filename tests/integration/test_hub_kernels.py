@@ -32,10 +32,10 @@ def package():
     try:
         import kernels
     except ImportError:
-        told = "the package 'kernels' is not installed: ./inv test brings it"
+        reason = "the package 'kernels' is not installed: ./inv test brings it"
         if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
+            pytest.fail(reason)
+        pytest.skip(reason)
     return kernels
 
 
@@ -123,9 +123,9 @@ def test_our_repository_loads_and_runs_where_the_library_is_not_installed(publis
     readme = (ROOT / "spark_mxfp4" / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(from pathlib import Path\nfrom kernels import .*?)```", readme, re.DOTALL)
     program = WITHOUT_THE_LIBRARY.format(example=example).replace('"DIR', f'"{published}')
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    refused, answer = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    refused, answer = result.stdout.splitlines()
     assert refused == "kernel 'triton' cannot run on cpu · it needs an NVIDIA GPU · set SPARK_MXFP4_KERNEL=torch"
     shape, loaded, ours, operators = json.loads(answer)
     assert shape == [5, 64]

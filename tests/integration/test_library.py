@@ -49,8 +49,8 @@ def wheel(tmp_path_factory):
     source, target = tmp_path_factory.mktemp("source") / "spark_mxfp4", tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT / "spark_mxfp4", source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     command = [sys.executable, "-m", "uv", "build", "--offline", "--no-build-isolation", "--python", sys.executable]
-    done = subprocess.run([*command, "--out-dir", target, source], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*command, "--out-dir", target, source], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     assert len(list(target.glob("*.tar.gz"))) == 1
     [built] = target.glob("*.whl")
     return built
@@ -66,8 +66,8 @@ def foreign(tmp_path_factory):
         if not OURS.match(entry.name):
             (links / entry.name).symlink_to(entry)
     command = [sys.executable, "-m", "uv", "venv", "--offline", "--quiet", "--python", sys.executable, folder / "venv"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     [site] = (folder / "venv").glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"{links}\n")
     return folder / "venv" / "bin" / "python"
@@ -78,12 +78,12 @@ def ask(python, *arguments):
     [example] = re.findall(r"```python\n(from vllm\.model_executor.*?)```", readme, re.DOTALL)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_PLUGINS"))}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        result = subprocess.run(
             [python, "-P", "-c", PROGRAM.format(example=example), *arguments],
             cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def installed(wheel, foreign):
     """The same interpreter, after pip has installed the wheel and nothing else."""
     assert ask(foreign) == [[]]  # nothing of ours is there before
     install = [foreign, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", wheel]
-    done = subprocess.run(install, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     return foreign
 
 
@@ -113,8 +113,8 @@ def test_its_programs_write_what_they_write_in_a_checkout(installed, tmp_path):
         ("kernels.publish", (tmp_path / "hub",)),
     ):
         command = [installed, "-P", "-m", f"spark_mxfp4.{program}", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
     (tmp_path / "checkout").mkdir()
     written = [template.write("fast_moe", tmp_path / "checkout"), publish.write(tmp_path / "checkout" / "hub")]
     for folder in written:

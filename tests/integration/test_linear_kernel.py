@@ -54,8 +54,8 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
     monkeypatch.setenv("CUDA_HOME", str(Path(nvcc).parent.parent))
     command = [sys.executable, "-m", "uv", "build", "--wheel", "--offline", "--no-build-isolation"]
     command += ["--python", sys.executable, "--out-dir", str(tmp_path), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     [wheel] = tmp_path.glob("*.whl")
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:

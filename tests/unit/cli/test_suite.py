@@ -48,7 +48,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
@@ -58,9 +58,9 @@ def started(monkeypatch):
     ],
     ids=str,
 )
-def test_what_pytest_is_seen(started, options, words):
+def test_what_pytest_is_seen(started, options, message):
     suite.run_tests(**{"fast": False, "select": "", **options})
-    assert started.words == ["-m", "pytest", *words]
+    assert started.words == ["-m", "pytest", *message]
     assert started.env.get("OMP_NUM_THREADS") == (None if "select" in options else "1")
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
@@ -130,9 +130,9 @@ def test_what_shares_a_server_or_the_compilers_stays_with_one_worker_and_comes_f
     copy(ROOT / "pyproject.toml", tmp_path)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(tmp_path / "notes")}
     command = [sys.executable, "-m", "pytest", "--numprocesses=2", "tests"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f" {3 * len(FILES)} passed" in done.stdout.splitlines()[-1]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f" {3 * len(FILES)} passed" in result.stdout.splitlines()[-1]
     notes = [line.split() for line in Path(env["NOTES"]).read_text().splitlines()]
     of = {name: {worker for worker, file in notes if file == f"tests/{name}"} for name in FILES}
     assert all(len(workers) == 1 for workers in of.values()), "a file stays with one worker"

@@ -136,8 +136,8 @@ def test_what_is_printed_says_what_it_holds_and_to_look(state, tmp_path, capsys)
 def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(tmp_path):
     collected = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
     places = [tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"]
-    for place in places:
-        support.write(place, {"problems": []}, collected)
+    for location in places:
+        support.write(location, {"problems": []}, collected)
     assert places[0].read_bytes() == places[1].read_bytes()
     assert places[0].read_bytes()[4:8] == bytes(4)  # gzip's own time
     with tarfile.open(places[0]) as archive:

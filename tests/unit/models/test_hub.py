@@ -129,9 +129,9 @@ def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
     assert not [name for name in names(work) if name in SHARDS]
     server.delay = 0.0
     server.asked.clear()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(target)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(target)
     assert max(begin for name, begin in server.downloads() if name in SHARDS) > 1_000_000
     assert all((target / name).read_bytes() == server.files[name] for name in SHARDS)
     assert not list(target.glob(".*"))

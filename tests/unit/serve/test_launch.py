@@ -44,10 +44,10 @@ def begin(port, tmp_path, ended, monkeypatch):
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
         command = (sys.executable, misbehaving.__file__, str(port), behaviour, json.dumps(changes))
-        return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
+        return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), notices.append)
 
-    told = []
-    begin.told, begin.ended = told, ended
+    notices = []
+    begin.told, begin.ended = notices, ended
     yield begin
     server = record.read()
     if server and server.alive:
