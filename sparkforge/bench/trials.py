@@ -210,7 +210,7 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
     with launch.alone():
         _make_way(request, replace_it=bool(flags.get("replace")))
     variables = {variable: name for name, (variable, _) in NAMES.items() if name in REPEATED and name != "tp"}
-    done = _resumed(
+    comparison = _resumed(
         BakeOff(
             identity=identity(request, served),
             shape=shape[names[0]],
@@ -227,17 +227,17 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
         fresh=bool(flags.get("fresh")),
     )
     for name, own in settings.items():
-        if name not in done.trials:
+        if name not in comparison.trials:
             standing = _try(replace(request, profile=name, trial=True), flags, start, python, folder / name)
             trial = ProfileTrial(settings=own, standing=standing)
-            done = done.model_copy(update={"trials": {**done.trials, name: trial}})
-            _write(done)
-    done = done.model_copy(update={"complete": True})
-    _write(done)
-    bakeoff.show(done.ranking, folder, "profile")
+            comparison = comparison.model_copy(update={"trials": {**comparison.trials, name: trial}})
+            _write(comparison)
+    comparison = comparison.model_copy(update={"complete": True})
+    _write(comparison)
+    bakeoff.show(comparison.ranking, folder, "profile")
     say(f"record:  {record_path()}")
-    if done.ranking[0].score is None:
-        raise bakeoff.nobody_passed(done.ranking, "profile", _reasons(done))
+    if comparison.ranking[0].score is None:
+        raise bakeoff.nobody_passed(comparison.ranking, "profile", _reasons(comparison))
     context = request.variables.get(CONTEXT_VARIABLE, "")
     arguments = [
         "./inv",
@@ -247,7 +247,7 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
         *_server_options(request),
         *(("--context", context) if context else ()),
     ]
-    say(f"the winner is {done.ranking[0].name}: {_typed(arguments, _tp(request))}")
+    say(f"the winner is {comparison.ranking[0].name}: {_typed(arguments, _tp(request))}")
 
 
 def winner(request: StartRequest) -> str:
@@ -298,9 +298,9 @@ def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(arguments)])
 
 
-def _reasons(done: BakeOff) -> str:
+def _reasons(comparison: BakeOff) -> str:
     """Return the command that shows why profiles failed: their logs, or the record, which has each reason."""
-    kept = [paths.state() / "bench" / "bakeoff" / name / LOG for name in done.profiles]
+    kept = [paths.state() / "bench" / "bakeoff" / name / LOG for name in comparison.profiles]
     return shlex.join(["less", *map(str, [log for log in kept if log.is_file()] or [record_path()])])
 
 
@@ -433,5 +433,5 @@ def _keep_log(folder: Path, *, in_container: bool) -> None:
             write_atomic(folder / LOG, text)
 
 
-def _write(done: BakeOff) -> None:
-    write_json(record_path(), done.model_dump(mode="json"))
+def _write(comparison: BakeOff) -> None:
+    write_json(record_path(), comparison.model_dump(mode="json"))

@@ -42,7 +42,7 @@ def dev(engine, compose_project, tmp_path_factory):
 LAST = "triton_kernels: "  # the report's last line begins so
 
 
-def told(dev, text=LAST, times=1, seconds=300):
+def wait_for_log(dev, text=LAST, times=1, seconds=300):
     """Wait until the log holds `text` that often; return the log."""
     end = time.monotonic() + seconds
     while (log := dev.logs("dev")).count(text) < times and time.monotonic() < end:
@@ -52,13 +52,13 @@ def told(dev, text=LAST, times=1, seconds=300):
 
 def restarted(dev):
     """Start the container again; return what it reports then."""
-    before = told(dev)
+    before = wait_for_log(dev)
     dev.compose("restart", "--timeout", "1", "dev")
-    return told(dev, times=before.count(LAST) + 1).removeprefix(before)
+    return wait_for_log(dev, times=before.count(LAST) + 1).removeprefix(before)
 
 
 def inside(dev, *arguments, check=True):
-    told(dev)
+    wait_for_log(dev)
     return dev.compose("exec", "-T", "dev", *arguments, check=check)
 
 
@@ -68,7 +68,7 @@ def test_the_mounted_checkouts_are_what_python_imports(dev):
 
 
 def test_its_log_begins_with_what_serves(dev):
-    log = told(dev)
+    log = wait_for_log(dev)
     assert "vllm: /src/vllm serves" in log
     assert "flashinfer: no checkout" in log
     assert "triton: no checkout" in log
@@ -146,11 +146,11 @@ def volume(engine, project):
     modules = [MODULE.format(key=key, name=name) for key, name in
                (("0123", "fused_moe_120"), ("4567", "fused_moe_90"), ("4567", "page"))]  # fmt: skip
     script = 'for path; do mkdir -p "$path"; touch "$path/$(basename "$path").so"; done'
-    place = f"{project.name}_cache:{VOLUME}"
+    mount = f"{project.name}_cache:{VOLUME}"
     project.compose("create", "--no-build", "vllm")  # makes the volume as the image has it
-    engine.docker("run", "--rm", "--volume", place, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
+    engine.docker("run", "--rm", "--volume", mount, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
                   *modules)  # fmt: skip
-    return place
+    return mount
 
 
 def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project):

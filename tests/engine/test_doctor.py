@@ -33,15 +33,15 @@ def ended(engine):
 
 def test_a_container_that_was_refused_is_told_and_bundled(engine, ended, tmp_path):
     env = {**engine.environment, "COMPOSE_PROJECT_NAME": PROJECT, "SPARKFORGE_STATE": str(tmp_path / "state")}
-    place = tmp_path / "support.tar.gz"
-    arguments = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(place)]
+    bundle = tmp_path / "support.tar.gz"
+    arguments = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(bundle)]
     result = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == RefusalError.exit_code, result.stderr
     problems = json.loads(result.stdout)["problems"]
     assert [problem["id"] for problem in problems] == ["validation-check", "invalid-resource-handle", "container-ended"]
     sources = [problem["source"] for problem in problems[0]["places"]]
     assert sources == [f"{ended[:12]}:/state/refused.json", f"docker logs {ended[:12]}"]
-    with tarfile.open(place) as archive:
+    with tarfile.open(bundle) as archive:
         files = {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
     assert not [name for name, text in files.items() if "hf_planted_secret" in text]
     assert '"ExitCode": 30' in files["sparkforge-support/docker/inspect.json"]

@@ -139,8 +139,8 @@ def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
 
     def state():
         inspect = ["docker", "inspect", container]
-        told = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
-        return told["State"]["Status"], told["State"]["ExitCode"], told["RestartCount"]
+        inspection = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
+        return inspection["State"]["Status"], inspection["State"]["ExitCode"], inspection["RestartCount"]
 
     deadline = time.monotonic() + 600
     while state() != ("exited", 30, 3):

@@ -138,7 +138,7 @@ def up(killed_once):
     result = fresh.inv("up", "--port", str(fresh.port))
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{fresh.url}/v1\n"
-    fresh.told = result.stderr
+    fresh.stderr = result.stderr
     return fresh
 
 

@@ -98,7 +98,7 @@ def killed(site):
 def built(killed):
     result = inv(killed)
     assert result.returncode == 0, result.stderr
-    killed.told = result.stderr
+    killed.stderr = result.stderr
     return killed
 
 

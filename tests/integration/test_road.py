@@ -41,9 +41,9 @@ def server(up):
 
 def test_every_step_is_told_and_timed(up):
     for step in ("environment", "model", "validation", "server"):
-        assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.told), up.told
-    assert "device: embedded, because" in up.told
-    assert f"curl {up.url}/v1/chat/completions" in up.told
+        assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.stderr), up.stderr
+    assert "device: embedded, because" in up.stderr
+    assert f"curl {up.url}/v1/chat/completions" in up.stderr
     assert set(json.loads((up.state / "up.json").read_text())["seconds"]) == {
         "environment",
         "model",
@@ -67,7 +67,7 @@ def test_the_validator_gave_a_green_report(validation):
 
 def test_what_clients_call_is_proved_without_a_limit(up):
     assert server(up)["proof"] == dict.fromkeys(proof.CALLS, "")
-    assert "first answers received, proved: " in up.told
+    assert "first answers received, proved: " in up.stderr
 
 
 def test_it_listens_on_loopback_only(up):

@@ -63,8 +63,8 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
     jobs += [("races", name, room * RACES / len(RACED)) for name in RACED]
     left = room * (1 - FAULTS - RACES)
     jobs += [("fuzz", name, left * share) for name, share in _shares({p.name: p.cost for p in PARSERS.values()})]
-    with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as place, ThreadPoolExecutor(workers) as pool:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch, ThreadPoolExecutor(workers) as pool:
+        folder = Path(scratch)
         rows = list(
             pool.map(lambda job: (job[0], run(job[0], job[1], max(SHORTEST, job[2] - START), seed, folder)), jobs)
         )

@@ -153,9 +153,9 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
 
 
 def test_a_mistyped_command_ends_with_our_exit_code(launcher):
-    done = launcher("stauts")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "./inv status" in done.stderr
+    launched = launcher("stauts")
+    assert (launched.returncode, launched.stdout) == (2, "")
+    assert "./inv status" in launched.stderr
 
 
 @pytest.mark.parametrize(("old", "new"), program.OLD_NAMES.items())
@@ -169,9 +169,9 @@ def test_an_old_name_runs_the_new_command_with_a_hint_of_one_line(inv, old, new)
 
 def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
     (tmp_path / "mine.py").write_text("")
-    done = launcher("provenance", "mine.py")
-    assert done.returncode == IntegrityError.exit_code
-    assert str(tmp_path / "mine.py") in done.stderr
+    launched = launcher("provenance", "mine.py")
+    assert launched.returncode == IntegrityError.exit_code
+    assert str(tmp_path / "mine.py") in launched.stderr
 
 
 @pytest.mark.parametrize(

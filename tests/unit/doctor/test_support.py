@@ -144,7 +144,7 @@ def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(t
         members = archive.getmembers()
     names = [member.name for member in members]
     assert names == sorted(names)
-    assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in members} == {(0, 0, 0, "", 0o644)}
+    assert {(info.mtime, info.uid, info.gid, info.uname, info.mode) for info in members} == {(0, 0, 0, "", 0o644)}
     assert places[0].stat().st_mode & 0o077 == 0
 
 
@@ -196,9 +196,9 @@ def test_of_one_endless_line_nothing_is_kept():
 
 def test_many_logs_are_bounded(monkeypatch):
     def log(name, kind, number):
-        made = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))
-        list(made.chunks())
-        return made
+        large_log = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))
+        list(large_log.chunks())
+        return large_log
 
     units = [log(f"unit{number}.log", evidence.UNIT, number) for number in range(100)]
     collected = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])

@@ -33,8 +33,8 @@ def put(packages, name, files):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    made = Tree(tmp_path / "venv", "embedded")
-    packages = made.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    root_tree = Tree(tmp_path / "venv", "embedded")
+    packages = root_tree.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
@@ -44,7 +44,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
     (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
     put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
-    return made
+    return root_tree
 
 
 def test_what_is_as_its_record_says_passes_and_is_counted(tree):
@@ -129,13 +129,15 @@ def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
     for jobs in (1, 3):
         root = tmp_path / "venv"
         venv.create(root, symlinks=True)
-        made = Tree(root, "embedded")
+        root_tree = Tree(root, "embedded")
         for name in "abcdef":
-            package = made.packages / name
+            package = root_tree.packages / name
             package.mkdir()
             (package / "__init__.py").write_text(f"def f(x):\n    return x in {{'one', 'two', '{name}'}}\n")
-        rootfs.compile_bytecode(made, jobs)
-        paths.append({path.name + path.parent.parent.name: path.read_bytes() for path in made.packages.rglob("*.pyc")})
+        rootfs.compile_bytecode(root_tree, jobs)
+        paths.append(
+            {path.name + path.parent.parent.name: path.read_bytes() for path in root_tree.packages.rglob("*.pyc")}
+        )
         for path in sorted(root.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         root.rmdir()

@@ -108,7 +108,7 @@ class Container:
     """Starts the entrypoint with a container's variables, and ends what it started."""
 
     def __init__(self, site, folder, model, port):
-        self.run, self.told, self.port = folder / "run", folder / "told.json", port
+        self.run, self.server_file, self.port = folder / "run", folder / "told.json", port
         steering = ("VLLM_", "HF_", "SPARKFORGE_", "PYTHONOPTIMIZE")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
         self.environ = {
@@ -122,7 +122,7 @@ class Container:
             "SPARKFORGE_RUN": str(self.run),
             "SPARKFORGE_STATE": str(folder / "state"),
             "VLLM_CACHE_ROOT": str(folder),
-            "TOLD": str(self.told),
+            "TOLD": str(self.server_file),
         }
         self.started = []
 
@@ -168,11 +168,11 @@ class Container:
     def serving(self, child):
         """Wait until the stand-in server runs and return what it was started with."""
         deadline = time.monotonic() + 120
-        while not self.told.exists():
+        while not self.server_file.exists():
             assert child.poll() is None, child.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return json.loads(self.told.read_text())
+        return json.loads(self.server_file.read_text())
 
     def healthy(self):
         command = [sys.executable, "-m", "sparkforge.serve.health"]
@@ -240,7 +240,7 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     assert "FAIL model-files" in out
     assert "next: on the host: ./inv model.fetch" in out  # the image has no ./inv
     assert not (container.run / "ready").exists()
-    assert not container.told.exists()
+    assert not container.server_file.exists()
     assert json.loads((container.run / "validation.json").read_text())["exit_code"] == 30
     assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 1
@@ -285,7 +285,7 @@ def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_a
     del container.environ["SPARKFORGE_MODEL_ID"]
     container.started[-1].kill()
     container.started[-1].wait()
-    container.told.unlink()
+    container.server_file.unlink()
     container.serving(container.start())
 
 
@@ -410,7 +410,7 @@ def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
     (model / "tokenizer.json").unlink()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, "FAIL model-files" in result.stdout) == (30, True), result.stdout + result.stderr
-    assert not container.told.exists()
+    assert not container.server_file.exists()
     assert not (container.run / "ready").exists()
 
 

@@ -299,7 +299,7 @@ class Machine:
     """Stands in for the processes: which supervisors run, and what the guard did to them, by time."""
 
     def __init__(self, monkeypatch):
-        self.running, self.done = [], []
+        self.running, self.actions = [], []
         monkeypatch.setattr(guard, "_supervisors", lambda: list(self.running))
         monkeypatch.setattr(guard, "_signal", lambda pids, _: self._note("told", pids))
         monkeypatch.setattr(
@@ -309,15 +309,15 @@ class Machine:
 
     def _note(self, action, pids):
         if pids:
-            self.done.append((round(self.time, 1), action, list(pids)))
+            self.actions.append((round(self.time, 1), action, list(pids)))
 
     def look(self, begin, end, *, now=False):
         """Have the guard look ten times a second, and return what it did, anew."""
-        self.done.clear()
+        self.actions.clear()
         for tenth in range(round(10 * begin), round(10 * end)):
             self.time = tenth / 10
             self.ending.look(Trouble("little", now), self.time)
-        return list(self.done)
+        return list(self.actions)
 
 
 def test_a_server_that_starts_while_memory_is_short_is_told_before_it_is_killed(monkeypatch, capsys):

@@ -91,7 +91,7 @@ def ready(small, order, tmp_path, monkeypatch):
 
 
 def states(built):
-    return {stage.stage: stage.made for stage in built}
+    return {stage.stage: stage.is_new for stage in built}
 
 
 def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
