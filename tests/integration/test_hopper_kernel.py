@@ -19,25 +19,16 @@ ALLOWED_TO_WAIT = {3}  # six warpgroups leave it too few registers; it is the fa
 def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        reason = "nvcc is not installed: ./inv build.toolchain"
+        told = "nvcc is not installed: ./inv build.toolchain"
         if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+            pytest.fail(told)
+        pytest.skip(told)
     for unit in sorted((precompile.FOLDER / "hopper_units").glob("*.cu")):
-        arguments = [
-            nvcc,
-            *precompile.flags(hopper.TARGET),
-            "-Xptxas",
-            "-v",
-            "-cubin",
-            "-o",
-            tmp_path / "unit.cubin",
-            unit,
-        ]
-        result = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        kernels = result.stderr.count("Compiling entry function")
+        words = [nvcc, *precompile.flags(hopper.TARGET), "-Xptxas", "-v", "-cubin", "-o", tmp_path / "unit.cubin", unit]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        kernels = done.stderr.count("Compiling entry function")
         assert kernels == 2, unit
-        assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, result.stderr
+        assert done.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, done.stderr
         number = int(Path(unit).stem.rpartition("_")[2])
-        assert bool(WAITING.search(result.stderr)) <= (number in ALLOWED_TO_WAIT), result.stderr
+        assert bool(WAITING.search(done.stderr)) <= (number in ALLOWED_TO_WAIT), done.stderr

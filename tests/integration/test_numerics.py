@@ -35,10 +35,10 @@ def engine(model, tmp_path_factory):
     log, environment = work / "log", {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE)))}
     with log.open("wb") as output:
         command = [sys.executable, HERE / "numerics_engine.py", model, work / "prompts.json", work / "out.json"]
-        result = subprocess.run(command, env=environment, stdout=output, stderr=output, cwd=work, check=False)
-    text = log.read_text(errors="replace")
-    assert result.returncode == 0, text[-3000:]
-    return SimpleNamespace(runs=json.loads((work / "out.json").read_text()), log=text)
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, cwd=work, check=False)
+    told = log.read_text(errors="replace")
+    assert done.returncode == 0, told[-3000:]
+    return SimpleNamespace(runs=json.loads((work / "out.json").read_text()), log=told)
 
 
 @pytest.fixture(scope="module")

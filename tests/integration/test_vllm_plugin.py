@@ -82,8 +82,8 @@ def experts(prefix, sizes):
 
 def inner_columns(inner, ranks, rank):
     """Return which of the intermediate size's columns a tensor-parallel rank gets: whole blocks of 32."""
-    share = -(-inner // 32 // ranks) * 32
-    return slice(min(rank * share, inner), min((rank + 1) * share, inner))
+    each = -(-inner // 32 // ranks) * 32
+    return slice(min(rank * each, inner), min((rank + 1) * each, inner))
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +184,15 @@ def test_every_tensor_of_openais_checkpoints_finds_its_place(one_process, config
 def stored():
     """One layer's experts as a checkpoint holds them, and as the reference takes them."""
     torch.manual_seed(7)
-    created = {}
+    made = {}
     for name, shape, packed in experts(EXPERTS, configuration(**SMALL)):
         low, high = (119, 123) if name.endswith("_scales") else (0, 256)
-        created[name] = torch.randint(low, high, shape, dtype=torch.uint8) if packed else torch.randn(shape).bfloat16()
+        made[name] = torch.randint(low, high, shape, dtype=torch.uint8) if packed else torch.randn(shape).bfloat16()
     projections = []
     for name in ("gate_up_proj", "down_proj"):
-        blocks, scales, bias = (created[f"{EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales", "bias"))
+        blocks, scales, bias = (made[f"{EXPERTS}{name}_{kind}"] for kind in ("blocks", "scales", "bias"))
         projections.append(Projection(blocks.flatten(-2), scales, bias.float()))
-    return SimpleNamespace(tensors=created, weights=ExpertWeights(*projections))
+    return SimpleNamespace(tensors=made, weights=ExpertWeights(*projections))
 
 
 def load_layer(vllm_config, stored):
@@ -373,11 +373,11 @@ def test_each_expert_parallel_rank_gets_its_experts_and_all_add_up(one_process, 
     for rank in range(ranks):
         with as_rank(one_process, rank, ranks):
             layer = load_layer(vllm_config, stored)
-        local = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-        assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[local])
-        assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[local])
-        assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[local])
-        assert layer.expert_map[local].tolist() == list(range(4 // ranks))
+        here = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        assert torch.equal(layer.w13_weight, stored.weights.gate_up.weight[here])
+        assert torch.equal(layer.w2_weight_scale, stored.weights.down.scales[here])
+        assert torch.equal(layer.w2_bias.float(), stored.weights.down.bias[here])
+        assert layer.expert_map[here].tolist() == list(range(4 // ranks))
         assert (layer.expert_map == -1).sum() == 4 - 4 // ranks
         total += partial_output(layer)
     torch.testing.assert_close(total, moe(x, stored.weights, ids, shares), rtol=1e-4, atol=1e-3)
