@@ -25,9 +25,11 @@ class Terminal:
 
     def __init__(self, *command, cwd, env):
         self._master, slave = pty.openpty()
-        words = [sys.executable, "-c", OWN, *map(str, command)]
+        arguments = [sys.executable, "-c", OWN, *map(str, command)]
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.process = subprocess.Popen(words, cwd=cwd, env={**env, "TERM": "xterm"}, start_new_session=True, **streams)
+        self.process = subprocess.Popen(
+            arguments, cwd=cwd, env={**env, "TERM": "xterm"}, start_new_session=True, **streams
+        )
         os.close(slave)
         self.text, self._seen = "", 0
 

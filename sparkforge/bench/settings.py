@@ -46,7 +46,8 @@ class BenchSettings:
 
     def number(self, name: str, least: int = 1, most: int = MOST) -> int:
         """Return a setting as a whole number from `least` to `most`. Raises UsageError."""
-        return parse_whole(self.text(name), self._label(name), least, most)
+        label = f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
+        return parse_whole(self.text(name), label, least, most)
 
     def share(self) -> float:
         """Return the spread of lengths, 0 for fixed. Raises UsageError."""
@@ -74,9 +75,6 @@ class BenchSettings:
         if listed := self.flags.get("conc"):
             return [parse_whole(part, "--conc", 1) for part in listed.split(",") if part.strip()]
         return baselines.concurrencies(self.number("isl"), self.number("osl"))
-
-    def _label(self, name: str) -> str:
-        return f"--{name.replace('_', '-')}" if self.flags.get(name) else NAMES[name][0]
 
 
 def parse_whole(text: str, label: str, least: int, most: int = MOST) -> int:

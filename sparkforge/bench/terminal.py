@@ -12,7 +12,7 @@ from rich.text import Text
 from sparkforge.bench.baselines import CitedFigure
 from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import format_figure, format_optional
-from sparkforge.bench.schema import Result, Spread
+from sparkforge.bench.schema import Result
 from sparkforge.core.console import console
 
 COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
@@ -60,9 +60,5 @@ def _measured(result: Result) -> list[str]:
     return [
         *cells,
         *(format_optional(speed) for speed in speeds),
-        *(_latency(value) for value in latencies),
+        *(f"{format_figure(value.median)}\n{format_figure(value.p99)}" if value else "-" for value in latencies),
     ]
-
-
-def _latency(value: Spread | None) -> str:
-    return f"{format_figure(value.median)}\n{format_figure(value.p99)}" if value else "-"

@@ -210,7 +210,7 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
     with launch.alone():
         _make_way(request, replace_it=bool(flags.get("replace")))
     variables = {variable: name for name, (variable, _) in NAMES.items() if name in REPEATED and name != "tp"}
-    done = _resumed(
+    comparison = _resumed(
         BakeOff(
             identity=identity(request, served),
             shape=shape[names[0]],
@@ -227,20 +227,27 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
         fresh=bool(flags.get("fresh")),
     )
     for name, own in settings.items():
-        if name not in done.trials:
+        if name not in comparison.trials:
             standing = _try(replace(request, profile=name, trial=True), flags, start, python, folder / name)
             trial = ProfileTrial(settings=own, standing=standing)
-            done = done.model_copy(update={"trials": {**done.trials, name: trial}})
-            _write(done)
-    done = done.model_copy(update={"complete": True})
-    _write(done)
-    bakeoff.show(done.ranking, folder, "profile")
+            comparison = comparison.model_copy(update={"trials": {**comparison.trials, name: trial}})
+            _write(comparison)
+    comparison = comparison.model_copy(update={"complete": True})
+    _write(comparison)
+    bakeoff.show(comparison.ranking, folder, "profile")
     say(f"record:  {record_path()}")
-    if done.ranking[0].score is None:
-        raise bakeoff.nobody_passed(done.ranking, "profile", _reasons(done))
+    if comparison.ranking[0].score is None:
+        raise bakeoff.nobody_passed(comparison.ranking, "profile", _reasons(comparison))
     context = request.variables.get(CONTEXT_VARIABLE, "")
-    words = ["./inv", "up", "--profile", AUTO, *_server_options(request), *(("--context", context) if context else ())]
-    say(f"the winner is {done.ranking[0].name}: {_typed(words, _tp(request))}")
+    arguments = [
+        "./inv",
+        "up",
+        "--profile",
+        AUTO,
+        *_server_options(request),
+        *(("--context", context) if context else ()),
+    ]
+    say(f"the winner is {comparison.ranking[0].name}: {_typed(arguments, _tp(request))}")
 
 
 def winner(request: StartRequest) -> str:
@@ -272,10 +279,10 @@ def _again(names: Sequence[str], request: StartRequest, last: BakeOff | None = N
     """Return the command of a bake-off for `request`, with the options of the last one."""
     options, environment = (last.options, last.environment) if last else ({}, {})
     options = {**options, "max_model_len": request.variables.get(CONTEXT_VARIABLE, "")}
-    words = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
+    arguments = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
     for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", value] if value else []
-    return _typed(words, {**environment, **_tp(request)})
+        arguments += [f"--{name.replace('_', '-')}", value] if value else []
+    return _typed(arguments, {**environment, **_tp(request)})
 
 
 def _server_options(request: StartRequest) -> list[str]:
@@ -287,13 +294,13 @@ def _tp(request: StartRequest) -> dict[str, str]:
     return {"TP": request.variables["TP"]} if request.variables.get("TP") else {}
 
 
-def _typed(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
+def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(arguments)])
 
 
-def _reasons(done: BakeOff) -> str:
+def _reasons(comparison: BakeOff) -> str:
     """Return the command that shows why profiles failed: their logs, or the record, which has each reason."""
-    kept = [paths.state() / "bench" / "bakeoff" / name / LOG for name in done.profiles]
+    kept = [paths.state() / "bench" / "bakeoff" / name / LOG for name in comparison.profiles]
     return shlex.join(["less", *map(str, [log for log in kept if log.is_file()] or [record_path()])])
 
 
@@ -426,5 +433,5 @@ def _keep_log(folder: Path, *, in_container: bool) -> None:
             write_atomic(folder / LOG, text)
 
 
-def _write(done: BakeOff) -> None:
-    write_json(record_path(), done.model_dump(mode="json"))
+def _write(comparison: BakeOff) -> None:
+    write_json(record_path(), comparison.model_dump(mode="json"))

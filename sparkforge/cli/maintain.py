@@ -62,8 +62,8 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
                 "./inv clean-cache --container --module 'fused_moe_*'",
             )
         flags = {"--stale": stale, "--all": all, "--dry-run": dry_run, "--yes": yes}
-        words = [*(["--module", module] if module else []), *(name for name, chosen in flags.items() if chosen)]
-        _end_with(volume.run_cache("clean", *words))
+        arguments = [*(["--module", module] if module else []), *(name for name, chosen in flags.items() if chosen)]
+        _end_with(volume.run_cache("clean", *arguments))
         return
     from sparkforge import pins
     from sparkforge.compile import cache

@@ -138,14 +138,14 @@ def _parse(arguments: list[str]) -> list[ParserContext]:
         return list(Parser(contexts=namespace.to_contexts()).parse_argv([*arguments, ""]))
 
 
-def _give_rest(context: ParserContext, words: list[str]) -> None:
+def _give_rest(context: ParserContext, arguments: list[str]) -> None:
     """Hand the words behind `--` to the last command. Raises UsageError if it takes none."""
     command = namespace[context.name]
     if not isinstance(command, CommandTask) or not command.rest:
         why, fix = "there is no program that they could be for", f"./inv {context.name} --help"
         raise UsageError(f"./inv {context.name} takes no words behind --", why, fix)
     argument = Argument(name=command.rest)
-    argument.set_value(words, cast=False)
+    argument.set_value(arguments, cast=False)
     context.add_arg(argument)
 
 

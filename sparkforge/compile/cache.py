@@ -105,8 +105,8 @@ def default_roots() -> list[Path]:
 def advised(command: str, *options: str) -> str:
     """Return a command of `./inv` with options, as it runs where we are: for an image that is on its host."""
     in_image = (paths.ROOT / KEY).is_file()
-    words = ["./inv", command, *(["--container"] if in_image else []), *options]
-    return ("on the host: " if in_image else "") + " ".join(words)
+    arguments = ["./inv", command, *(["--container"] if in_image else []), *options]
+    return ("on the host: " if in_image else "") + " ".join(arguments)
 
 
 def modules(root: Path) -> list[CachedModule]:

@@ -64,9 +64,9 @@ def compose(*arguments: str | Path, file: Path | None = None, more: Sequence[str
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
 
 
-def typed(*words: str) -> str:
+def typed(*arguments: str) -> str:
     """Return the Compose command that a person can run, with the project and the files that `./inv` uses."""
-    return shlex.join(["docker", *map(str, compose(*words))])
+    return shlex.join(["docker", *map(str, compose(*arguments))])
 
 
 def _named(env: Mapping[str, str]) -> dict[str, str]:

@@ -363,7 +363,14 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if name == "vllm":
         is_complete = _build_vllm(root, stack, options, tree)
     else:
-        _build_flashinfer(root, stack, options, tree)
+        flashinfer_build.build_kernels(
+            stack,
+            set_name=options.set_name,
+            jobs=options.jobs,
+            output=str(cache.default_root().parents[1]),  # the cache that the servers of this volume read
+            python=str(tree / "bin/python"),
+            checkout=str(root),
+        )
         is_complete = True
     if is_complete:
         _write_record(checkout, before)
@@ -425,18 +432,6 @@ def install_libraries(overlay: Path, root: Path) -> list[str]:
         with (overlay / library).open("rb") as source, atomic_file(root / library, mode=0o755) as target:
             shutil.copyfileobj(source, target)
     return libraries
-
-
-def _build_flashinfer(root: Path, stack: str, options: BuildOptions, tree: Path) -> None:
-    """Compile FlashInfer's modules from the checkout into the cache that the servers of this volume read."""
-    flashinfer_build.build_kernels(
-        stack,
-        set_name=options.set_name,
-        jobs=options.jobs,
-        output=str(cache.default_root().parents[1]),
-        python=str(tree / "bin/python"),
-        checkout=str(root),
-    )
 
 
 def main(arguments: Sequence[str]) -> int:

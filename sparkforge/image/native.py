@@ -51,7 +51,7 @@ class StageResult:
 
     stage: str
     artifact: str
-    made: bool
+    is_new: bool
     seconds: float = 0.0
 
 
@@ -172,5 +172,5 @@ def summary(results: Sequence[StageResult]) -> Table:
     """Return the results as a table."""
     table = Table("stage", "seconds", "", "artifact", box=None)
     for result in results:
-        table.add_row(result.stage, f"{result.seconds:.1f}", "made" if result.made else "unchanged", result.artifact)
+        table.add_row(result.stage, f"{result.seconds:.1f}", "made" if result.is_new else "unchanged", result.artifact)
     return table

@@ -25,13 +25,13 @@ ALONE = (
 )  # fmt: skip
 
 
-def run_cache(*words: str) -> int:
-    """Run `sparkforge.compile.cache` with `words` on the volume of this checkout's project; return its exit code.
+def run_cache(*cache_arguments: str) -> int:
+    """Run `sparkforge.compile.cache` with these arguments on the volume of this checkout's project; return its code.
 
     Raises an engine's error, and EngineError if a volume is there and the image that reads it is not.
     """
     terminal = ["--interactive", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-    command = ["-m", "sparkforge.compile.cache", *words]
+    command = ["-m", "sparkforge.compile.cache", *cache_arguments]
     with engine.connected() as client:
         container = engine.service_container(client, compose.project(), compose.SERVICE)
         current = engine.state(client, container) if container else None

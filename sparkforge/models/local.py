@@ -53,15 +53,15 @@ def find_mounted(model: str, env: Mapping[str, str], mounts: Mapping[Path, Path]
     for each of the container's. Raises StorageError for one that cannot be read.
     """
 
-    def here(folders: Iterable[Path]) -> list[Path]:
+    def on_this_machine(folders: Iterable[Path]) -> list[Path]:
         parts = ((folder, target) for folder in folders for target in mounts if folder.is_relative_to(target))
         return [mounts[target] / folder.relative_to(target) for folder, target in parts]
 
     if not REPOSITORY.fullmatch(model):
-        return next((folder for folder in here([Path(model)]) if folder.is_dir()), None)
+        return next((folder for folder in on_this_machine([Path(model)]) if folder.is_dir()), None)
     owner, name = model.split("/")
     caches = [cache / f"models--{owner}--{name}" for cache in hub_caches(env, str(MOUNTED))]
-    return _first(model, here([MODELS / name]) if not revision else [], here(caches), revision)
+    return _first(model, on_this_machine([MODELS / name]) if not revision else [], on_this_machine(caches), revision)
 
 
 def hub_caches(env: Mapping[str, str], mounted: str = "") -> list[Path]:

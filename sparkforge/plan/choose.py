@@ -106,7 +106,9 @@ def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[st
     packed = [
         name
         for name, profile in profiles.items()
-        if name not in first and profile.for_processors == processors and _is_packed(profile)
+        if name not in first
+        and profile.for_processors == processors
+        and (profile.dense != BF16 or formats.kv_type(profile.arguments) != "bf16")
     ]
     return first + packed if first else []
 
@@ -114,10 +116,6 @@ def candidates(device: Device, profiles: Mapping[str, ServerOptions]) -> list[st
 def dense_formats(device: Device, profiles: Mapping[str, ServerOptions]) -> list[DenseFormat]:
     """Return the formats to compare, and those of the device's profiles."""
     return list(dict.fromkeys([*formats.COMPARED, *(profiles[name].dense for name in candidates(device, profiles))]))
-
-
-def _is_packed(profile: ServerOptions) -> bool:
-    return profile.dense != BF16 or formats.kv_type(profile.arguments) != "bf16"
 
 
 def recommended(verdicts: Sequence[ProfileFit]) -> ProfileFit | None:

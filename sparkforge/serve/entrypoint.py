@@ -120,12 +120,12 @@ class ContainerArguments:
     only_validate: bool = False
 
 
-def read_words(words: Sequence[str]) -> ContainerArguments:
+def read_words(arguments: Sequence[str]) -> ContainerArguments:
     """Read the container's words, in the forms of this module's docstring.
 
     Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.
     """
-    remaining = list(words)
+    remaining = list(arguments)
     only_validate = remaining[:1] == ["validate"]
     for start in (["vllm", "serve"], ["serve"], ["validate"], ["python", *API_SERVER], ["python3", *API_SERVER]):
         if remaining[: len(start)] == start:

@@ -377,8 +377,8 @@ def _supervisors() -> list[int]:
 
 def _is_supervisor(pid: int) -> bool:
     with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return len(words) > 2 and words[1] == b"-P" and words[2].endswith(PROGRAM)  # no editor of that file
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return len(arguments) > 2 and arguments[1] == b"-P" and arguments[2].endswith(PROGRAM)  # no editor of that file
     return False
 
 

@@ -38,12 +38,12 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
         return
     container = settings.read(service.environment)
     try:
-        words = entrypoint.read_words(project["services"][SERVICE].get("command") or [])
+        command = entrypoint.read_words(project["services"][SERVICE].get("command") or [])
     except UsageError:  # the container says so
         return
     profile = profiles.named(container.serve_profile, stack=container.stack)
-    arguments = (*profile.arguments(), *container.arguments, *words.arguments)
-    model, revision = words.model or container.model, flag_value(arguments, "--revision") or ""
+    arguments = (*profile.arguments(), *container.arguments, *command.arguments)
+    model, revision = command.model or container.model, flag_value(arguments, "--revision") or ""
     try:
         folder = local.find_mounted(model, service.environment, _mounts(project), revision)
     except (OSError, UnicodeError, StorageError) as error:  # the container's user may read it

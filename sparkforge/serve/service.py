@@ -80,27 +80,27 @@ class Manager:
         """The program and its option, as an advised command that changes the unit has them."""
         return "sudo systemctl" if self.system else "systemctl --user"
 
-    def control(self, *words: str, check: bool = True) -> str:
+    def control(self, *arguments: str, check: bool = True) -> str:
         """Run `systemctl` and return what it prints. Raises ServerError."""
-        command = ["systemctl", *([] if self.system else ["--user"]), "--no-pager", *words]
+        command = ["systemctl", *([] if self.system else ["--user"]), "--no-pager", *arguments]
         runtime = Path(f"/run/user/{os.getuid()}")
         env = {"XDG_RUNTIME_DIR": str(runtime)} if not os.environ.get("XDG_RUNTIME_DIR") and runtime.is_dir() else {}
         try:
-            done = run(command, env={**env, "LC_ALL": "C"}, check=False, seconds=SECONDS)
+            result = run(command, env={**env, "LC_ALL": "C"}, check=False, seconds=SECONDS)
         except ProcessError as error:
             raise ServerError(error.what, error.why, "systemctl status", code=CODE) from error
-        if done.returncode and check:
-            raise self._failed(words, (done.stderr + done.stdout).strip())
-        return done.stdout
+        if result.returncode and check:
+            raise self._failed(arguments, (result.stderr + result.stdout).strip())
+        return result.stdout
 
-    def _failed(self, words: tuple[str, ...], why: str) -> ServerError:
+    def _failed(self, arguments: tuple[str, ...], why: str) -> ServerError:
         fix = "systemctl status"
         if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
             fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
         elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
             fix = Manager(True, self.unit).install
-            fix = fix.replace("install", "remove") if words[0] == "disable" else fix
-        return ServerError(f"systemctl {words[0]} failed", why or "it printed nothing", fix, code=CODE)
+            fix = fix.replace("install", "remove") if arguments[0] == "disable" else fix
+        return ServerError(f"systemctl {arguments[0]} failed", why or "it printed nothing", fix, code=CODE)
 
     def show(self) -> dict[str, str]:
         """Return the unit's properties as systemd has them."""

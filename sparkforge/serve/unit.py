@@ -173,9 +173,9 @@ def _marked(name: str, root: Path, lines: Iterable[str]) -> str:
     return MARK.format(command=COMMANDS[name], root=root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
-def command(words: Iterable[str]) -> str:
+def command(arguments: Iterable[str]) -> str:
     """Return words as systemd reads them from one line."""
-    return " ".join(quoted(word) for word in words)
+    return " ".join(quoted(word) for word in arguments)
 
 
 def quoted(word: str) -> str:

@@ -122,16 +122,15 @@ def _resolved(
     variables = sorted({match["name"] for text in texts for match in REFERENCE.finditer(text)})
     downloads = set()
     for values in _assignments(variables, command, commands):
-        name, remote, tag = (_replace_variables(text, values) for text in texts)
+        name, remote, tag = (
+            REFERENCE.sub(lambda match: values.get(match["name"], match[0]), text)  # noqa: B023 - called at once
+            for text in texts
+        )
         if not remote or "$" in remote + tag + name or not tag:
             raise _unfollowed(command, file, f"{name} {remote} {tag}".strip())
         override = _override(command)
         downloads.add(Declared(name or remote, remote, tag, str(file), command.line, override, command.conditions))
     return sorted(downloads, key=lambda download: download.tag)
-
-
-def _replace_variables(text: str, values: Mapping[str, str]) -> str:
-    return REFERENCE.sub(lambda match: values.get(match["name"], match[0]), text)
 
 
 def _unfollowed(command: Command, file: Path, arguments: str) -> InputError:

@@ -102,18 +102,18 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = [f"| release | {' | '.join(PARTS)} |", f"|{' --- |' * (len(PARTS) + 1)}"]
     reasons = []
     for release in document["releases"]:
-        columns = {part: _column(entry) for part, entry in release["columns"].items()}
+        columns = {
+            part: Column(
+                entry["summary"],
+                tuple(Observation(Effect(item["effect"]), item["text"]) for item in entry["observations"]),
+            )
+            for part, entry in release["columns"].items()
+        }
         lines.append(f"| {release['name']} | {' | '.join(map(str, columns.values()))} |")
         reasons += [
             f"- {release['name']}, {part}: {text}" for part, column in columns.items() for text in column.reasons
         ]
     return "\n".join([*lines, "", *reasons]) + "\n"
-
-
-def _column(document: Mapping[str, Any]) -> Column:
-    """Read a column of a JSON report."""
-    observations = [Observation(Effect(entry["effect"]), entry["text"]) for entry in document["observations"]]
-    return Column(document["summary"], tuple(observations))
 
 
 if __name__ == "__main__":

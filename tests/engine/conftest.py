@@ -40,9 +40,9 @@ class Engine:
 
     environment: dict
 
-    def docker(self, *words, check=True, env=None, both=False):
-        command = ["docker", *map(str, words)]
-        done = subprocess.run(
+    def docker(self, *arguments, check=True, env=None, both=False):
+        command = ["docker", *map(str, arguments)]
+        result = subprocess.run(
             command,
             cwd=ROOT,
             env={**self.environment, **(env or {})},
@@ -50,8 +50,10 @@ class Engine:
             text=True,
             check=False,
         )
-        assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
-        return done.stdout + done.stderr if both else done.stdout
+        assert not check or result.returncode == 0, (
+            f"{' '.join(command)}\n{result.stdout[-3000:]}{result.stderr[-5000:]}"
+        )
+        return result.stdout + result.stderr if both else result.stdout
 
     def inspect(self, name):
         return json.loads(self.docker("inspect", name))[0]
@@ -61,9 +63,9 @@ class Engine:
 def engine():
     ca = os.environ.get("PIP_CERT") or "/etc/ssl/certs/ca-certificates.crt"
     wheels = os.environ.get("CI_WHEELS") or os.environ.get("PIP_FIND_LINKS") or str(HERE)
-    found = Engine({**os.environ, "CI_CA": ca, "CI_WHEELS": wheels, "COMPOSE_PROGRESS": "plain"})
-    found.docker("version")
-    return found
+    shared_engine = Engine({**os.environ, "CI_CA": ca, "CI_WHEELS": wheels, "COMPOSE_PROGRESS": "plain"})
+    shared_engine.docker("version")
+    return shared_engine
 
 
 @dataclass
@@ -75,9 +77,9 @@ class Project:
     env: dict
     name: str = PROJECT
 
-    def compose(self, *words, check=True):
+    def compose(self, *arguments, check=True):
         files = [word for name in self.files for word in ("-f", ROOT / name)]
-        return self.engine.docker("compose", "-p", self.name, *files, *words, env=self.env, check=check)
+        return self.engine.docker("compose", "-p", self.name, *files, *arguments, env=self.env, check=check)
 
     def container(self, service="vllm"):
         return self.compose("ps", "--all", "--quiet", service).strip()
@@ -159,11 +161,13 @@ def project(engine, tmp_path_factory):
     models.chmod(0o755)  # pytest makes it for its owner alone, and the container is another user
     env = {"PORT": "18000", "PROMETHEUS_PORT": "19090", "SPARKFORGE_MODELS": str(models)}
     env |= {"SPARKFORGE_STACK": "embedded", "BUILDX_GIT_LABELS": "1"}
-    made = Project(engine, ("docker-compose.yml", "tests/engine/ci.yml"), env)
+    running_project = Project(engine, ("docker-compose.yml", "tests/engine/ci.yml"), env)
     if not os.environ.get("ENGINE_BUILT"):  # for who writes these tests: the image stands already
-        made.compose("build", "vllm")
-    yield made
-    made.compose("--profile", "monitor", "--profile", "bench", "down", "--volumes", "--timeout", "20", check=False)
+        running_project.compose("build", "vllm")
+    yield running_project
+    running_project.compose(
+        "--profile", "monitor", "--profile", "bench", "down", "--volumes", "--timeout", "20", check=False
+    )
 
 
 @pytest.fixture(scope="session")

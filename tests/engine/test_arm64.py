@@ -26,10 +26,10 @@ RUN echo "machine $(uname -m), $(python3 --version), $(tini --version)" \\
 def built(engine, tmp_path_factory):
     dockerfile = tmp_path_factory.mktemp("arm64") / "Dockerfile"
     dockerfile.write_text((ROOT / "Dockerfile").read_text(encoding="utf-8") + LOOK)
-    words = ["buildx", "build", "--progress=plain", "--platform=linux/arm64", "--target=look"]
-    words += ["--file", dockerfile, "--output=type=cacheonly", f"--secret=id=ca,src={engine.environment['CI_CA']}"]
-    words += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim-arm64", ROOT]
-    return engine.docker(*words, both=True)
+    arguments = ["buildx", "build", "--progress=plain", "--platform=linux/arm64", "--target=look"]
+    arguments += ["--file", dockerfile, "--output=type=cacheonly", f"--secret=id=ca,src={engine.environment['CI_CA']}"]
+    arguments += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim-arm64", ROOT]
+    return engine.docker(*arguments, both=True)
 
 
 def test_the_locked_packages_install_on_the_processor_of_a_spark(built):
@@ -46,5 +46,5 @@ def test_the_locked_compiler_runs_there_and_makes_code_for_a_spark(built):
 
 def test_the_index_has_every_aarch64_wheel_of_the_spark_under_its_locked_hash():
     with index.client() as http:
-        found = wheels(locks.lock_path("spark"), "aarch64", http)
-    assert len([url for url in found if "aarch64" in url.rpartition("/")[2]]) > 50
+        wheel_files = wheels(locks.lock_path("spark"), "aarch64", http)
+    assert len([url for url in wheel_files if "aarch64" in url.rpartition("/")[2]]) > 50

@@ -53,11 +53,20 @@ RUN du -sm /opt/venv && du -sm --exclude=/opt --exclude=/root --exclude=/proc --
 
 def command(engine, stack, dockerfile, target, **arguments):
     """Return the words of a build of the stack's stage `target`."""
-    words = ["buildx", "build", "--progress=plain", "--file", dockerfile, "--target", target, "--output=type=cacheonly"]
-    words += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
-    words += ["--build-context", f"sheets={dockerfile.parent}", "--build-arg", f"STACK={stack}"]
-    words += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial"]
-    return [*words, *(f"--build-arg={name}={value}" for name, value in arguments.items()), ROOT]
+    command_arguments = [
+        "buildx",
+        "build",
+        "--progress=plain",
+        "--file",
+        dockerfile,
+        "--target",
+        target,
+        "--output=type=cacheonly",
+    ]
+    command_arguments += ["--build-context", f"{BASE}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
+    command_arguments += ["--build-context", f"sheets={dockerfile.parent}", "--build-arg", f"STACK={stack}"]
+    command_arguments += ["--secret", f"id=ca,src={engine.environment['CI_CA']}", "--build-arg", "KERNEL_SET=trial"]
+    return [*command_arguments, *(f"--build-arg={name}={value}" for name, value in arguments.items()), ROOT]
 
 
 @pytest.fixture(scope="module", params=STACKS)
@@ -115,8 +124,10 @@ def test_the_validator_of_the_image_judges_a_sparks_facts(built):
 def test_all_of_vllm_from_source_names_the_repository_that_is_missing(engine, stack, dockerfile, tmp_path):
     """Where no git host is: the stage gets as far as its sources, and says what CUTLASS is for and how to bring it."""
     (tmp_path / "README").write_text("no checkout of CUTLASS\n")
-    words = command(engine, stack, dockerfile, "vllm-source", VLLM_FROM="source")
-    told = engine.docker(*words[:-1], "--build-context", f"bundle={tmp_path}", words[-1], both=True, check=False)
-    assert re.search(r"1 of vLLM's repositories are missing", told)
-    assert "there is no git checkout /mnt/bundle/cutlass" in told
-    assert "./inv bundle.unpack" in told
+    arguments = command(engine, stack, dockerfile, "vllm-source", VLLM_FROM="source")
+    output = engine.docker(
+        *arguments[:-1], "--build-context", f"bundle={tmp_path}", arguments[-1], both=True, check=False
+    )
+    assert re.search(r"1 of vLLM's repositories are missing", output)
+    assert "there is no git checkout /mnt/bundle/cutlass" in output
+    assert "./inv bundle.unpack" in output

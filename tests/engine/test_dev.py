@@ -30,19 +30,19 @@ def dev(engine, compose_project, tmp_path_factory):
     for folder in (checkout, checkout / "vllm"):
         folder.chmod(0o777)
     env = {"VLLM_SRC": str(checkout), "TRITON_KERNELS_SRC": str(kernels), "DEV_PORT": "18100"}
-    made = compose_project(DEV, env)
+    project = compose_project(DEV, env)
     if not os.environ.get("ENGINE_BUILT"):
-        made.compose("build", "dev")
-    made.compose("up", "--detach", "--no-build", "dev")
-    made.checkout = checkout
-    yield made
-    made.compose("--profile", "serve", "down", "--volumes", "--timeout", "5", check=False)
+        project.compose("build", "dev")
+    project.compose("up", "--detach", "--no-build", "dev")
+    project.checkout = checkout
+    yield project
+    project.compose("--profile", "serve", "down", "--volumes", "--timeout", "5", check=False)
 
 
 LAST = "triton_kernels: "  # the report's last line begins so
 
 
-def told(dev, text=LAST, times=1, seconds=300):
+def wait_for_log(dev, text=LAST, times=1, seconds=300):
     """Wait until the log holds `text` that often; return the log."""
     end = time.monotonic() + seconds
     while (log := dev.logs("dev")).count(text) < times and time.monotonic() < end:
@@ -52,23 +52,23 @@ def told(dev, text=LAST, times=1, seconds=300):
 
 def restarted(dev):
     """Start the container again; return what it reports then."""
-    before = told(dev)
+    before = wait_for_log(dev)
     dev.compose("restart", "--timeout", "1", "dev")
-    return told(dev, times=before.count(LAST) + 1).removeprefix(before)
+    return wait_for_log(dev, times=before.count(LAST) + 1).removeprefix(before)
 
 
-def inside(dev, *words, check=True):
-    told(dev)
-    return dev.compose("exec", "-T", "dev", *words, check=check)
+def inside(dev, *arguments, check=True):
+    wait_for_log(dev)
+    return dev.compose("exec", "-T", "dev", *arguments, check=check)
 
 
 def test_the_mounted_checkouts_are_what_python_imports(dev):
-    found = inside(dev, "python", "-c", "import vllm, triton_kernels as k; print(vllm.here, '+', k.here)")
-    assert found.strip() == "the checkout + the kernels"
+    output = inside(dev, "python", "-c", "import vllm, triton_kernels as k; print(vllm.here, '+', k.here)")
+    assert output.strip() == "the checkout + the kernels"
 
 
 def test_its_log_begins_with_what_serves(dev):
-    log = told(dev)
+    log = wait_for_log(dev)
     assert "vllm: /src/vllm serves" in log
     assert "flashinfer: no checkout" in log
     assert "triton: no checkout" in log
@@ -84,8 +84,8 @@ def test_a_changed_native_source_is_noticed_at_the_next_start(dev):
 
 
 def test_debuggers_and_compilers_are_there(dev):
-    found = inside(dev, "sh", "-c", "gdb --version | head -1; g++ --version | head -1; git --version")
-    assert found.count("\n") == 3
+    output = inside(dev, "sh", "-c", "gdb --version | head -1; g++ --version | head -1; git --version")
+    assert output.count("\n") == 3
     inside(dev, "python", "-c", "import debugpy")
 
 
@@ -98,21 +98,23 @@ def test_every_advised_command_runs_where_it_is_printed(dev):
     assert [name for name in names if f"Usage: ./inv {name} " not in helped] == []
     inside(dev, "./inv", "cache.list")
     programs = ("less", "pip", "git", "ninja")
-    found = inside(dev, "sh", "-c", 'for name; do command -v "$name" > /dev/null || echo "$name"; done', "-", *programs)
-    assert found == ""
+    output = inside(
+        dev, "sh", "-c", 'for name; do command -v "$name" > /dev/null || echo "$name"; done', "-", *programs
+    )
+    assert output == ""
     assert inside(dev, "pip", "--version").strip().endswith("(python 3.11)")
 
 
 def test_a_build_that_cannot_be_made_here_is_refused_in_three_parts(dev):
-    done = dev.compose("exec", "-T", "dev", "sh", "-c", "./inv dev.build vllm 2>&1; echo code $?")
-    assert "the stack embedded compiles nothing" in done
-    assert done.strip().endswith("code 2")
+    result = dev.compose("exec", "-T", "dev", "sh", "-c", "./inv dev.build vllm 2>&1; echo code $?")
+    assert "the stack embedded compiles nothing" in result
+    assert result.strip().endswith("code 2")
 
 
 def test_every_door_to_a_compiler_has_the_planners_number_of_jobs(dev):
     python = "import os; print(os.environ['MAX_JOBS'], os.environ['CMAKE_BUILD_PARALLEL_LEVEL'])"
-    for words in (["python", "-c", python], ["bash", "-c", 'echo "$MAX_JOBS $CMAKE_BUILD_PARALLEL_LEVEL"']):
-        first, second = inside(dev, *words).split()
+    for command in (["python", "-c", python], ["bash", "-c", 'echo "$MAX_JOBS $CMAKE_BUILD_PARALLEL_LEVEL"']):
+        first, second = inside(dev, *command).split()
         assert int(first) == int(second) >= 1
     script = (
         'cd /tmp && printf "rule r\\n command = true\\nbuild x: r\\n" > build.ninja && ninja -j 64 && ninja -t rules'
@@ -144,11 +146,11 @@ def volume(engine, project):
     modules = [MODULE.format(key=key, name=name) for key, name in
                (("0123", "fused_moe_120"), ("4567", "fused_moe_90"), ("4567", "page"))]  # fmt: skip
     script = 'for path; do mkdir -p "$path"; touch "$path/$(basename "$path").so"; done'
-    place = f"{project.name}_cache:{VOLUME}"
+    mount = f"{project.name}_cache:{VOLUME}"
     project.compose("create", "--no-build", "vllm")  # makes the volume as the image has it
-    engine.docker("run", "--rm", "--volume", place, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
+    engine.docker("run", "--rm", "--volume", mount, "--entrypoint", "sh", "sparkforge/vllm:embedded", "-c", script, "-",
                   *modules)  # fmt: skip
-    return place
+    return mount
 
 
 def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project):
@@ -156,8 +158,8 @@ def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project)
     env = {**engine.environment, **project.env, "COMPOSE_PROJECT_NAME": project.name,
            "SPARKFORGE_COMPOSE_FILES": files}  # fmt: skip
 
-    def inv(*words):
-        command = [sys.executable, "-m", "sparkforge.cli", *words]
+    def inv(*arguments):
+        command = [sys.executable, "-m", "sparkforge.cli", *arguments]
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
     listed = inv("cache.list", "--container")

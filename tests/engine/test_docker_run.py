@@ -33,8 +33,8 @@ def cache(project, tmp_path_factory):
     """A cache of Hugging Face whose snapshot of MODEL is links to the tiny model's files."""
     home = tmp_path_factory.mktemp("huggingface")
     home.chmod(0o777)
-    words = ("python", "-m", "sparkforge.models.tiny", "/out/tiny")
-    project.engine.docker("run", "--rm", "--user", os.getuid(), "-v", f"{home}:/out", IMAGE, *words)
+    arguments = ("python", "-m", "sparkforge.models.tiny", "/out/tiny")
+    project.engine.docker("run", "--rm", "--user", os.getuid(), "-v", f"{home}:/out", IMAGE, *arguments)
     home.chmod(0o755)
     repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
     for folder in (repository / "blobs", repository / "refs", repository / "snapshots" / COMMIT):
@@ -53,18 +53,18 @@ def run(project):
     names = []
 
     class Run:
-        def __call__(self, *words, options=()):
-            command = ["docker", "run", "--rm", *map(str, options), IMAGE, *words]
-            done = subprocess.run(
+        def __call__(self, *arguments, options=()):
+            command = ["docker", "run", "--rm", *map(str, options), IMAGE, *arguments]
+            result = subprocess.run(
                 command, cwd=ROOT, env=project.engine.environment, capture_output=True, text=True, check=False
             )
-            return done.returncode, done.stdout + done.stderr
+            return result.returncode, result.stdout + result.stderr
 
-        def start(self, *words, options=()):
+        def start(self, *arguments, options=()):
             name = f"sparkforge-docker-run-{len(names)}"
             project.engine.docker("rm", "--force", "--volumes", name, check=False)
             names.append(name)
-            project.engine.docker("run", "--detach", "--name", name, *options, IMAGE, *words)
+            project.engine.docker("run", "--detach", "--name", name, *options, IMAGE, *arguments)
             return name
 
     yield Run()
@@ -258,15 +258,15 @@ def test_a_model_that_is_nowhere_is_told_with_the_mount(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "printed"),
+    ("arguments", "printed"),
     [
         (("bash", "-c", "id -u; echo $VLLM_CACHE_ROOT | cut -d/ -f1-4"), "1000\n/var/cache/sparkforge\n"),
         (("python", "-c", "import sparkforge, validate; print('here')"), "here\n"),
         (("vllm", "--version"), "0.32.0"),
     ],
 )
-def test_other_programs_run_without_a_validation(run, words, printed):
-    code, out = run(*words, options=OFFLINE)
+def test_other_programs_run_without_a_validation(run, arguments, printed):
+    code, out = run(*arguments, options=OFFLINE)
     assert (code, printed in out, "validate ·" in out) == (0, True, False), out
 
 

@@ -23,9 +23,9 @@ echo 'FAIL memory-host  2 GiB'; echo '       next: ps aux'; echo 'CUDA error: in
 @pytest.fixture
 def ended(engine):
     labels = {"project": PROJECT, "service": "vllm", "oneoff": "False"}
-    words = [word for name, value in labels.items() for word in ("--label", f"com.docker.compose.{name}={value}")]
-    words += ["--env", "SPARKFORGE_STATE=/state", "--env", "HF_TOKEN=hf_planted_secret", "--network", "none"]
-    container = engine.docker("create", *words, IMAGE, "/bin/sh", "-c", SCRIPT).strip()
+    arguments = [word for name, value in labels.items() for word in ("--label", f"com.docker.compose.{name}={value}")]
+    arguments += ["--env", "SPARKFORGE_STATE=/state", "--env", "HF_TOKEN=hf_planted_secret", "--network", "none"]
+    container = engine.docker("create", *arguments, IMAGE, "/bin/sh", "-c", SCRIPT).strip()
     engine.docker("start", "--attach", container, check=False)
     yield container
     engine.docker("rm", "--force", container)
@@ -33,15 +33,15 @@ def ended(engine):
 
 def test_a_container_that_was_refused_is_told_and_bundled(engine, ended, tmp_path):
     env = {**engine.environment, "COMPOSE_PROJECT_NAME": PROJECT, "SPARKFORGE_STATE": str(tmp_path / "state")}
-    place = tmp_path / "support.tar.gz"
-    words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(place)]
-    told = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert told.returncode == RefusalError.exit_code, told.stderr
-    found = json.loads(told.stdout)["problems"]
-    assert [each["id"] for each in found] == ["validation-check", "invalid-resource-handle", "container-ended"]
-    sources = [each["source"] for each in found[0]["places"]]
+    bundle = tmp_path / "support.tar.gz"
+    arguments = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(bundle)]
+    result = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == RefusalError.exit_code, result.stderr
+    problems = json.loads(result.stdout)["problems"]
+    assert [problem["id"] for problem in problems] == ["validation-check", "invalid-resource-handle", "container-ended"]
+    sources = [problem["source"] for problem in problems[0]["places"]]
     assert sources == [f"{ended[:12]}:/state/refused.json", f"docker logs {ended[:12]}"]
-    with tarfile.open(place) as archive:
+    with tarfile.open(bundle) as archive:
         files = {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
     assert not [name for name, text in files.items() if "hf_planted_secret" in text]
     assert '"ExitCode": 30' in files["sparkforge-support/docker/inspect.json"]

@@ -49,8 +49,8 @@ def test_it_runs_as_nobody_with_nothing(served):
     assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
     assert fields["NoNewPrivs"] == "1"
     assert fields["Name"] == "tini"
-    done = served.compose("exec", "-T", "vllm", "sh", "-c", "touch /opt/venv/x 2>&1 || echo refused")
-    assert "refused" in done
+    result = served.compose("exec", "-T", "vllm", "sh", "-c", "touch /opt/venv/x 2>&1 || echo refused")
+    assert "refused" in result
 
 
 def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
@@ -61,8 +61,8 @@ def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
 
 
 def test_nothing_of_the_image_is_left_to_write_into(served):
-    told = served.engine.docker("diff", served.container())
-    paths = [line.split(maxsplit=1)[1] for line in told.splitlines()]
+    output = served.engine.docker("diff", served.container())
+    paths = [line.split(maxsplit=1)[1] for line in output.splitlines()]
     assert [path for path in paths if not path.startswith(("/run", "/models", "/tmp"))] == []
 
 
@@ -73,15 +73,15 @@ def test_it_is_published_on_the_loopback_address_only(served):
 
 def test_the_image_holds_no_compiler_no_pip_and_no_caches(served):
     look = "which gcc g++ cc nvcc pip uv; find / -xdev -name '*.whl' 2>/dev/null; ls /var/lib/apt/lists /var/log"
-    told = served.compose("exec", "-T", "vllm", "sh", "-c", f"{look}; true")
-    assert [line for line in told.split() if not line.endswith(":")] == []
+    output = served.compose("exec", "-T", "vllm", "sh", "-c", f"{look}; true")
+    assert [line for line in output.split() if not line.endswith(":")] == []
 
 
 def test_no_time_of_the_checkout_is_in_the_image(served):
     """An older file of a checkout keeps its time through rewrite-timestamp, which only lowers those that are newer."""
-    told = served.compose("exec", "-T", "vllm", "find", "/opt/sparkforge", "-mindepth", "1", "-printf", "%T@\\n")
-    assert len(told.split()) > 200
-    assert len(set(told.split())) == 1
+    output = served.compose("exec", "-T", "vllm", "find", "/opt/sparkforge", "-mindepth", "1", "-printf", "%T@\\n")
+    assert len(output.split()) > 200
+    assert len(set(output.split())) == 1
 
 
 def test_python_has_our_packages_on_its_path_and_not_the_folder_around_them(served):
@@ -108,8 +108,8 @@ def test_plain_compose_labels_the_commit_where_buildx_is_asked_to(project):
     image = "sparkforge/vllm:embedded"
     labels = project.engine.inspect(image)["Config"]["Labels"]
     assert labels["org.opencontainers.image.revision"].removesuffix("-dirty") == head
-    words = ("run", "--rm", "--entrypoint", "cat", image, labels["org.sparkforge.source"])
-    source = json.loads(project.engine.docker(*words))
+    arguments = ("run", "--rm", "--entrypoint", "cat", image, labels["org.sparkforge.source"])
+    source = json.loads(project.engine.docker(*arguments))
     assert (source["revision"], source["from"]) == (head, "git's HEAD")
 
 

@@ -52,25 +52,25 @@ def settled():
 
 @pytest.fixture(scope="module")
 def monitored(served, tmp_path_factory):
-    place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sparkforge/engine/root/usr/bin"
+    programs = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sparkforge/engine/root/usr/bin"
     env = dict(served.env)
     for service, binary in BINARIES.items():
         folder = tmp_path_factory.mktemp(service)
-        shutil.copy(place / binary, folder / "program")
+        shutil.copy(programs / binary, folder / "program")
         (folder / "Dockerfile").write_text(IMAGE)
         served.engine.docker("build", "--tag", f"sparkforge-ci/{service}:test", folder)
         env[service.upper().replace("-", "_") + "_IMAGE"] = f"sparkforge-ci/{service}:test"
-    made = type(served)(served.engine, served.files, env)
-    made.compose("--profile", "monitor", "up", "--detach", "--no-build", "prometheus", "node-exporter")
+    project = type(served)(served.engine, served.files, env)
+    project.compose("--profile", "monitor", "up", "--detach", "--no-build", "prometheus", "node-exporter")
     list(client.chat(URL, "tiny-gpt-oss", "Hello", 16))
     end = time.monotonic() + 300
     while time.monotonic() < end and not settled():
         time.sleep(1)
-    return made
+    return project
 
 
 def test_prometheus_reads_its_configuration_and_both_targets(monitored):
-    assert {one["metric"]["job"] for one in ask("up == 1")} == {"vllm", "validation"}
+    assert {series["metric"]["job"] for series in ask("up == 1")} == {"vllm", "validation"}
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -86,5 +86,5 @@ def test_the_alerts_are_loaded(monitored):
 
 
 def test_the_pinned_images_are_named_by_digest(engine):
-    told = engine.docker("compose", "--profile", "monitor", "config", "--images").split()
-    assert len([image for image in told if "@sha256:" in image]) == 3
+    images = engine.docker("compose", "--profile", "monitor", "config", "--images").split()
+    assert len([image for image in images if "@sha256:" in image]) == 3

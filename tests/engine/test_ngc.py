@@ -22,15 +22,15 @@ STAND_IN = "sparkforge-ci/stand-in-for-nvidias-image"
 def test_compose_takes_the_service_of_each_stack(engine):
     for stack, table in pins.load().stacks.items():
         if table.image:
-            told = engine.docker("compose", "config", "--images", "vllm", env={"SPARKFORGE_STACK": stack})
-            assert told.split() == [f"sparkforge/vllm:{stack}"]
-    told = engine.docker("compose", "config", env={"SPARKFORGE_STACK": "none"}, both=True, check=False)
-    assert re.search(r'service "(bench-)?none" not found in deploy/stacks.yml', told)
+            output = engine.docker("compose", "config", "--images", "vllm", env={"SPARKFORGE_STACK": stack})
+            assert output.split() == [f"sparkforge/vllm:{stack}"]
+    output = engine.docker("compose", "config", env={"SPARKFORGE_STACK": "none"}, both=True, check=False)
+    assert re.search(r'service "(bench-)?none" not found in deploy/stacks.yml', output)
 
 
 def test_a_base_that_cannot_be_pulled_is_refused_by_name(engine):
-    told = engine.docker("compose", "build", "vllm", env={"SPARKFORGE_STACK": STACK}, both=True, check=False)
-    error = docker.explained(told[-docker.LOG_END :], "docker compose ended with code 1", "less log")
+    output = engine.docker("compose", "build", "vllm", env={"SPARKFORGE_STACK": STACK}, both=True, check=False)
+    error = docker.explained(output[-docker.LOG_END :], "docker compose ended with code 1", "less log")
     assert (error.code, error.exit_code) == ("engine.base", 62)
     assert BASE.partition("@")[0] in error.why
 
@@ -41,13 +41,13 @@ def test_on_a_stand_in_it_is_built_until_vllms_repositories_are_missing(engine, 
     (tmp_path / "bundle/README").write_text("no checkout\n")
     ca = f"id=ca,src={engine.environment['CI_CA']}"
     debian = re.search(r"^FROM (\S+) AS base-cuda$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
-    words = ["buildx", "build", "--progress=plain", "--secret", ca]
+    arguments = ["buildx", "build", "--progress=plain", "--secret", ca]
     base = ["--build-context", f"{debian}=docker-image://docker.io/sparkforge-ci/debian:trixie-slim"]
-    engine.docker(*words, *base, "--build-arg=STACK=spark", "--target=tools", "--tag", STAND_IN, "--load", ROOT)
-    words += ["--file", ROOT / "Dockerfile.ngc", "--target=vllm", "--output=type=cacheonly"]
-    words += ["--build-context", f"{BASE}=docker-image://docker.io/{STAND_IN}"]
-    told = engine.docker(*words, "--build-context", f"bundle={tmp_path / 'bundle'}", ROOT, both=True, check=False)
+    engine.docker(*arguments, *base, "--build-arg=STACK=spark", "--target=tools", "--tag", STAND_IN, "--load", ROOT)
+    arguments += ["--file", ROOT / "Dockerfile.ngc", "--target=vllm", "--output=type=cacheonly"]
+    arguments += ["--build-context", f"{BASE}=docker-image://docker.io/{STAND_IN}"]
+    output = engine.docker(*arguments, "--build-context", f"bundle={tmp_path / 'bundle'}", ROOT, both=True, check=False)
     engine.docker("image", "rm", STAND_IN, check=False)
-    assert re.search(r"3 of vLLM's repositories are missing", told), told[-6000:]
+    assert re.search(r"3 of vLLM's repositories are missing", output), output[-6000:]
     for name in ("cutlass", "triton-kernels", "flash-attention"):
-        assert f"there is no git checkout /mnt/bundle/{name}" in told
+        assert f"there is no git checkout /mnt/bundle/{name}" in output

@@ -47,9 +47,9 @@ class Release:
     def name(self):
         return f"{self.repository}:{self.stack}"
 
-    def start(self, *words, **more):
+    def start(self, *arguments, **more):
         return subprocess.Popen(
-            [sys.executable, "-m", "sparkforge.cli", *map(str, words)],
+            [sys.executable, "-m", "sparkforge.cli", *map(str, arguments)],
             cwd=ROOT,
             env={**self.environment, **more},
             stdout=subprocess.PIPE,
@@ -57,24 +57,24 @@ class Release:
             text=True,
         )
 
-    def inv(self, *words, **more):
-        process = self.start(*words, **more)
+    def inv(self, *arguments, **more):
+        process = self.start(*arguments, **more)
         out, err = process.communicate(timeout=3000)
         assert "Traceback" not in out + err, err
         return process.returncode, out + err
 
-    def good(self, *words, **more):
-        code, said = self.inv(*words, **more)
+    def good(self, *arguments, **more):
+        code, said = self.inv(*arguments, **more)
         assert code == 0, said
         return said
 
-    def up(self, *words, **more):
-        return self.good("up", "--device", "docker-cpu", "--port", self.port, *words, **more)
+    def up(self, *arguments, **more):
+        return self.good("up", "--device", "docker-cpu", "--port", self.port, *arguments, **more)
 
     def compiled(self):
         """Return what the servers left in the volume, key of the image → profile of each start (proving_server.py)."""
-        words = ("--rm", "--volume", f"{PROJECT}_cache:/cache:ro", "--entrypoint", "sh", self.name)
-        text = self.engine.docker("run", *words, "-c", "cd /cache && grep -H '' */vllm/starts")
+        arguments = ("--rm", "--volume", f"{PROJECT}_cache:/cache:ro", "--entrypoint", "sh", self.name)
+        text = self.engine.docker("run", *arguments, "-c", "cd /cache && grep -H '' */vllm/starts")
         starts = {}
         for line in text.splitlines():
             path, _, profile = line.partition(":")
@@ -250,8 +250,8 @@ def test_a_registry_with_tls_and_a_login(shipped, closed_registry, tmp_path):
     (config / "cli-plugins").symlink_to(Path(shipped.environment["DOCKER_CONFIG"], "cli-plugins"))
     env = {"DOCKER_CONFIG": str(config)}
 
-    def refused(*words):
-        code, said = shipped.inv(*words, **env)
+    def refused(*arguments):
+        code, said = shipped.inv(*arguments, **env)
         assert (code, "engine.registry" in said) == (62, True), said
         return said
 
@@ -465,9 +465,9 @@ def test_a_bake_off_of_profiles_and_a_start_of_its_winner_with_vllm(engine, proj
     """Two profiles serve in containers, are gated and loaded; `up --profile auto` starts the faster one."""
     release = release_of(engine, tmp_path_factory.mktemp("bakeoff"), free_port(), "sparkforge/vllm")
     load = [word for name, value in LOAD.items() for word in (f"--{name}", value)]
-    words = ("--profiles", "embedded,embedded-dense-8", "--device", "docker-cpu", "--port", release.port, *load)
+    arguments = ("--profiles", "embedded,embedded-dense-8", "--device", "docker-cpu", "--port", release.port, *load)
     try:
-        said = release.good("bench.bakeoff", *words)
+        said = release.good("bench.bakeoff", *arguments)
         trials = json.loads((release.state / "bakeoff.json").read_text())["trials"]
         standings = {name: trial["standing"] for name, trial in trials.items()}
         assert all(standing["score"] > 0 for standing in standings.values()), standings

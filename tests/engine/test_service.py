@@ -40,23 +40,25 @@ class Machine:
         self.engine, self.name, self.checkout = engine, name, checkout
         self.variables = (f"SPARKFORGE_STATE={state}", "XDG_RUNTIME_DIR=/run/user/0", *variables)
 
-    def run(self, *words, check=True):
+    def run(self, *arguments, check=True):
         variables = [word for pair in self.variables for word in ("-e", pair)]
-        return self.engine.docker("exec", *variables, "-w", self.checkout, self.name, *words, check=check, both=True)
+        return self.engine.docker(
+            "exec", *variables, "-w", self.checkout, self.name, *arguments, check=check, both=True
+        )
 
     def sh(self, line, check=True):
         return self.run("sh", "-c", line, check=check)
 
-    def inv(self, *words, code=0):
-        output = self.sh(f'"{self.checkout}/inv" {" ".join(words)} 2>&1; echo "code $?"')
+    def inv(self, *arguments, code=0):
+        output = self.sh(f'"{self.checkout}/inv" {" ".join(arguments)} 2>&1; echo "code $?"')
         assert output.rstrip().endswith(f"code {code}"), output
         return output
 
     def show(self, key, user=False):
         return self.sh(f"systemctl {'--user' if user else ''} show -p {key} --value sparkforge.service").strip()
 
-    def count(self, what):
-        return len(self.sh(f"cat /var/lib/stand-in/{what} 2> /dev/null", check=False).split())
+    def count(self, program):
+        return len(self.sh(f"cat /var/lib/stand-in/{program} 2> /dev/null", check=False).split())
 
     def until(self, key, value, seconds=180, user=False):
         end = time.monotonic() + seconds
@@ -136,8 +138,8 @@ def test_a_boot_starts_the_server_and_nothing_is_left_of_a_removed_one(machine):
     machine.until("ActiveState", "active")
     assert "first answers" in machine.show("StatusText")
     status = machine.inv("service.status")
-    for words in ("active (running)", "enabled", "next start: at boot"):
-        assert words in status
+    for text in ("active (running)", "enabled", "next start: at boot"):
+        assert text in status
     assert "tiny at http://127.0.0.1:18123/v1" in machine.inv("status")
 
     machine.inv("down")

@@ -25,18 +25,18 @@ class Checkout:
     port: int
     said: list = field(default_factory=list)
 
-    def inv(self, *words, **more):
-        command = [sys.executable, "-m", "invoke", *words]
+    def inv(self, *arguments, **more):
+        command = [sys.executable, "-m", "invoke", *arguments]
         env = {**self.environment, **more}
-        done = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, check=False)
-        self.said.append((words, done.returncode, done.stdout[-3000:], done.stderr[-3000:]))
-        assert "Traceback" not in done.stdout + done.stderr
-        return done
+        result = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, check=False)
+        self.said.append((arguments, result.returncode, result.stdout[-3000:], result.stderr[-3000:]))
+        assert "Traceback" not in result.stdout + result.stderr
+        return result
 
-    def good(self, *words, **more):
-        done = self.inv(*words, **more)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+    def good(self, *arguments, **more):
+        result = self.inv(*arguments, **more)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def checkout(engine, tmp_path_factory, free_port):
     checkout.good("build", "--engine", "docker", "--stack", "embedded")
     yield checkout
     checkout.inv("down")
-    words = ["docker", "compose", "--project-name", "sparkforge-verbs", "down", "--volumes"]
-    subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=True)
+    arguments = ["docker", "compose", "--project-name", "sparkforge-verbs", "down", "--volumes"]
+    subprocess.run(arguments, cwd=ROOT, env=environment, check=False, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_a_served_container_is_told_asked_and_read(served):
 
 
 def test_a_second_start_is_refused(served):
-    done = served.inv("up", "--device", "docker-cpu", "--port", str(served.port))
-    assert done.returncode == 24, done.stderr
+    result = served.inv("up", "--device", "docker-cpu", "--port", str(served.port))
+    assert result.returncode == 24, result.stderr
 
 
 def test_the_image_tells_its_layers_and_what_it_holds(checkout):
@@ -99,9 +99,9 @@ def test_the_image_is_this_checkouts_and_no_other_ones(checkout, tmp_path):
     with (other / "locks" / "embedded.txt").open("a") as lock:
         lock.write("# changed\n")
     environment = {key: value for key, value in checkout.environment.items() if key != "PYTHONPATH"}
-    done = Checkout(other, environment, checkout.port).inv("image.verify", "--stack", "embedded")
-    assert done.returncode == 12, done.stdout + done.stderr
-    assert "locked set embedded" in done.stderr
+    result = Checkout(other, environment, checkout.port).inv("image.verify", "--stack", "embedded")
+    assert result.returncode == 12, result.stdout + result.stderr
+    assert "locked set embedded" in result.stderr
 
 
 def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
@@ -110,12 +110,12 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
     listed = ["docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=sparkforge-verbs"]
     ps = subprocess.run(listed, env=served.environment, capture_output=True, text=True, check=True)
     assert ps.stdout == ""
-    done = served.inv(
+    result = served.inv(
         "up", "--device", "docker-cpu", "--port", str(served.port), SPARKFORGE_MODEL="/models/that-is-not-there"
     )
-    assert done.returncode == 30, done.stdout + done.stderr
-    assert "FAIL model-files" in done.stderr
-    assert "./inv model.fetch openai/gpt-oss-120b" in done.stderr
+    assert result.returncode == 30, result.stdout + result.stderr
+    assert "FAIL model-files" in result.stderr
+    assert "./inv model.fetch openai/gpt-oss-120b" in result.stderr
     assert served.inv("status").returncode == 24
     ps = subprocess.run(
         [*listed, "--filter", "status=running"], env=served.environment, capture_output=True, text=True, check=True
@@ -125,13 +125,13 @@ def test_down_leaves_nothing_and_a_refusal_ends_with_30_and_its_fix(served):
 
 def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
     """As `docker compose up` leaves it, without `./inv`, which would stop it at the first refusal."""
-    words = ["docker", "compose", "--project-name", "sparkforge-verbs"]
-    words += [f"--file={name}" for name in ("docker-compose.yml", "tests/engine/ci.yml")]
+    arguments = ["docker", "compose", "--project-name", "sparkforge-verbs"]
+    arguments += [f"--file={name}" for name in ("docker-compose.yml", "tests/engine/ci.yml")]
     env = {**checkout.environment, "PORT": str(checkout.port), "SPARKFORGE_MODEL": "/models/that-is-not-there"}
     env["SPARKFORGE_STACK"] = "embedded"
 
     def compose(*more):
-        return subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([*arguments, *more], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
     compose("down")
     compose("up", "--detach", "--no-build", "vllm")
@@ -139,8 +139,8 @@ def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
 
     def state():
         inspect = ["docker", "inspect", container]
-        told = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
-        return told["State"]["Status"], told["State"]["ExitCode"], told["RestartCount"]
+        inspection = json.loads(subprocess.run(inspect, env=env, capture_output=True, text=True, check=True).stdout)[0]
+        return inspection["State"]["Status"], inspection["State"]["ExitCode"], inspection["RestartCount"]
 
     deadline = time.monotonic() + 600
     while state() != ("exited", 30, 3):
@@ -154,6 +154,6 @@ def test_a_refused_container_is_restarted_thrice_and_validates_once(checkout):
 
 
 def test_an_engine_that_is_not_there_is_named(checkout, tmp_path):
-    done = checkout.inv("image.verify", "--stack", "embedded", DOCKER_HOST=f"unix://{tmp_path}/none.sock")
-    assert done.returncode == 62, done.stderr
-    assert "next: sudo systemctl start docker" in done.stderr
+    result = checkout.inv("image.verify", "--stack", "embedded", DOCKER_HOST=f"unix://{tmp_path}/none.sock")
+    assert result.returncode == 62, result.stderr
+    assert "next: sudo systemctl start docker" in result.stderr

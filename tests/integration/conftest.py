@@ -102,10 +102,10 @@ def forking():
     """
 
     def forking(launch):
-        python, _module, *words = launch.command
+        python, _module, *arguments = launch.command
         # vLLM sets the worker's threads for an interpreter that has not begun; a fork keeps its parent's.
         more = {"VLLM_CACHE_ROOT": os.environ["VLLM_CACHE_ROOT"], "OMP_NUM_THREADS": "1"}
-        command = (python, str(Path(__file__).with_name("forking.py")), *words)
+        command = (python, str(Path(__file__).with_name("forking.py")), *arguments)
         return dataclasses.replace(launch, command=command, environment={**launch.environment, **more})
 
     return forking
@@ -147,10 +147,10 @@ def killed_once(fresh):
 def up(killed_once):
     """Bring it up and return it; the only line on stdout is the API's URL."""
     fresh = killed_once
-    done = fresh.inv("up", "--port", str(fresh.port))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{fresh.url}/v1\n"
-    fresh.told = done.stderr
+    result = fresh.inv("up", "--port", str(fresh.port))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{fresh.url}/v1\n"
+    fresh.stderr = result.stderr
     return fresh
 
 

@@ -13,9 +13,9 @@ get_context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
 
 if __name__ == "__main__":
-    here = str(Path(sys.argv.pop(0)).parent)  # not on the path of a server, and not needed there any more
-    sys.path.append(here)
+    folder = str(Path(sys.argv.pop(0)).parent)  # not on the path of a server, and not needed there any more
+    sys.path.append(folder)
     import fork_inspection  # noqa: F401 - it changes vLLM
 
-    sys.path.remove(here)
+    sys.path.remove(folder)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -77,7 +77,7 @@ def test_every_route_but_health_needs_the_key(served):
 def test_no_process_of_vllm_can_import_from_the_checkouts_root(served):
     """Each process's own environment and folder, asked through the interpreter that runs it."""
     leader = psutil.Process(served.server.pid)
-    processes = [each for each in (leader, *leader.children(recursive=True)) if "python" in each.exe()]
+    processes = [child for child in (leader, *leader.children(recursive=True)) if "python" in child.exe()]
     assert len(processes) >= 3  # the supervisor, the API server, the engine
     for process in processes[1:]:
         environment = process.environ()

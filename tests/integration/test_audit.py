@@ -41,8 +41,8 @@ def compiled(home, tmp_path_factory):
         kind = {".cubin": ["-cubin"], ".o": ["-c"], ".so": ["-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]}
         path = tmp_path_factory.mktemp("unit") / f"unit{suffix}"
         gencode = ["-gencode", f"arch={code[0]},code={code[1]}"]
-        words = [home / "bin/nvcc", *kind[suffix], *gencode, f"-L{home}/lib64", *flags, UNITS, "-o", path]
-        run(words, env={"CUDA_HOME": str(home), "TMPDIR": tempfile.gettempdir()})
+        arguments = [home / "bin/nvcc", *kind[suffix], *gencode, f"-L{home}/lib64", *flags, UNITS, "-o", path]
+        run(arguments, env={"CUDA_HOME": str(home), "TMPDIR": tempfile.gettempdir()})
         return path
 
     return made
@@ -66,7 +66,7 @@ PLAIN, MISLABELLED, HOPPER = ("compute_121", "sm_121"), ("compute_121", "sm_121a
 
 
 def rules_of(report):
-    return Counter(one.rule for one in report.violations)
+    return Counter(violation.rule for violation in report.violations)
 
 
 @pytest.mark.parametrize("code", [NATIVE, FAMILY, FAMILY_120], ids="-".join)
@@ -80,8 +80,8 @@ def test_hardware_fp4_passes(build, tools, code, name):
 
 
 def test_architecture_without_suffix(build, tools):
-    found = rules_of(audit_files([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=lambda: tools))
-    assert found == {"arch-suffix": 2}  # the file, and the conversion in it
+    findings = rules_of(audit_files([build("one.o", PLAIN, "-DWITH_CONVERSION")], tools=lambda: tools))
+    assert findings == {"arch-suffix": 2}  # the file, and the conversion in it
 
 
 def test_software_under_the_right_label(build, tools):
@@ -159,7 +159,9 @@ def test_what_nvdisasm_cannot_read_is_the_damage_of_its_own_file(build, tools):
     data[at : at + sass.WIDTH] = b"\xff" * sass.WIDTH
     bad.write_bytes(data)
     report = audit_files([good, bad], tools=lambda: tools)
-    assert [(one.rule, Path(one.file).name) for one in report.violations] == [("damaged", "bad.cubin")]
+    assert [(violation.rule, Path(violation.file).name) for violation in report.violations] == [
+        ("damaged", "bad.cubin")
+    ]
     assert [(Path(row.file).name, row.fp4) for row in report.coverage] == [("good.cubin", 2)]
 
 
@@ -168,7 +170,7 @@ def test_cubins_are_read_as_cuobjdump_unpacks_them(build, tools, mode, packing, 
     extra = "-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_120f,code=sm_120f"
     path = build("one.so", NATIVE, *BOTH, *extra, f"--compress-mode={mode}")
     with elf.opened(path) as opened:
-        packings = [one.packing for one in elf.entries(opened) if one.kind == elf.KIND_CUBIN]
+        packings = [binary.packing for binary in elf.entries(opened) if binary.kind == elf.KIND_CUBIN]
     ours = audit_files([path], tools=lambda: replace(tools, cuobjdump=path.parent / "none"))
     monkeypatch.setattr(cubins, "READABLE", ())
     theirs = audit_files([path], tools=lambda: tools)
@@ -180,8 +182,8 @@ def test_cubins_are_read_as_cuobjdump_unpacks_them(build, tools, mode, packing, 
 
 
 def by_kernel(report):
-    found = [(cubin.target, cubin.size, cubin.kernels) for one in report.binaries for cubin in one.cubins]
-    return sorted(found, key=str)
+    findings = [(cubin.target, cubin.size, cubin.kernels) for binary in report.binaries for cubin in binary.cubins]
+    return sorted(findings, key=str)
 
 
 @pytest.mark.parametrize("code", [NATIVE, FAMILY_120, PLAIN], ids="-".join)
@@ -208,7 +210,7 @@ def test_shapes_count_what_nvdisasm_prints(build, tools, code):
 
 
 def base_names(counts):
-    found = Counter()
+    findings = Counter()
     for name, number in counts.items():
-        found[name.partition(".")[0]] += number
-    return found
+        findings[name.partition(".")[0]] += number
+    return findings

@@ -31,8 +31,8 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
 
     request = StartRequest(EMBEDDED, model=str(model), port=port)
     trials.run(["embedded", "embedded-kv8"], LOAD, request, start, Path("/nonexistent"))
-    done = json.loads((paths.state() / "bakeoff.json").read_text())
-    standings = {name: trial["standing"] for name, trial in done["trials"].items()}
+    bakeoff = json.loads((paths.state() / "bakeoff.json").read_text())
+    standings = {name: trial["standing"] for name, trial in bakeoff["trials"].items()}
     bits = {name: row["results"][0]["gate"]["bits_per_byte"] for name, row in standings.items()}
     assert all(row["score"] > 0 for row in standings.values()), standings
     assert 0 < abs(bits["embedded-kv8"] - bits["embedded"]) < 0.02  # another cache was used, and it is close

@@ -39,18 +39,18 @@ def board():
     thread.join()
 
 
-def inv(up, *words):
-    return up.inv(*words, "--port", str(up.port))
+def inv(up, *arguments):
+    return up.inv(*arguments, "--port", str(up.port))
 
 
 def test_gate_load_report_and_post(up, board, tmp_path):
     taken, url = board
-    words = ["--conc", "1,2", "--client", "own", "--output", str(tmp_path), "--to", url]
-    done = inv(up, "bench.submit", "Team", *SHAPE, *words)
-    assert done.returncode == 0, done.stderr
-    (place,) = tmp_path.glob("batch_isl32_osl8_*")
-    assert "Passed: 2\nFailed: 0" in (place / "summary.txt").read_text()
-    result = schema.read(place / "result_isl32_osl8_conc2.json")
+    arguments = ["--conc", "1,2", "--client", "own", "--output", str(tmp_path), "--to", url]
+    completed = inv(up, "bench.submit", "Team", *SHAPE, *arguments)
+    assert completed.returncode == 0, completed.stderr
+    (folder,) = tmp_path.glob("batch_isl32_osl8_*")
+    assert "Passed: 2\nFailed: 0" in (folder / "summary.txt").read_text()
+    result = schema.read(folder / "result_isl32_osl8_conc2.json")
     assert result.gate.tokens > 1800
     assert not result.gate.sanity_only
     m = result.metrics
@@ -60,14 +60,14 @@ def test_gate_load_report_and_post(up, board, tmp_path):
     assert set(result.server.startup_seconds) == {"environment", "model", "validation", "server"}
     assert result.server.memory_bytes["pss"] > 1e9
     assert {finding["status"] for finding in result.server.findings} == {"pass"}
-    assert "Validator" in (place / "report.html").read_text()
+    assert "Validator" in (folder / "report.html").read_text()
     assert [(post["team"], post["result"]["config"]["conc"]) for post in taken] == [("Team", 1), ("Team", 2)]
     assert str(up.path) not in json.dumps(taken)
 
 
 def test_vllms_own_client_goes_through_the_same_judge(up, tmp_path):
-    done = inv(up, "bench.perf", *SHAPE, "--conc", "2", "--client", "vllm", "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    completed = inv(up, "bench.perf", *SHAPE, "--conc", "2", "--client", "vllm", "--output", str(tmp_path))
+    assert completed.returncode == 0, completed.stderr
     result = schema.read(next(tmp_path.glob("batch_*/result_isl32_osl8_conc2.json")))
     assert (result.client.name, result.client.version.partition("+")[0]) == ("vllm bench serve", "0.32.0")
     m = result.metrics
@@ -80,12 +80,12 @@ def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
     text = table.read_text()
     try:
         row = r'(model = "tiny-gpt-oss"\ntext = "persuasion-24"\nat_most = { bits_per_byte = )[0-9.]+'
-        stricter, found = re.subn(row, r"\g<1>1.0", text)
-        assert found == 1
+        stricter, replaced = re.subn(row, r"\g<1>1.0", text)
+        assert replaced == 1
         table.write_text(stricter)
-        done = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--client", "own", "--output", str(tmp_path))
+        result = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--client", "own", "--output", str(tmp_path))
     finally:
         table.write_text(text)
-    assert done.returncode == BenchmarkError.exit_code, done.stderr
-    assert re.search(r"bits_per_byte is 1\.\d+ and must be ≤ 1\.0000: off by 0\.", done.stderr), done.stderr
+    assert result.returncode == BenchmarkError.exit_code, result.stderr
+    assert re.search(r"bits_per_byte is 1\.\d+ and must be ≤ 1\.0000: off by 0\.", result.stderr), result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["accuracy.json"]

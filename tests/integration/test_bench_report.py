@@ -37,10 +37,10 @@ class Browser:
         number = next(self.numbers)
         self.socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            told = self.receive()
-            if told.get("id") == number:
-                assert "error" not in told, told
-                return told["result"]
+            response = self.receive()
+            if response.get("id") == number:
+                assert "error" not in response, response
+                return response["result"]
 
     def receive(self):
         document = json.loads(self.socket.recv(timeout=60))
@@ -63,15 +63,15 @@ class Browser:
             self.receive()
 
     def evaluate(self, expression):
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def picture(self, path):
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}
-        told = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(told["data"]))
+        response = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(response["data"]))
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +117,12 @@ def pages(tmp_path_factory):
 
 
 def shaped(sample, conc, factor):
-    told = sample.model_dump()
-    told["config"] = {**told["config"], "conc": conc, "isl": 1024, "osl": 1024}
-    told["metrics"] = {**told["metrics"], "tput_per_gpu": 400 * factor, "output_throughput": 200 * factor}
-    told["metrics"]["e2el_ms"] = {"mean": 2000 * factor, "median": 2000 * factor, "p99": 2600 * factor}
-    told["metrics"]["interactivity"] = 60 / factor
-    result = schema.Result.model_validate(told)
+    result = sample.model_dump()
+    result["config"] = {**result["config"], "conc": conc, "isl": 1024, "osl": 1024}
+    result["metrics"] = {**result["metrics"], "tput_per_gpu": 400 * factor, "output_throughput": 200 * factor}
+    result["metrics"]["e2el_ms"] = {"mean": 2000 * factor, "median": 2000 * factor, "p99": 2600 * factor}
+    result["metrics"]["interactivity"] = 60 / factor
+    result = schema.Result.model_validate(result)
     cited = baselines.compute_ratios(result.metrics, (1024, 1024, conc), baselines.load().figures)
     return result.model_copy(update={"ratios": cited})
 

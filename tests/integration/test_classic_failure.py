@@ -25,8 +25,8 @@ def home():
 
 
 def nvcc(home, output, code, *flags):
-    words = [home / "bin/nvcc", "-cubin", "-gencode", f"arch={code[0]},code={code[1]}", *flags, UNITS, "-o", output]
-    return run(words, env={"CUDA_HOME": str(home)})
+    arguments = [home / "bin/nvcc", "-cubin", "-gencode", f"arch={code[0]},code={code[1]}", *flags, UNITS, "-o", output]
+    return run(arguments, env={"CUDA_HOME": str(home)})
 
 
 def ptx(home, folder, target):
@@ -39,9 +39,9 @@ def ptx(home, folder, target):
 
 def newer_ptxas():
     """Return the ptxas of CUDA 13.4 that Triton brings for Blackwell."""
-    found = list(Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/ptxas-blackwell"))
-    assert found, "the test environment holds Triton (locks/test.txt)"
-    return found[0]
+    assemblers = list(Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/ptxas-blackwell"))
+    assert assemblers, "the test environment holds Triton (locks/test.txt)"
+    return assemblers[0]
 
 
 @pytest.mark.parametrize(("which", "wording"), [("13.0", OLD), ("13.1 and later", NEW)])
@@ -81,8 +81,8 @@ def test_with_a_suffix_both_assemblers_take_it(home, tmp_path, suffix):
 def test_silent_failures_compile_and_the_audit_refuses_them(home, tmp_path, flag, rule):
     tools = Tools(toolchain.program("cuobjdump"), toolchain.program("nvdisasm"))
     path = tmp_path / "x.cubin"
-    done = nvcc(home, path, ("compute_121", "sm_121a"), flag)
-    assert "error" not in done.stderr  # silent: that is the failure
+    compiled = nvcc(home, path, ("compute_121", "sm_121a"), flag)
+    assert "error" not in compiled.stderr  # silent: that is the failure
     with pytest.raises(AuditError, match=rule) as caught:
         audit_files([path], tools=lambda: tools).require_clean()
     assert "compute_121a,code=sm_121a" in caught.value.fix

@@ -18,17 +18,17 @@ pytestmark = pytest.mark.integration
 def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port, forking):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
-    made = embedded.describe(python, model, model.name, free_port())
-    environment = {name: value for name, value in made.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
-    command = (*made.command, "--kv-cache-memory-bytes", str(1 << 20))
+    server = embedded.describe(python, model, model.name, free_port())
+    environment = {name: value for name, value in server.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
+    command = (*server.command, "--kv-cache-memory-bytes", str(1 << 20))
     with (
         pytest.raises(ServerError, match="inv doctor", check=lambda error: error.code == "server.start"),
         failure.remembered(),
     ):
-        launch.start(forking(dataclasses.replace(made, command=command, environment=environment)), lambda _: None)
+        launch.start(forking(dataclasses.replace(server, command=command, environment=environment)), lambda _: None)
 
-    words = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
-    completed = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-m", "invoke", "doctor", "--json", "--bundle", str(tmp_path / "support.tar.gz")]
+    completed = subprocess.run(arguments, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert completed.returncode == RefusalError.exit_code, completed.stderr
     problems = json.loads(completed.stdout)["problems"]
     assert [problem["id"] for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
@@ -40,6 +40,6 @@ def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch,
 
 def test_a_server_that_serves_well_gives_nothing_to_say(up):
     (up.state / failure.NAME).unlink(missing_ok=True)  # another test may have asked for a wrong model
-    told = up.inv("doctor")
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "nothing that is known to go wrong was found" in told.stdout
+    result = up.inv("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing that is known to go wrong was found" in result.stdout

@@ -56,9 +56,9 @@ def unpack(archive, target):
         for member in tar:
             path = member.name.partition("/")[2]
             if member.isfile() and path.startswith(NEEDED):
-                place = target / path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(tar.extractfile(member).read())
+                file = target / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(tar.extractfile(member).read())
     return target
 
 
@@ -95,8 +95,8 @@ def ask(tmp_path):
     def ask(tree, question="spec", dtypes=None, **env):
         env |= {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
         env["FLASHINFER_MOE_SM120_DTYPES"] = dtypes or ""  # empty and unset are one thing to FlashInfer's patch
-        done = run([sys.executable, HERE / "flashinfer_jit.py", tree], cwd=tmp_path, env=env, stdin=question)
-        return json.loads(done.stdout.splitlines()[-1])
+        result = run([sys.executable, HERE / "flashinfer_jit.py", tree], cwd=tmp_path, env=env, stdin=question)
+        return json.loads(result.stdout.splitlines()[-1])
 
     return ask
 
@@ -142,9 +142,9 @@ def test_git_makes_the_same_bytes_of_it(component, pristine, patched, queue, tmp
         if (pristine / path).exists():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(pristine / path, tmp_path / path)
-    for each in queue.patches:
+    for patch in queue.patches:
         run(
-            ["git", "apply", ROOT / "patches" / component.patches / each.name],
+            ["git", "apply", ROOT / "patches" / component.patches / patch.name],
             cwd=tmp_path,
             env={"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
         )
@@ -154,7 +154,7 @@ def test_git_makes_the_same_bytes_of_it(component, pristine, patched, queue, tmp
 
 
 def test_no_patch_is_obsolete_yet(pristine, queue):
-    conditions = [(each.name, c) for each in queue.patches for c in each.drop_when]
+    conditions = [(patch.name, c) for patch in queue.patches for c in patch.drop_when]
     assert [name for name, condition in conditions if condition.holds(pristine)] == []
     assert all((pristine / condition.path).is_file() for _, condition in conditions)
 
@@ -529,8 +529,8 @@ def ninja(ask, tmp_path):
 
     def ninja(tree, max_jobs):
         ask(tree, "ninja", PATH=f"{stub.parent}:{os.environ['PATH']}", MAX_JOBS=max_jobs)
-        words = (tmp_path / "arguments").read_text().split()
-        return int(words[words.index("-j") + 1]) if "-j" in words else None
+        arguments = (tmp_path / "arguments").read_text().split()
+        return int(arguments[arguments.index("-j") + 1]) if "-j" in arguments else None
 
     return ninja
 

@@ -96,19 +96,19 @@ def killed(site):
 
 @pytest.fixture(scope="module")
 def built(killed):
-    done = inv(killed)
-    assert done.returncode == 0, done.stderr
-    killed.told = done.stderr
+    result = inv(killed)
+    assert result.returncode == 0, result.stderr
+    killed.stderr = result.stderr
     return killed
 
 
 def test_after_a_kill_the_next_run_finishes_the_job(built):
-    made = manifest(built)
-    (library,) = made["outputs"]
+    document = manifest(built)
+    (library,) = document["outputs"]
     assert library == f".cache/flashinfer/{TABLE.flashinfer}/121a/cached_ops/{SMALL.name}/{SMALL.name}.so"
-    assert made["facts"]["units"] == 3
-    assert made["facts"]["compiled"] + made["facts"]["cached"] == 3
-    assert 0 < max(unit["peak"] for unit in made["facts"]["each"].values()) < made["facts"]["budget"]
+    assert document["facts"]["units"] == 3
+    assert document["facts"]["compiled"] + document["facts"]["cached"] == 3
+    assert 0 < max(unit["peak"] for unit in document["facts"]["each"].values()) < document["facts"]["budget"]
 
 
 def test_the_audit_saw_tensor_cores_and_the_right_target(built):
@@ -131,10 +131,10 @@ def test_nothing_of_the_run_is_in_the_library(built):
 def test_without_a_change_nothing_is_compiled(built):
     library = built.output / next(iter(manifest(built)["outputs"]))
     before = library.stat().st_mtime_ns
-    done = inv(built)
-    assert done.returncode == 0, done.stderr
-    assert "0 of 3 units compiled, 0 from ccache" in done.stderr
-    assert "unchanged" in done.stderr
+    result = inv(built)
+    assert result.returncode == 0, result.stderr
+    assert "0 of 3 units compiled, 0 from ccache" in result.stderr
+    assert "unchanged" in result.stderr
     assert library.stat().st_mtime_ns == before
 
 
@@ -155,16 +155,16 @@ def serve(site, **changed):
     }
     env.pop("PYTHONPATH", None)
     question = json.dumps(sets.request(SMALL))
-    words = [site.python, "-c", SERVER, ROOT / "sparkforge" / "compile" / "flashinfer" / "specs.py"]
-    return subprocess.run(words, env=env, input=question, capture_output=True, text=True, check=False)
+    arguments = [site.python, "-c", SERVER, ROOT / "sparkforge" / "compile" / "flashinfer" / "specs.py"]
+    return subprocess.run(arguments, env=env, input=question, capture_output=True, text=True, check=False)
 
 
 def test_a_server_loads_it_without_a_compiler(built):
     built.flag.touch()
     try:
-        done = serve(built)
-        assert done.returncode == 0, done.stderr
-        assert "Function" in done.stdout
+        server = serve(built)
+        assert server.returncode == 0, server.stderr
+        assert "Function" in server.stdout
         assert not built.calls.exists()
         other = serve(built, FLASHINFER_NVCC_LAUNCHER="")  # the test can fail: another build.ninja must be compiled
         assert other.returncode != 0
@@ -187,8 +187,8 @@ def test_the_other_door_needs_neither_ninja_nor_headers(built):
     path.mkdir(parents=True)
     try:
         shutil.copy2(built.output / next(iter(manifest(built)["outputs"])), path)
-        done = serve(built, **nowhere)
-        assert done.returncode == 0, done.stderr
+        server = serve(built, **nowhere)
+        assert server.returncode == 0, server.stderr
     finally:
         shutil.rmtree(path)
 
@@ -197,15 +197,15 @@ def test_a_library_that_was_swapped_is_linked_again(built):
     before = manifest(built)["outputs"]
     library = built.output / next(iter(before))
     library.write_bytes(library.read_bytes() + b"x")
-    done = inv(built)
-    assert done.returncode == 0, done.stderr
+    result = inv(built)
+    assert result.returncode == 0, result.stderr
     assert manifest(built)["outputs"] == before
 
 
 def test_an_interpreter_without_flashinfer_is_refused(site):
-    done = inv(SimpleNamespace(**{**vars(site), "python": sys.executable}))
-    assert done.returncode == 50
-    assert "flashinfer-python is not installed" in done.stderr
+    result = inv(SimpleNamespace(**{**vars(site), "python": sys.executable}))
+    assert result.returncode == 50
+    assert "flashinfer-python is not installed" in result.stderr
 
 
 def test_every_call_stands_in_vllms_sdist():
@@ -233,7 +233,7 @@ def test_the_sink_modules_are_those_that_the_wrapper_asks_for(site):
         for node in ast.walk(generators)
         if isinstance(node, ast.FunctionDef) and node.name == "gen_customize_batch_prefill_module"
     )
-    names = [one.arg for one in generator.args.args]
+    names = [parameter.arg for parameter in generator.args.args]
     for module in TABLE.module:
         if module.call == "prefill":
             asked = evaluated(parts, module.arguments["dtype_kv"], window=127 if "swa_True" in module.name else -1)

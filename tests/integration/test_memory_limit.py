@@ -60,7 +60,7 @@ def limited():
 
 def go(group, tmp_path, *numbers):
     command = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-    done = subprocess.run(
+    result = subprocess.run(
         ["/bin/sh", "-c", command, "sh", sys.executable, "-c", PROGRAM, *map(str, numbers)],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "SPARKFORGE_STATE": str(tmp_path / "state")},
@@ -68,8 +68,8 @@ def go(group, tmp_path, *numbers):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def most_used(group):
@@ -78,15 +78,15 @@ def most_used(group):
 
 
 def test_what_is_predicted_right_stays_below_the_limit_and_nothing_is_killed(limited, tmp_path):
-    told = go(limited, tmp_path, 130 * MB, 110 * MB, 10)
-    assert told["budget"] < LIMIT
-    assert (told["units"], told["retried"]) == (10, 0)
-    assert set(told["events"]) == {"started", "done"}
+    result = go(limited, tmp_path, 130 * MB, 110 * MB, 10)
+    assert result["budget"] < LIMIT
+    assert (result["units"], result["retried"]) == (10, 0)
+    assert set(result["events"]) == {"started", "done"}
     assert 300 * MB < most_used(limited) < LIMIT
 
 
 def test_what_is_predicted_wrong_is_killed_by_the_kernel_and_built_alone(limited, tmp_path):
-    told = go(limited, tmp_path, 100 * MB, 400 * MB, 3)
-    assert told["units"] == 3
-    assert told["retried"] >= 1
-    assert "killed" in told["events"]
+    result = go(limited, tmp_path, 100 * MB, 400 * MB, 3)
+    assert result["units"] == 3
+    assert result["retried"] >= 1
+    assert "killed" in result["events"]

@@ -71,8 +71,8 @@ def cut(tree, path, *names, inside=None):
     body = ast.parse((tree / path).read_text()).body
     if inside:
         (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == inside)
-    found = [node for node in body if getattr(node, "name", None) in names]
-    return ast.Module(body=found, type_ignores=[])
+    nodes = [node for node in body if getattr(node, "name", None) in names]
+    return ast.Module(body=nodes, type_ignores=[])
 
 
 def execute(code, names):
@@ -100,14 +100,14 @@ def test_applies_without_fuzz(pristine, patched, queue):
 def test_git_makes_the_same_bytes_of_it(pristine, patched, queue, tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(pristine, tree)
-    for each in queue.patches:
-        run(["git", "apply", QUEUE / each.name], cwd=tree, env={"GIT_CEILING_DIRECTORIES": str(tmp_path)})
+    for patch in queue.patches:
+        run(["git", "apply", QUEUE / patch.name], cwd=tree, env={"GIT_CEILING_DIRECTORIES": str(tmp_path)})
     for path in queue.paths:
         assert (tree / path).read_bytes() == (patched / path).read_bytes()
 
 
 def test_each_patch_is_needed_on_0_13_0_and_obsolete_or_moved_on_0_32_0(pristine, queue, tmp_path):
-    conditions = [(each.name[:4], condition) for each in queue.patches for condition in each.drop_when]
+    conditions = [(patch.name[:4], condition) for patch in queue.patches for condition in patch.drop_when]
     assert [number for number, condition in conditions if condition.holds(pristine)] == []
     component = pins.load().component("spark", "vllm")
     sdist = fetch.fetch_pinned(component, *component.files)
@@ -197,8 +197,8 @@ SELECTION = {  # case: (device, what is there, upstream's choice, ours)
 
 @pytest.mark.parametrize("case", SELECTION)
 def test_mxfp4_routing(tree, case):
-    capability, there, upstream, ours = SELECTION[case]
-    assert backend(tree.path, capability, **there)[0] == (ours if tree.patched else upstream)
+    capability, is_available, upstream, ours = SELECTION[case]
+    assert backend(tree.path, capability, **is_available)[0] == (ours if tree.patched else upstream)
 
 
 @pytest.mark.parametrize(

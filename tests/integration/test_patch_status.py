@@ -63,11 +63,11 @@ def released(stack, against):
 
 @pytest.mark.parametrize(("stack", "against"), EXPECTED)
 def test_the_verdict_on_each_patch(stack, against):
-    verdicts, told = EXPECTED[stack, against]
-    found = status.judge_release(*released(stack, against))
-    assert tuple(one.verdict for one in found) == verdicts, "\n".join(map(str, found))
-    for number, words in told.items():
-        assert words in "\n".join([found[number].evidence, *map(str, found[number].misfits)])
+    verdicts, texts = EXPECTED[stack, against]
+    findings = status.judge_release(*released(stack, against))
+    assert tuple(finding.verdict for finding in findings) == verdicts, "\n".join(map(str, findings))
+    for number, text in texts.items():
+        assert text in "\n".join([findings[number].evidence, *map(str, findings[number].misfits)])
 
 
 def test_a_release_that_is_not_pinned_is_the_one_the_index_has():
@@ -107,7 +107,7 @@ def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_
     assert [patch.action.partition(":")[0] for patch in carried] == ["applies as it is", "merged", "moved"]
     queue = Queue.load(patches / "vllm-0.33.0")
     _, release = released("spark", "0.33.0")
-    assert [found.verdict for found in status.judge_release(queue, release)] == [A, A, A]
+    assert [finding.verdict for finding in status.judge_release(queue, release)] == [A, A, A]
     read = upstream.reader(release, queue.paths)
     after = queue.apply({path: read(path) for path in queue.paths})
     for path, content in after.items():
@@ -131,8 +131,8 @@ def test_a_checkout_of_the_pinned_release_gets_the_queue_as_commits(name, tmp_pa
             if member.isfile() and not path.startswith("3rdparty/"):
                 (tree / path).parent.mkdir(parents=True, exist_ok=True)
                 (tree / path).write_bytes(archive.extractfile(member).read())
-    for words in (("init", "--quiet"), ("add", "--all", "--force"), ("commit", "--quiet", "-m", "release")):
-        git(tree, *words, settings=["user.name=A", "user.email=a@b"])
+    for command in (("init", "--quiet"), ("add", "--all", "--force"), ("commit", "--quiet", "-m", "release")):
+        git(tree, *command, settings=["user.name=A", "user.email=a@b"])
     before = read_files(tree, queue.paths)
     assert f"{len(queue.patches)} commits on" in checkout.commit_to_checkout(TABLE, "spark", tree)
     assert read_files(tree, queue.paths) == queue.apply(before)

@@ -41,9 +41,9 @@ def server(up):
 
 def test_every_step_is_told_and_timed(up):
     for step in ("environment", "model", "validation", "server"):
-        assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.told), up.told
-    assert "device: embedded, because" in up.told
-    assert f"curl {up.url}/v1/chat/completions" in up.told
+        assert re.search(rf"✓ \[\d/4\] {step}.*\(\d+\.\d s\)", up.stderr), up.stderr
+    assert "device: embedded, because" in up.stderr
+    assert f"curl {up.url}/v1/chat/completions" in up.stderr
     assert set(json.loads((up.state / "up.json").read_text())["seconds"]) == {
         "environment",
         "model",
@@ -67,7 +67,7 @@ def test_the_validator_gave_a_green_report(validation):
 
 def test_what_clients_call_is_proved_without_a_limit(up):
     assert server(up)["proof"] == dict.fromkeys(proof.CALLS, "")
-    assert "first answers received, proved: " in up.told
+    assert "first answers received, proved: " in up.stderr
 
 
 def test_it_listens_on_loopback_only(up):
@@ -217,10 +217,10 @@ def test_status_chat_and_logs_tell_a_person(up):
 
 
 def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
-    done = up.inv("up", "--port", str(up.port + 1))
-    assert done.returncode == 24
-    assert f"{MODEL} at {up.url}" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = up.inv("up", "--port", str(up.port + 1))
+    assert result.returncode == 24
+    assert f"{MODEL} at {up.url}" in result.stderr
+    assert "Traceback" not in result.stderr
     assert api.get("/health").status_code == 200
 
 
@@ -229,14 +229,16 @@ def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
 
 def test_a_dead_engine_ends_the_server_with_a_code(up):
     supervisor = psutil.Process(server(up)["pid"])
-    (engine,) = (each for each in supervisor.children(recursive=True) if each.cmdline()[0].endswith("EngineCore"))
+    (engine,) = (
+        process for process in supervisor.children(recursive=True) if process.cmdline()[0].endswith("EngineCore")
+    )
     engine.kill()
     psutil.wait_procs([supervisor], timeout=120)
     assert session_members(supervisor.pid) == []
-    done = up.inv("status")
-    assert done.returncode == 24
-    assert "ended by itself" in done.stderr
-    assert "exit code 24" in done.stderr
+    result = up.inv("status")
+    assert result.returncode == 24
+    assert "ended by itself" in result.stderr
+    assert "exit code 24" in result.stderr
 
 
 def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, monkeypatch):
@@ -250,9 +252,9 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, mo
     for process in (*api, supervisor):
         process.kill()
     psutil.wait_procs([*api, supervisor], timeout=120)
-    done = stopped.inv("status")
-    assert done.returncode == 24
-    assert "processes of one are left" in done.stderr
+    result = stopped.inv("status")
+    assert result.returncode == 24
+    assert "processes of one are left" in result.stderr
     assert "server-leftovers" in stopped.inv("doctor").stdout
     assert stopped.inv("down").returncode == 0
     assert [pid for pid in members if started_at(pid) is not None] == []
@@ -270,19 +272,19 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, mo
     ],
 )
 def test_a_wrong_argument_is_one_clear_error(stopped, wrong, code, message):
-    done = stopped.inv("up", *wrong)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    result = stopped.inv("up", *wrong)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_docker_without_an_engine_is_one_clear_error(stopped):
     environment = {**stopped.environment, "DOCKER_HOST": "unix:///nonexistent/docker.sock"}  # whatever this machine has
     command = ["./inv", "up", "--device", "docker"]
-    done = subprocess.run(command, cwd=stopped.path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 62, done.stderr  # no docker command, or nobody behind it
-    assert "Docker" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = subprocess.run(command, cwd=stopped.path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 62, result.stderr  # no docker command, or nobody behind it
+    assert "Docker" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_hand_edited_environment_is_refused_by_name(stopped):
@@ -292,9 +294,9 @@ def test_a_hand_edited_environment_is_refused_by_name(stopped):
         replacement = edited.with_suffix(".new")  # never in place: the file may be shared with the installer's cache
         replacement.write_bytes(text + b"\n# by hand\n")
         replacement.replace(edited)
-        done = stopped.inv("up", "--port", str(stopped.port))
-        assert done.returncode == 30, done.stderr
-        assert "FAIL patches-intact" in done.stderr
-        assert "vllm/platforms/interface.py: was changed" in done.stderr
+        result = stopped.inv("up", "--port", str(stopped.port))
+        assert result.returncode == 30, result.stderr
+        assert "FAIL patches-intact" in result.stderr
+        assert "vllm/platforms/interface.py: was changed" in result.stderr
     finally:
         edited.write_bytes(text)

@@ -67,7 +67,7 @@ def unpacked(stack):
 def test_every_hidden_dependency_of_vllm_is_pinned_and_known(fetched):
     pinned = pins.load().stacks["spark"].git.values()
     declared = manifest.load(unpacked("spark")["vllm"]).facts["declared"]
-    assert {one["name"]: one["override"] for one in declared} == {
+    assert {source["name"]: source["override"] for source in declared} == {
         name: variable for name, (_, variable) in HIDDEN.items()
     }
     assert len(declared) == len(pinned) == 17
@@ -77,11 +77,11 @@ def test_every_hidden_dependency_of_vllm_is_pinned_and_known(fetched):
 
 def test_every_source_is_there_and_a_second_run_reads_nothing_anew(fetched):
     for stack, brought in fetched.items():
-        files = [one for one in brought if one.path]
+        files = [source for source in brought if source.path]
         assert files
         again = trees.fetch_sources(stack, git=False)
-        assert [one.state for one in again if one.path] == [
-            "file" if one.state == "file" else "unchanged" for one in files
+        assert [source.state for source in again if source.path] == [
+            "file" if source.state == "file" else "unchanged" for source in files
         ]
 
 
@@ -184,16 +184,16 @@ def test_pip_and_uv_install_from_a_bundles_index_and_from_nothing_else(tmp_path,
     offline.use(tmp_path / "out")
     lock = tmp_path / "lock.txt"
     lock.write_text(f"tiny-thing==1+cpu --hash=sha256:{pick.sha256}\n")
-    words = ["--quiet", "--require-hashes", "--no-deps", "-r", str(lock), "--target"]
+    arguments = ["--quiet", "--require-hashes", "--no-deps", "-r", str(lock), "--target"]
     from sparkforge.pins.locks import uv_environment
 
     for program, env in (("pip", {}), ("uv pip", uv_environment())):
         target = tmp_path / program.replace(" ", "-")
-        done = run([sys.executable, "-m", *program.split(), "install", *words, target], env)
-        assert done.returncode == 0, done.stderr
+        result = run([sys.executable, "-m", *program.split(), "install", *arguments, target], env)
+        assert result.returncode == 0, result.stderr
         assert (target / "tiny_thing.py").read_text() == "x = 1\n"
     lock.write_text(f"tiny-thing==1+cpu --hash=sha256:{'0' * 64}\n")
-    assert run([sys.executable, "-m", "pip", "install", *words, tmp_path / "no"], {}).returncode != 0
+    assert run([sys.executable, "-m", "pip", "install", *arguments, tmp_path / "no"], {}).returncode != 0
     assert not list((tmp_path / "no").glob("*.py"))
 
 

@@ -42,11 +42,11 @@ def chain(large_folder):
     with pytest.MonkeyPatch.context() as patch, large_folder("state") as state, large_folder("ccache") as ccache:
         patch.setenv("SPARKFORGE_STATE", str(state))
         patch.delenv("CUDA_HOME", raising=False)
-        place, made = toolchain.install()
-        assert made
-        assert toolchain.install() == (place, False)
-        patch.setenv("CUDA_HOME", str(place / toolchain.HOME))
-        patch.setenv("PATH", f"{place / 'bin'}:/usr/bin:/bin")
+        path, installed = toolchain.install()
+        assert installed
+        assert toolchain.install() == (path, False)
+        patch.setenv("CUDA_HOME", str(path / toolchain.HOME))
+        patch.setenv("PATH", f"{path / 'bin'}:/usr/bin:/bin")
         patch.setenv("CCACHE_DIR", str(ccache))
         yield toolchain.find("12.1a")
 

@@ -106,8 +106,8 @@ def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says
 
 
 def test_whole_extensions_are_built_loaded_beside_torch_and_not_built_twice(order, chain):
-    done = vllm_build.build(order)
-    assert (done.units, done.compiled + done.cached) == (3, 3)
+    build = vllm_build.build(order)
+    assert (build.units, build.compiled + build.cached) == (3, 3)
     record = manifest.load(order.output)
     assert sorted(record.outputs) == sorted(TABLE.targets[name].output for name in WHOLE)
     files = [order.output / name for name in record.outputs]
@@ -133,7 +133,7 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
     every = {unit.name: unit for unit in vllm_build.units_of(wider)}
     code = vllm_build.code_of(list(every.values()))
     assert {"sm_120", "sm_120f"} < set(code)
-    assert all("sm_12" in one or "compute_" in one for one in code), "else nothing of it runs on 12.1"
+    assert all("sm_12" in target or "compute_" in target for target in code), "else nothing of it runs on 12.1"
     units = [every[name] for name in UNITS]
     peaks = Peaks("test")
     plan = jobs.make_schedule(list(UNITS), peaks, memory.measure())
@@ -143,10 +143,10 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
         report = audit_files([file], tools=toolchain.audit_tools)
         report.require_clean()
         assert [row.target for row in report.coverage] == [target]
-        kernels = [one for binary in report.binaries for cubin in binary.cubins for one in cubin.kernels]
-        wanted = [one for one in kernels if re.search(name, one.name)]
+        kernels = [kernel for binary in report.binaries for cubin in binary.cubins for kernel in cubin.kernels]
+        wanted = [kernel for kernel in kernels if re.search(name, kernel.name)]
         assert wanted
-        assert all(one.count(needs) >= 8 for one in wanted if needs)
+        assert all(kernel.count(needs) >= 8 for kernel in wanted if needs)
 
 
 def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
@@ -160,8 +160,8 @@ def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
     source.write_text(source.read_text() + f'\nextern "C" __attribute__((used)) const char edited[] = "{edit}";\n')
     sources = vllm_sources.fetch_sources(TABLE, ["spinloop"], None, "spark", checkout)
     mine = replace(order, targets=("spinloop",), output=tmp_path / "overlay", sources=sources)
-    done = vllm_build.build(mine)
-    assert done.units == done.compiled + done.cached == 1
+    build = vllm_build.build(mine)
+    assert build.units == build.compiled + build.cached == 1
     assert edit.encode() in (mine.output / TABLE.targets["spinloop"].output).read_bytes()
     assert sorted(dev.install_libraries(mine.output, checkout)) == [TABLE.targets["spinloop"].output]
     assert vllm_build.build(mine).compiled == 0

@@ -39,8 +39,8 @@ class Checkout:
     def log(self):
         return (self.state / "logs" / "server.log").read_text()
 
-    def inv(self, *words):
-        command = [ROOT / "inv", *words]
+    def inv(self, *arguments):
+        command = [ROOT / "inv", *arguments]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
 
 

@@ -69,9 +69,9 @@ def test_greedy_tokens_are_those_of_vllm(answers, checkout, prompts, tokenizer, 
     (tmp_path / "prompts.json").write_text(json.dumps(list(prompts.values())))
     command = [sys.executable, HERE / "vllm_tokens.py", checkout.model, tmp_path / "prompts.json", str(GENERATED)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    tokens = json.loads(result.stdout.splitlines()[-1])
     assert list(answers.values()) == [tokenizer.decode(ids) for ids in tokens]
 
 

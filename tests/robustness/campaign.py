@@ -32,14 +32,23 @@ BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals",
 def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     """Run one program of this package for `seconds`; return its counts."""
     output = folder / f"{module}-{name}.json"
-    words = [sys.executable, "-m", f"robustness.{module}", name, "--seconds", f"{seconds:.0f}", "--json", str(output)]
-    words += [] if module == "races" else ["--seed", str(seed)]
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    arguments = [
+        sys.executable,
+        "-m",
+        f"robustness.{module}",
+        name,
+        "--seconds",
+        f"{seconds:.0f}",
+        "--json",
+        str(output),
+    ]
+    arguments += [] if module == "races" else ["--seed", str(seed)]
+    result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     if not output.exists():
-        detail = (done.stdout + done.stderr)[-2000:]
+        detail = (result.stdout + result.stderr)[-2000:]
         return {"scenario": name, "tracebacks": 1, "failures": [{"broken": "it did not run", "detail": detail,
-                                                                 "repeat": " ".join(words)}]}  # fmt: skip
-    sys.stderr.write(f"{module:6} {done.stdout.strip()}\n{done.stderr}")
+                                                                 "repeat": " ".join(arguments)}]}  # fmt: skip
+    sys.stderr.write(f"{module:6} {result.stdout.strip()}\n{result.stderr}")
     value = json.loads(output.read_text())
     row: dict[str, Any] = value[0] if isinstance(value, list) else value
     return row
@@ -54,8 +63,8 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
     jobs += [("races", name, room * RACES / len(RACED)) for name in RACED]
     left = room * (1 - FAULTS - RACES)
     jobs += [("fuzz", name, left * share) for name, share in _shares({p.name: p.cost for p in PARSERS.values()})]
-    with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as place, ThreadPoolExecutor(workers) as pool:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch, ThreadPoolExecutor(workers) as pool:
+        folder = Path(scratch)
         rows = list(
             pool.map(lambda job: (job[0], run(job[0], job[1], max(SHORTEST, job[2] - START), seed, folder)), jobs)
         )
@@ -68,7 +77,10 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
         "seed": seed,
         "seconds": round(time.monotonic() - begun),
         "totals": {name: totals[name] for name in wanted},
-        **{module: [row for each, row in rows if each == module] for module in ("faults", "races", "fuzz")},
+        **{
+            module: [row for module_name, row in rows if module_name == module]
+            for module in ("faults", "races", "fuzz")
+        },
     }
 
 
@@ -110,14 +122,14 @@ def _failures(failures: Sequence[Any]) -> list[str]:
     return list(kinds.values())
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns 1 if anything was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     document = campaign(options.minutes, options.seed, options.workers)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(document, indent=1) + "\n")

@@ -17,13 +17,13 @@ if TESTS not in sys.path:
 def attack(tmp_path_factory):
     """Run a program of this package and return its counts by scenario, with its failures in words as `shown`."""
 
-    def run(module, *words):
+    def run(module, *arguments):
         output = tmp_path_factory.mktemp(module) / "counts.json"
         environment = {**os.environ, "PYTHONPATH": TESTS, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
-        command = [sys.executable, "-m", f"robustness.{module}", *map(str, words), "--json", str(output)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-        assert output.exists(), done.stdout + done.stderr
-        shown = "\n".join(line for line in done.stderr.splitlines())
+        command = [sys.executable, "-m", f"robustness.{module}", *map(str, arguments), "--json", str(output)]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        assert output.exists(), result.stdout + result.stderr
+        shown = "\n".join(line for line in result.stderr.splitlines())
         return {
             row["scenario"]: {**row, "shown": _of(row["scenario"], shown)} for row in json.loads(output.read_text())
         }

@@ -129,8 +129,8 @@ def preloaded(module: str, folder: Path) -> int:
     """Run `module` with this process's arguments and the shim preloaded; return its exit code."""
     environment = {**os.environ, "LD_PRELOAD": str(preload(folder)), SHIM: "1", SHARED: str(folder / "shared"),
                    "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
-    words = [sys.executable, "-m", module, *sys.argv[1:]]
-    return subprocess.run(words, env=environment, check=False).returncode
+    arguments = [sys.executable, "-m", module, *sys.argv[1:]]
+    return subprocess.run(arguments, env=environment, check=False).returncode
 
 
 class Runner:
@@ -298,7 +298,7 @@ class Runner:
         broken += self._heal(before, reference, counts, ended)
         repeat = f"PYTHONPATH=tests {sys.executable} -m robustness.faults {self.scenario.name} --case {case}"
         counts.failures += [
-            Failure(self.scenario.name, str(case), operation, what, detail, repeat) for what, detail in broken
+            Failure(self.scenario.name, str(case), operation, promise, detail, repeat) for promise, detail in broken
         ]
         return ended
 
@@ -311,25 +311,25 @@ class Runner:
         more = sorted(after.keys() - reference.keys())
         if healing.how == "declared" and healing.code == UNSOUND:
             counts.lost += 1
-            found = ("what it left is not sound", f"{healing.output}\n--- after a run that printed\n{ended.output}")
+            failure = ("what it left is not sound", f"{healing.output}\n--- after a run that printed\n{ended.output}")
         elif healing.how == "declared" and healing.code == STILL_UNSOUND:
             counts.unhealed += 1
-            found = ("after the next run it is not sound", healing.output)
+            failure = ("after the next run it is not sound", healing.output)
         elif healing.how != "ok":
             counts.unhealed += 1
-            found = ("the next run does not heal it", healing.output)
+            failure = ("the next run does not heal it", healing.output)
         elif mine(after) != before:
             counts.lost += 1
-            found = ("healing takes files of the user", differences(before, mine(after)))
+            failure = ("healing takes files of the user", differences(before, mine(after)))
         elif more:
             counts.litter += 1
-            found = ("something is left behind for ever", "\n".join(more))
+            failure = ("something is left behind for ever", "\n".join(more))
         elif after != reference:
             counts.unhealed += 1
-            found = ("after the next run it is another state", differences(reference, after))
+            failure = ("after the next run it is another state", differences(reference, after))
         else:
             return []
-        return [found]
+        return [failure]
 
     def _healing(self, work: Path) -> None:
         self._judge(work, UNSOUND, self.scenario.judge)
@@ -455,7 +455,7 @@ def report(rows: list[dict[str, Any]], output: Path | None) -> int:
     if output:
         output.write_text(json.dumps(rows, indent=2))
     for row in rows:
-        sys.stdout.write(json.dumps({name: each for name, each in row.items() if name != "failures"}) + "\n")
+        sys.stdout.write(json.dumps({name: value for name, value in row.items() if name != "failures"}) + "\n")
     return 1 if any(row["failures"] for row in rows) else 0
 
 

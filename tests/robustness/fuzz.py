@@ -203,8 +203,8 @@ def _where(error: BaseException) -> str:
     """Return the last place of ours that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     root = str(Path(__file__).resolve().parents[2])
-    ours = [one for one in frames if one.filename.startswith(root) and "/robustness/" not in one.filename
-            and "/.sparkforge/" not in one.filename]  # fmt: skip
+    ours = [frame for frame in frames if frame.filename.startswith(root) and "/robustness/" not in frame.filename
+            and "/.sparkforge/" not in frame.filename]  # fmt: skip
     last = (ours or list(frames))[-1]
     return f"{Path(last.filename).relative_to(root) if ours else last.filename}:{last.lineno}"
 
@@ -274,7 +274,7 @@ def main() -> int:
         options.json.write_text(json.dumps(value, indent=2))
     shown = show(counts)
     sys.stderr.write(f"{shown}\n" if shown else "")
-    sys.stdout.write(json.dumps({name: each for name, each in value.items() if name != "failures"}) + "\n")
+    sys.stdout.write(json.dumps({name: item for name, item in value.items() if name != "failures"}) + "\n")
     return 1 if counts.failures else 0
 
 

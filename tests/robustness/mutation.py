@@ -102,9 +102,9 @@ def _cut(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> Non
 
 def _number(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
     """Replace a number in a text, or an integer of a binary format."""
-    found = list(DIGITS.finditer(data[:65536]))
-    if found:
-        begin, end = dice.choice(found).span()
+    numbers = list(DIGITS.finditer(data[:65536]))
+    if numbers:
+        begin, end = dice.choice(numbers).span()
         data[begin:end] = dice.choice(WRITTEN)
 
 
@@ -119,14 +119,14 @@ def _integer(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) ->
 def _line(data: bytearray, dice: random.Random, _samples: Sequence[bytes]) -> None:
     """Drop, double or exchange lines."""
     lines = bytes(data).split(b"\n")
-    one, other = dice.randrange(len(lines)), dice.randrange(len(lines))
+    first, other = dice.randrange(len(lines)), dice.randrange(len(lines))
     how = dice.randrange(3)
     if how == 0:
-        del lines[one]
+        del lines[first]
     elif how == 1:
-        lines.insert(other, lines[one])
+        lines.insert(other, lines[first])
     else:
-        lines[one], lines[other] = lines[other], lines[one]
+        lines[first], lines[other] = lines[other], lines[first]
     data[:] = b"\n".join(lines)
 
 

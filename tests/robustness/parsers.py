@@ -183,13 +183,13 @@ def _read_oracle(data: bytes, scratch: Path) -> None:
     except UnicodeDecodeError:
         return
     root = _tree(scratch)
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", "-c", "core.autocrlf=false", "apply", "-p1", "--whitespace=nowarn", "-"],  # noqa: S607
         cwd=root, input=data, capture_output=True, check=False, timeout=60,
         env={"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(scratch), "GIT_CONFIG_GLOBAL": "/dev/null",
              "GIT_CONFIG_NOSYSTEM": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, f"git refuses it: {done.stderr.decode(errors='replace')[:300]}"
+    assert result.returncode == 0, f"git refuses it: {result.stderr.decode(errors='replace')[:300]}"
     theirs = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     assert ours == theirs, "git makes other files of it"
 
@@ -306,10 +306,10 @@ def _binaries(scratch: Path) -> list[bytes]:
     options = ["-shared", "-fPIC", "-Wl,-z,noseparate-code", "-nostartfiles", "-s"]
     for name in ("fat.s", "host.c"):
         subprocess.run(["cc", *options, scratch / name, "-o", scratch / f"{name}.so"], check=True)  # noqa: S607
-    found = [(scratch / "fat.s.so").read_bytes(), (scratch / "host.c.so").read_bytes(), cubin()]
+    samples = [(scratch / "fat.s.so").read_bytes(), (scratch / "host.c.so").read_bytes(), cubin()]
     for path in scratch.iterdir():
         path.unlink()
-    return found
+    return samples
 
 
 @cache
@@ -572,9 +572,9 @@ def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
 
     def read(data: bytes, scratch: Path) -> None:
         """Fetch from a folder, and look at it as the validator does."""
-        for each, content in checkpoints.READ.items():
-            if not (scratch / "mirror" / each).exists():
-                write(scratch / "mirror" / each, content)
+        for path, content in checkpoints.READ.items():
+            if not (scratch / "mirror" / path).exists():
+                write(scratch / "mirror" / path, content)
         write(scratch / "mirror" / name, data)
         target = Target(Options(model=scratch / "mirror"), "spark")
         for reading in checkpoint.READINGS:

@@ -53,9 +53,9 @@ class Race(Runner):
 
     def together(self) -> list[tuple[int | None, str]]:
         """Start all, let them go at the same moment, and return each one's exit code (None: it hangs) and output."""
-        here, gate = os.pipe()
-        children = {os.fork() or self._racer(here, gate, number): number for number in range(PROCESSES)}
-        os.close(here)
+        read_end, gate = os.pipe()
+        children = {os.fork() or self._racer(read_end, gate, number): number for number in range(PROCESSES)}
+        os.close(read_end)
         os.close(gate)
         codes: dict[int, int | None] = {}
         deadline = time.monotonic() + WALL
@@ -82,14 +82,14 @@ class Race(Runner):
     def _printed(self, number: int) -> Path:
         return self.base / f"output-{number}"
 
-    def _racer(self, here: int, gate: int, number: int) -> int:
+    def _racer(self, read_end: int, gate: int, number: int) -> int:
         code = 99
         try:
             output = os.open(self._printed(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             for stream in (1, 2):
                 os.dup2(output, stream)
             os.close(gate)
-            os.read(here, 1)  # returns when the parent closes its end
+            os.read(read_end, 1)  # returns when the parent closes its end
             try:
                 command(self._act)()
                 code = 0

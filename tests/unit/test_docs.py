@@ -92,8 +92,8 @@ def test_documented_command_exists(command, commands):
         return
     name = arguments[0]
     assert name in commands, f"{page} names ./inv {name}"
-    words = {word.partition("=")[0] for word in arguments[1:] if re.match(r"--?[a-z]", word)}
-    options = {re.sub(r"^-(?=[a-z]{2})", "--", word) for word in words}  # long options take one dash too
+    flags = {word.partition("=")[0] for word in arguments[1:] if re.match(r"--?[a-z]", word)}
+    options = {re.sub(r"^-(?=[a-z]{2})", "--", word) for word in flags}  # long options take one dash too
     assert [option for option in options - {"--help"} if option not in commands[name].flags] == [], page
 
 

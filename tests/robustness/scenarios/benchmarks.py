@@ -44,8 +44,8 @@ BENCH = cast("Bench", SimpleNamespace(measure=_measure))
 
 def _prepare(work: Path) -> None:
     write(work / "out/mine.json", "{}")
-    place = batch.folder(work / "out", PLAN, fresh=True)
-    place.rename(_place(work))
+    folder = batch.folder(work / "out", PLAN, fresh=True)
+    folder.rename(_place(work))
 
 
 def _place(work: Path) -> Path:
@@ -54,23 +54,23 @@ def _place(work: Path) -> Path:
 
 def _act(work: Path) -> None:
     if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
-        place = _place(work)
+        folder = _place(work)
     else:
-        place = batch.folder(work / "out", PLAN, fresh=False)
-        results = batch.run(BENCH, CONFIGS, place)
-        report.write(place / "report.html", results, baselines.load())
-        batch.finish(place)
-    leaderboard.main(str(place), "", "Board")
+        folder = batch.folder(work / "out", PLAN, fresh=False)
+        results = batch.run(BENCH, CONFIGS, folder)
+        report.write(folder / "report.html", results, baselines.load())
+        batch.finish(folder)
+    leaderboard.main(str(folder), "", "Board")
 
 
 def _judge(work: Path) -> None:
     """A result that is there can be read, and a batch that is complete has all of them."""
-    place = _place(work)
-    for path in place.glob("result_*.json"):
+    folder = _place(work)
+    for path in folder.glob("result_*.json"):
         assert schema.read(path).passed
-    if json.loads((place / batch.PLAN).read_bytes())["complete"]:
-        assert len(list(place.glob("result_*.json"))) == len(CONFIGS)
-        assert "</html>" in (place / "report.html").read_text()
+    if json.loads((folder / batch.PLAN).read_bytes())["complete"]:
+        assert len(list(folder.glob("result_*.json"))) == len(CONFIGS)
+        assert "</html>" in (folder / "report.html").read_text()
 
 
 SCENARIOS = [Scenario("benchmarks", _prepare, _act, _judge, cost=2.0)]

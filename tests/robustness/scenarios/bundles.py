@@ -71,10 +71,10 @@ def _make(work: Path) -> None:
     bundle.make(work / "out/b.tar", stack="spark")
 
 
-def _standing(place: Path) -> Path:
+def _standing(folder: Path) -> Path:
     """Return the artifact, or the older one that stands aside until the next run puts it back."""
-    aside = sorted(place.parent.glob(f".{place.name}.old*"))
-    return next((path for path in (place, *aside) if path.exists()), place)
+    aside = sorted(folder.parent.glob(f".{folder.name}.old*"))
+    return next((path for path in (folder, *aside) if path.exists()), folder)
 
 
 def _judge_make(work: Path) -> None:

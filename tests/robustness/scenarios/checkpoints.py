@@ -42,16 +42,16 @@ READ = {name: data for name, data in FILES.items() if "/" not in name and name !
 @contextmanager
 def _hub(work: Path) -> Iterator[None]:
     """Run the hub in a process of its own: the runner forks, so it may have no threads."""
-    here, there = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a client that was killed is no news
-        os.write(there, hub_server.HubServer(FILES).url.encode())
-        os.close(there)
+        os.write(write_end, hub_server.HubServer(FILES).url.encode())
+        os.close(write_end)
         signal.pause()
         os._exit(0)
-    os.close(there)
-    os.environ["HF_ENDPOINT"] = os.read(here, 200).decode()
+    os.close(write_end)
+    os.environ["HF_ENDPOINT"] = os.read(read_end, 200).decode()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
         os.environ.pop(name, None)
@@ -60,7 +60,7 @@ def _hub(work: Path) -> Iterator[None]:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(here)
+        os.close(read_end)
 
 
 def _target(work: Path) -> Path:
@@ -109,8 +109,8 @@ def _judge(work: Path) -> None:
 def _judge_damaged(work: Path) -> None:
     """Every file is the old one or the right one, and none is gone."""
     for name, data in READ.items():
-        found = (_target(work) / name).read_bytes()
-        assert found == data or (name == SHARD and found[:-1] == data[:-1]), name
+        content = (_target(work) / name).read_bytes()
+        assert content == data or (name == SHARD and content[:-1] == data[:-1]), name
 
 
 def _healed(work: Path) -> None:

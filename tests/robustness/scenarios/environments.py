@@ -43,12 +43,12 @@ def _component(package: str, name: str, data: bytes, **more: str) -> dict[str, o
 
 
 def _prepare(work: Path) -> None:
-    thing, torch = wheel("thing"), wheel("torch", f"{TAG}-{TAG}-linux_{platform.machine()}")
-    for name, data in (thing, torch):
+    package, torch = wheel("thing"), wheel("torch", f"{TAG}-{TAG}-linux_{platform.machine()}")
+    for name, data in (package, torch):
         write(work / "wheels" / name, data)
-    write(work / "locks/small.txt", f"thing==1 --hash=sha256:{hashlib.sha256(thing[1]).hexdigest()}\n")
+    write(work / "locks/small.txt", f"thing==1 --hash=sha256:{hashlib.sha256(package[1]).hexdigest()}\n")
     components = {"torch": _component("torch", *torch, index="http://127.0.0.1:9"),
-                  "vllm": _component("thing", *thing, provides="vllm==1+cpu")}  # fmt: skip
+                  "vllm": _component("thing", *package, provides="vllm==1+cpu")}  # fmt: skip
     environment = {"lock": "small", "wheels": ["s/vllm", "s/torch"], "project": True, "size": 1}
     stacks = {"s": {"summary": "a stack", "components": components}}
     table = Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks, "environments": {"small": environment}})

@@ -155,8 +155,8 @@ NEW = "0003-do-more.patch"
 PERSON = ("user.name=A Person", "user.email=person@example.org")
 
 
-def _git(work: Path, *words: str) -> str:
-    return git(work / "clone", "--no-optional-locks", *words, settings=PERSON).stdout
+def _git(work: Path, *arguments: str) -> str:
+    return git(work / "clone", "--no-optional-locks", *arguments, settings=PERSON).stdout
 
 
 def _prepare_clone(work: Path) -> None:

@@ -22,10 +22,10 @@ def _prepare_failure(work: Path) -> None:
     _fail("the first")
 
 
-def _fail(what: str) -> None:
+def _fail(reason: str) -> None:
     """End as `./inv up` ends when it fails."""
     with suppress(ServerError), failure.remembered():
-        raise ServerError(what, "why", "next", code="server.start")
+        raise ServerError(reason, "why", "next", code="server.start")
 
 
 def _act_failure(work: Path) -> None:

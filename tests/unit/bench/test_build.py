@@ -70,7 +70,7 @@ def test_a_build_that_ccache_helped_is_no_whole_one(site):
 def test_what_was_saved_has_no_path_of_the_machine_and_says_how_busy_it_was():
     saved = ROOT / "bench/results/build.json"
     text = saved.read_text()
-    assert not any(place in text for place in ("/tmp/", "/root", "/home/", "/sys/"))
+    assert not any(prefix in text for prefix in ("/tmp/", "/root", "/home/", "/sys/"))
     for part, figures in json.loads(text).items():
         assert part in build.PARTS
         assert len(figures["machine"]["load_before"]) == 3

@@ -69,8 +69,8 @@ def test_a_second_try_of_a_test_adds_no_runs_to_the_first_ones(tmp_path):
     figures = tmp_path / "daily.json"
     environment = {**os.environ, "ENGINE_FIGURES": str(figures), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert "2 failed, 1 passed" in result.stdout, result.stdout + result.stderr
     times = json.loads(figures.read_text())["seconds_to"]
     assert {name: len(runs) for name, runs in times.items()} == {"a": daily_page.RUNS}
 

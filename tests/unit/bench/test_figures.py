@@ -156,13 +156,13 @@ def test_the_terminals_table_has_the_figures_of_the_export(make_result, capsys, 
     result = make_result(conc=conc, count=count)
     (run,) = exchange.report([result]).benchmarks
     prefill, decode = exchange.phase_speeds(result)
-    for speed, total, one in (
+    for speed, total, single in (
         (prefill, run.pp_throughput, run.pp_req_throughput),
         (decode, run.tg_throughput, run.tg_req_throughput),
     ):
         assert speed.total == (total.mean if total else None)
         assert (speed.total is None) == (count > conc > 1)
-        assert (speed.per_request, speed.deviation) == (one.mean, one.std)
+        assert (speed.per_request, speed.deviation) == (single.mean, single.std)
     terminal.print_results([result], table.figures)
     assert f"{decode.per_request:.2f} ± {decode.deviation:.2f}" in capsys.readouterr().err
 

@@ -28,8 +28,8 @@ def test_the_stock_reader_is_measured_cold_and_warm(tmp_path, monkeypatch):
 
 
 def test_formats_that_load_other_bytes_are_no_result(tmp_path, monkeypatch):
-    def child(_interpreter, what, *arguments):
-        if what == "load":
+    def child(_interpreter, operation, *arguments):
+        if operation == "load":
             return {"cold": {"seconds": 1.0, "bytes": 8, "tensors": 1, "sha256": arguments[1], "peak_rss_bytes": 1}}
         return {"device": "cpu", "formats": ["safetensors", "fastsafetensors"], "versions": {}}
 

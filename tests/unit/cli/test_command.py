@@ -109,12 +109,12 @@ def test_a_descriptor_in_place_of_a_name_is_declared():
 
 def test_an_answer_with_half_a_surrogate_pair_is_printed():
     code = "from sparkforge.cli.command import command; command(lambda: print('a' + chr(0xd800) + 'b'))()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (0, b"a\\ud800b\n")
+    result = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, check=False)
+    assert (result.returncode, result.stdout) == (0, b"a\\ud800b\n")
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     code = "from sparkforge.cli.command import command; command(lambda: print(chr(0x2713)))()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, env=env, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (0, b"\\u2713\n")
+    result = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, env=env, capture_output=True, check=False)
+    assert (result.returncode, result.stdout) == (0, b"\\u2713\n")
 
 
 def test_a_word_that_is_no_number_is_refused():

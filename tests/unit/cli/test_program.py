@@ -38,16 +38,16 @@ def inv(tmp_path, monkeypatch, capsys):
 
 
 def test_no_arguments_show_the_daily_commands_and_how_to_see_all(inv):
-    done = inv()
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:10]] == list(program.DAILY)
-    assert "./inv --list" in done.stdout
+    result = inv()
+    assert result.returncode == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:10]] == list(program.DAILY)
+    assert "./inv --list" in result.stdout
 
 
 def test_the_list_fits_one_screen_and_names_every_group(inv):
-    done = inv("--list")
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0
+    result = inv("--list")
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0
     assert len(lines) <= 44
     assert max(map(len, lines)) <= 80
     assert [line[:-1] for line in lines if line.endswith(":")] == list(program.GROUPS)
@@ -72,20 +72,20 @@ def test_the_version_is_the_projects(inv):
 
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",)], ids=str)
 def test_help_shows_usage_and_an_example_and_nothing_of_invoke(inv, arguments):
-    done = inv(*arguments)
-    assert done.returncode == 0
-    assert done.stdout.startswith("Usage: ./inv COMMAND")
-    assert "Example:\n  ./inv up" in done.stdout
-    assert "core" not in done.stdout.lower()
+    result = inv(*arguments)
+    assert result.returncode == 0
+    assert result.stdout.startswith("Usage: ./inv COMMAND")
+    assert "Example:\n  ./inv up" in result.stdout
+    assert "core" not in result.stdout.lower()
 
 
 @pytest.mark.parametrize("arguments", [("logs", "--help"), ("--help", "logs"), ("logs", "-h")], ids=" ".join)
 def test_help_on_a_command_shows_its_options_and_an_example(inv, arguments):
-    done = inv(*arguments)
-    assert done.returncode == 0
-    assert done.stdout.startswith("Usage: ./inv logs [OPTIONS]\n")
-    assert "  --follow, -f  continue" in done.stdout
-    assert "Example:\n  ./inv logs -f\n" in done.stdout
+    result = inv(*arguments)
+    assert result.returncode == 0
+    assert result.stdout.startswith("Usage: ./inv logs [OPTIONS]\n")
+    assert "  --follow, -f  continue" in result.stdout
+    assert "Example:\n  ./inv logs -f\n" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["build", "build.all", "patch", "bundle"])
@@ -153,25 +153,25 @@ def test_a_mistake_gets_three_parts_and_the_nearest_name(capsys, arguments, fail
 
 
 def test_a_mistyped_command_ends_with_our_exit_code(launcher):
-    done = launcher("stauts")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "./inv status" in done.stderr
+    launched = launcher("stauts")
+    assert (launched.returncode, launched.stdout) == (2, "")
+    assert "./inv status" in launched.stderr
 
 
 @pytest.mark.parametrize(("old", "new"), program.OLD_NAMES.items())
 def test_an_old_name_runs_the_new_command_with_a_hint_of_one_line(inv, old, new):
-    done = inv(old, "--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"Usage: ./inv {new} ")
-    assert len(done.stderr.splitlines()) == 1
-    assert f"./inv {new}" in done.stderr
+    result = inv(old, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"Usage: ./inv {new} ")
+    assert len(result.stderr.splitlines()) == 1
+    assert f"./inv {new}" in result.stderr
 
 
 def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
     (tmp_path / "mine.py").write_text("")
-    done = launcher("provenance", "mine.py")
-    assert done.returncode == IntegrityError.exit_code
-    assert str(tmp_path / "mine.py") in done.stderr
+    launched = launcher("provenance", "mine.py")
+    assert launched.returncode == IntegrityError.exit_code
+    assert str(tmp_path / "mine.py") in launched.stderr
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,6 @@ def test_what_stands_behind_two_dashes_is_shown_and_a_message_may_be_left_out(ca
 
 def test_two_words_are_the_command_with_a_dot(inv):
     assert inv("service", "install", "--help").stdout == inv("service.install", "--help").stdout
-    done = inv("build", "kernels")
-    assert done.returncode == UsageError.exit_code
-    assert "./inv build.kernels" in done.stderr
+    result = inv("build", "kernels")
+    assert result.returncode == UsageError.exit_code
+    assert "./inv build.kernels" in result.stderr

@@ -35,7 +35,7 @@ def started(monkeypatch):
     seen = SimpleNamespace(code=0)
 
     def call(command, *, cwd, env):
-        seen.python, seen.words, seen.env = command[0], command[1:], env
+        seen.python, seen.arguments, seen.env = command[0], command[1:], env
         return seen.code
 
     monkeypatch.setattr(suite.embedded, "prepare", lambda *_: SimpleNamespace(python="all"))
@@ -48,7 +48,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
@@ -58,9 +58,9 @@ def started(monkeypatch):
     ],
     ids=str,
 )
-def test_what_pytest_is_seen(started, options, words):
+def test_what_pytest_is_seen(started, options, message):
     suite.run_tests(**{"fast": False, "select": "", **options})
-    assert started.words == ["-m", "pytest", *words]
+    assert started.arguments == ["-m", "pytest", *message]
     assert started.env.get("OMP_NUM_THREADS") == (None if "select" in options else "1")
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
@@ -70,7 +70,7 @@ def test_what_pytest_is_seen(started, options, words):
 def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
     monkeypatch.setenv("CI", "true")
     suite.run_tests(fast=False, select="")
-    assert started.words[-2:] == [*suite.RERUNS]
+    assert started.arguments[-2:] == [*suite.RERUNS]
 
 
 def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch):
@@ -78,12 +78,12 @@ def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch
     started.code = 1
     with pytest.raises(ProcessError, match="ended with code 1", check=lambda error: error.code == "process.tests"):
         suite.run_tests(fast=True, select="")
-    assert started.words == ["-m", "pytest", "tests/unit", *FAST]
+    assert started.arguments == ["-m", "pytest", "tests/unit", *FAST]
 
 
 def test_the_long_attack_writes_its_counts_and_a_broken_promise_is_an_error(started):
     suite.run_robustness(minutes=7)
-    *words, output = started.words
+    *words, output = started.arguments
     assert words == ["-m", "robustness.campaign", "--minutes", "7", "--output"]
     assert output.is_relative_to(paths.state())
     assert started.env["PYTHONPATH"] == str(ROOT / "tests")
@@ -130,9 +130,9 @@ def test_what_shares_a_server_or_the_compilers_stays_with_one_worker_and_comes_f
     copy(ROOT / "pyproject.toml", tmp_path)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(tmp_path / "notes")}
     command = [sys.executable, "-m", "pytest", "--numprocesses=2", "tests"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f" {3 * len(FILES)} passed" in done.stdout.splitlines()[-1]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f" {3 * len(FILES)} passed" in result.stdout.splitlines()[-1]
     notes = [line.split() for line in Path(env["NOTES"]).read_text().splitlines()]
     of = {name: {worker for worker, file in notes if file == f"tests/{name}"} for name in FILES}
     assert all(len(workers) == 1 for workers in of.values()), "a file stays with one worker"

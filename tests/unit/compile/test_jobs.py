@@ -120,21 +120,21 @@ def holding(megabytes, seconds=0.3):
 class Watcher:
     """Keeps what happened, and the predicted sum of what ran at each start."""
 
-    def __init__(self, made):
-        self.made, self.events, self.running, self.sums = made, [], set(), []
+    def __init__(self, plan):
+        self.plan, self.events, self.running, self.sums = plan, [], set(), []
 
     def __call__(self, stage, unit, _):
         self.events.append((stage, unit.name))
         (self.running.add if stage == "started" else self.running.discard)(unit.name)
-        self.sums.append(sum(self.made.costs[name].peak for name in self.running))
+        self.sums.append(sum(self.plan.costs[name].peak for name in self.running))
 
 
-def go(made, commands, tmp_path, known, **options):
+def go(plan, commands, tmp_path, known, **options):
     units = [Unit(f"u{number}", tuple(command), tmp_path) for number, command in enumerate(commands)]
-    watcher = Watcher(made)
+    watcher = Watcher(plan)
     options.setdefault("machine", lambda: Machine(1 << 40, 4))
     try:
-        return jobs.run(units, made, known, env={}, logs=tmp_path / "logs", watch=watcher, **options), watcher
+        return jobs.run(units, plan, known, env={}, logs=tmp_path / "logs", watch=watcher, **options), watcher
     except Exception as error:
         error.watcher = watcher
         raise
@@ -166,8 +166,8 @@ while (usage := child.poll()) is None:
     time.sleep(0.01)
 print(usage.code, usage.peak)
 """
-    done = subprocess.run([sys.executable, "-c", measure], cwd=tmp_path, capture_output=True, text=True, check=True)
-    code, peak = map(int, done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", measure], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code, peak = map(int, result.stdout.split())
     assert code == 0
     assert 400 * MB <= peak < 480 * MB
 
@@ -261,11 +261,11 @@ def test_memory_that_goes_meanwhile_is_waited_for_and_then_named(tmp_path, monke
     monkeypatch.setattr(jobs, "PATIENCE", 0.3)
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(2 * GIB, GIB)
-    made, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
+    plan, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
     with pytest.raises(CompileError, match="u0", check=lambda error: error.code == "compile.memory"):
-        go(made, commands, tmp_path, known, machine=lambda: Machine(RESERVE + GIB, 4))
+        go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + GIB, 4))
     sizes = itertools.chain([GIB] * 3, itertools.repeat(3 * GIB))
-    report, _ = go(made, commands, tmp_path, known, machine=lambda: Machine(RESERVE + next(sizes), 4))
+    report, _ = go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + next(sizes), 4))
     assert len(report.units) == 2
 
 

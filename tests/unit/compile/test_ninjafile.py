@@ -17,13 +17,13 @@ def by_ninja(folder):
     completed = subprocess.run(
         [shutil.which("ninja"), "-C", folder, "-t", "deps"], capture_output=True, text=True, check=True
     )
-    found, output = {}, ""
+    edges, output = {}, ""
     for line in completed.stdout.splitlines():
         if match := re.match(r"(\S+): #deps", line):
-            found[output := match[1]] = ()
+            edges[output := match[1]] = ()
         elif line.startswith("    "):
-            found[output] += (line.strip(),)
-    return found
+            edges[output] += (line.strip(),)
+    return edges
 
 
 def test_the_log_says_what_ninja_says(cached):

@@ -78,11 +78,11 @@ def test_flags_that_a_user_has_for_nvcc_change_no_kernel(machine, tmp_path, monk
     assert (env["NVCC_PREPEND_FLAGS"], env["NVCC_APPEND_FLAGS"]) == ("", "--objdir-as-tempdir")
 
 
-@pytest.mark.parametrize("told", ["", "/nonexistent"])
-def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("setting", ["", "/nonexistent"])
+def test_compilers_get_a_folder_for_temporary_files_that_is_there(machine, tmp_path, monkeypatch, setting):
     """nvcc takes TMPDIR as it stands: with an empty one it writes into / and then reports a missing file."""
     monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
-    monkeypatch.setenv("TMPDIR", told)
+    monkeypatch.setenv("TMPDIR", setting)
     monkeypatch.setattr(tempfile, "tempdir", None)
     path = Path(toolchain.find().environment()["TMPDIR"])
     assert path.is_absolute()

@@ -72,7 +72,7 @@ def test_the_first_run_makes_the_environment_with_a_python_new_enough_and_the_se
 
 @pytest.mark.slow
 def test_it_works_from_another_folder_and_says_which_one(complete):
-    done = subprocess.run(
+    result = subprocess.run(
         [complete / "inv", "x"],
         cwd="/",
         env={**os.environ, "PYTHON": sys.executable},
@@ -80,7 +80,7 @@ def test_it_works_from_another_folder_and_says_which_one(complete):
         text=True,
         check=False,
     )
-    assert done.stdout == "run x in /\n"
+    assert result.stdout == "run x in /\n"
 
 
 def test_sudo_makes_no_environment_in_the_checkout_of_somebody_else(checkout, monkeypatch):
@@ -100,9 +100,9 @@ def test_no_python_is_an_error_with_the_command_that_installs_one(checkout, tmp_
     tools.mkdir()
     for name in ("sh", "cmp", "dirname"):
         (tools / name).symlink_to(shutil.which(name))
-    done = subprocess.run([checkout / "inv"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert "apt install python3" in done.stderr
+    result = subprocess.run([checkout / "inv"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert "apt install python3" in result.stderr
 
 
 @pytest.mark.slow
@@ -114,9 +114,9 @@ def test_a_changed_lock_makes_the_environment_anew(made_before):
 def test_a_folder_that_is_not_ours_is_left_alone(checkout):
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / "precious").touch()
-    done = inv(checkout)
-    assert done.returncode == ProcessError.exit_code
-    assert "mv " in done.stderr
+    result = inv(checkout)
+    assert result.returncode == ProcessError.exit_code
+    assert "mv " in result.stderr
     assert (checkout / ".venv" / "precious").exists()
 
 
@@ -124,12 +124,12 @@ def test_a_folder_that_is_not_ours_is_left_alone(checkout):
 def test_a_lock_that_cannot_be_installed_is_named_and_the_next_run_recovers(checkout):
     lock = checkout / "locks" / "tools.txt"
     lock.write_text(f"nothing-of-this-name==1 --hash=sha256:{'0' * 64}\n")
-    done = inv(
+    result = inv(
         checkout, PIP_INDEX_URL="http://127.0.0.1:1/", PIP_RETRIES="0", PIP_CONFIG_FILE="/dev/null", PIP_FIND_LINKS=""
     )
-    assert done.returncode == ProcessError.exit_code
-    assert "cannot install locks/tools.txt" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == ProcessError.exit_code
+    assert "cannot install locks/tools.txt" in result.stderr
+    assert "Traceback" not in result.stderr
     lock.write_text("# nothing to install\n")
     assert inv(checkout, "x").stdout == f"run x in {Path.cwd()}\n"
 

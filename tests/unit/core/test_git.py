@@ -12,8 +12,8 @@ pytestmark = pytest.mark.needs("git")
 WHO = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
 
 
-def plain(folder, *words):
-    command = ["git", *WHO, *words]
+def plain(folder, *arguments):
+    command = ["git", *WHO, *arguments]
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
@@ -36,8 +36,8 @@ def test_a_hooks_environment_does_not_lead_git_into_the_users_repository(tmp_pat
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (scratch / "b").write_text("scratch")
-    for words in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "scratch")):
-        runner.git(scratch, *words)
+    for arguments in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "scratch")):
+        runner.git(scratch, *arguments)
     assert runner.git(scratch, "ls-files").stdout == "b\n"
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
     with pytest.raises(ProcessError, match="not a git repository", check=lambda error: error.code == "process.failed"):
@@ -59,8 +59,8 @@ def test_no_configuration_attribute_or_ignore_file_of_the_user_counts(tmp_path, 
     folder.mkdir()
     (folder / "a.c").write_bytes(b"good\n")
     (folder / ".gitattributes").write_bytes(b"*.c filter=evil\n")
-    for words in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "a"), ("rm", "-q", "-r", ".")):
-        runner.git(folder, *words)
+    for arguments in (("init", "-q"), ("add", "--all"), (*WHO, "commit", "-q", "-m", "a"), ("rm", "-q", "-r", ".")):
+        runner.git(folder, *arguments)
     runner.git(folder, "reset", "-q", "--hard")
     assert (folder / "a.c").read_bytes() == b"good\n"
 

@@ -157,13 +157,13 @@ def test_handlers_are_put_back_and_an_ignored_signal_stays_ignored():
 
 
 def test_other_threads_are_left_alone():
-    found = []
+    signals = []
 
     def work():
         with interrupt.caught(), interrupt.held():
-            found.append(signal.getsignal(signal.SIGTERM))
+            signals.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [signal.SIG_DFL]
+    assert signals == [signal.SIG_DFL]

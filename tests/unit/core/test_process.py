@@ -35,9 +35,9 @@ def test_output_that_is_not_text_is_no_traceback():
     assert run([sys.executable, "-c", "import os; os.write(1, bytes([255, 254]))"]).stdout == "��"
 
 
-def wait_for(log, words):
+def wait_for(log, text):
     for _ in range(2400):
-        if log.exists() and all(word in log.read_text() for word in words):
+        if log.exists() and all(word in log.read_text() for word in text):
             return
         time.sleep(0.05)
     raise AssertionError(log.read_text())
@@ -84,8 +84,8 @@ def test_a_process_of_another_user_is_named(tmp_path):
         "except process.ProcessError as error: print(error)"
     )
     try:
-        done = run([sys.executable, "-c", code, str(pid), ":".join(filter(None, [str(paths.ROOT), *sys.path]))])
-        assert f"cannot end process {pid} · it belongs to another user" in done.stdout
+        result = run([sys.executable, "-c", code, str(pid), ":".join(filter(None, [str(paths.ROOT), *sys.path]))])
+        assert f"cannot end process {pid} · it belongs to another user" in result.stdout
     finally:
         terminate_session(pid, grace=0.0)
 

@@ -454,5 +454,5 @@ def test_the_token_rules_are_loaded_only_by_redaction():
     code = (
         "import sys, tasks, sparkforge.core.redact, sparkforge.doctor.support; print('detect_secrets' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert result.stdout == "False\n"

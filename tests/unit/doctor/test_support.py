@@ -136,15 +136,15 @@ def test_what_is_printed_says_what_it_holds_and_to_look(state, tmp_path, capsys)
 def test_the_same_evidence_gives_the_same_bytes_in_order_without_owner_or_time(tmp_path):
     collected = evidence.Evidence(facts={"b": 1, "a": 2}, documents={"z": {}, "y": {"k": 1}}, machine={"m": 1})
     places = [tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"]
-    for place in places:
-        support.write(place, {"problems": []}, collected)
+    for location in places:
+        support.write(location, {"problems": []}, collected)
     assert places[0].read_bytes() == places[1].read_bytes()
     assert places[0].read_bytes()[4:8] == bytes(4)  # gzip's own time
     with tarfile.open(places[0]) as archive:
         members = archive.getmembers()
     names = [member.name for member in members]
     assert names == sorted(names)
-    assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in members} == {(0, 0, 0, "", 0o644)}
+    assert {(info.mtime, info.uid, info.gid, info.uname, info.mode) for info in members} == {(0, 0, 0, "", 0o644)}
     assert places[0].stat().st_mode & 0o077 == 0
 
 
@@ -196,9 +196,9 @@ def test_of_one_endless_line_nothing_is_kept():
 
 def test_many_logs_are_bounded(monkeypatch):
     def log(name, kind, number):
-        made = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))
-        list(made.chunks())
-        return made
+        large_log = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))
+        list(large_log.chunks())
+        return large_log
 
     units = [log(f"unit{number}.log", evidence.UNIT, number) for number in range(100)]
     collected = evidence.Evidence(logs=[log("server.log", evidence.EMBEDDED, 0), *units])

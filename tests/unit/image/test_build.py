@@ -57,10 +57,10 @@ def test_the_commit_is_told_and_changes_are_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     assert image.commit() == {}
 
-    def git(*words):
+    def git(*arguments):
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         env = {"GIT_COMMITTER_DATE": "1000000000 +0000"}
-        run(["git", *who, *words], cwd=tmp_path, env=env)
+        run(["git", *who, *arguments], cwd=tmp_path, env=env)
 
     git("init", "--quiet")
     (tmp_path / "a").write_text("a")

@@ -281,8 +281,10 @@ def test_settings_reach_the_server_without_a_file_of_overrides(stack):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stack):
-    def mounted(**given):
-        volumes = [volume for volume in resolve(stack, **given)["services"]["vllm"]["volumes"] if volume != str(volume)]
+    def mounted(**variables):
+        volumes = [
+            volume for volume in resolve(stack, **variables)["services"]["vllm"]["volumes"] if volume != str(volume)
+        ]
         assert all(volume["read_only"] for volume in volumes)
         assert not any(volume["bind"]["create_host_path"] for volume in volumes)  # Docker would make it as root
         return {volume["target"]: volume["source"] for volume in volumes}
@@ -298,14 +300,14 @@ def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stac
 @pytest.mark.parametrize(
     "given", [{}, {"SPARKFORGE_MODEL_NAME": "gpt-oss-20b"}, {"SPARKFORGE_MODEL": "openai/gpt-oss-20b", "HF_HOME": "/c"}]
 )
-def test_the_benchmark_has_the_tokenizer_of_the_model_that_is_served(stack, given):
-    services = resolve(stack, **given)["services"]
+def test_the_benchmark_has_the_tokenizer_of_the_model_that_is_served(stack, variables):
+    services = resolve(stack, **variables)["services"]
     server, load = services["vllm"], services["bench"]
     assert load["environment"]["BENCH_TOKENIZER"] == server["environment"]["SPARKFORGE_MODEL"]
     mounted = {volume["target"]: volume for volume in load["volumes"] if volume != str(volume)}
     assert mounted.keys() == {"/models", f"{local.MOUNTED}/hub"}
     assert all(volume in server["volumes"] for volume in mounted.values())
-    named = resolve(stack, BENCH_TOKENIZER="/mine", **given)["services"]["bench"]
+    named = resolve(stack, BENCH_TOKENIZER="/mine", **variables)["services"]["bench"]
     assert named["environment"]["BENCH_TOKENIZER"] == "/mine"
 
 

@@ -182,15 +182,15 @@ def test_a_persons_own_build_in_python_gets_the_planners_number_of_jobs(folders,
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [("all", "all -j 2"), ("-j 20", "-j 20 -j 2"), ("-j1 all", "-j1 all"), ("-C x -j 2", "-C x -j 2"),
      ("-j0", "-j0 -j 2"), ("-t compdb", "-t compdb")],
 )  # fmt: skip
-def test_ninja_runs_as_many_jobs_as_fit(tmp_path, words, expected):
+def test_ninja_runs_as_many_jobs_as_fit(tmp_path, arguments, expected):
     (tmp_path / "ninja").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "ninja").chmod(0o755)
     env = {**os.environ, "SPARKFORGE_NINJA": str(tmp_path / "ninja"), "MAX_JOBS": "2"}
-    command = [ROOT / "deploy/dev-bin/ninja", *words.split()]
+    command = [ROOT / "deploy/dev-bin/ninja", *arguments.split()]
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.strip() == expected
 
 

@@ -70,7 +70,7 @@ def test_an_image_of_this_checkout_is_accepted_and_nothing_is_left(fake_engine, 
     said = capsys.readouterr().err
     assert "vllm-0.32.0" in said
     assert "claims, by its own manifest" in said
-    called = [(what, query) for what, query in fake_engine.asked if "abc" in what]
+    called = [(path, query) for path, query in fake_engine.asked if "abc" in path]
     assert called[-1][0] == "DELETE /containers/abc"
     assert called[-1][1]["v"] in {"True", "1", "true"}  # with the anonymous volume that the image declares
 
@@ -171,9 +171,9 @@ def buildable(fake_engine, docker_command, monkeypatch, tmp_path):
 
 
 def test_a_build_begins_with_composes_words(buildable):
-    words = docker_image.ready_to_build("embedded")
-    assert words[0] == "compose"
-    assert words[-3:] == ["--progress", "plain", "build"]
+    command = docker_image.ready_to_build("embedded")
+    assert command[0] == "compose"
+    assert command[-3:] == ["--progress", "plain", "build"]
 
 
 def test_a_first_build_without_room_is_refused_and_a_second_one_is_not(buildable, fake_engine, monkeypatch):

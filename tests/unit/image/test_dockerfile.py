@@ -42,7 +42,7 @@ def stages(name):
     """Return stage → what it stands on, of a Dockerfile."""
     text = (ROOT / name).read_text(encoding="utf-8")
     froms = [rest.split() for word, rest in instructions(text) if word == "FROM"]
-    return {words[-1]: re.sub(r"\$\{(\w+)\}", lambda found: arguments(text)[found[1]], words[0]) for words in froms}
+    return {fields[-1]: re.sub(r"\$\{(\w+)\}", lambda match: arguments(text)[match[1]], fields[0]) for fields in froms}
 
 
 @pytest.mark.parametrize(("name", "stack"), [(name, stack) for name in FILES for stack in STACKS[name]])
@@ -115,17 +115,17 @@ def ask(image, *arguments, python=sys.executable):
 def test_a_process_of_the_image_has_packages_on_its_path_and_not_the_folder_around_them(image):
     root, _ = image
     code = "import sys, sparkforge.core.paths as paths; print(paths.ROOT, *filter(None, sys.path), sep='\\n')"
-    found, *path = ask(image, "-c", code).stdout.splitlines()
-    assert found == str(root)
-    assert (Path(found) / "pins.toml").is_file()
-    assert [Path(each) for each in path if Path(each).is_relative_to(root)] == [root / "packages"]
-    assert {each.name for each in (root / "packages").iterdir()} == {"sparkforge", "spark_mxfp4", "validate"}
+    match, *path = ask(image, "-c", code).stdout.splitlines()
+    assert match == str(root)
+    assert (Path(match) / "pins.toml").is_file()
+    assert [Path(entry) for entry in path if Path(entry).is_relative_to(root)] == [root / "packages"]
+    assert {entry.name for entry in (root / "packages").iterdir()} == {"sparkforge", "spark_mxfp4", "validate"}
 
 
 def test_the_health_check_needs_no_site_packages(image):
-    done = ask(image, "-m", "sparkforge.serve.health")
-    assert "the validation has not passed" in done.stdout
-    assert done.returncode == 1
+    result = ask(image, "-m", "sparkforge.serve.health")
+    assert "the validation has not passed" in result.stdout
+    assert result.returncode == 1
 
 
 def test_the_labels_name_the_files_that_the_audit_stage_left():
@@ -193,12 +193,12 @@ def test_with_ca_tells_every_client_only_if_there_is_one(tmp_path):
 
 
 def test_every_debian_set_is_locked_for_both_machines_with_all_that_was_asked_for():
-    for each in debian.sets():
+    for entry in debian.sets():
         for machine in debian.ARCHITECTURES:
-            debs = [deb for stage in debian.STAGES[: debian.STAGES.index(each.stage) + 1]
-                    for deb in debian.read(debian.LOCKS / f"{each.device}-{stage}-{machine}.txt")]  # fmt: skip
+            debs = [deb for stage in debian.STAGES[: debian.STAGES.index(entry.stage) + 1]
+                    for deb in debian.read(debian.LOCKS / f"{entry.device}-{stage}-{machine}.txt")]  # fmt: skip
             names = {Path(deb.path).name.partition("_")[0] for deb in debs}
-            assert set(each.wanted) <= names
+            assert set(entry.wanted) <= names
             assert all(re.fullmatch(r"[0-9a-f]{64}", deb.sha256) for deb in debs)
             assert all(Path(deb.path).stem.endswith((f"_{machine}", "_all")) for deb in debs)
 
@@ -224,13 +224,13 @@ def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(
         (tmp_path / "sources").write_text(known)
         script, archives = script.replace("/etc/apt/sources.list ", f"{tmp_path}/sources "), {}
     script = script.replace("/etc/apt/sources.list.d/*", "")
-    done = subprocess.run(
+    result = subprocess.run(
         ["/bin/sh", "-c", script, "sh", lock],
         capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"], **archives},
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "tini_1_amd64.deb" in done.stderr
-    assert "./inv pins.debian" in done.stderr
+    assert result.returncode == 1
+    assert "tini_1_amd64.deb" in result.stderr
+    assert "./inv pins.debian" in result.stderr
     assert (tmp_path / "asked").read_text().split() == [
         "http://mirror.test/debian/pool/main/t/tini/tini_1_amd64.deb",
         "http://snapshot.test/archive/debian/20260101T000000Z/pool/main/t/tini/tini_1_amd64.deb",
@@ -240,8 +240,8 @@ def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(
 def test_hadolint_has_nothing_to_say():
     hadolint = Path(sys.executable).with_name("hadolint")
     for name in FILES:
-        done = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+        result = subprocess.run([hadolint, ROOT / name], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

@@ -29,16 +29,16 @@ def test_a_spark_is_linux_arm64(fake_engine):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"Runtimes": {"runc": {}, "nvidia": {"path": "nvidia-container-runtime"}}}, "NVIDIA runtime"),
         ({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}, "CDI device nvidia.com/gpu=0"),
     ],
 )
-def test_the_ways_to_a_gpu(fake_engine, change, words):
+def test_the_ways_to_a_gpu(fake_engine, change, message):
     fake_engine.info |= change
     engine_facts = look()
-    assert engine_facts.gpu == words
+    assert engine_facts.gpu == message
     engine_facts.require_gpu()
 
 

@@ -63,7 +63,7 @@ def test_what_differs_is_named(tmp_path, changed, differing):
     pair = [archive(tmp_path / "a", [layer(SAME)]), archive(tmp_path / "b", [layer(changed)])]
     report = reproducible.compare([reproducible.read(image) for image in pair])
     assert not report["identical"]
-    report["differing"] = [f"{name}: {what}" for name, what in reproducible.differing(pair)]
+    report["differing"] = [f"{name}: {difference}" for name, difference in reproducible.differing(pair)]
     assert [line for line in report["differing"] if line.startswith(differing)]
     with pytest.raises(
         IntegrityError, match="layers 0 differ", check=lambda error: error.code == "integrity.not-reproducible"

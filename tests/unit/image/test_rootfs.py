@@ -33,8 +33,8 @@ def put(packages, name, files):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    made = Tree(tmp_path / "venv", "embedded")
-    packages = made.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    root_tree = Tree(tmp_path / "venv", "embedded")
+    packages = root_tree.root / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks/embedded.txt").write_text("# made\nalpha==1.0 \\\n    --hash=sha256:00\nBeta.Two[extra]==1.0\n")
@@ -44,7 +44,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(trimming, "TABLE", tmp_path / "trim.toml")
     (tmp_path / "trim.toml").write_text("[cpu.big]\npaths = ['alpha/big*']\nwhy = 'too large'\n")
     put(packages, "alpha", {"alpha/__init__.py": b"x = {'a', 'b'}\n", "alpha/big.so": b"B" * 100})
-    return made
+    return root_tree
 
 
 def test_what_is_as_its_record_says_passes_and_is_counted(tree):
@@ -125,23 +125,25 @@ def test_every_cut_has_a_reason():
 
 
 def test_bytecode_is_the_same_whatever_was_compiled_at_once(tmp_path):
-    found = []
+    paths = []
     for jobs in (1, 3):
         root = tmp_path / "venv"
         venv.create(root, symlinks=True)
-        made = Tree(root, "embedded")
+        root_tree = Tree(root, "embedded")
         for name in "abcdef":
-            package = made.packages / name
+            package = root_tree.packages / name
             package.mkdir()
             (package / "__init__.py").write_text(f"def f(x):\n    return x in {{'one', 'two', '{name}'}}\n")
-        rootfs.compile_bytecode(made, jobs)
-        found.append({path.name + path.parent.parent.name: path.read_bytes() for path in made.packages.rglob("*.pyc")})
+        rootfs.compile_bytecode(root_tree, jobs)
+        paths.append(
+            {path.name + path.parent.parent.name: path.read_bytes() for path in root_tree.packages.rglob("*.pyc")}
+        )
         for path in sorted(root.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         root.rmdir()
-    assert len(found[0]) == 6
-    assert found[0] == found[1]
-    flags = next(iter(found[0].values()))[4:8]
+    assert len(paths[0]) == 6
+    assert paths[0] == paths[1]
+    flags = next(iter(paths[0].values()))[4:8]
     assert int.from_bytes(flags, "little") == 0b01  # hash-based, unchecked (PEP 552)
 
 
@@ -201,21 +203,21 @@ def test_the_key_follows_the_contents(tree):
 
 def test_the_audit_lies_beside_the_manifest_which_names_it_by_hash(tree, tmp_path):
     manifest, report = tmp_path / "image.json", tmp_path / "audit.json"
-    words = ["verify", "--stack", "embedded", "--tree", str(tree.root), "--describe", str(manifest)]
-    assert rootfs.main(words) == 0
+    arguments = ["verify", "--stack", "embedded", "--tree", str(tree.root), "--describe", str(manifest)]
+    assert rootfs.main(arguments) == 0
     assert json.loads(report.read_text()) == {"files": 1, "wheels": [], "code": {}}
     named = json.loads(manifest.read_text())["audit"]
     assert named == {"audit.json": hashlib.sha256(report.read_bytes()).hexdigest()}
     report.unlink()
     (tree.packages / "alpha/__init__.py").write_bytes(b"")
-    assert rootfs.main(words) != 0
+    assert rootfs.main(arguments) != 0
     assert not report.exists()
 
 
 def test_the_report_on_machine_code_says_nothing_that_differs_from_build_to_build(tree, monkeypatch):
     def run_audit(files, *, tools, machine, output):
-        found = {"seconds": 1.5, "mb_per_second": 70, "violations": [], "files": [str(path) for path in files]}
-        output.write_text(json.dumps(found))
+        paths = {"seconds": 1.5, "mb_per_second": 70, "violations": [], "files": [str(path) for path in files]}
+        output.write_text(json.dumps(paths))
 
     module = tree.packages / "flashinfer/data/aot/xqa/xqa.so"
     module.parent.mkdir(parents=True)
@@ -266,9 +268,9 @@ def test_a_stack_without_kernels_compiles_none(tree, tmp_path, monkeypatch, caps
     assert "the stack embedded has no kernels to compile" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "code"), [(["finish", "--stack", "embedded", "--jobs", "many"], 2)])
-def test_a_word_without_meaning_is_an_error_of_ours(words, code, capsys):
-    assert rootfs.main(words) == code
+@pytest.mark.parametrize(("arguments", "code"), [(["finish", "--stack", "embedded", "--jobs", "many"], 2)])
+def test_a_word_without_meaning_is_an_error_of_ours(arguments, code, capsys):
+    assert rootfs.main(arguments) == code
     assert "many" in capsys.readouterr().err
 
 
@@ -291,7 +293,7 @@ def test_a_patched_wheel_is_in_the_report_and_its_cuts_in_the_manifest(patched_t
     (entry,) = patched_wheel.lock.values()
     shutil.rmtree(patched_tree.packages / "vllm/configs")
     (patched_tree.packages / "alpha/big.so").unlink()
-    words = [
+    arguments = [
         "verify",
         "--stack",
         "embedded",
@@ -300,7 +302,7 @@ def test_a_patched_wheel_is_in_the_report_and_its_cuts_in_the_manifest(patched_t
         "--describe",
         str(tmp_path / "image.json"),
     ]
-    assert rootfs.main(words) == 0
+    assert rootfs.main(arguments) == 0
     (wheel,) = json.loads((tmp_path / "audit.json").read_text())["wheels"]
     assert (wheel["wheel"], wheel["sha256"], wheel["record"]) == (entry.file, entry.sha256, entry.record)
     manifest = json.loads((tmp_path / "image.json").read_text())

@@ -36,11 +36,11 @@ def test_without_a_server_a_container_reads_the_volume_and_has_no_privilege(chec
     fake_engine.routes[r"GET /containers/json"] = lambda query: (200, [])
     checkout.answers("run --rm", code=2)
     assert volume.run_cache("list") == 2
-    words = last(checkout).split()
-    assert words[words.index("--volume") + 1] == "mine_cache:/var/cache/sparkforge"
+    command = last(checkout).split()
+    assert command[command.index("--volume") + 1] == "mine_cache:/var/cache/sparkforge"
     for flag, value in (("--network", "none"), ("--cap-drop", "ALL"), ("--user", "1000:1000")):
-        assert words[words.index(flag) + 1] == value
-    assert {"--rm", "--read-only", "no-new-privileges:true"} <= set(words)
+        assert command[command.index(flag) + 1] == value
+    assert {"--rm", "--read-only", "no-new-privileges:true"} <= set(command)
 
 
 def test_without_a_volume_there_is_nothing_to_do(checkout, fake_engine, capsys):

@@ -42,7 +42,7 @@ class HubServer:
 
     def __init__(self, files):
         self.files = files
-        self.told = dict(files)  # what the metadata speaks of; a corrupted file differs from it
+        self.listed = dict(files)  # what the metadata lists; a corrupted file differs from it
         self.token = ""
         self.repository, self.commit = "openai/gpt-oss-120b", COMMIT
         self.refuse = None  # (status, X-Error-Code) for every request
@@ -59,7 +59,7 @@ class HubServer:
         return "http://{}:{}".format(*self.server.server_address)
 
     def siblings(self):
-        for name, data in self.told.items():
+        for name, data in self.listed.items():
             entry = {"rfilename": name, "size": len(data)}
             entry["blobId"] = hashlib.sha1(f"blob {len(data)}\0".encode() + data, usedforsecurity=False).hexdigest()
             if name.endswith((".safetensors", "tokenizer.json")):

@@ -101,7 +101,7 @@ def test_a_corrupted_shard_is_refused_and_not_kept(server, target):
 
 
 def test_a_connection_that_breaks_is_taken_up_by_itself(server, target):
-    server.files = server.told = hub_server.checkpoint(size=30_000_000)  # the library writes pieces of 10 MB
+    server.files = server.listed = hub_server.checkpoint(size=30_000_000)  # the library writes pieces of 10 MB
     server.cut[SHARDS[0]] = 15_000_000
     hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
     begins = [begin for name, begin in server.downloads() if name == SHARDS[0]]
@@ -112,7 +112,7 @@ def test_a_connection_that_breaks_is_taken_up_by_itself(server, target):
 
 @pytest.mark.slow
 def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
-    server.files = server.told = hub_server.checkpoint(size=40_000_000)  # the library writes pieces of 10 MB
+    server.files = server.listed = hub_server.checkpoint(size=40_000_000)  # the library writes pieces of 10 MB
     server.delay = 0.002
     command = [sys.executable, "-m", "sparkforge.models.hub", NAME, "--revision", COMMIT, "--to", str(target)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -129,9 +129,9 @@ def test_a_killed_run_is_taken_up_where_it_stopped(server, target, tmp_path):
     assert not [name for name in names(work) if name in SHARDS]
     server.delay = 0.0
     server.asked.clear()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(target)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(target)
     assert max(begin for name, begin in server.downloads() if name in SHARDS) > 1_000_000
     assert all((target / name).read_bytes() == server.files[name] for name in SHARDS)
     assert not list(target.glob(".*"))
@@ -195,7 +195,7 @@ def test_too_little_room_is_said_before_anything_is_brought(server, target, monk
 
 
 def test_what_is_no_checkpoint_is_refused(server, target):
-    server.told = {"README.md": b"x"}
+    server.listed = {"README.md": b"x"}
     with pytest.raises(errors.InputError, match="no safetensors checkpoint"):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
 
@@ -212,9 +212,9 @@ def test_what_is_no_checkpoint_is_refused(server, target):
 )
 def test_a_checkpoint_that_does_not_fit_together_gets_no_name(server, target, name, data, message):
     if data is None:
-        del server.told[name]
+        del server.listed[name]
     else:
-        server.told[name] = server.files[name] = data
+        server.listed[name] = server.files[name] = data
     with pytest.raises(errors.InputError, match=message):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
     assert not target.exists()
@@ -344,23 +344,23 @@ def test_the_folder_of_another_model_is_left_as_it_is(server, target):
 
 def changed_revision(server):
     """Make the hub's next revision: another shard, one companion more, one less."""
-    server.files = server.told = {**server.files, SHARDS[1]: hub_server.shard("b", 300_000, b"next")}
+    server.files = server.listed = {**server.files, SHARDS[1]: hub_server.shard("b", 300_000, b"next")}
     server.files["special_tokens_map.json"] = b"{}"
     del server.files["chat_template.jinja"]
 
 
 def damage(server):
     good = server.files[SHARDS[1]]
-    server.told = dict(server.files)
+    server.listed = dict(server.files)
     server.files = {**server.files, SHARDS[1]: good[:-1] + b"?"}
 
 
 def lose(server):
-    server.told = {name: data for name, data in server.files.items() if name != SHARDS[0]}
+    server.listed = {name: data for name, data in server.files.items() if name != SHARDS[0]}
 
 
 def other_model(server):
-    server.told = server.files = {**server.files, "config.json": b'{"model_type": "llama"}'}
+    server.listed = server.files = {**server.files, "config.json": b'{"model_type": "llama"}'}
 
 
 @pytest.mark.parametrize("fault", [damage, lose, other_model])
@@ -469,7 +469,7 @@ def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server
     with pytest.raises(errors.NetworkError, match="names no commit"):
         Hub(NAME, "main")
     server.commit = COMMIT
-    server.told = dict(server.files)
+    server.listed = dict(server.files)
     server.files = {**server.files, SHARDS[0]: server.files[SHARDS[0]] + bytes(30_000_000)}
     with pytest.raises((errors.IntegrityError, errors.NetworkError)):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)
@@ -487,6 +487,6 @@ def test_a_mirrors_malformed_note_is_an_error_of_ours(fetched, text):
 
 @pytest.mark.parametrize("config", ["[]", "[" * 200_000, '{"model_type": "gpt_oss", "quantization_config": [1]}'])
 def test_a_malformed_config_is_an_error_of_ours(server, target, config):
-    server.told = server.files = {**server.files, "config.json": config.encode()}
+    server.listed = server.files = {**server.files, "config.json": config.encode()}
     with pytest.raises(errors.InputError):
         hub.fetch_checkpoint(Hub(NAME, "main"), target)

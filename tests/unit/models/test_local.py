@@ -127,10 +127,10 @@ def somebody_else(monkeypatch, tmp_path):
     """
 
     def may(path, mode):
-        place = Path(path)
-        if not place.exists() or tmp_path not in (place, *place.parents):
-            return place.exists()
-        return not mode & ~place.stat().st_mode & 7
+        target = Path(path)
+        if not target.exists() or tmp_path not in (target, *target.parents):
+            return target.exists()
+        return not mode & ~target.stat().st_mode & 7
 
     tmp_path.chmod(0o755)
     monkeypatch.setattr(files.os, "access", may)
@@ -140,15 +140,15 @@ def somebody_else(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("part", "mode"), [("hub", 0o700), ("blobs", 0o750), ("snapshots", 0o700), ("a blob", 0o600)])
 def test_a_cache_of_somebody_else_is_told_by_owner_and_mode(somebody_else, part, mode):
     folder = cache(somebody_else, "c1", main="c1")
-    place = {"hub": somebody_else / "hub", "a blob": folder / "blobs/c1-config.json"}.get(part, folder / part)
-    former = place.stat().st_mode
-    place.chmod(mode)
+    path = {"hub": somebody_else / "hub", "a blob": folder / "blobs/c1-config.json"}.get(part, folder / part)
+    former = path.stat().st_mode
+    path.chmod(mode)
     with pytest.raises(StorageError, check=lambda error: error.code == "storage.access") as caught:
         local.find(NAME, {"HF_HOME": str(somebody_else)})
-    place.chmod(former)
-    assert f"Permission denied: {place} belongs to uid {os.getuid()}, group {os.getgid()}" in caught.value.why
+    path.chmod(former)
+    assert f"Permission denied: {path} belongs to uid {os.getuid()}, group {os.getgid()}" in caught.value.why
     assert f"mode {mode:04o}" in caught.value.why
-    assert caught.value.fix.startswith(f"chmod -R a+rX {place} ")
+    assert caught.value.fix.startswith(f"chmod -R a+rX {path} ")
     option = f"--group-add {os.getgid()}" if mode == 0o750 else f"--user {os.getuid()}:{os.getgid()}"
     assert caught.value.fix.endswith(option)
     assert "fetch" not in caught.value.fix

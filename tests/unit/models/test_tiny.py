@@ -92,9 +92,9 @@ def test_index_names_the_shard_of_every_tensor_and_their_size(model):
 
 
 def test_tensors_on_disk_are_the_ones_that_were_made(model):
-    name, made = next((n, t) for n, t in tiny_random.tensors() if n.endswith("1.mlp.experts.down_proj_blocks"))
+    name, tensor = next((n, t) for n, t in tiny_random.tensors() if n.endswith("1.mlp.experts.down_proj_blocks"))
     with safe_open(model / shapes(model)[name][2], "np") as file:
-        assert file.get_tensor(name).tobytes() == made.data
+        assert file.get_tensor(name).tobytes() == tensor.data
 
 
 def test_config_is_read_as_gpt_oss_mxfp4(model):
@@ -131,15 +131,15 @@ def test_the_weights_are_the_recipes(model):
 @pytest.fixture
 def small(monkeypatch):
     """Replace the megabytes by two small files: enough for how directories are written."""
-    made = []
+    calls = []
 
     def files():
-        made.append(1)
+        calls.append(1)
         return {"tokenizer.json": b"{}", "model.safetensors": b"weights"}
 
     monkeypatch.setattr(tiny, "tokenizer_files", files)
     monkeypatch.setattr(tiny, "_weight_files", lambda weights: {})
-    return made
+    return calls
 
 
 def test_a_whole_directory_is_left_alone(small, tmp_path):
@@ -234,13 +234,13 @@ def test_harmony_loads_where_there_is_no_network_no_home_and_no_cache(tmp_path):
     code = "import openai_harmony as h; print(h.load_harmony_encoding('HarmonyGptOss').encode('hi'))"
     dead = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy"), "http://127.0.0.1:9")
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), **dead}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         env={**environment, **harmony.offline_environment()},
         check=True,
         capture_output=True,
     )
-    assert done.stdout == b"[3686]\n"
+    assert result.stdout == b"[3686]\n"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))

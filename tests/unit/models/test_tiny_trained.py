@@ -57,7 +57,7 @@ def test_the_file_is_small_and_tells_how_it_was_made():
 def test_expanded_tensors_have_the_names_types_and_shapes_of_gpt_oss():
     sizes = tiny_trained.sizes()
     hidden, inner, experts = sizes.hidden, sizes.intermediate, sizes.experts
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tiny_trained.tensors()}
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in tiny_trained.tensors()}
     layer = f"model.layers.{sizes.layers - 1}."
     wanted = {
         "model.embed_tokens.weight": ("BF16", (VOCAB_SIZE, hidden)),
@@ -73,8 +73,8 @@ def test_expanded_tensors_have_the_names_types_and_shapes_of_gpt_oss():
         layer + "mlp.experts.down_proj_blocks": ("U8", (experts, hidden, inner // 32, 16)),
         layer + "mlp.experts.down_proj_bias": ("BF16", (experts, hidden)),
     }
-    assert {name: found[name] for name in wanted} == wanted
-    assert len(found) == 3 + sizes.layers * (2 + 8 + 1 + 2 + 6)
+    assert {name: tensors[name] for name in wanted} == wanted
+    assert len(tensors) == 3 + sizes.layers * (2 + 8 + 1 + 2 + 6)
     written = tiny_format.config(sizes)
     assert (written["hidden_size"], written["num_local_experts"], written["swiglu_limit"]) == (hidden, experts, 7.0)
 

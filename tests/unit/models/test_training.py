@@ -113,8 +113,8 @@ def harmony(encoding, question, tool=None):
     return encoding.render_conversation_for_completion(Conversation.from_messages(messages), Role.ASSISTANT)
 
 
-def system(**told):
-    return dialogues.SYSTEM.format(date="2031-05-17", effort="medium", **told)
+def system(**fields):
+    return dialogues.SYSTEM.format(date="2031-05-17", effort="medium", **fields)
 
 
 def test_dialogues_have_harmonys_form(encoding):

@@ -16,8 +16,8 @@ FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
 def commit_all(kit, tree, message):
     kit.git(tree, "add", "--all")
     person = ("-c", "user.name=A Person", "-c", "user.email=person@example.org")
-    done = kit.git(tree, *person, "commit", "--quiet", f"--message={message}")
-    assert done.returncode == 0, done.stderr
+    result = kit.git(tree, *person, "commit", "--quiet", f"--message={message}")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clone(kit, world, tmp_path):
 def state(kit, tree):
     """Everything that a refused command must leave alone: files, HEAD, the index, and that no session is open."""
     files = {path: data for path, data in kit.snapshot(tree).items() if not path.startswith(".git/")}
-    outputs = (kit.git(tree, *words).stdout for words in (("rev-parse", "HEAD"), ("status", "--porcelain")))
+    outputs = (kit.git(tree, *arguments).stdout for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain")))
     return files, *outputs, (tree / ".git/rebase-apply").exists()
 
 

@@ -31,13 +31,13 @@ def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, belo
         (change,) = parse("0001-x.patch", diff.decode())
         fitted = fit(change, other)
         kit.write(scratch / "tree", {"f": other})
-        done = kit.git(scratch / "tree", "apply", "-p1", "-v", "-", stdin=diff)
+        result = kit.git(scratch / "tree", "apply", "-p1", "-v", "-", stdin=diff)
         if not fitted.misfits:
-            assert (done.returncode, (scratch / "tree/f").read_bytes()) == (0, fitted.content)
-            assert any(fitted.offsets) == (b"offset" in done.stderr)
+            assert (result.returncode, (scratch / "tree/f").read_bytes()) == (0, fitted.content)
+            assert any(fitted.offsets) == (b"offset" in result.stderr)
         # Else git put it into the nearest of several places, and we do not guess. Where the old text has no newline at
         # its end git also takes it for the beginning of a longer line; `hunks` refuses that, too.
-        elif done.returncode == 0 and before.endswith("\n"):
+        elif result.returncode == 0 and before.endswith("\n"):
             assert any("places" in misfit.why or "earlier hunk" in misfit.why for misfit in fitted.misfits)
 
 

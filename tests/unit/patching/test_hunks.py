@@ -41,9 +41,9 @@ RELAXED = settings(max_examples=120, deadline=None, suppress_health_check=[Healt
 def git_apply(kit, directory, content, diff):
     """Return (applied?, offset or fuzz needed?, bytes after) as git sees it."""
     kit.write(directory, {"f": content})
-    done = kit.git(directory, "apply", "-p1", "-v", "-", stdin=diff)
+    result = kit.git(directory, "apply", "-p1", "-v", "-", stdin=diff)
     file = directory / "f"
-    return done.returncode == 0, b"offset" in done.stderr, file.read_bytes() if file.exists() else None
+    return result.returncode == 0, b"offset" in result.stderr, file.read_bytes() if file.exists() else None
 
 
 @RELAXED

@@ -43,8 +43,8 @@ def test_each_patch_gets_its_verdict_and_evidence(world, case):
     files = {path: text and text.encode() for path, text in change(world.V1).items()}
     judged = status.judge(world.queue(), files.get)
     assert tuple(patch.verdict for patch in judged) == verdicts
-    for number, words in evidence.items():
-        assert words in "\n".join([judged[number].evidence, *map(str, judged[number].misfits)])
+    for number, expected_text in evidence.items():
+        assert expected_text in "\n".join([judged[number].evidence, *map(str, judged[number].misfits)])
 
 
 def test_an_archive_is_read_once_and_what_was_kept_is_checked(world, monkeypatch):
@@ -53,7 +53,7 @@ def test_an_archive_is_read_once_and_what_was_kept_is_checked(world, monkeypatch
     assert (release.pinned, str(release)) == (False, "up-1.1.tar.gz (unpinned, hash as the index gives it)")
     first = status.judge_release(world.queue(), release)
     fetch.cached(release.filename, release.sha256).unlink()
-    monkeypatch.setattr(fetch, "fetch", lambda *words: pytest.fail("it was read before"))
+    monkeypatch.setattr(fetch, "fetch", lambda *arguments: pytest.fail("it was read before"))
     assert status.judge_release(world.queue(), release) == first
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_archive_is_refused_and_nothing_is_kept(world, monkeypatch):
     release = upstream.release(world.table, world.component)
     archive = fetch.cached(release.filename, release.sha256)
     archive.write_bytes(archive.read_bytes()[:-20])
-    monkeypatch.setattr(fetch, "fetch", lambda *words: archive)  # past the hash check, as with a bad pin
+    monkeypatch.setattr(fetch, "fetch", lambda *arguments: archive)  # past the hash check, as with a bad pin
     with pytest.raises(
         IntegrityError, match="damaged or truncated", check=lambda error: error.code == "integrity.archive"
     ):

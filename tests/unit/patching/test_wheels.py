@@ -215,8 +215,8 @@ def test_the_bytes_are_the_same_in_every_process(world, tmp_path, kind):
             str(tmp_path / seed / "out"),
         ]
         environment = {**os.environ, "PYTHONHASHSEED": seed, "TZ": zone}
-        done = subprocess.run([*command, umask], env=environment, capture_output=True, text=True, check=True)
-        hashes.add(done.stdout)
+        result = subprocess.run([*command, umask], env=environment, capture_output=True, text=True, check=True)
+        hashes.add(result.stdout)
     assert len(hashes) == 1
 
 
@@ -245,8 +245,8 @@ def test_a_patched_source_archive_has_the_patched_files_and_our_version(world, t
     assert "lib/gone.py" not in files
     assert json.loads(files[".sparkforge-patches/upstream.json"])["filename"] == "up-1.0.tar.gz"
     assert (modes["tool"], modes["a.py"]) == ((0o755, 0, 0), (0o644, 0, 0))
-    done = subprocess.run(["tar", "-tzf", str(tmp_path / "out.tar.gz")], capture_output=True, check=True)  # noqa: S607
-    assert done.stdout
+    result = subprocess.run(["tar", "-tzf", str(tmp_path / "out.tar.gz")], capture_output=True, check=True)  # noqa: S607
+    assert result.stdout
 
 
 def rewritten(source, target, change):
@@ -290,9 +290,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_wheel_is_refused_by_name(world, tmp_path, name):
-    change, words = MALFORMED[name]
+    change, message = MALFORMED[name]
     source = rewritten(world.wheel, tmp_path / NAME, change)
-    with pytest.raises(IntegrityError, match=words, check=lambda error: error.code == "integrity.archive"):
+    with pytest.raises(IntegrityError, match=message, check=lambda error: error.code == "integrity.archive"):
         world.make(source, tmp_path / "out")
 
 

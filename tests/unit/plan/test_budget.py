@@ -74,5 +74,5 @@ def test_gpt_oss_120b_on_a_spark_by_hand():
 @pytest.mark.parametrize(("resident", "share"), [(0.0, 0.87), (6.2, 0.87), (20.0, 0.79), (200.0, 0.0)])
 def test_the_share_is_what_the_others_leave(resident, share):
     spark = DEVICES["spark"]
-    told = spark.model_copy(update={"resident": spark.resident.model_copy(update={"value": resident})})
-    assert budget.most_share(told) == share
+    device = spark.model_copy(update={"resident": spark.resident.model_copy(update={"value": resident})})
+    assert budget.most_share(device) == share

@@ -33,27 +33,27 @@ def show(capsys, model="gpt-oss-120b", **options):
 
 
 def test_the_command_prints_a_plan_as_json_and_nothing_else():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "invoke", "plan", "gpt-oss-120b", "--json"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    plan = Plan.model_validate_json(done.stdout)
+    assert (result.returncode, result.stderr) == (0, "")
+    plan = Plan.model_validate_json(result.stdout)
     assert (plan.established, plan.recommended, plan.fit.fits) == ("computed", "safe", True)
     assert plan.model.computed == plan.model.on_disk == 65_248_815_744
     assert sum(row.bytes for row in plan.budget) + plan.left_bytes == plan.memory_bytes
 
 
 def test_the_command_says_what_does_not_fit_with_its_own_code():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "invoke", "plan", "gpt-oss-120b", "--device", "rtx-5090"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == RefusalError.exit_code == 30
-    assert "GiB are missing" in done.stderr
-    assert "gpt-oss-20b" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert result.returncode == RefusalError.exit_code == 30
+    assert "GiB are missing" in result.stderr
+    assert "gpt-oss-20b" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
 def test_loading_times_are_the_size_over_published_rates_with_their_source(capsys):
@@ -87,9 +87,9 @@ RECOMMENDED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "name"), RECOMMENDED)
-def test_recommended_profile(capsys, words, name):
-    shown = show(capsys, **words)
+@pytest.mark.parametrize(("arguments", "name"), RECOMMENDED)
+def test_recommended_profile(capsys, arguments, name):
+    shown = show(capsys, **arguments)
     assert shown.recommended == name
     assert (f"--profile {name}" in shown.advice) == bool(name)
     for verdict in shown.profiles:
@@ -131,8 +131,8 @@ def test_this_machine_is_measured(capsys):
 
 
 def test_a_gpu_of_the_table_keeps_its_figures_and_takes_the_memory_that_is_there():
-    found = devices.describe("NVIDIA GB10", 121 << 30, 100 << 30, None)
-    assert (found.memory.value, found.resident.value, found.bandwidth.value) == (121.0, 21.0, 273.0)
+    device = devices.describe("NVIDIA GB10", 121 << 30, 100 << 30, None)
+    assert (device.memory.value, device.resident.value, device.bandwidth.value) == (121.0, 21.0, 273.0)
     assert devices.by_gpu("NVIDIA H200").memory.value == 139.8
     assert devices.by_gpu("NVIDIA H100 80GB HBM3").bandwidth.value == 3_350.0
     assert devices.by_gpu("NVIDIA B200").rates["fp4"].value == 9_000.0
@@ -183,9 +183,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_words_are_named(capsys, case):
-    words, kind = BAD[case]
+    arguments, kind = BAD[case]
     with pytest.raises(kind) as caught:
-        show(capsys, **words)
+        show(capsys, **arguments)
     assert caught.value.what
     assert caught.value.why
     assert caught.value.fix
@@ -247,9 +247,9 @@ def test_only_the_model_whose_sizes_are_gone_is_refused(tmp_path):
 
 @pytest.mark.parametrize("value", ["many", "nan", "-1", "inf"])
 def test_a_malformed_serve_profile_is_named(value):
-    words = (f"--max-num-seqs={value}",)
+    arguments = (f"--max-num-seqs={value}",)
     with pytest.raises(InputError, match=r"profiles\.toml", check=lambda error: error.code == "input.table"):
-        choose.ServerOptions(about="", arguments=words, variables={}).number("--max-num-seqs", 1)
+        choose.ServerOptions(about="", arguments=arguments, variables={}).number("--max-num-seqs", 1)
 
 
 def test_a_malformed_table_of_models_is_named(tmp_path):
@@ -296,9 +296,9 @@ def test_profiles_with_fewer_bits_come_last_and_show_what_they_gain(capsys):
     rows = {row.name: row for row in plan.formats}
     assert rows["fp8, bf16 head"].profiles == ("fast-8",)
     assert "fast-kv8" in rows["bf16"].profiles
-    one, many = plan.for_users[0], plan.for_users[-1]
-    assert (one.cautious, one.fastest, many.cautious, many.fastest) == ("safe", "fast-8", "fast", "fast-kv8")
-    assert one.fastest_each / one.cautious_each > 1.2
+    single, many = plan.for_users[0], plan.for_users[-1]
+    assert (single.cautious, single.fastest, many.cautious, many.fastest) == ("safe", "fast-8", "fast", "fast-kv8")
+    assert single.fastest_each / single.cautious_each > 1.2
     screen.report(PlanRequest("gpt-oss-120b"), KNOWN, table, FIGURES, as_json=False)
     assert "bench.bakeoff" in capsys.readouterr().err
 

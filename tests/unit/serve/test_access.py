@@ -234,9 +234,9 @@ def test_a_container_allows_the_named_hosts_and_its_own_health_check():
         ["--api", "sesame"],
     ],
 )
-def test_a_key_on_the_command_line_is_refused_and_not_repeated(words):
+def test_a_key_on_the_command_line_is_refused_and_not_repeated(arguments):
     with pytest.raises(UsageError) as caught:
-        access.refuse_key_argument(words)
+        access.refuse_key_argument(arguments)
     assert "sesame" not in str(caught.value)
 
 

@@ -180,7 +180,7 @@ def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_co
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         ({"Status": "exited", "ExitCode": 1}, "ended with code 1"),
         ({"Status": "exited", "ExitCode": 137, "OOMKilled": True}, "memory limit"),
@@ -190,11 +190,11 @@ def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_co
         ),
     ],
 )
-def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, words):
+def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, message):
     fake_engine.container["State"] |= state
     fake_engine.log = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
     error = fails(errors.ServerError, docker_command)
-    assert words in error.what
+    assert message in error.what
     assert error.why == "RuntimeError: no such kernel"
 
 
@@ -264,13 +264,13 @@ def test_a_container_that_a_killed_start_did_not_record_is_removed(checkout, fak
 
 
 def test_a_missing_image_is_built_first(checkout, fake_engine):
-    there = fake_engine.routes.pop(r"GET /images/.+/json")
+    route = fake_engine.routes.pop(r"GET /images/.+/json")
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
     built = []
 
     def build(stack, _steps):
         built.append(stack)
-        fake_engine.routes[r"GET /images/.+/json"] = there
+        fake_engine.routes[r"GET /images/.+/json"] = route
 
     up(build=build)
     assert built == ["embedded"]

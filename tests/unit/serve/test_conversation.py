@@ -179,31 +179,31 @@ def once(served, monkeypatch, capsys):
 
 def test_one_message_gets_one_answer_on_stdout_alone(served):
     command = [*CHAT, "hello"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, env=served.environment, input="not read", capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hmanswer 1\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
 
 
 @pytest.mark.parametrize(("options", "stdin"), [(("hello",), ""), (("--once", "hello"), ""), ((), "hello")])
 def test_a_message_is_an_argument_an_option_or_stdin(once, served, options, stdin):
-    done = once(*options, stdin=stdin)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hmanswer 1\n", "")
+    result = once(*options, stdin=stdin)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")
     assert messages(served.asked[0]) == [("user", "hello")]
     assert served.asked[0]["max_tokens"] == 64
 
 
 def test_a_cut_answer_is_told_on_stderr(once, served):
-    done = once("long", "--system", "be brief", "--max-tokens", "7")
-    assert (done.returncode, done.stdout) == (0, "hmanswer 1\n")
-    assert "the answer was cut: --max-tokens is 7" in done.stderr
+    result = once("long", "--system", "be brief", "--max-tokens", "7")
+    assert (result.returncode, result.stdout) == (0, "hmanswer 1\n")
+    assert "the answer was cut: --max-tokens is 7" in result.stderr
     assert messages(served.asked[0])[0] == ("system", "be brief")
 
 
 @pytest.mark.parametrize(("options", "stdin"), [(("a", "--once", "b"), ""), ((), " \n"), ((), "x" * (1 << 20) + "y")])
 def test_no_message_and_two_are_refused(once, served, options, stdin):
-    done = once(*options, stdin=stdin)
-    assert done.returncode == 2
-    assert "next: ./inv chat" in done.stderr
+    result = once(*options, stdin=stdin)
+    assert result.returncode == 2
+    assert "next: ./inv chat" in result.stderr
     assert served.asked == []

@@ -108,7 +108,7 @@ class Container:
     """Starts the entrypoint with a container's variables, and ends what it started."""
 
     def __init__(self, site, folder, model, port):
-        self.run, self.told, self.port = folder / "run", folder / "told.json", port
+        self.run, self.server_file, self.port = folder / "run", folder / "told.json", port
         steering = ("VLLM_", "HF_", "SPARKFORGE_", "PYTHONOPTIMIZE")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(steering)}
         self.environ = {
@@ -122,13 +122,13 @@ class Container:
             "SPARKFORGE_RUN": str(self.run),
             "SPARKFORGE_STATE": str(folder / "state"),
             "VLLM_CACHE_ROOT": str(folder),
-            "TOLD": str(self.told),
+            "TOLD": str(self.server_file),
         }
         self.started = []
 
-    def start(self, *words, **variables):
+    def start(self, *arguments, **variables):
         child = subprocess.Popen(
-            [sys.executable, "-m", "sparkforge.serve.entrypoint", "--port", str(self.port), *words],
+            [sys.executable, "-m", "sparkforge.serve.entrypoint", "--port", str(self.port), *arguments],
             cwd=ROOT,
             env={**self.environ, **variables},
             stdout=subprocess.PIPE,
@@ -138,14 +138,14 @@ class Container:
         self.started.append(child)
         return child
 
-    def ends(self, *words, **variables):
+    def ends(self, *arguments, **variables):
         """Start, wait for its end, and return its exit code and output."""
-        child = self.start(*words, **variables)
+        child = self.start(*arguments, **variables)
         out, _ = child.communicate(timeout=120)
         assert "Traceback" not in out
         return child.returncode, out
 
-    def decides(self, *words, **variables):
+    def decides(self, *arguments, **variables):
         """Run `main` in this process up to the moment at which it becomes the server, without a validation.
 
         Returns its exit code (None for a server), what it printed, and the server's command and environment.
@@ -155,38 +155,38 @@ class Container:
             patch.setattr(os, "environ", {**self.environ, "SPARKFORGE_VALIDATE": "off", **variables})
             patch.setattr(signal, "signal", lambda *_words: None)
             patch.setattr(entrypoint, "become", servers.append)
-            code = entrypoint.main(["--port", str(self.port), *words])
+            code = entrypoint.main(["--port", str(self.port), *arguments])
         server = servers[0] if servers else None
         return code, printed.getvalue(), server
 
-    def serves(self, *words, **variables):
+    def serves(self, *arguments, **variables):
         """Return the arguments and the environment of the server that it would become."""
-        code, printed, server = self.decides(*words, **variables)
+        code, printed, server = self.decides(*arguments, **variables)
         assert code is None, printed
         return list(server.arguments), server.environment
 
     def serving(self, child):
         """Wait until the stand-in server runs and return what it was started with."""
         deadline = time.monotonic() + 120
-        while not self.told.exists():
+        while not self.server_file.exists():
             assert child.poll() is None, child.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return json.loads(self.told.read_text())
+        return json.loads(self.server_file.read_text())
 
     def healthy(self):
         command = [sys.executable, "-m", "sparkforge.serve.health"]
         return subprocess.run(command, cwd=ROOT, env=self.environ, capture_output=True, text=True, check=False)
 
     def metric(self, name, **labels):
-        found = [
+        lines = [
             sample.value
             for family in text_string_to_metric_families((self.run / "sparkforge_validation.prom").read_text())
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         ]
-        assert len(found) == 1, (name, labels)
-        return found[0]
+        assert len(lines) == 1, (name, labels)
+        return lines[0]
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     assert "FAIL model-files" in out
     assert "next: on the host: ./inv model.fetch" in out  # the image has no ./inv
     assert not (container.run / "ready").exists()
-    assert not container.told.exists()
+    assert not container.server_file.exists()
     assert json.loads((container.run / "validation.json").read_text())["exit_code"] == 30
     assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
     assert container.metric("sparkforge_validation_check", check="model-files", status="fail") == 1
@@ -285,7 +285,7 @@ def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_a
     del container.environ["SPARKFORGE_MODEL_ID"]
     container.started[-1].kill()
     container.started[-1].wait()
-    container.told.unlink()
+    container.server_file.unlink()
     container.serving(container.start())
 
 
@@ -327,11 +327,11 @@ def test_secrets_reach_the_server_but_not_its_arguments_and_the_health_check_kno
     (tmp_path / "key").write_text("sesame\n")
     (tmp_path / "token").write_text("hf_x\n")
     files = {"SPARKFORGE_API_KEY_FILE": tmp_path / "key", "SPARKFORGE_HF_TOKEN_FILE": tmp_path / "token"}
-    told = container.serving(container.start(SPARKFORGE_VALIDATE="off", **{k: str(v) for k, v in files.items()}))
-    assert told["env"]["VLLM_API_KEY"] == "sesame"
-    assert told["env"]["HF_TOKEN_PATH"] == str(tmp_path / "token")
-    assert "sesame" not in " ".join(told["argv"])
-    assert "--disable-fastapi-docs" in told["argv"]
+    arguments = container.serving(container.start(SPARKFORGE_VALIDATE="off", **{k: str(v) for k, v in files.items()}))
+    assert arguments["env"]["VLLM_API_KEY"] == "sesame"
+    assert arguments["env"]["HF_TOKEN_PATH"] == str(tmp_path / "token")
+    assert "sesame" not in " ".join(arguments["argv"])
+    assert "--disable-fastapi-docs" in arguments["argv"]
     ready = container.run / "ready"
     assert ready.stat().st_mode & 0o777 == 0o600
     assert "sesame" not in ready.read_text()
@@ -405,12 +405,12 @@ def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
     pytest.importorskip("torch")  # ./inv test --fast installs none
     command = [sys.executable, "-m", "sparkforge.serve.entrypoint", "validate", str(model)]
     environment = {**container.environ, "SPARKFORGE_MODEL": "/nowhere"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, "ok   model-files" in done.stdout) == (0, True), done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, "ok   model-files" in result.stdout) == (0, True), result.stdout + result.stderr
     (model / "tokenizer.json").unlink()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, "FAIL model-files" in done.stdout) == (30, True), done.stdout + done.stderr
-    assert not container.told.exists()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, "FAIL model-files" in result.stdout) == (30, True), result.stdout + result.stderr
+    assert not container.server_file.exists()
     assert not (container.run / "ready").exists()
 
 
@@ -522,14 +522,14 @@ def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site, e
 
 
 def test_a_validator_that_dies_after_its_report_is_not_believed(tmp_path, monkeypatch):
-    told = settings.read({"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_RUN": str(tmp_path)})
+    arguments = settings.read({"SPARKFORGE_PROFILE": "embedded", "SPARKFORGE_RUN": str(tmp_path)})
 
     def dies(command, **_more):
         (tmp_path / "validation.json").write_text(json.dumps({"verdict": "serve", "exit_code": 0}))
         return -signal.SIGSEGV
 
     monkeypatch.setattr(entrypoint, "watch", dies)
-    document = entrypoint.validate(told, ServerCommand("m", "m", "127.0.0.1", 8000))
+    document = entrypoint.validate(arguments, ServerCommand("m", "m", "127.0.0.1", 8000))
     assert document["verdict"] == "refuse"
     assert "was killed by signal 11, its report says 0" in document["findings"][0]["evidence"]
 

@@ -192,17 +192,17 @@ def test_small_machines_have_smaller_bounds(limits):
 
 def test_it_looks_once_from_the_command_line():
     command = [sys.executable, "-m", "sparkforge.serve.guard", "--once"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, thresholds.VARIABLE: "0.001"}
     )
-    assert done.returncode == 0, done
-    assert "available; servers end under 1 MiB" in done.stdout
+    assert result.returncode == 0, result
+    assert "available; servers end under 1 MiB" in result.stdout
 
 
 def test_locking_says_how_much_is_kept():
     code = "from sparkforge.serve import guard; print(guard.lock_memory())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    kept = int(done.stdout)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept = int(result.stdout)
     assert kept >= 0
     if os.geteuid() == 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         assert kept > 1 << 20
@@ -267,9 +267,9 @@ def test_the_machines_guard_ends_every_process_of_a_server_and_says_why(tmp_path
     command = [*unshare, sys.executable, "-c", GUARDED, root, tmp_path / "end.json", tmp_path / "pids"]
     command += [supervisor, str(gib)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), thresholds.VARIABLE: ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    result = json.loads(completed.stdout.splitlines()[-1])
     assert result["code"] == 24
     assert result["why"].startswith("the machine's memory guard asked for it: ")
     assert not result["left"]
@@ -300,7 +300,7 @@ class Machine:
     """Stands in for the processes: which supervisors run, and what the guard did to them, by time."""
 
     def __init__(self, monkeypatch):
-        self.running, self.done = [], []
+        self.running, self.actions = [], []
         monkeypatch.setattr(guard, "_supervisors", lambda: list(self.running))
         monkeypatch.setattr(guard, "_signal", lambda pids, _: self._note("told", pids))
         monkeypatch.setattr(
@@ -310,15 +310,15 @@ class Machine:
 
     def _note(self, action, pids):
         if pids:
-            self.done.append((round(self.time, 1), action, list(pids)))
+            self.actions.append((round(self.time, 1), action, list(pids)))
 
     def look(self, begin, end, *, now=False):
         """Have the guard look ten times a second, and return what it did, anew."""
-        self.done.clear()
+        self.actions.clear()
         for tenth in range(round(10 * begin), round(10 * end)):
             self.time = tenth / 10
             self.ending.look(Trouble("little", now), self.time)
-        return list(self.done)
+        return list(self.actions)
 
 
 def test_a_server_that_starts_while_memory_is_short_is_told_before_it_is_killed(monkeypatch, capsys):
@@ -328,8 +328,8 @@ def test_a_server_that_starts_while_memory_is_short_is_told_before_it_is_killed(
     machine.running = [11]
     assert machine.look(120, 124) == [(120.0, "told", [11])]
     machine.running = [11, 12]
-    ((first, *told), (second, *killed)) = machine.look(124, 129)
-    assert (told, killed) == (["told", [12]], ["killed True", [11]])
+    ((first, *notices), (second, *killed)) = machine.look(124, 129)
+    assert (notices, killed) == (["told", [12]], ["killed True", [11]])
     assert first < 125
     assert 126 < second < 127.5
     assert capsys.readouterr().out.count("\n") == 3

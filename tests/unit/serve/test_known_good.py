@@ -187,11 +187,11 @@ def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
     python = Environment("embedded").python
     embedded._remember(server, python, "", embedded.Access(), profiled=False, arguments=())
     (start,) = known_good.read()
-    given = {}
+    requests = {}
     monkeypatch.setattr(rollback.environment, "prepare", lambda *_words: Environment("embedded"))
-    monkeypatch.setattr(rollback.embedded, "up", lambda *_words, **more: given.update(more) or server)
+    monkeypatch.setattr(rollback.embedded, "up", lambda *_words, **more: requests.update(more) or server)
     assert rollback._start_embedded(start, None) == server
-    assert given["host"] == "::1"
+    assert requests["host"] == "::1"
     older = {name: value for name, value in start.settings.items() if name != "host"}
     assert rollback._host(replace(start, settings=older)) == "127.0.0.1"
 
@@ -199,13 +199,13 @@ def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
 def test_two_rollbacks_at_once_exclude_each_other(monkeypatch, state):
     plan = rollback.RollbackPlan(replace(START, image=""), (), serves=False)
     server = record.Server(0, 0.0, "127.0.0.1", 8000, "", "", "embedded", "", proved=7.0)
-    done = []
+    finished = []
 
     def second(*_words):
         with pytest.raises(errors.StorageError, match="cannot start a server") as busy:
             rollback.perform(plan, None)
         assert "no server runs" not in busy.value.what
-        done.append(len(done))
+        finished.append(len(finished))
         return server
 
     monkeypatch.setattr(rollback.record, "leftovers", lambda: second() and [])  # before anything is stopped
@@ -213,7 +213,7 @@ def test_two_rollbacks_at_once_exclude_each_other(monkeypatch, state):
     add = known_good.add
     monkeypatch.setattr(known_good, "add", lambda start: second() and add(start))
     assert rollback.perform(plan, None) == server
-    assert len(done) >= 3
+    assert len(finished) >= 3
     assert known_good.read()[0].time == 7.0
 
 

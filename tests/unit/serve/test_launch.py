@@ -44,10 +44,10 @@ def begin(port, tmp_path, ended, monkeypatch):
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
         command = (sys.executable, misbehaving.__file__, str(port), behaviour, json.dumps(changes))
-        return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), told.append)
+        return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), notices.append)
 
-    told = []
-    begin.told, begin.ended = told, ended
+    notices = []
+    begin.notices, begin.ended = notices, ended
     yield begin
     server = record.read()
     if server and server.alive:
@@ -64,7 +64,7 @@ def test_a_started_server_answers_is_recorded_and_stops(begin, port, capsys):
     server = begin()
     assert record.running() == server
     assert server.url == f"http://127.0.0.1:{port}"
-    assert begin.told
+    assert begin.notices
     assert logs.milestone(logs.read(record.log_path())) == "loading the model"
     screen.show_status(server)
     conversation.answer_once(server, "hello", 8)

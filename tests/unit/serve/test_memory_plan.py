@@ -50,7 +50,7 @@ def test_what_cannot_be_known_here_is_left_to_the_container(tmp_path, monkeypatc
 def test_the_mounted_model_and_the_profiles_share_are_judged(model, monkeypatch):
     monkeypatch.setattr(memory_plan, "_unified", lambda: True)
     judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda *words: judged.append(words))
+    monkeypatch.setattr(memory_plan, "judge", lambda *command_arguments: judged.append(command_arguments))
     environment = {"SPARKFORGE_MODEL": "/models/gpt-oss-20b", "SPARKFORGE_SERVE_PROFILE": "fast"}
     environment |= {"SPARKFORGE_MAX_MODEL_LEN": "4096", "SPARKFORGE_GUARD_GIB": "5"}
     memory_plan.require_room(service(**environment), project(model.parent))
@@ -106,7 +106,7 @@ def test_a_cache_that_this_user_cannot_read_is_left_to_the_container(monkeypatch
 def test_words_behind_the_images_name_name_the_model_too(model, monkeypatch):
     monkeypatch.setattr(memory_plan, "_unified", lambda: True)
     judged = []
-    monkeypatch.setattr(memory_plan, "judge", lambda *words: judged.append(words))
+    monkeypatch.setattr(memory_plan, "judge", lambda *command_arguments: judged.append(command_arguments))
     document = project(model.parent)
     document["services"]["vllm"]["command"] = ["vllm", "serve", "/models/gpt-oss-20b", "--max-num-seqs", "3"]
     memory_plan.require_room(service(), document)

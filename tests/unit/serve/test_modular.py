@@ -86,10 +86,10 @@ def test_what_does_not_exist_is_refused_by_name(checkpoint, tmp_path_factory, fr
 
 
 @pytest.mark.parametrize(
-    ("port", "context", "words"), [(0, 512, "0 is no port"), (70_000, 512, "70000"), (None, 0, "--context 0")]
+    ("port", "context", "message"), [(0, 512, "0 is no port"), (70_000, 512, "70000"), (None, 0, "--context 0")]
 )
-def test_numbers_that_max_cannot_serve_with_are_refused(checkpoint, free_port, port, context, words):
-    with pytest.raises(UsageError, match=words) as refused:
+def test_numbers_that_max_cannot_serve_with_are_refused(checkpoint, free_port, port, context, message):
+    with pytest.raises(UsageError, match=message) as refused:
         modular.serve_command(checkpoint, "cpu", free_port() if port is None else port, context)
     assert refused.value.fix.startswith("./inv max.serve")
 

@@ -84,7 +84,7 @@ def test_quantization_reaches_validator_and_server(started):
 
 
 @pytest.mark.parametrize(
-    ("options", "what", "fix"),
+    ("options", "message", "fix"),
     [
         (["fp8"], "--quantization 'fp8' is not known", "./inv up -- --quantization fp8"),
         (["spark-mxfp4", "--", "--quantization", "mxfp4"], "--quantization stands behind -- too", "leave one"),
@@ -93,10 +93,10 @@ def test_quantization_reaches_validator_and_server(started):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_another_quantization_is_refused(started, capsys, options, what, fix):
+def test_another_quantization_is_refused(started, capsys, options, message, fix):
     assert program.main([*UP, "--quantization", *options]) == UsageError.exit_code
     printed = capsys.readouterr().err
-    assert what in printed
+    assert message in printed
     assert fix in printed
     assert started == []
 
@@ -271,7 +271,7 @@ def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, dock
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changes", "what"),
+    ("wanted", "changes", "message"),
     [
         ({"SPARKFORGE_BIND": EVERYWHERE}, {}, "--host 0.0.0.0 has no effect"),
         ({"VLLM_ARGS": "--a 1"}, {}, "the flags --a 1 have no effect"),
@@ -279,13 +279,13 @@ def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, dock
     ],
 )
 def test_compose_files_that_leave_out_what_was_asked_for_are_named(
-    fake_engine, docker_command, monkeypatch, wanted, changes, what
+    fake_engine, docker_command, monkeypatch, wanted, changes, message
 ):
     """Somebody's own Compose file may publish elsewhere, or pass no flags on: nothing starts then."""
     compose_config(docker_command, monkeypatch, **changes)
     with pytest.raises(UsageError) as caught:
         container.up(devices.DOCKER_CPU, wanted, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
-    assert caught.value.what == what
+    assert caught.value.what == message
     assert not [call for call in docker_command.calls if " up " in call]
 
 

@@ -93,8 +93,12 @@ def test_a_stack_changes_a_profile_and_what_extends_it_and_adds_its_own(table):
     assert list(profiles.load(path)) == ["safe", "fast"]
     assert profiles.load(path) == profiles.load(path, stack="other")
     changed = profiles.load(path, stack="next").values()
-    words = ("--shutdown-timeout=45", "--max-num-seqs=32", "--enforce-eager")
-    assert [(profile.about, profile.arguments()) for profile in changed] == [("a", words), ("b", words), ("c", words)]
+    arguments = ("--shutdown-timeout=45", "--max-num-seqs=32", "--enforce-eager")
+    assert [(profile.about, profile.arguments()) for profile in changed] == [
+        ("a", arguments),
+        ("b", arguments),
+        ("c", arguments),
+    ]
     assert profiles.named("trial", path, stack="next").variables() == {"X": "2"}
     with pytest.raises(UsageError):
         profiles.named("trial", path)

@@ -16,8 +16,8 @@ def test_the_biased_tokens_are_those_of_the_vocabulary():
     pytest.importorskip("openai_harmony")  # ./inv test --fast installs none
     from sparkforge.models import harmony
 
-    words = {"final": proof.FINAL, " to": proof.TO, " json": proof.JSON, "{": proof.BRACE, " " * 16: proof.SPACES}
-    assert {word: harmony.encode(word) for word in words} == {word: [int(token)] for word, token in words.items()}
+    tokens = {"final": proof.FINAL, " to": proof.TO, " json": proof.JSON, "{": proof.BRACE, " " * 16: proof.SPACES}
+    assert {word: harmony.encode(word) for word in tokens} == {word: [int(token)] for word, token in tokens.items()}
     special = harmony.encode("<|start|><|channel|><|message|><|end|>")
     assert special == [int(token) for token in proof.SPECIAL]
 

@@ -42,7 +42,7 @@ class Model(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def log_message(self, *words):
+    def log_message(self, *arguments):
         pass
 
 
@@ -135,7 +135,7 @@ def test_doctor_prints_a_log_without_escapes_and_passwords(tmp_path, capsys, as_
 def test_a_failure_is_written_for_its_owner_alone_and_without_passwords():
     with pytest.raises(NetworkError, check=lambda error: error.code == "network.fetch"), failure.remembered():
         raise NetworkError("cannot find x", f"401 for url {PASSWORD}", f"curl {PASSWORD}", code="network.fetch")
-    place = paths.state() / failure.NAME
-    assert place.stat().st_mode & 0o777 == 0o600
-    assert "hunter2" not in place.read_text()
+    file = paths.state() / failure.NAME
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "hunter2" not in file.read_text()
     assert failure.read(paths.state()).why == "401 for url https://***@mirror.example/simple/"

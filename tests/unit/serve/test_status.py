@@ -170,19 +170,19 @@ def smi(tmp_path, monkeypatch, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "unified", "words"),
+    ("text", "unified", "message"),
     [
         ("NVIDIA GB10, [N/A], [N/A], 40", True, "NVIDIA GB10 shares it (unified memory), busy 40%"),
         ("NVIDIA GB10, [Not Supported], [Not Supported], [N/A]", True, "NVIDIA GB10 shares it (unified memory)"),
         ("NVIDIA H200, 143771, 1024, 0", False, "NVIDIA H200 1.1 of 150.8 GB used, busy 0%"),
     ],
 )
-def test_a_gpu_by_nvidia_smi(server, tmp_path, monkeypatch, capsys, text, unified, words):
+def test_a_gpu_by_nvidia_smi(server, tmp_path, monkeypatch, capsys, text, unified, message):
     smi(tmp_path, monkeypatch, text)
     report, _ = status.report(server)
     assert [gpu.unified for gpu in report.gpus] == [unified]
     screen.show_status(server)
-    assert words in shown(capsys)
+    assert message in shown(capsys)
 
 
 def test_watch_prints_a_line_each_or_an_object(server, no_gpu, capsys):

@@ -127,11 +127,11 @@ def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
         "limits = replace(thresholds.load(), end_gib=1e6, end_share=1.0, kill_gib=0, grace_seconds=0.5);"
         "outcome = run((sys.executable, '-c', sys.argv[1], 'ignores'), guard.MemoryWatch(limits)); print(outcome)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, FAKE_VLLM], capture_output=True, text=True, check=True, timeout=120
     )
-    assert "memory guard: this machine has" in done.stdout
-    assert "Outcome(code=24, asked=False, why='this machine has" in done.stdout
+    assert "memory guard: this machine has" in result.stdout
+    assert "Outcome(code=24, asked=False, why='this machine has" in result.stdout
 
 
 @pytest.mark.parametrize("bound", ["0", "much"])
@@ -169,6 +169,6 @@ def test_the_guard_of_the_machine_kills_the_engine_too(serve, ended):
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):
-    done = subprocess.run(supervised(("/nowhere/vllm",)), stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 127
-    assert "cannot run /nowhere/vllm" in done.stdout
+    result = subprocess.run(supervised(("/nowhere/vllm",)), stdout=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 127
+    assert "cannot run /nowhere/vllm" in result.stdout

@@ -40,8 +40,8 @@ def test_systemd_reads_the_unit_without_a_complaint(tmp_path, container):
     text = written(root=root, container=container, version=number, environment={"A": 'b "c" %h'}, places=(root,))
     (tmp_path / "sparkforge.service").write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", tmp_path / "sparkforge.service"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    complaints = [line for line in done.stderr.splitlines() if "sparkforge.service" in line]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    complaints = [line for line in result.stderr.splitlines() if "sparkforge.service" in line]
     assert not complaints
 
 
@@ -246,8 +246,8 @@ def test_systemd_reads_the_guards_unit_without_a_complaint(tmp_path):
     text = guard_unit(user="root", python=shutil.which("python3"), root=tmp_path, environment={"A": "2"})
     (tmp_path / unit.GUARD).write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", tmp_path / unit.GUARD]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not [line for line in done.stderr.splitlines() if unit.GUARD in line]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not [line for line in result.stderr.splitlines() if unit.GUARD in line]
 
 
 def test_the_guard_runs_as_the_checkouts_owner_with_one_right_of_root():
@@ -276,8 +276,8 @@ class TestGuardCommand:
         """Have units written below `tmp_path`, and return what systemctl would be asked, with a state to answer."""
         calls, state = [], {"ActiveState": "active", "SubState": "running", "UnitFileState": "enabled"}
 
-        def control(manager, *words, check=True):
-            calls.append(words)
+        def control(manager, *arguments, check=True):
+            calls.append(arguments)
             return "".join(f"{name}={value}\n" for name, value in state.items())
 
         monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path)

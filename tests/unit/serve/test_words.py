@@ -40,9 +40,9 @@ def image(monkeypatch, tmp_path):
     return snapshot
 
 
-@pytest.mark.parametrize("words", SERVERS.values(), ids=SERVERS)
-def test_every_form_of_a_server_is_the_same_request(words):
-    assert entrypoint.read_words(words) == ContainerArguments(MODEL, FLAGS)
+@pytest.mark.parametrize("arguments", SERVERS.values(), ids=SERVERS)
+def test_every_form_of_a_server_is_the_same_request(arguments):
+    assert entrypoint.read_words(arguments) == ContainerArguments(MODEL, FLAGS)
 
 
 def test_flags_alone_and_a_validation():
@@ -91,8 +91,8 @@ def test_values_of_flags_are_no_models(flags):
     assert entrypoint.read_words([MODEL, *flags.split(), "--a-new-flag", "x/y"]).model == MODEL
 
 
-def plan(words, **variables):
-    return entrypoint.plan(settings.read({**os.environ, **variables}), entrypoint.read_words(words))
+def plan(arguments, **variables):
+    return entrypoint.plan(settings.read({**os.environ, **variables}), entrypoint.read_words(arguments))
 
 
 def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
@@ -159,8 +159,8 @@ def test_a_key_in_vllm_args_is_refused(image):
 
 
 def test_a_flag_and_its_values_are_taken_out():
-    words = ["--a", "1", "--max_model_len", "2", "--max-model-len=3", "--b"]
-    assert without_flag(words, "--max-model-len") == ["--a", "1", "--b"]
+    arguments = ["--a", "1", "--max_model_len", "2", "--max-model-len=3", "--b"]
+    assert without_flag(arguments, "--max-model-len") == ["--a", "1", "--b"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "[::1]", "127.3.2.1", "localhost"])
@@ -245,7 +245,7 @@ def test_the_next_command_has_the_files_that_compose_was_given(monkeypatch, tmp_
     assert advice == "on the host: " + expected.format(why="after a change of Compose's settings")
 
 
-def start(tmp_path, *words):
+def start(tmp_path, *arguments):
     """Run deploy/start on folders of our own, with a stand-in for the image's Python that prints its arguments."""
     root = tmp_path / "opt"
     (root / "bin").mkdir(parents=True)
@@ -256,22 +256,22 @@ def start(tmp_path, *words):
     script = (ROOT / "deploy/start").read_text(encoding="utf-8")
     script = script.replace("/opt/venv", str(root)).replace("root=/opt/sparkforge", f"root='{root}'")
     environment = {"PATH": f"{root}/bin:/usr/bin:/bin", "SPARKFORGE_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        ["/bin/sh", "-c", script, "start", *words], env=environment, capture_output=True, text=True, check=False
+    result = subprocess.run(
+        ["/bin/sh", "-c", script, "start", *arguments], env=environment, capture_output=True, text=True, check=False
     )
-    return done.stdout
+    return result.stdout
 
 
 SERVE = "python|-m|sparkforge.serve.entrypoint|"
 
 
-@pytest.mark.parametrize("words", [*SERVERS.values(), [], list(FLAGS), ["validate"], ["tiny"], ["/models"]])
-def test_servers_and_validations_go_to_the_entrypoint(tmp_path, words):
-    assert start(tmp_path, *words) == SERVE + "".join(f"{word}|" for word in words)
+@pytest.mark.parametrize("arguments", [*SERVERS.values(), [], list(FLAGS), ["validate"], ["tiny"], ["/models"]])
+def test_servers_and_validations_go_to_the_entrypoint(tmp_path, arguments):
+    assert start(tmp_path, *arguments) == SERVE + "".join(f"{word}|" for word in arguments)
 
 
 @pytest.mark.parametrize(
-    ("words", "printed"),
+    ("arguments", "printed"),
     [
         (["python", "-c", "import vllm"], "python|-c|import vllm|"),
         (["vllm", "bench", "serve"], "vllm|bench|serve|"),
@@ -281,8 +281,8 @@ def test_servers_and_validations_go_to_the_entrypoint(tmp_path, words):
         (["echo", "-n", "x"], "x"),
     ],
 )
-def test_other_programs_are_run_as_they_are(tmp_path, words, printed):
-    assert start(tmp_path, *words) == printed
+def test_other_programs_are_run_as_they_are(tmp_path, arguments, printed):
+    assert start(tmp_path, *arguments) == printed
 
 
 def test_a_command_of_compose_is_shown_with_the_files_that_are_in_use(monkeypatch, tmp_path):

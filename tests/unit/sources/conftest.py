@@ -42,7 +42,7 @@ def table(components, git=None):
     )
 
 
-def place(pins):
+def install_pins(pins):
     component = next(iter(pins.stack("s").components.values()))
     return trees.tree_folder(component, next(iter(component.files)))
 
@@ -98,6 +98,6 @@ def kit(kit):
         component=component,
         table=table,
         upstream=upstream,
-        place=place,
+        install_pins=install_pins,
         kill_at_each_step=kill_at_each_step,
     )

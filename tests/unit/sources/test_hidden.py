@@ -157,8 +157,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_pin_that_says_something_else_is_refused(tmp_path, name):
-    wrong, words = WRONG[name]
-    with pytest.raises(InputError, match=words, check=lambda error: error.code == "input.pins"):
+    wrong, message = WRONG[name]
+    with pytest.raises(InputError, match=message, check=lambda error: error.code == "input.pins"):
         check(tree(tmp_path), thing=wrong)
 
 

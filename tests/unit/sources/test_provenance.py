@@ -57,7 +57,7 @@ def world(kit):
     """A source tree; returns it with a function that asks for the provenance of one of its files."""
     pins = kit.upstream(FILES)
     trees.fetch_sources("s", table=pins)
-    tree = kit.place(pins)
+    tree = kit.install_pins(pins)
     return tree, lambda path: provenance.provenance(tree / path, table=pins)
 
 
@@ -86,10 +86,10 @@ TREE_BREAKS = {
 
 @pytest.mark.parametrize("name", TREE_BREAKS)
 def test_a_link_that_does_not_hold_is_an_error(world, name):
-    spoil, path, words, error = TREE_BREAKS[name]
+    spoil, path, arguments, error = TREE_BREAKS[name]
     tree, ask = world
     spoil(tree)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=arguments):
         ask(path)
 
 
@@ -139,11 +139,11 @@ def installed(tmp_path, kit, patches, patched_wheel):
     upstream = patched_wheel.build(tmp_path, {path: text.encode() for path, text in FILES.items()}, "up_cpu", "1")
     sha256 = kit.seed(upstream.name, upstream.read_bytes())
     component = kit.component({upstream.name: sha256}, kind="wheel", package="up-cpu", patches="up-1")
-    made = tmp_path / "made.whl"
-    with made.open("wb") as output:
+    wheel = tmp_path / "made.whl"
+    with wheel.open("wb") as output:
         wheels.make(upstream, component, Queue.load(patches), 1, output)
     root = tmp_path / "lib/site-packages"
-    for file in (made, patched_wheel.build(tmp_path, {"other/c.py": b"c\n"}, "stranger", "2")):
+    for file in (wheel, patched_wheel.build(tmp_path, {"other/c.py": b"c\n"}, "stranger", "2")):
         with zipfile.ZipFile(file) as opened:
             opened.extractall(root)
     pins = kit.table({"up": component})
@@ -155,8 +155,13 @@ def test_an_installed_file_is_followed_through_its_wheel_and_its_patches(install
     origin = verify.read_origin(root / "up_cpu-1+sparkforge.1.dist-info")
     assert [link.sha256 for link in ask("pkg/a.py")] == [sha("x = 3\n"), sha(PATCH), sha("x = 1\n"), origin.sha256]
     text = "\n".join(map(str, ask("pkg/a.py")))
-    for words in ("patched by up-1/0001-change-x", "Change x · vendor", "patches/upstream.json", "s/up: up-cpu 1"):
-        assert words in text
+    for expected_text in (
+        "patched by up-1/0001-change-x",
+        "Change x · vendor",
+        "patches/upstream.json",
+        "s/up: up-cpu 1",
+    ):
+        assert expected_text in text
     assert [link.sha256 for link in ask("pkg/b.py")] == [sha("y = 2\n")] * 2 + [origin.sha256]
     assert "up_cpu-1+sparkforge.1.dist-info/RECORD" in ask("pkg/b.py")[1].known
     new = ask("pkg/new.py")
@@ -187,10 +192,10 @@ INSTALLED_BREAKS = {
 
 @pytest.mark.parametrize("name", INSTALLED_BREAKS)
 def test_a_link_of_an_installed_file_that_does_not_hold_is_an_error(installed, patches, name):
-    spoil, path, words, error = INSTALLED_BREAKS[name]
+    spoil, path, arguments, error = INSTALLED_BREAKS[name]
     root, ask = installed
     spoil(root, patches)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=arguments):
         ask(path)
 
 
@@ -238,14 +243,14 @@ def forge(tree, path, text):
 
 def forge_installed(root, path, text, encoded):
     """Change an installed file, and the RECORD and upstream.json beside it so that they agree with each other."""
-    record, told = root / OURS / "RECORD", root / OURS / "patches/upstream.json"
+    record, listing = root / OURS / "RECORD", root / OURS / "patches/upstream.json"
     old, size = encoded((root / path).read_bytes()), (root / path).stat().st_size
     lines = record.read_text().replace(f"{old},{size}", f"{encoded(text.encode())},{len(text)}")
     record.write_text(lines)
-    document = json.loads(told.read_text())
+    document = json.loads(listing.read_text())
     if path in document["files"]:
         document["files"][path]["after"] = sha(text)
-    told.write_text(json.dumps(document))
+    listing.write_text(json.dumps(document))
     (root / path).write_text(text)
 
 

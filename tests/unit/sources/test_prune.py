@@ -123,9 +123,9 @@ def test_an_empty_machine_has_nothing_to_remove(capsys):
 
 def test_the_command_takes_files_with_a_dry_run_alone(cache):
     command = [sys.executable, "-m", "sparkforge.cli", "clean-cache", "--files", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"would remove {OLD}" in done.stderr
-    done = subprocess.run([*command, "--stale"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == UsageError.exit_code
-    assert "--files goes with --dry-run and --yes alone" in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert f"would remove {OLD}" in result.stderr
+    result = subprocess.run([*command, "--stale"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == UsageError.exit_code
+    assert "--files goes with --dry-run and --yes alone" in result.stderr

@@ -11,8 +11,8 @@ from sparkforge.sources import repositories
 pytestmark = pytest.mark.needs("git")
 
 
-def git(folder, *words):
-    command = ["git", "-c", "user.name=t", "-c", "user.email=t@e.org", "-c", "init.defaultBranch=main", *words]
+def git(folder, *arguments):
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@e.org", "-c", "init.defaultBranch=main", *arguments]
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -32,7 +32,7 @@ ASKS = (
 def test_an_archive_is_unpacked_once_with_its_listing_and_manifest(kit):
     pins = kit.upstream(FILES)
     fetched = trees.fetch_sources("s", table=pins)
-    unpacked = kit.place(pins)
+    unpacked = kit.install_pins(pins)
     assert [(tree.name, tree.state, tree.path) for tree in fetched] == [("up", "made", unpacked)]
     assert {
         str(file.relative_to(unpacked)): file.read_text() for file in unpacked.rglob("*") if file.is_file()
@@ -67,7 +67,7 @@ def test_an_edit_of_the_unpacked_tree_does_not_change_what_upstream_hides(kit):
     sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
     pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": {**NEEDED, "needed": False}})
     trees.fetch_sources("s", table=pins)
-    (kit.place(pins) / "CMakeLists.txt").write_text("# patched out\n")
+    (kit.install_pins(pins) / "CMakeLists.txt").write_text("# patched out\n")
     assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged", "left out"]
 
 
@@ -94,7 +94,7 @@ def test_an_unknown_stack_names_the_known(kit):
 @pytest.mark.slow
 def test_a_kill_at_any_step_leaves_nothing_half_trusted(kit):
     pins = kit.upstream(FILES)
-    unpacked = kit.place(pins)
+    unpacked = kit.install_pins(pins)
 
     def action():
         trees.fetch_sources("s", table=pins)

@@ -304,11 +304,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_release_is_seen_for_what_it_does(world, case):
-    name, path, old, new, part, effect, words = CASES[case]
+    name, path, old, new, part, effect, message = CASES[case]
     path = {"oracle": world.oracle, "experts": world.experts}.get(path, path)
     column = world.check(name, replaced(world, name, path, old, new)).columns[part]
     assert column.effect is effect, column
-    assert words.format(experts=world.experts) in "\n".join(texts(column, effect))
+    assert message.format(experts=world.experts) in "\n".join(texts(column, effect))
 
 
 def test_a_call_that_moved_to_another_file_is_named(world):
@@ -380,11 +380,11 @@ RUNS = {
 @pytest.mark.parametrize("case", RUNS)
 def test_the_releases_own_selector_is_run(world, case):
     world.python = sys.executable
-    path, old, new, effect, words = RUNS[case]
+    path, old, new, effect, message = RUNS[case]
     path = world.oracle if path == "oracle" else path
     column = world.check("vllm", replaced(world, "vllm", path, old, new)).columns["experts"]
     assert column.effect is effect, column
-    assert words in "\n".join(texts(column, effect))
+    assert message in "\n".join(texts(column, effect))
 
 
 def test_the_backend_is_named_stock_and_with_the_queue(world):

@@ -17,9 +17,9 @@ from validate.facts.fact import load_sheet
 from validate.profiles import PROFILES
 
 
-def command(environment, *words, flags=(), **more):
+def command(environment, *arguments, flags=(), **more):
     return subprocess.run(
-        [sys.executable, *flags, "-m", "validate", *words],
+        [sys.executable, *flags, "-m", "validate", *arguments],
         env=environment(**more),
         capture_output=True,
         text=True,
@@ -32,30 +32,30 @@ def command(environment, *words, flags=(), **more):
 def ask(environment, monkeypatch, capsys):
     """Return a function: run the command in this process, with the same variables."""
 
-    def ask(*words, **more):
+    def ask(*arguments, **more):
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", environment(**more))
-            code = main(list(words))
+            code = main(list(arguments))
         printed = capsys.readouterr()
-        return subprocess.CompletedProcess(words, code, printed.out, printed.err)
+        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
 
     return ask
 
 
 def test_rehearsal_of_the_good_sheet_serves(environment, sheets, tmp_path):
     sheet = sheets / "gb10-from-public-documents.json"
-    done = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", str(tmp_path / "r.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "never recorded on a real DGX Spark" in done.stdout.splitlines()[0]
-    last = done.stdout.splitlines()[-1]
+    result = command(environment, "--profile", "spark", "--facts", str(sheet), "--json", str(tmp_path / "r.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "never recorded on a real DGX Spark" in result.stdout.splitlines()[0]
+    last = result.stdout.splitlines()[-1]
     assert last.startswith("serve: the server may start · 30 passed, 0 warned, 0 failed, 0 skipped")
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 def test_report_can_be_rehearsed_again(ask, sheets, tmp_path):
     out = tmp_path / "deep" / "r.json"
-    words = ("--profile", "spark", "--json", str(out), "--facts")
-    ask(*words, str(sheets / "gb10-from-public-documents.json"))
+    arguments = ("--profile", "spark", "--json", str(out), "--facts")
+    ask(*arguments, str(sheets / "gb10-from-public-documents.json"))
     document = json.loads(out.read_text())
     assert set(document) == {
         "schema",
@@ -76,10 +76,10 @@ def test_report_can_be_rehearsed_again(ask, sheets, tmp_path):
 @pytest.mark.slow
 def test_real_validator_on_this_machine(environment, tmp_path):
     out = tmp_path / "r.json"
-    done = command(environment, "--profile", "embedded", "--json", str(out), "--model", str(tmp_path), "--port", "0")
+    result = command(environment, "--profile", "embedded", "--json", str(out), "--model", str(tmp_path), "--port", "0")
     document = json.loads(out.read_text())
-    assert done.returncode == 30  # the directory holds no model
-    assert "Traceback" not in done.stdout + done.stderr
+    assert result.returncode == 30  # the directory holds no model
+    assert "Traceback" not in result.stdout + result.stderr
     statuses = {f["check"]: f["status"] for f in document["findings"]}
     assert set(statuses) == {*PROFILES["embedded"].required, *PROFILES["embedded"].advised}
     assert statuses["model-files"] == "fail"
@@ -95,12 +95,12 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
     path = f"{tmp_path}:{ROOT}"
     variables = {"PYTHONPATH": path, "PATH": "/nonexistent"}
-    done = command(environment, "--profile", "spark", "--no-deep", flags=("-X", "importtime"), **variables)
-    assert done.returncode == 30
-    assert "cannot run nvidia-smi" in done.stdout
-    assert "next: nvidia-smi" in done.stdout
-    assert "read: docs/reference/checks.md#gpu-name" in done.stdout
-    modules = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    result = command(environment, "--profile", "spark", "--no-deep", flags=("-X", "importtime"), **variables)
+    assert result.returncode == 30
+    assert "cannot run nvidia-smi" in result.stdout
+    assert "next: nvidia-smi" in result.stdout
+    assert "read: docs/reference/checks.md#gpu-name" in result.stdout
+    modules = {line.split("|")[-1].strip() for line in result.stderr.splitlines() if "|" in line}
     ours = {".".join(name.split(".")[:2]) for name in modules if name.startswith("sparkforge.")}
     assert ours == {"sparkforge.core", "sparkforge.pins", "sparkforge.plan"}  # pyproject.toml has the contract
     imported = {name.split(".")[0] for name in modules}
@@ -110,13 +110,13 @@ def test_spark_profile_without_gpu_refuses_says_why_and_imports_neither_torch_no
 
 
 def test_python_o_is_seen(environment):
-    done = command(environment, "--profile", "embedded", "--no-deep", flags=("-O",))
-    assert "FAIL python-optimize" in done.stdout
-    assert done.returncode == 30
+    result = command(environment, "--profile", "embedded", "--no-deep", flags=("-O",))
+    assert "FAIL python-optimize" in result.stdout
+    assert result.returncode == 30
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("arguments", "code", "said"),
     [
         (("--profile", "spark", "--facts", "missing.json"), 10, "cannot read the fact sheet"),
         (("--profile", "x"), 2, "no profile"),
@@ -125,33 +125,33 @@ def test_python_o_is_seen(environment):
         (("--profile", "spark", "--port", "x"), 2, "cannot read its arguments"),
     ],
 )
-def test_wrong_arguments_are_one_named_error(ask, words, code, said):
-    done = ask(*words)
-    assert done.returncode == code
-    assert said in done.stderr
-    assert "next:" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_arguments_are_one_named_error(ask, arguments, code, said):
+    result = ask(*arguments)
+    assert result.returncode == code
+    assert said in result.stderr
+    assert "next:" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_malformed_sheet_is_no_traceback(ask, tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "facts": {"a": 3}}')
-    done = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
-    assert done.returncode == 10
-    assert "Traceback" not in done.stderr
+    result = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    assert result.returncode == 10
+    assert "Traceback" not in result.stderr
 
 
 def test_empty_sheet_fails_closed(ask, tmp_path):
     (tmp_path / "s.json").write_text('{"schema": 1, "facts": {}}')
-    done = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
-    assert done.returncode == 30
-    assert "0 passed" in done.stdout
+    result = ask("--profile", "spark", "--facts", str(tmp_path / "s.json"))
+    assert result.returncode == 30
+    assert "0 passed" in result.stdout
 
 
 def test_report_that_cannot_be_written_is_not_green(ask, sheets):
     sheet = sheets / "gb10-from-public-documents.json"
-    done = ask("--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
-    assert done.returncode == 2
-    assert "cannot write the report" in done.stderr
+    result = ask("--profile", "spark", "--facts", str(sheet), "--json", "/proc/nowhere/r.json")
+    assert result.returncode == 2
+    assert "cannot write the report" in result.stderr
 
 
 def test_without_a_model_nothing_is_green(environment, good, monkeypatch, with_values, capsys):
@@ -196,10 +196,10 @@ def test_api_raises_what_the_command_returns(good, monkeypatch, with_values):
 
 def test_another_stack_than_the_profiles_has_other_pins(ask, tmp_path):
     out = tmp_path / "r.json"
-    done = ask("--profile", "embedded", "--stack", "ngc-25.12", "--no-deep", "--json", str(out))
-    assert done.returncode == 30
+    result = ask("--profile", "embedded", "--stack", "ngc-25.12", "--no-deep", "--json", str(out))
+    assert result.returncode == 30
     facts = json.loads(out.read_text())["facts"]
     assert facts["pins.vllm"]["value"] == "0.13.0"
-    done = ask("--profile", "embedded", "--stack", "none", "--no-deep", "--json", str(out))
-    assert done.returncode == 30
+    result = ask("--profile", "embedded", "--stack", "none", "--no-deep", "--json", str(out))
+    assert result.returncode == 30
     assert "none" in json.loads(out.read_text())["facts"]["patches.expected"]["error"]

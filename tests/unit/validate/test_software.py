@@ -217,14 +217,14 @@ def test_nvcc_is_sought_by_vllms_rule(target, tmp_path, monkeypatch):
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "nvcc").write_text("")
     (home / "bin" / "nvcc").chmod(0o755)
-    for env, found in (
+    for env, version in (
         ({"CUDA_HOME": str(home), "PATH": ""}, True),
         ({"CUDA_PATH": str(home), "PATH": ""}, True),
         ({"PATH": str(home / "bin")}, True),
         ({"PATH": ""}, False),
         ({"CUDA_HOME": "/x", "PATH": str(home / "bin")}, False),
     ):
-        assert (fact("jit.nvcc", target(environ=env)).value is not None) is found
+        assert (fact("jit.nvcc", target(environ=env)).value is not None) is version
 
 
 def test_pins_are_those_of_the_profiles_stack(target):

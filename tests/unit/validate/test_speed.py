@@ -117,7 +117,7 @@ def judged(good, tmp_path, **more):
 
 
 @pytest.mark.parametrize(
-    ("more", "status", "words"),
+    ("more", "status", "message"),
     [
         ({}, Status.PASS, "decode 50.0 tok/s each"),
         ({"metrics__tpot_ms": {"median": 96.0}}, Status.WARN, "MARLIN"),  # 10.4 of 54 tok/s
@@ -132,10 +132,10 @@ def judged(good, tmp_path, **more):
         ),
     ],
 )
-def test_far_under_the_plan_warns_with_the_likely_causes(good, tmp_path, more, status, words):
+def test_far_under_the_plan_warns_with_the_likely_causes(good, tmp_path, more, status, message):
     finding = judged(good, tmp_path, **more)
     assert finding.status is status, finding
-    assert words in finding.evidence
+    assert message in finding.evidence
     assert ("./inv doctor" in finding.fix) == (status is Status.WARN)
 
 

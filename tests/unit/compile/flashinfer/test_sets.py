@@ -75,8 +75,8 @@ def test_what_is_built_decides_the_digest_and_nothing_else(tmp_path):
     other = load(*changed(tmp_path, "page_size = 16", "page_size = 32"))
     assert other.digest(other.module) != digest
     (tmp_path / "told").mkdir()
-    told = load(*changed(tmp_path / "told", "lays out the", "orders the"))
-    assert told.digest(told.module) == digest
+    changed_set = load(*changed(tmp_path / "told", "lays out the", "orders the"))
+    assert changed_set.digest(changed_set.module) == digest
     assert TABLE.digest(TABLE.chosen("trial")) != digest
 
 

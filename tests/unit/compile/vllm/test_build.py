@@ -36,8 +36,8 @@ def answer(overlay, name):
 
 def test_the_overlay_holds_what_was_ordered_compiled_from_patched_sources(order):
     extension_order = order("spinloop", "fs_io_C")
-    done = vllm_build.build(extension_order)
-    assert (done.compiled, done.units) == (2, 2)
+    build = vllm_build.build(extension_order)
+    assert (build.compiled, build.units) == (2, 2)
     assert (answer(extension_order.output, "spinloop"), answer(extension_order.output, "fs_io_C")) == (43, 42)
     record = manifest.load(extension_order.output)
     assert set(record.outputs) == {"vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so"}
@@ -133,8 +133,8 @@ def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(or
     """
     extension_order = order("spinloop", "fs_io_C")
     vllm_build.configure(extension_order)
-    words = shlex.split(vllm_build.units_of(extension_order)[0].command[-1])
-    depfile = extension_order.folder / "cmake" / words[words.index("-MF") + 1]
+    arguments = shlex.split(vllm_build.units_of(extension_order)[0].command[-1])
+    depfile = extension_order.folder / "cmake" / arguments[arguments.index("-MF") + 1]
     depfile.write_text(f"{str(depfile).removesuffix('.d')}: \n")
     ready, lock = tmp_path / "ready", extension_order.folder / "units.lock"
     script = f"""
@@ -152,9 +152,9 @@ time.sleep(600)
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert started_at(builder.pid) is None
-    done = vllm_build.build(extension_order)
+    build = vllm_build.build(extension_order)
     assert (tmp_path / "late").exists(), "it went on while the orphan still worked, or took its depfile away"
-    assert done.units == 2
+    assert build.units == 2
     assert answer(extension_order.output, "fs_io_C") == 42
 
 
@@ -245,8 +245,8 @@ def test_a_checkout_at_another_commit_or_with_edits_is_not_taken(small, tmp_path
     path = tmp_path / "cutlass"
     path.mkdir()
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
-    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "one"]):
-        subprocess.run(["git", "-C", path, *words], check=True, capture_output=True)  # noqa: S607
+    for arguments in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(["git", "-C", path, *arguments], check=True, capture_output=True)  # noqa: S607
     assert "and cb4247394dd82148787aed73e5dc7cef33cbf862 is pinned" in missing(small, tmp_path).why
     head = subprocess.run(["git", "-C", path, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)  # noqa: S607
     table = vllm_build.vllm_targets.load("0.32.0")
@@ -289,21 +289,21 @@ def test_a_stand_in_cannot_be_compiled(order):
         extension_order.table, extension_order.sources, extension_order.folder / "left-out"
     )
     file = f"{variables['QUTLASS_SRC_DIR']}/qutlass/csrc/bindings.cpp"
-    done = subprocess.run(
+    result = subprocess.run(
         [extension_order.chain.cxx, "-fsyntax-only", file], capture_output=True, text=True, check=False
     )
-    assert done.returncode != 0
-    assert "left out of this build" in done.stderr
+    assert result.returncode != 0
+    assert "left out of this build" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [({"jobs": "0"}, "--jobs '0' is no number"), ({"arch": "9.0a"}, "no rule for --arch 9.0a"),
      ({"targets": "_flashmla_C"}, "_flashmla_C is not built for SM121")],
 )  # fmt: skip
-def test_words_without_a_meaning_are_refused_before_anything_is_brought(words, told):
-    with pytest.raises(UsageError, match=told):
-        vllm_build.prepare(ExtensionRequest("spark", **words))
+def test_words_without_a_meaning_are_refused_before_anything_is_brought(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        vllm_build.prepare(ExtensionRequest("spark", **arguments))
 
 
 def test_a_folder_that_is_no_overlay_of_ours_is_not_written_over(tmp_path):

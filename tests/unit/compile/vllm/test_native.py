@@ -32,8 +32,8 @@ WHEEL = "vllm-0.32.0-cp38-abi3-manylinux_2_28_aarch64.whl"
 
 def library(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = [shutil.which("c++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", path]
-    subprocess.run(words, input=text, text=True, check=True)
+    arguments = [shutil.which("c++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", path]
+    subprocess.run(arguments, input=text, text=True, check=True)
     return path
 
 
@@ -90,8 +90,8 @@ def ready(small, order, tmp_path, monkeypatch):
     return tmp_path
 
 
-def states(done):
-    return {stage.stage: stage.made for stage in done}
+def states(built):
+    return {stage.stage: stage.is_new for stage in built}
 
 
 def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
@@ -131,22 +131,22 @@ def test_a_way_that_does_not_exist_is_refused(ready):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("arguments", "code", "message"),
     [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
      ("build --jobs many --from source", 2, "--jobs 'many'")],
 )  # fmt: skip
-def test_the_command_line_is_refused_with_a_next_step(ready, words, code, message, capfd):
+def test_the_command_line_is_refused_with_a_next_step(ready, arguments, code, message, capfd):
     with pytest.raises(SystemExit) as ended:
-        Program(namespace=tasks.namespace).run(f"inv {words}", exit=True)
+        Program(namespace=tasks.namespace).run(f"inv {arguments}", exit=True)
     assert ended.value.code == code
     assert message in capfd.readouterr().err
 
 
 def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
-    given = []
-    monkeypatch.setattr(commands, "build_image", lambda stack, steps, **more: given.append((stack, more)))
+    calls = []
+    monkeypatch.setattr(commands, "build_image", lambda stack, steps, **more: calls.append((stack, more)))
     Program(namespace=tasks.namespace).run("inv build --engine docker --stack s --from source --jobs 3", exit=False)
-    assert given == [("s", {"way": "source", "jobs": "3"})]
+    assert calls == [("s", {"way": "source", "jobs": "3"})]
 
 
 def test_a_stack_that_has_nothing_to_compile_names_the_command_for_its_image(ready):
