@@ -59,8 +59,8 @@ class SearchKey(NamedTuple):
 
 
 def enabled() -> bool:
-    """Return whether SPARK_MXFP4_SEARCH is `on` (the default); raises ValueError for another value than on and off."""
-    value = os.environ.get(SEARCH_VARIABLE) or "on"
+    """Return whether SPARK_MXFP4_SEARCH is `on`, which it is not by default; raises ValueError for another value than on and off."""
+    value = os.environ.get(SEARCH_VARIABLE) or "off"
     if value not in ("on", "off"):
         raise ValueError(f"{SEARCH_VARIABLE} is {value!r} · it can be on or off · set one of them, or unset it")
     return value == "on"

@@ -1,6 +1,6 @@
 r"""`spark_mxfp4.hf` on a GPU: tokens of transformers' own dequantised path, and what loading the 20b shape costs.
 
-`TRITON_HUB=FOLDER` runs a kernels hub in the shape of triton_kernels too. Not run on a GPU yet.
+`TRITON_HUB=FOLDER` runs a kernels hub in the shape of triton_kernels too.
 
     PYTHONPATH=.:tests python -m pytest tests/device/test_hf.py -c /dev/null \
         --rootdir tests/device --confcutdir tests/device
@@ -52,7 +52,7 @@ def test_the_tiny_checkpoint_gives_the_tokens_of_the_dequantised_path(tiny_model
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_20b_shape_loads_with_one_layer_above_the_packed_weights(tmp_path, kernel):
+def test_the_20b_shape_loads_with_less_than_two_layers_above_the_packed_weights(tmp_path, kernel):
     pytest.importorskip("accelerate", reason="without it weights go through the CPU's memory")
     layer = packed_checkpoint.write(tmp_path, device="cuda", **SHAPE_20B)
     torch.cuda.empty_cache()
@@ -61,7 +61,7 @@ def test_the_20b_shape_loads_with_one_layer_above_the_packed_weights(tmp_path, k
     model = hf.load_packed(str(tmp_path), kernel, device="cuda")
     peak, end = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     print(f"20b shape, {kernel}: layer {layer} B, loaded {end} B, peak {peak} B")
-    assert peak < end + 1.1 * layer
+    assert peak < end + 1.7 * layer  # 1.6 on an H200: the layer as it was, and the largest parts of the one laid out
     assert len(tokens(model)) == len(PROMPT) + 24
 
 

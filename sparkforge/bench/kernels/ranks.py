@@ -113,8 +113,10 @@ def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[
     config = ClusterConfig.model_validate({"schema": 1, "master_port": master_port, **fields})
     host_parts = []
     for gpu, node in enumerate(nodes):
-        # NCCL takes two processes for one host's by the host's name and boot id, which network namespaces share.
-        own = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_HOSTID": node.name}
+        # NCCL takes two processes for one host's by the host's name and boot id, which network namespaces share. Graphs
+        # that vLLM compiled for two GPUs of one host name device 1, which a host with one GPU does not have.
+        cache = Path.home() / ".cache" / "vllm-of-two-hosts" / node.name
+        own = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_HOSTID": node.name, "VLLM_CACHE_ROOT": str(cache)}
         environment = {**engine.environment(config, node), **SOCKETS_ONLY, **own}
         host_parts.append(HostPart(engine.arguments(config, node), environment, host.inside if gpu else ()))
     return host_parts[0], host_parts[1]

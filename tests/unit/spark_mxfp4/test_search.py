@@ -25,7 +25,7 @@ def found(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 0.0):
 @pytest.fixture(autouse=True)
 def own_results(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(search.SEARCH_VARIABLE, raising=False)
+    monkeypatch.setenv(search.SEARCH_VARIABLE, "on")
     monkeypatch.setattr(tuning, "_adopted", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -127,11 +127,13 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_start_a_search(tmp_
     assert tuning.shapes(H200, 64, UNKNOWN) == (3, 5)
 
 
-@pytest.mark.parametrize("reason", ["off", "named", "captured", "out of memory"])
+@pytest.mark.parametrize("reason", ["off", "unset", "named", "captured", "out of memory"])
 def test_where_nothing_is_searched_the_tables_shapes_stay(reason, monkeypatch):
     sizes = tuning.LaidOut(128, 2880, 2880) if reason == "named" else UNKNOWN
     if reason == "off":
         monkeypatch.setenv(search.SEARCH_VARIABLE, "off")
+    if reason == "unset":
+        monkeypatch.delenv(search.SEARCH_VARIABLE)
     if reason == "captured":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     if reason == "out of memory":
