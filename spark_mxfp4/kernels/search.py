@@ -59,7 +59,7 @@ class SearchKey(NamedTuple):
 
 
 def enabled() -> bool:
-    """Return whether SPARK_MXFP4_SEARCH is `on`, which it is not by default; raises ValueError for another value than on and off."""
+    """Return whether SPARK_MXFP4_SEARCH is `on`; raises ValueError for another value than on and off, the default."""
     value = os.environ.get(SEARCH_VARIABLE) or "off"
     if value not in ("on", "off"):
         raise ValueError(f"{SEARCH_VARIABLE} is {value!r} · it can be on or off · set one of them, or unset it")
