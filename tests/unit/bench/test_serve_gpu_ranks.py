@@ -74,7 +74,8 @@ def test_two_hosts_have_a_gpu_each_and_only_sockets():
     assert {"--nnodes=2", "--node-rank=0", "--master-addr=10.79.0.1", "--master-port=9123"} < set(head.arguments)
     assert {"--node-rank=1", "--headless", "--tensor-parallel-size=2"} < set(worker.arguments)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in (head, worker)] == ["0", "1"]
-    assert head.environment["NCCL_HOSTID"] != worker.environment["NCCL_HOSTID"]
+    for name in ("NCCL_HOSTID", "VLLM_CACHE_ROOT"):
+        assert head.environment[name] != worker.environment[name]
     assert worker.environment["NCCL_SOCKET_IFNAME"] == "=sfb"
     assert {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}.items() < head.environment.items()
 
