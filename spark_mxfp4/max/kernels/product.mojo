@@ -13,6 +13,7 @@ from max.gpu.memory import AddressSpace, async_copy, async_copy_commit_group, as
 from max.gpu.sync import barrier
 from std.math import exp
 from std.memory import bitcast
+from std.sys import inlined_assembly
 
 from .format import expand_pairs, multiply_pairs, scale_factors
 from .groups import Tile
@@ -87,82 +88,134 @@ def multiply_tile[
     var valid_blocks = Int32(blocks)
     var weight_stride = Int32(columns // 2)
     var thread32 = Int32(thread)
+    comptime WEIGHT_COPIES = ROWS * 4 // THREADS
+    comptime X_COPIES = shape.tokens * 16 // THREADS
 
     @always_inline
     @__parameter
-    def copy(source: Bytes, offset: Int32, to: Shared, valid: Bool):
-        var at = source.unsafe_offset(Int(offset if valid else 0)).unsafe_address_space_cast[AddressSpace.GLOBAL]()
-        async_copy[16, fill=UInt8(0), bypass_L1_16B=True](at, to, Int32(16) if valid else Int32(0))
+    def copy(at: Bytes, to: Shared, valid: Bool):
+        var source = at.unsafe_address_space_cast[AddressSpace.GLOBAL]()
+        async_copy[16, fill=UInt8(0), bypass_L1_16B=True](source, to, Int32(16) if valid else Int32(0))
+
+    # All that does not change along the columns is computed once. A thread's copies are as many rows or tokens apart
+    # from each other, a multiple of 16 rows and of 2 tokens, so that one address and one place do for all of them.
+    comptime ROW_STEP = THREADS // 4
+    comptime TOKEN_STEP = THREADS // 16
+    var row = thread32 // 4
+    var weight_from = weight_tile.unsafe_offset(Int(row * weight_stride + thread32 % 4 * 16))
+    var weight_to = ((row // 16 * 16 + row % 2 * 8 + row % 16 // 2) * 4 + thread32 % 4) * 16  # the fragments' order
+    var weight_blocks = valid_blocks - thread32 % 4
+    var token = thread32 // 16
+    var x_block = thread32 % 16 // 4
+    var x_from = x_tile.unsafe_offset(Int(token * weight_stride * 4 + x_block * 64 + thread32 % 4 * 16))
+    # Spread over the banks: a quarter warp reads two tokens.
+    var x_to = Int32(shape.weight_bytes) + token * TOKEN_BYTES + ((thread32 % 4 * 4 + x_block) ^ (token % 2 * 4)) * 16
+    var x_blocks = valid_blocks - x_block
+    var x_stride = weight_stride * 4
+
+    var fill_at = Int32(0)  # the stage that is filled next, in bytes
+    var first_block = Int32(0)
 
     @always_inline
     @__parameter
-    def fetch(chunk: Int):
-        var stage = shared.unsafe_offset(Int(UInt32(chunk) % UInt32(shape.stages)) * shape.stage_bytes)
-        var first_block = Int32(chunk * 4)
-        if chunk < chunks:
-            comptime for i in range(ROWS * 4 // THREADS):
-                var row = Int32(i * THREADS // 4) + thread32 // 4
-                var block = first_block + thread32 % 4
-                var position = row // 16 * 16 + row % 2 * 8 + row % 16 // 2  # the fragments' order of rows
-                copy(weight_tile, row * weight_stride + block * 16,
-                     stage.unsafe_offset(Int((position * 4 + thread32 % 4) * 16)),
-                     row < valid_rows and block < valid_blocks)
-            comptime for i in range(shape.tokens * 16 // THREADS):
-                var token = Int32(i * THREADS // 16) + thread32 // 16
-                var block = first_block + thread32 % 16 // 4
-                var word = thread32 % 4
-                var place = (word * 4 + thread32 % 16 // 4) ^ (token % 2 * 4)  # spreads a quarter warp over the banks
-                copy(x_tile, token * weight_stride * 4 + block * 64 + word * 16,
-                     stage.unsafe_offset(shape.weight_bytes + Int(token * TOKEN_BYTES + place * 16)),
-                     token < valid_tokens and block < valid_blocks)
+    def fetch():
+        if first_block < valid_blocks:
+            var stage = shared.unsafe_offset(Int(fill_at))
+            var weight_stage = stage.unsafe_offset(Int(weight_to))
+            comptime for i in range(WEIGHT_COPIES):
+                copy(weight_from.unsafe_offset(Int(Int32(i * ROW_STEP) * weight_stride)),
+                     weight_stage.unsafe_offset(i * ROW_STEP * CHUNK_BYTES),
+                     first_block < weight_blocks and row + Int32(i * ROW_STEP) < valid_rows)
+            var x_stage = stage.unsafe_offset(Int(x_to))
+            comptime for i in range(X_COPIES):
+                copy(x_from.unsafe_offset(Int(Int32(i * TOKEN_STEP) * x_stride)),
+                     x_stage.unsafe_offset(i * TOKEN_STEP * TOKEN_BYTES),
+                     first_block < x_blocks and token + Int32(i * TOKEN_STEP) < valid_tokens)
+            weight_from = weight_from.unsafe_offset(CHUNK_BYTES)
+            x_from = x_from.unsafe_offset(TOKEN_BYTES)
         async_copy_commit_group()
+        first_block += 4
+        fill_at += Int32(shape.stage_bytes)
+        if fill_at == Int32(shape.ring_bytes):
+            fill_at = 0
 
     # A tile's scales lie together: rows x K/32 bytes, a multiple of 16 since a tile has a multiple of 16 rows.
     var scales_tile = scales.unsafe_offset((expert_row + first_row) * blocks)
     var scale_units = min(ROWS, rows - first_row) * blocks // 16
     for unit in range(thread, scale_units, THREADS):
-        copy(scales_tile, Int32(unit * 16), tile_scales.unsafe_offset(unit * 16), True)
+        copy(scales_tile.unsafe_offset(unit * 16), tile_scales.unsafe_offset(unit * 16), True)
     comptime for stage in range(shape.stages - 1):
-        fetch(stage)
+        fetch()
+
+    # A scale byte below 128 needs one factor, which one multiplication makes. Whether all of the tile are, is asked once.
+    async_copy_wait_group(Int32(shape.stages - 2))
+    barrier()
+    var high = UInt32(0)
+    for unit in range(thread, scale_units, THREADS):
+        var four = bitcast[DType.uint32, 4](tile_scales.unsafe_offset(unit * 16).unsafe_load[width=16, alignment=16]())
+        high |= (four[0] | four[1] | four[2] | four[3]) & 0x80808080
+    var is_any_high = inlined_assembly[
+        "{.reg .pred p, q;\nsetp.ne.u32 p, $1, 0;\nbar.red.or.pred q, 0, p;\nselp.u32 $0, 1, 0, q;}",
+        UInt32,
+        constraints="=r,r",
+        has_side_effect=True,
+    ](high)
 
     var sums = Array[SIMD[DType.float32, 4], shape.row_tiles * shape.token_tiles](
         fill=SIMD[DType.float32, 4](0)
     )
-    for chunk in range(chunks):
+    var read_at = Int32(0)
+    var weight_read = Int32(((warp_row + group) * 4 + quad) * 16)
+    var parity = Int32(group % 2 * 64)
+    var x_read = Int32(shape.weight_bytes + (warp_token + group) * TOKEN_BYTES + quad * 16)
+    var x_even = x_read + parity
+    var x_odd = x_read - parity
+    var scale_read = Array[Int32, 2 * shape.row_tiles](fill=0)
+    comptime for half in range(2 * shape.row_tiles):
+        var row = warp_row + half // 2 * 16 + 2 * group + half % 2
+        scale_read[half] = Int32(min(row, rows - first_row - 1) * blocks)
+
+    @always_inline
+    @__parameter
+    def multiply[one_factor: Bool](chunk: Int):
         async_copy_wait_group(Int32(shape.stages - 2))
         barrier()
-        fetch(chunk + shape.stages - 1)
-        var stage = shared.unsafe_offset(Int(UInt32(chunk) % UInt32(shape.stages)) * shape.stage_bytes)
-        var block = min(chunk * 4 + quad, blocks - 1)  # behind the end both operands are zeros
+        fetch()
+        var stage = shared.unsafe_offset(Int(read_at))
+        read_at += Int32(shape.stage_bytes)
+        if read_at == Int32(shape.ring_bytes):
+            read_at = 0
+        var block = min(Int32(chunk * 4 + quad), valid_blocks - 1)  # behind the end both operands are zeros
+        var weight_words = stage.unsafe_offset(Int(weight_read))
         var words = Array[SIMD[DType.uint32, 4], 2 * shape.row_tiles](fill=SIMD[DType.uint32, 4](0))
         var factors = Array[UInt32, 4 * shape.row_tiles](fill=UInt32(0))
         comptime for half in range(2 * shape.row_tiles):
-            comptime m = half // 2
-            var position = warp_row + m * 16 + half % 2 * 8 + group
             words[half] = bitcast[DType.uint32, 4](
-                stage.unsafe_offset((position * 4 + quad) * 16).unsafe_load[width=16, alignment=16]()
+                weight_words.unsafe_offset((half // 2 * 16 + half % 2 * 8) * CHUNK_BYTES)
+                .unsafe_load[width=16, alignment=16]()
             )
-            var row = warp_row + m * 16 + 2 * group + half % 2
-            var scale = tile_scales[unsafe_offset=min(row, rows - first_row - 1) * blocks + block].cast[DType.uint32]()
-            var pair = scale_factors(scale)
-            factors[2 * half] = pair[0]
-            factors[2 * half + 1] = pair[1]
+            var scale = tile_scales[unsafe_offset=Int(scale_read[half] + block)].cast[DType.uint32]()
+            comptime if one_factor:
+                factors[2 * half] = scale * 0x00800080 + 0x3F003F00
+            else:
+                var pair = scale_factors(scale)
+                factors[2 * half] = pair[0]
+                factors[2 * half + 1] = pair[1]
+        var x_words_even = stage.unsafe_offset(Int(x_even))
+        var x_words_odd = stage.unsafe_offset(Int(x_odd))
         comptime for word in range(4):
             var a = Array[SIMD[DType.uint32, 4], 2 * shape.row_tiles](fill=SIMD[DType.uint32, 4](0))
             comptime for half in range(2 * shape.row_tiles):
                 var pairs = expand_pairs(words[half][word])
                 comptime for i in range(4):
                     pairs[i] = multiply_pairs(pairs[i], factors[2 * half])
-                if factors[2 * half + 1] != 0x3F803F80:  # a scale above 2^1; 1.0 twice otherwise
-                    comptime for i in range(4):
+                    comptime if not one_factor:
                         pairs[i] = multiply_pairs(pairs[i], factors[2 * half + 1])
                 a[half] = pairs
             comptime for n in range(shape.token_tiles):
-                var token = warp_token + n * 8 + group
-                var place = (word * 4 + quad) ^ (group % 2 * 4)
+                var x_words = x_words_even if word % 2 == 0 else x_words_odd
                 var b = bitcast[DType.uint32, 4](
-                    stage.unsafe_offset(shape.weight_bytes + token * TOKEN_BYTES + place * 16)
-                    .unsafe_load[width=16, alignment=16]()
+                    x_words.unsafe_offset(n * 8 * TOKEN_BYTES + word * 64).unsafe_load[width=16, alignment=16]()
                 )
                 comptime for m in range(shape.row_tiles):
                     comptime for step in range(2):
@@ -176,6 +229,13 @@ def multiply_tile[
                             SIMD[DType.uint32, 2](b[2 * step], b[2 * step + 1])
                         )
                         mma(sums[m * shape.token_tiles + n], left, right, sums[m * shape.token_tiles + n])
+
+    if is_any_high == 0:
+        for chunk in range(chunks):
+            multiply[True](chunk)
+    else:
+        for chunk in range(chunks):
+            multiply[False](chunk)
 
     comptime for m in range(shape.row_tiles):
         var row = first_row + warp_row + m * 16 + 2 * group

@@ -69,6 +69,12 @@ def test_a_gpu_keeps_the_checkpoint_s_format(checkpoint, free_port):
     assert modular.compile_command(checkpoint, "sm_121a")[-1] == "cuda:sm_121a"
 
 
+@pytest.mark.parametrize(("device", "warned"), [("cpu", False), ("gpu", True)])
+def test_a_gpu_s_answers_are_warned_of(checkpoint, free_port, capsys, device, warned):
+    modular.serve_command(checkpoint, device, free_port(), 512)
+    assert ("answers are not to be relied on" in " ".join(capsys.readouterr().err.split())) is warned
+
+
 def test_telemetry_and_the_hub_are_off():
     variables = modular.variables()
     assert variables["MODULAR_TELEMETRY_ENABLED"] == "0"
