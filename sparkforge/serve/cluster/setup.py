@@ -352,9 +352,9 @@ def _facts(nodes: Sequence[ClusterNode]) -> dict[str, NodeFacts]:
 def _ask(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
     """Run change.py on a node as root. Raises ProcessError, with who may mend it, and what `remote.document` raises."""
     source = Path(change.__file__).read_text(encoding="utf-8")
-    words = ["sh", "-c", AS_ROOT, "sh", json.dumps(options)]
+    argv = ["sh", "-c", AS_ROOT, "sh", json.dumps(options)]
     try:
-        answer = remote.document(node, words, seconds=CHANGE_SECONDS, stdin=source)
+        answer = remote.document(node, argv, seconds=CHANGE_SECONDS, stdin=source)
     except ProcessError as error:
         if "sudo" not in error.why:
             raise

@@ -35,8 +35,8 @@ from sparkforge.serve.command_line import ServerCommand
 
 SERVER = textwrap.dedent("""
     import http.server, json, os, signal, sys, threading
-    words = sys.argv[1:]
-    port = int(words[len(words) - words[::-1].index("--port")])
+    argv = sys.argv[1:]
+    port = int(argv[len(argv) - argv[::-1].index("--port")])
 
     class Api(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -52,8 +52,8 @@ SERVER = textwrap.dedent("""
         print("drained", flush=True)
         os._exit(7)
     signal.signal(signal.SIGTERM, drain)
-    told = {"pid": os.getpid(), "argv": words, "env": dict(os.environ)}
-    open(os.environ["TOLD"] + ".tmp", "w").write(json.dumps(told))
+    state = {"pid": os.getpid(), "argv": argv, "env": dict(os.environ)}
+    open(os.environ["TOLD"] + ".tmp", "w").write(json.dumps(state))
     os.rename(os.environ["TOLD"] + ".tmp", os.environ["TOLD"])
     server.serve_forever()
 """)
@@ -542,11 +542,11 @@ def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
 
 
 def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
-    words = watch.option_words(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
-    options = {entrypoint.CLUSTER: json.dumps(words), watch.TOKEN: "t0"}
+    arguments = watch.option_words(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
+    options = {entrypoint.CLUSTER: json.dumps(arguments), watch.TOKEN: "t0"}
     child = container.start(SPARKFORGE_VALIDATE="off", **options)
     assert container.serving(child)
-    with socket.create_connection(("127.0.0.1", int(words[5])), timeout=20) as worker:
+    with socket.create_connection(("127.0.0.1", int(arguments[5])), timeout=20) as worker:
         for line in ({"hello": "worker", "token": "t0"}, {"node": "worker", "end": "its server ended with code 1"}):
             worker.sendall(json.dumps(line).encode() + b"\n")
         out, _ = child.communicate(timeout=60)
