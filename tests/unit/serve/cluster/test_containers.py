@@ -248,7 +248,7 @@ def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, doc
 def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, description):
     transport = channels.transport(log)
     assert (transport.rdma, transport.devices, transport.tcp) == (rdma, devices, tcp)
-    assert transport.in_words == description
+    assert transport.description == description
 
 
 def test_the_file_of_a_cluster_is_in_the_checkout():

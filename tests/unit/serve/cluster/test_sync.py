@@ -73,7 +73,9 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
 def test_an_image_that_arrives_as_another_one_is_an_error(cluster, tmp_path, monkeypatch):
     (tmp_path / "head/sparkforge_vllm:spark").write_text("sha256:aaaa")
     docker = tmp_path / "bin/docker"
-    docker.write_text(docker.read_text().replace('load) cat > "$file"', 'load) echo sha256:bbbb > "$file"'))
+    docker.write_text(
+        docker.read_text().replace('load) cat > "$file"', 'load) cat > /dev/null; echo sha256:bbbb > "$file"')
+    )
     with pytest.raises(IntegrityError, match="worker"):
         sync.send_image(cluster)
 
