@@ -48,7 +48,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "arguments"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
@@ -58,9 +58,9 @@ def started(monkeypatch):
     ],
     ids=str,
 )
-def test_what_pytest_is_seen(started, options, message):
+def test_what_pytest_is_seen(started, options, arguments):
     suite.run_tests(**{"fast": False, "select": "", **options})
-    assert started.arguments == ["-m", "pytest", *message]
+    assert started.arguments == ["-m", "pytest", *arguments]
     assert started.env.get("OMP_NUM_THREADS") == (None if "select" in options else "1")
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
