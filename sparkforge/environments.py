@@ -72,7 +72,7 @@ def ensure(env: Environment, pins: Pins) -> bool:
         pin = pins.environment(env.name)
         require_space(env.path, pin.size, f"the {env.name} environment")
         wheels = fetch_wheels(pin.lock, _components(pin, pins))
-        with _made_anew(env):
+        with _replacing(env):
             _install(env, pin, wheels)
             for component in _components(pin, pins):
                 if component.provides:
@@ -101,7 +101,7 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
     wheels = {}
     for name in pin.wheels:
         component = _component(name, pins)
-        wheel = choose_pinned(component, _here())
+        wheel = choose_pinned(component, _this_machine())
         lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else wheel
         wheels[name.rpartition("/")[2]] = lock.sha256
     project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
@@ -110,7 +110,7 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
 
 def installed_version(component: Component) -> str:
     """Return the version of the wheel that is installed for a component: our local one where it has a queue."""
-    wheel = choose_pinned(component, _here())
+    wheel = choose_pinned(component, _this_machine())
     lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else None
     return patched_wheels.local_version(component.version, lock.revision) if lock else component.version
 
@@ -152,7 +152,7 @@ def fetch_wheels(lock: str, components: Iterable[Component]) -> WheelSet:
 
     Raises NetworkError, IntegrityError, PatchError, and ProcessError if nothing is pinned for this machine.
     """
-    target = _here()
+    target = _this_machine()
     text = locks.lock_path(lock).read_text(encoding="utf-8")
     folders, replaced, extra = list[Path](), dict[str, str](), list[str]()
     for component in components:
@@ -181,12 +181,12 @@ def _component(name: str, pins: Pins) -> Component:
     return pins.component(stack, component)
 
 
-def _here() -> TargetMachine:
+def _this_machine() -> TargetMachine:
     return TargetMachine(platform.machine())
 
 
 @contextmanager
-def _made_anew(env: Environment) -> Iterator[None]:
+def _replacing(env: Environment) -> Iterator[None]:
     """Move the older environment aside while a new one is made; on an error it is back."""
     aside = _aside(env)
     if env.path.exists():

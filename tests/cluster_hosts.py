@@ -76,20 +76,20 @@ class Host:
     def programs(self):
         return self.files / "bin"
 
-    def command(self, *words):
+    def command(self, *argv):
         shell = [shutil.which("unshare"), "--mount", "/bin/sh", "-c", ENTER, str(self.files)]
-        return [namespaces.IP, "netns", "exec", self.space, *shell, *words]
+        return [namespaces.IP, "netns", "exec", self.space, *shell, *argv]
 
-    def run(self, *words, seconds=60):
-        command = self.command(*words)
+    def run(self, *argv, seconds=60):
+        command = self.command(*argv)
         return subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False, timeout=seconds
         )
 
-    def inv(self, *words, seconds=120):
-        done = self.run(sys.executable, "-m", "invoke", *words, seconds=seconds)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
+    def inv(self, *arguments, seconds=120):
+        result = self.run(sys.executable, "-m", "invoke", *arguments, seconds=seconds)
+        assert "Traceback" not in result.stderr, result.stderr
+        return result
 
     def stand_in(self, name, text):
         file = self.programs / name
@@ -104,9 +104,9 @@ class Host:
         return {file: (file.read_bytes(), file.stat().st_mode) for file in files}
 
     def addresses(self, link):
-        done = self.run("ip", "-o", "-4", "addr", "show", "dev", link)
+        addresses = self.run("ip", "-o", "-4", "addr", "show", "dev", link)
         mtu = self.run("cat", f"/sys/class/net/{link}/mtu")
-        return [line.split()[3] for line in done.stdout.splitlines()], int(mtu.stdout)
+        return [line.split()[3] for line in addresses.stdout.splitlines()], int(mtu.stdout)
 
 
 def files_of(work, name):
@@ -139,7 +139,7 @@ def files_of(work, name):
     return files
 
 
-def made(work, network_manager=False):
+def running_hosts(work, network_manager=False):
     """Yield both hosts, the first one with an ssh client that the second one's sshd lets in.
 
     netplan configures their networks, or NetworkManager, each with a message bus of its own.

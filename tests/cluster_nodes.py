@@ -33,8 +33,8 @@ SLOW = ("slow0", "slow1")
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
 
 
-def ip(*words):
-    subprocess.run([IP, *words], check=True, capture_output=True, text=True)
+def ip(*arguments):
+    subprocess.run([IP, *arguments], check=True, capture_output=True, text=True)
 
 
 @dataclass
@@ -66,23 +66,23 @@ class Nodes:
             **self.variables[0],
         }
 
-    def inside(self, index, *words):
-        return [*([IP, "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *words]
+    def inside(self, index, *argv):
+        return [*([IP, "netns", "exec", self.spaces[index]] if self.spaces[index] else []), *argv]
 
-    def ip(self, index, *words):
-        ip(*(["-n", self.spaces[index]] if self.spaces[index] else []), *words)
+    def ip(self, index, *arguments):
+        ip(*(["-n", self.spaces[index]] if self.spaces[index] else []), *arguments)
 
     def folder(self, index):
         """The state folder of a machine."""
         return self.work / "abc"[index]
 
-    def inv(self, *words, seconds=120):
-        command = self.inside(0, sys.executable, "-m", "invoke", *words)
-        done = subprocess.run(
+    def inv(self, *arguments, seconds=120):
+        command = self.inside(0, sys.executable, "-m", "invoke", *arguments)
+        result = subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False, timeout=seconds
         )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
+        assert "Traceback" not in result.stderr, result.stderr
+        return result
 
     def config(
         self, *, device="embedded", ssh=("", f"root@{WORKER}", f"root@{THIRD}"), addresses=ADDRESSES,
@@ -98,8 +98,8 @@ class Nodes:
         file.write_text("\n".join(lines) + "\n")
         return file
 
-    def link(self, index, *words):
-        self.ip(index, "link", "set", CABLES[index], *words)
+    def link(self, index, *arguments):
+        self.ip(index, "link", "set", CABLES[index], *arguments)
 
     @contextlib.contextmanager
     def mounted(self, folder, target, index=1):

@@ -126,7 +126,7 @@ def product(tiles: fused.Tiles, target: OfflineTarget, top_k: int) -> Compiled:
 def helpers(target: OfflineTarget) -> Iterator[Compiled]:
     """Compile what runs beside the products: sorting, the weighted sum and the activations' MXFP8."""
     ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32", "count": "i32", "known": "i32"}
-    place = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
+    placement = ids | {"pairs_ptr": "*i32", "experts_ptr": "*i32", "experts": "i32", "blocks": "i32"}
     reduce = {
         "output_ptr": "*bf16", "ids_ptr": "*i32", "map_ptr": "*i32", "shares_ptr": "*fp32", "result_ptr": "*bf16",
         "pairs": "i32", "known": "i32", "experts": "i32", "width": "i32",
@@ -134,7 +134,7 @@ def helpers(target: OfflineTarget) -> Iterator[Compiled]:
     quantize = {"x_ptr": "*bf16", "elements_ptr": "*u8", "scales_ptr": "*u8", "blocks": "i32"}
     for name, function, arguments, constants in (
         ("count", sorting.count_pairs, ids, {"SCAN": sorting.SCAN}),
-        ("place", sorting.place_pairs, place, {"SIZE": 128, "SCAN": sorting.SCAN, "EXPERTS": fused.MAX_EXPERTS}),
+        ("place", sorting.place_pairs, placement, {"SIZE": 128, "SCAN": sorting.SCAN, "EXPERTS": fused.MAX_EXPERTS}),
         ("reduce", fused.reduce, reduce, {"TOP_K": fused.MAX_TOP_K, "COLUMNS": 1024}),
         ("quantize", mxfp8.quantize, quantize, {"BLOCKS": mxfp8.BLOCKS}),
     ):

@@ -177,7 +177,7 @@ def run(scope: TrialScope, trials: int, file: Path) -> dict[str, Any]:
     ):
         for number in range(trials):
             results.append(trial(scope, kind, rate, file, reads=reads))
-            print(f"{kind} {number + 1}/{trials}: {_words(results[-1])}", file=sys.stderr, flush=True)
+            print(f"{kind} {number + 1}/{trials}: {_describe(results[-1])}", file=sys.stderr, flush=True)
     return {
         "place": scope.description,
         "idle_probe_ms": {"median": round(statistics.median(idle), 1), "most": round(max(idle), 1)},
@@ -258,7 +258,7 @@ def _summary(trials: Sequence[PressureTrial]) -> Mapping[str, float]:
     }
 
 
-def _words(result: PressureTrial) -> str:
+def _describe(result: PressureTrial) -> str:
     ended = (
         f"ended by name ({result.why})"
         if result.named

@@ -10,7 +10,7 @@ from sparkforge.bench.baselines import Baselines, CitedFigure, missing_figures
 from sparkforge.bench.chart import latency_chart, speed_chart
 from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import Cell, SortableTable
-from sparkforge.bench.schema import Gate, Result, ServedModel
+from sparkforge.bench.schema import Result, ServedModel
 from sparkforge.core.files import write_atomic
 
 GATE = ("check", "verdict", "value", "limit", "detail")
@@ -39,7 +39,11 @@ def render(results: Sequence[Result], baselines: Baselines) -> str:
         machine=" · ".join(filter(None, (first.server.device, str(first.machine.get("processor", ""))))),
         results=results,
         passed=sum(result.passed for result in results),
-        gate_checks=_gate_checks(first.gate),
+        gate_checks=SortableTable(
+            "run before anything was timed",
+            GATE,
+            [[check.label, check.ok, check.value, check.limit, check.told] for check in first.gate.checks],
+        ),
         measured=SortableTable(
             "latencies: median, then 99th percentile", MEASURED, [_measured(result) for result in results]
         ),
@@ -51,11 +55,6 @@ def render(results: Sequence[Result], baselines: Baselines) -> str:
         server_tables=_server_tables(first.server),
         provenance=_provenance(first),
     )
-
-
-def _gate_checks(gate: Gate) -> SortableTable:
-    rows = [[check.label, check.ok, check.value, check.limit, check.told] for check in gate.checks]
-    return SortableTable("run before anything was timed", GATE, rows)
 
 
 def _measured(result: Result) -> list[Cell]:

@@ -203,7 +203,7 @@ class _Run:
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
                 self._sample()
-                self._start_what_fits()
+                self._start_fitting()
                 for started in list(self.running.values()):
                     if usage := started.child.poll():
                         self._ended(started, usage)
@@ -225,7 +225,7 @@ class _Run:
         self.report.peak = max(self.report.peak, resident)
         self.budget = min(self.schedule.budget, self.machine().available - RESERVE + resident)
 
-    def _start_what_fits(self) -> None:
+    def _start_fitting(self) -> None:
         if self.failure:
             return
         if self.again:

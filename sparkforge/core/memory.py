@@ -87,8 +87,10 @@ def in_gib(count: float) -> str:
 def cpus(root: Path) -> int:
     """Return how many CPUs the affinity mask and every quota leave, at least 1."""
     count = len(os.sched_getaffinity(0))
-    quotas = [_words(group / "cpu.max") for group in groups(root, "cgroup2", "cpu")]
-    quotas += [_words(g / "cpu.cfs_quota_us") + _words(g / "cpu.cfs_period_us") for g in groups(root, "cgroup", "cpu")]
+    quotas = [_fields(group / "cpu.max") for group in groups(root, "cgroup2", "cpu")]
+    quotas += [
+        _fields(g / "cpu.cfs_quota_us") + _fields(g / "cpu.cfs_period_us") for g in groups(root, "cgroup", "cpu")
+    ]
     for quota in quotas:
         if len(quota) == 2 and all(word.isdigit() for word in quota) and int(quota[1]):
             count = min(count, math.ceil(int(quota[0]) / int(quota[1])))
@@ -133,13 +135,13 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _words(path: Path) -> list[str]:
+def _fields(path: Path) -> list[str]:
     return " ".join(_lines(path)).split()
 
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None for `max` or no file."""
-    fields = _words(path)
+    fields = _fields(path)
     return int(fields[0]) if fields and fields[0].isdigit() else None
 
 

@@ -40,7 +40,7 @@ class _Walk:
     """Applies rules to every string of a JSON value, and takes out what its neighbours call a secret."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.own = rules, _own_words()
+        self.rules, self.own = rules, _own_pattern()
 
     def value(self, value: Any) -> Any:
         """Return a copy without what the rules take out."""
@@ -103,7 +103,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | list) and bool(value)
 
 
-def _own_words() -> re.Pattern[str]:
+def _own_pattern() -> re.Pattern[str]:
     """Return a pattern for the host name, the user, the home and the checkout's path."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], str(ROOT), str(Path.home())}
     with suppress(KeyError, OSError):

@@ -61,7 +61,7 @@ def inspect(stack: str, name: str) -> None:
             echo(line)
         manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack))
         if source := made_from(client, image, stack):
-            echo(f"  source     {in_words(source)}")
+            echo(f"  source     {describe(source)}")
     for key, value in sorted(manifest.items()):
         echo(f"  {key:<10} {_brief(value)}")
 
@@ -72,7 +72,7 @@ def made_from(client: docker.DockerClient, image: Any, stack: str) -> dict[str, 
     return _parsed(_read(client, image, SOURCE_LABEL, stack)) if SOURCE_LABEL in labels else {}
 
 
-def in_words(source: Mapping[str, Any]) -> str:
+def describe(source: Mapping[str, Any]) -> str:
     """Say what an image was made from, by its source.json (deploy/describe-source)."""
     revision = source.get("revision")
     commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
@@ -149,7 +149,7 @@ def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations:
         f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
         f"  provenance {attestations}",
         *(f"  label      {name}={value}" for name, value in sorted(labels.items())),
-        *(f"  layer      {_size(int(layer['Size'])):>9}  {_step(layer)}" for layer in layers),
+        *(f"  layer      {_size(int(layer['Size'])):>9}  {_layer_command(layer)}" for layer in layers),
     ]
 
 
@@ -232,7 +232,7 @@ def _attestations(client: docker.DockerClient, image: str) -> str:
     )
 
 
-def _step(layer: Mapping[str, Any]) -> str:
+def _layer_command(layer: Mapping[str, Any]) -> str:
     text = " ".join(str(layer.get("CreatedBy", "")).removesuffix("# buildkit").split())
     return text if len(text) <= 100 else f"{text[:99]}…"
 

@@ -107,11 +107,11 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
         why = "an image is pulled by digest, which says what it is; a tag says only where somebody put something"
         raise UsageError(f"{reference[:200]!r} names no digest", why, f"./inv image.pull {EXAMPLE}@sha256:…")
     with engine.connected() as client:
-        was_here = True
+        was_local = True
         try:
             client.images.get(reference)
         except ImageNotFound:
-            was_here = False
+            was_local = False
     with Steps(1).step("pull", reference) as tell:
         docker_logged(["pull", reference], paths.state() / "logs" / "pull.log", tell)
     try:
@@ -122,7 +122,7 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
             name = docker_compose.resolve(docker_compose.variables(stack)).image
             version = versions.move_tags(client, image, name)
     except BaseException:
-        if not was_here:
+        if not was_local:
             with suppress(SparkforgeError):  # the refusal is the one to report
                 run_docker(["image", "rm", reference])
         raise

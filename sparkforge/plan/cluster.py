@@ -257,12 +257,12 @@ def _single(model: Architecture, device: Device, load: Workload, users: int) -> 
 def _seconds(model: Architecture, device: Device, load: Workload, batch: int, nodes: int = 1) -> float | None:
     """Return the seconds of a step on one of `nodes` machines that split its work; router and norms are on each."""
     work = roofline.decode(model, batch, load.context, load.kv, load.dense)
-    whole = _on_each(model, load.dense)
+    whole = _replicated_bytes(model, load.dense)
     cut = Work((work.bytes - whole) / nodes + whole, work.expert_flops / nodes, work.dense_flops / nodes)
     return roofline.time(cut, device).seconds
 
 
-def _on_each(model: Architecture, dense: DenseFormat) -> int:
+def _replicated_bytes(model: Architecture, dense: DenseFormat) -> int:
     """Bytes of the weights that every machine has whole under tensor parallelism."""
     return sum(part.bytes for part in model.parts(dense) if part.name in ("router", "norms"))
 
@@ -277,7 +277,7 @@ def _way(model: Architecture, device: Device, load: Workload, nodes: int, way: W
             -(-size * -(-model.layers // nodes) // model.layers) for size in (weights, cache, padding)
         )
     else:
-        whole = _on_each(model, load.dense)
+        whole = _replicated_bytes(model, load.dense)
         weights, cache = (weights - whole) // nodes + whole, cache // min(nodes, model.kv_heads)
         narrow = replace(model, intermediate=-(-model.intermediate // nodes // BLOCK) * BLOCK)
         padding = narrow.padding_bytes(device.align) if way == "tensor" else padding // nodes

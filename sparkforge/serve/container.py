@@ -321,7 +321,7 @@ def _start(
             record.begun_path().unlink(missing_ok=True)
             record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
         raise
-    tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
+    tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
     return server
 
 

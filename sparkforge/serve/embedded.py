@@ -102,7 +102,7 @@ def up(  # noqa: PLR0913 - a parameter an option
             profile=profile,
         )  # fmt: skip
         server = launch.start(replace(described, trial=trial), tell)
-        tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
+        tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
     write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
     if not trial:
         _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         if list(arguments[:1]) in (["--help"], ["-h"]):
             echo(str(__doc__))
             return 0
-        request = read_words(arguments)
+        request = read_arguments(arguments)
         options = settings.read(os.environ)
         # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
         _clear(options.run, REPORT, *(() if request.only_validate else (READY, HELD, textfile.NAME)))
@@ -120,7 +120,7 @@ class ContainerArguments:
     only_validate: bool = False
 
 
-def read_words(arguments: Sequence[str]) -> ContainerArguments:
+def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
     """Read the container's words, in the forms of this module's docstring.
 
     Raises UsageError for two models, and where a word behind a flag may be the model: no other one may be served.

@@ -109,16 +109,16 @@ class Area:
         if total <= 0:
             return None
         if available < limits.kill_below(total):
-            return Trouble(self._words("and it falls"), now=True)
+            return Trouble(self._describe("and it falls"), now=True)
         self._low = self._low + 1 if available < limits.end_below(total) else 0
         if self._low >= limits.looks:
-            return Trouble(self._words(f"under {in_gib(limits.end_below(total))}"), now=False)
+            return Trouble(self._describe(f"under {in_gib(limits.end_below(total))}"), now=False)
         if self.stall >= limits.stall_share and available < limits.stall_below * total:
             waited = f"for {self.stall:.0%} of {limits.stall_seconds:g} s every task waited for memory"
-            return Trouble(self._words(waited), now=False)
+            return Trouble(self._describe(waited), now=False)
         return None
 
-    def _words(self, cause: str) -> str:
+    def _describe(self, cause: str) -> str:
         return f"{self.name} has {left(self)} left, {cause}"
 
     def _sample(self) -> None:

@@ -38,7 +38,7 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
         return
     container = settings.read(service.environment)
     try:
-        command = entrypoint.read_words(project["services"][SERVICE].get("command") or [])
+        command = entrypoint.read_arguments(project["services"][SERVICE].get("command") or [])
     except UsageError:  # the container says so
         return
     profile = profiles.named(container.serve_profile, stack=container.stack)

@@ -75,7 +75,7 @@ def up(model: Path, device: str, port: int, context: int) -> Server:
                 ),
                 tell,
             )
-            tell(f"first answers received, {proof.in_words(server.proof)}, in {server.proof_seconds:.1f} s")
+            tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
     return server
 
 

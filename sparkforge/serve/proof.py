@@ -126,7 +126,7 @@ def prove(
     return outcome
 
 
-def in_words(outcome: Mapping[str, str]) -> str:
+def describe(outcome: Mapping[str, str]) -> str:
     """Return what `prove` returned in one line."""
     proved = ", ".join(name for name, limit in sorted(outcome.items()) if not limit)
     limits = ", ".join(f"{name} ({limit})" for name, limit in sorted(outcome.items()) if limit)

@@ -70,7 +70,7 @@ def read(env: Mapping[str, str]) -> Settings:
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
         traces=traces,
-        arguments=(*arguments(env, "SPARKFORGE_"), *words(env)),
+        arguments=(*arguments(env, "SPARKFORGE_"), *vllm_args(env)),
         refused=_one_of("SPARKFORGE_REFUSED", env.get("SPARKFORGE_REFUSED") or EXIT, (EXIT, HOLD)),
         bind=env.get(access.BIND) or "",
     )
@@ -102,7 +102,7 @@ def served_id(model: str) -> str:
     return model if local.REPOSITORY.fullmatch(model) else local.name_of(Path(model))
 
 
-def words(env: Mapping[str, str]) -> list[str]:
+def vllm_args(env: Mapping[str, str]) -> list[str]:
     """Return vLLM's arguments in VLLM_ARGS, split as a shell would. Raises UsageError for what cannot be split."""
     try:
         split = shlex.split(env.get(VLLM_ARGS) or "")

@@ -215,7 +215,7 @@ def lines(report: StatusReport) -> list[str]:
         parts += [f"profile {served.profile}"] if served.profile else []
         parts += [f"context {served.context} tokens"] if served.context else []
         shown += [" · ".join(parts)] if parts else []
-        shown.append(f"now: {_in_words(served.load)}")
+        shown.append(f"now: {_describe_load(served.load)}")
     shown.append(f"memory: {_memory(report)}")
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
@@ -225,7 +225,7 @@ def lines(report: StatusReport) -> list[str]:
         shown.append("last error: none in the log")
     if served := report.server:
         when = f" · at its start, {served.proved_at}"
-        shown.append(f"{proof.in_words(served.proof)}{when}" if served.proved_at else _UNPROVED)
+        shown.append(f"{proof.describe(served.proof)}{when}" if served.proved_at else _UNPROVED)
     return shown
 
 
@@ -236,11 +236,11 @@ def line(report: StatusReport) -> str:
     """Return a report in one line, as --watch prints it where it cannot redraw."""
     served = report.server
     health = "no server" if served is None else "healthy" if served.healthy else "not healthy"
-    load = f" · {_in_words(served.load)}" if served else ""
+    load = f" · {_describe_load(served.load)}" if served else ""
     return f"{report.time} · {health}{load} · {_memory(report)}"
 
 
-def _in_words(load: Load | None) -> str:
+def _describe_load(load: Load | None) -> str:
     if load is None:
         return "/metrics does not answer"
     rates = f"{load.generated_per_second:.1f} tokens/s generated, {load.prompt_per_second:.1f} tokens/s of prompts"

@@ -41,13 +41,13 @@ def test_a_layer_is_right_before_and_after_its_search_which_is_kept(experts, hid
     state = torch.cuda.get_rng_state()
     kernel.tune(prepared)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    found = dict(tuning._adopted)
-    assert len(found) == 1
+    adopted = dict(tuning._adopted)
+    assert len(adopted) == 1
     check()
     tuning._adopted.clear()
     monkeypatch.setattr(search, "choose", lambda *_: pytest.fail("the kept result was not read"))
     kernel.tune(prepared)
-    assert tuning._adopted == found
+    assert tuning._adopted == adopted
 
 
 def test_nothing_is_searched_while_a_graph_is_captured():

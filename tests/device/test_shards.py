@@ -20,10 +20,10 @@ SPLITS = ("tensor", "expert")
 def part(weights, split, rank):
     """Return a rank's experts, as vLLM's loader cuts them, and its expert map: half of each expert, or half of them."""
     if split == "expert":
-        here = slice(rank * EXPERTS // GPUS, (rank + 1) * EXPERTS // GPUS)
+        own = slice(rank * EXPERTS // GPUS, (rank + 1) * EXPERTS // GPUS)
         expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        expert_map[here] = torch.arange(EXPERTS // GPUS, dtype=torch.int32)
-        return ExpertWeights(*(Projection(*(tensor[here] for tensor in p)) for p in weights)), expert_map
+        expert_map[own] = torch.arange(EXPERTS // GPUS, dtype=torch.int32)
+        return ExpertWeights(*(Projection(*(tensor[own] for tensor in p)) for p in weights)), expert_map
     gate_up, down = weights
 
     def half(tensor, axis):
@@ -75,9 +75,9 @@ def test_each_part_is_right_on_each_gpu_and_nccls_sum_is_one_gpus_output(weights
             assert not got.any()
         outputs.append(got)
     first = devices[0]
-    one = on(first, weights)
+    whole = on(first, weights)
     inputs = [tensor.to(first) for tensor in (x, ids, shares)]
-    alone, wanted = run(first, one, *inputs, None), reference(inputs[0], one, *inputs[1:])
+    alone, wanted = run(first, whole, *inputs, None), reference(inputs[0], whole, *inputs[1:])
     if len(devices) < GPUS:
         pytest.skip("one GPU: both parts are right on it; NCCL's sum of them needs two")
     nccl.all_reduce(outputs)

@@ -18,11 +18,11 @@ sys.path.insert(0, str(HERE))
 
 def share():
     """Open shared memory by its name ten times a second; once it is gone, end as a server that fails."""
-    made = SharedMemory(create=True, size=4096)
-    (HERE / "shared").write_text(made.name)
+    memory = SharedMemory(create=True, size=4096)
+    (HERE / "shared").write_text(memory.name)
     while True:
         try:
-            SharedMemory(made.name).close()
+            SharedMemory(memory.name).close()
         except FileNotFoundError:
             traceback.print_exc()
             os._exit(1)

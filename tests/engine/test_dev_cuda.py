@@ -33,22 +33,22 @@ def dev(engine, compose_project, tmp_path_factory):
         Path(folder).chmod(0o777)
     # The default of 40 GiB is a Spark's; here it must bound the jobs below what the machine has.
     variables = {"VLLM_SRC": str(checkout), "SPARKFORGE_STACK": "spark", "SPARKFORGE_MEMORY": "8g"}
-    made = compose_project(DEV, variables)
-    made.compose("build", "dev")
-    made.compose("up", "--detach", "--no-build", "dev")
-    made.checkout = checkout
+    project = compose_project(DEV, variables)
+    project.compose("build", "dev")
+    project.compose("up", "--detach", "--no-build", "dev")
+    project.checkout = checkout
     end = time.monotonic() + 300
-    while "triton_kernels: " not in made.logs("dev"):  # the last line of what a start says
-        assert time.monotonic() < end, made.logs("dev")
+    while "triton_kernels: " not in project.logs("dev"):  # the last line of what a start says
+        assert time.monotonic() < end, project.logs("dev")
         time.sleep(0.5)
-    yield made
-    made.compose("down", "--volumes", "--timeout", "5", check=False)
+    yield project
+    project.compose("down", "--volumes", "--timeout", "5", check=False)
     engine.docker("rmi", "sparkforge/vllm:dev", check=False)  # 9 GB, and another stack's has the same name
 
 
-def build(dev, *words):
+def build(dev, *arguments):
     """Run dev.build inside; return what it says, its exit code last."""
-    line = f"./inv dev.build vllm {' '.join(words)} 2>&1; echo code $?"
+    line = f"./inv dev.build vllm {' '.join(arguments)} 2>&1; echo code $?"
     return dev.compose("exec", "-T", "dev", "sh", "-c", line)
 
 

@@ -229,9 +229,9 @@ HTPASSWD = "spark:$2b$05$J4.slEh6GAsoEbsfsPUWeOvETGcIQsbEBLZKOnDjXc2WAvSmljUZ2\n
 def closed_registry(engine, tmp_path, free_port):
     """A registry with a certificate of its own and a login, on the engine's bridge: loopback needs no certificate."""
     bridge = json.loads(engine.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
-    words = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{bridge}"
+    request = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=registry -addext subjectAltName=IP:{bridge}"
     files = {"certificate": str(tmp_path / "ca.crt"), "key": str(tmp_path / "key.pem")}
-    command = [*words.split(), "-out", files["certificate"], "-keyout", files["key"]]
+    command = [*request.split(), "-out", files["certificate"], "-keyout", files["key"]]
     subprocess.run(command, check=True, capture_output=True)
     (tmp_path / "htpasswd").write_text(HTPASSWD)
     auth = {"htpasswd": {"realm": "tests", "path": str(tmp_path / "htpasswd")}}

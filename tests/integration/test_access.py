@@ -43,8 +43,8 @@ def served(tmp_path_factory, free_port, forking):
         allowed = embedded.check("", "", str(work / "key"), "spark.example")
         model = tiny.write_tiny(work / "model")
         command = embedded.describe(Path(sys.executable), model, TINY_ID, free_port(), allowed, profiled=True)
-        words = (*command.command, "--middleware", "list_routes.ListRoutes")
-        server = launch.start(forking(dataclasses.replace(command, command=words)), lambda _text: None)
+        argv = (*command.command, "--middleware", "list_routes.ListRoutes")
+        server = launch.start(forking(dataclasses.replace(command, command=argv)), lambda _text: None)
         try:
             with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as api:
                 yield SimpleNamespace(server=server, api=api, work=work, routes=work / "routes.json")

@@ -37,7 +37,7 @@ def compiled(home, tmp_path_factory):
     """Compile each (kind of file, code, flags) once."""
 
     @functools.cache
-    def made(suffix, code, flags):
+    def compile_unit(suffix, code, flags):
         kind = {".cubin": ["-cubin"], ".o": ["-c"], ".so": ["-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]}
         path = tmp_path_factory.mktemp("unit") / f"unit{suffix}"
         gencode = ["-gencode", f"arch={code[0]},code={code[1]}"]
@@ -45,20 +45,20 @@ def compiled(home, tmp_path_factory):
         run(arguments, env={"CUDA_HOME": str(home), "TMPDIR": tempfile.gettempdir()})
         return path
 
-    return made
+    return compile_unit
 
 
 @pytest.fixture
 def build(compiled, tmp_path):
     """Return a copy of a compiled unit under a name of its own."""
 
-    def made(name, code, *flags):
+    def copy_unit(name, code, *flags):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(compiled(path.suffix, code, flags), path)
         return path
 
-    return made
+    return copy_unit
 
 
 NATIVE, FAMILY, FAMILY_120 = ("compute_121a", "sm_121a"), ("compute_121f", "sm_121f"), ("compute_120f", "sm_120f")

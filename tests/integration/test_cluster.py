@@ -31,17 +31,17 @@ def nodes(tmp_path_factory):
 
 def findings(nodes, **settings):
     """Return the exit code and the findings, by the check's name."""
-    done = nodes.inv("cluster.check", "--config", str(nodes.config(**settings)), "--json")
-    assert done.stdout, done.stderr
-    return done.returncode, {found["check"]: found for found in json.loads(done.stdout)}
+    result = nodes.inv("cluster.check", "--config", str(nodes.config(**settings)), "--json")
+    assert result.stdout, result.stderr
+    return result.returncode, {finding["check"]: finding for finding in json.loads(result.stdout)}
 
 
 def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     file = tmp_path / "cluster.toml"
-    done = nodes.inv(
+    result = nodes.inv(
         "cluster.discover", "--nodes", f"local,root@{namespaces.WORKER}", "--device", "embedded", "--file", str(file)
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     proposed = config.read(file)
     assert [(node.address, node.interface) for node in proposed.nodes] == [
         (namespaces.HEAD, "cable0"),
@@ -50,16 +50,16 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     recorded = tmp_path / "facts.json"
     assert nodes.inv("cluster.check", "--config", str(file), "--record", str(recorded)).returncode == 0
     assert set(facts.load_sheet(recorded)) == {"local", namespaces.WORKER}
-    code, found = findings(nodes)
-    assert {name: item["evidence"] for name, item in found.items() if item["status"] == "fail"} == {}
+    code, checks = findings(nodes)
+    assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
     assert code == 0
-    assert found["firewall"]["evidence"] == "2 ways between nodes"
+    assert checks["firewall"]["evidence"] == "2 ways between nodes"
 
 
 def test_an_all_reduce_runs_over_the_link(nodes):
-    done = nodes.inv("cluster.measure", "--config", str(nodes.config()), "--json")
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+    result = nodes.inv("cluster.measure", "--config", str(nodes.config()), "--json")
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout)
     assert measured["backend"] == "gloo"
     assert [row["bytes"] for row in measured["sizes"]] == [8192, 65536, 1 << 20, 16 << 20]
     assert all(row["microseconds"] > 0 and row["gigabytes_a_second"] > 0 for row in measured["sizes"])
@@ -71,12 +71,12 @@ def test_an_all_reduce_runs_over_the_link(nodes):
 def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
     nodes.link(1, "mtu", "1500")
     try:
-        code, found = findings(nodes)
+        code, checks = findings(nodes)
     finally:
         nodes.link(1, "mtu", "9000")
     assert code == 30
-    assert "worker cable1 1500" in found["mtu"]["evidence"]
-    assert found["packets"]["status"] == "fail"
+    assert "worker cable1 1500" in checks["mtu"]["evidence"]
+    assert checks["packets"]["status"] == "fail"
 
 
 def test_a_blocked_port_and_lost_packets_are_named(nodes):
@@ -136,9 +136,9 @@ def test_other_weights_on_one_node_refuse_the_start(nodes, random_model, tmp_pat
         opened.write(bytes([last[0] ^ 1]))
     with nodes.mounted(other, random_model):
         file = nodes.config(model=json.dumps(str(random_model)))
-        done = nodes.inv("cluster.up", "--config", str(file))
-    assert done.returncode == 30
-    assert "models: the model differs: head has " in done.stderr
+        result = nodes.inv("cluster.up", "--config", str(file))
+    assert result.returncode == 30
+    assert "models: the model differs: head has " in result.stderr
     shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]
     assert {node["state"] for node in shown.values()} == {"stopped"}
 
@@ -149,8 +149,8 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
     with ExitStack() as stack:
         parts = []
         for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
-            words = {"node": name, "address": namespaces.HEAD, "port": 29601, "peers": [other], "listen": not index}
-            command = nodes.inside(index, *watch.watched(forever, **words, end=ends[index]))
+            options = {"node": name, "address": namespaces.HEAD, "port": 29601, "peers": [other], "listen": not index}
+            command = nodes.inside(index, *watch.watched(forever, **options, end=ends[index]))
             environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
             parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
             stack.callback(parts[-1].kill)
@@ -172,21 +172,21 @@ def test_a_port_that_another_program_has_is_named(nodes):
     pipe = subprocess.PIPE
     with subprocess.Popen(nodes.inside(0, "python3", "-c", program), stdin=pipe, stdout=pipe) as taking:
         taking.stdout.readline()
-        _, found = findings(nodes)
+        _, checks = findings(nodes)
         taking.stdin.close()
-    assert found["ports"]["evidence"] == "head: 29501"
+    assert checks["ports"]["evidence"] == "head: 29501"
 
 
 def test_a_link_that_is_down_ends_with_the_node_that_is_not_reached(nodes):
     nodes.link(1, "down")
     try:
-        done = nodes.inv("cluster.check", "--config", str(nodes.config()))
+        result = nodes.inv("cluster.check", "--config", str(nodes.config()))
     finally:
         nodes.link(1, "up")
-    assert done.returncode == 30
-    assert "FAIL nodes" in done.stdout
-    assert "worker: ssh: connect to host" in done.stdout
-    assert "next: ssh root@10.77.0.2 true" in done.stdout
+    assert result.returncode == 30
+    assert "FAIL nodes" in result.stdout
+    assert "worker: ssh: connect to host" in result.stdout
+    assert "next: ssh root@10.77.0.2 true" in result.stdout
 
 
 def test_a_host_that_is_not_known_is_an_error_and_no_question(nodes):
@@ -194,12 +194,12 @@ def test_a_host_that_is_not_known_is_an_error_and_no_question(nodes):
     kept = known.read_text()
     known.write_text("")
     try:
-        done = nodes.inv("cluster.discover", "--nodes", f"local,root@{namespaces.WORKER}")
+        result = nodes.inv("cluster.discover", "--nodes", f"local,root@{namespaces.WORKER}")
     finally:
         known.write_text(kept)
-    assert done.returncode == 11
-    assert "Host key verification failed" in done.stderr
-    assert socket.gethostname() not in done.stdout
+    assert result.returncode == 11
+    assert "Host key verification failed" in result.stderr
+    assert socket.gethostname() not in result.stdout
 
 
 # vLLM on the head, which Ray's cluster of both nodes waits for; Ray comes from an environment of its own.
@@ -241,7 +241,7 @@ def test_rays_commands_join_both_nodes_and_vllms_cpu_build_refuses_it(nodes):
                 assert time.monotonic() < end
                 time.sleep(0.5)
         vllm = next(path for path in sys.path if Path(path, "vllm").is_dir())
-        words = (str(Path(RAY).with_name("python")), "-c", VLLM_ON_RAY, f"{namespaces.HEAD}:29500", vllm)
-        done = subprocess.run(nodes.inside(0, *words), check=False, capture_output=True, text=True, timeout=120)
-    assert str([namespaces.HEAD, namespaces.WORKER]) in done.stdout, done.stderr
-    assert "ValueError: current platform cpu does not support ray." in done.stderr
+        argv = (str(Path(RAY).with_name("python")), "-c", VLLM_ON_RAY, f"{namespaces.HEAD}:29500", vllm)
+        result = subprocess.run(nodes.inside(0, *argv), check=False, capture_output=True, text=True, timeout=120)
+    assert str([namespaces.HEAD, namespaces.WORKER]) in result.stdout, result.stderr
+    assert "ValueError: current platform cpu does not support ray." in result.stderr

@@ -76,9 +76,11 @@ PYTHONPATH={namespaces.ROOT}:{namespaces.ROOT}/tests exec {sys.executable} {scri
 
 @pytest.fixture(scope="module")
 def up(nodes, file):
-    done = nodes.inv("cluster.up", "--config", str(file))
-    assert done.returncode == 0, done.stderr + "".join(log.read_text()[-2000:] for log in nodes.work.glob("?/logs/*"))
-    yield done.stdout.strip()
+    result = nodes.inv("cluster.up", "--config", str(file))
+    assert result.returncode == 0, result.stderr + "".join(
+        log.read_text()[-2000:] for log in nodes.work.glob("?/logs/*")
+    )
+    yield result.stdout.strip()
     if any(nodes.work.glob("?/server.json")):  # else the last test ended it
         nodes.inv("cluster.down", "--config", str(file))
 
@@ -90,14 +92,14 @@ def headers(**more):
 def ask(nodes, port, times, sent):
     """Return how many answers of each status each server gave."""
     command = nodes.inside(0, sys.executable, "-c", ASK, json.dumps([times, port, sent]))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return collections.Counter(tuple(line.split()) for line in done.stdout.splitlines())
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return collections.Counter(tuple(line.split()) for line in result.stdout.splitlines())
 
 
 def test_the_endpoint_is_printed_and_every_part_is_shown(up, nodes, file, port):
     assert up == f"http://127.0.0.1:{port}/v1"
-    done = nodes.inv("cluster.status", "--config", str(file), "--json")
-    shown = json.loads(done.stdout)
+    result = nodes.inv("cluster.status", "--config", str(file), "--json")
+    shown = json.loads(result.stdout)
     assert {name: node["state"] for name, node in shown["nodes"].items()} == dict.fromkeys(
         ("head", "worker", "balancer"), "running"
     )

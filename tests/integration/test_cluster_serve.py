@@ -56,10 +56,10 @@ VLLM_CACHE_ROOT={cache} OMP_NUM_THREADS=1 exec {sys.executable} {script} "$@"
 
 @pytest.fixture(scope="module")
 def up(nodes, file):
-    done = nodes.inv("cluster.up", "--config", str(file), seconds=900)
+    result = nodes.inv("cluster.up", "--config", str(file), seconds=900)
     logs = "".join(log.read_text()[-3000:] for log in nodes.work.glob("?/logs/server.log"))
-    assert done.returncode == 0, done.stderr + logs
-    yield done.stdout.strip()
+    assert result.returncode == 0, result.stderr + logs
+    yield result.stdout.strip()
     if any(nodes.work.glob("?/server.json")):  # else the last test ended it
         nodes.inv("cluster.down", "--config", str(file), seconds=300)
 
@@ -80,8 +80,8 @@ def complete(url, prompt, *inside):
 
 
 def status(nodes, file):
-    done = nodes.inv("cluster.status", "--config", str(file), "--json")
-    return done.returncode, json.loads(done.stdout)
+    result = nodes.inv("cluster.status", "--config", str(file), "--json")
+    return result.returncode, json.loads(result.stdout)
 
 
 def left(nodes, name):

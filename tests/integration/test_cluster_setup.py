@@ -15,7 +15,7 @@ ADDRESSES = ("192.168.100.10", "192.168.100.11")
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    yield from cluster_hosts.made(tmp_path_factory.mktemp("hosts"))
+    yield from cluster_hosts.running_hosts(tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_the_link_is_configured_once_and_taken_back_to_the_byte(hosts, config):
     assert refused.returncode == 2
     assert states(hosts) == before
 
-    done = head.inv("cluster.setup", "--config", config, "--yes")
-    assert done.returncode == 0, done.stderr
+    result = head.inv("cluster.setup", "--config", config, "--yes")
+    assert result.returncode == 0, result.stderr
     for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
         assert host.addresses(link) == ([f"{address}/24"], 9000)
         assert cluster_hosts.ethernets(host)[link]["addresses"] == [f"{address}/24"]
@@ -97,11 +97,11 @@ def test_a_setup_that_is_refused_or_killed_goes_on_and_is_undone(hosts, config):
 
 @pytest.mark.needs("NetworkManager", "dbus-daemon", "nmcli")
 def test_networkmanager_takes_the_connections_and_gives_them_back(tmp_path):
-    with contextmanager(cluster_hosts.made)(tmp_path, network_manager=True) as hosts:
+    with contextmanager(cluster_hosts.running_hosts)(tmp_path, network_manager=True) as hosts:
         head = hosts[0]
         config, before = cluster_hosts.config(hosts), states(hosts)
-        done = head.inv("cluster.setup", "--config", config, "--yes")
-        assert done.returncode == 0, done.stderr
+        result = head.inv("cluster.setup", "--config", config, "--yes")
+        assert result.returncode == 0, result.stderr
         for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
             assert host.addresses(link) == ([f"{address}/24"], 9000)
             active = host.run("nmcli", "--terse", "--fields", "DEVICE,STATE,CONNECTION", "device").stdout
@@ -136,8 +136,8 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts, config, tmp_pat
     assert (staged / "model-1.safetensors").stat().st_size == 2 << 20
 
     before = sent(head)
-    done = head.inv(*sync)
-    assert done.returncode == 0, done.stderr
+    result = head.inv(*sync)
+    assert result.returncode == 0, result.stderr
     assert 4 << 20 <= sent(head) - before < 5 << 20  # over the link, without what was there
     assert sorted(file.name for file in theirs.iterdir()) == ["config.json", "model-1.safetensors"]
     assert (theirs / "model-1.safetensors").read_bytes() == (folder / "model-1.safetensors").read_bytes()
@@ -148,8 +148,8 @@ def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts, config, tmp_pat
         opened.write(b"damaged")
     before = sent(head)
     assert "worker: 1 files differ" in head.inv(*sync, "--dry-run").stderr
-    done = head.inv(*sync)
-    assert done.returncode == 0, done.stderr
+    result = head.inv(*sync)
+    assert result.returncode == 0, result.stderr
     assert sent(head) - before < 1 << 20
     assert (theirs / "model-1.safetensors").read_bytes() == (folder / "model-1.safetensors").read_bytes()
     assert "worker: has every file already" in head.inv(*sync).stderr
@@ -192,19 +192,19 @@ def containers_up(hosts, memlock="-1"):
         host.stand_in("docker", STAND_IN_DOCKER.replace("CALLS", str(calls)).replace("MEMLOCK", limit))
         host.environment["DOCKER_HOST"] = f"unix://{host.files}/no.sock"
     file = cluster_hosts.config(hosts, profile='"safe"')
-    done = hosts[0].run(sys.executable, "-c", UP, file)
-    return done.stderr, [(host.files / "calls").read_text().splitlines() for host in hosts]
+    result = hosts[0].run(sys.executable, "-c", UP, file)
+    return result.stderr, [(host.files / "calls").read_text().splitlines() for host in hosts]
 
 
 def test_containers_are_validated_on_every_node_before_one_starts_the_workers_first(hosts):
     error, (head, worker) = containers_up(hosts)
     assert "Docker engine" in error  # the head's start, which asks the engine itself
-    words = [
+    compose_calls = [
         [line.partition(" | ")[0].partition("docker-compose.cluster.yml ")[2] for line in calls]
         for calls in (head, worker)
     ]
     once = "run --rm --no-deps --no-TTY"
-    for calls in words:
+    for calls in compose_calls:
         assert calls[0].startswith(f"{once} --entrypoint /opt/venv/bin/python vllm -c")
         assert calls[1] == f"{once} vllm validate"
         assert "up --detach --no-build vllm" in calls

@@ -68,24 +68,24 @@ def discover(nodes, file):
 
 
 def findings(nodes, file):
-    done = nodes.inv("cluster.check", "--config", str(file), "--json")
-    assert done.stdout, done.stderr
-    return done.returncode, {found["check"]: found for found in json.loads(done.stdout)}
+    result = nodes.inv("cluster.check", "--config", str(file), "--json")
+    assert result.stdout, result.stderr
+    return result.returncode, {finding["check"]: finding for finding in json.loads(result.stdout)}
 
 
 def test_three_machines_at_a_switch_are_proposed_as_a_pipeline(nodes, tmp_path):
     file = tmp_path / "cluster.toml"
-    done = discover(nodes, file)
-    assert done.returncode == 0, done.stderr
+    result = discover(nodes, file)
+    assert result.returncode == 0, result.stderr
     proposed = config.read(file)
     assert (proposed.topology, proposed.tensor, proposed.pipeline) == ("switch", 1, 3)
     assert tuple(node.address for node in proposed.nodes) == namespaces.ADDRESSES
-    code, found = findings(nodes, file)
-    failed = {name: item["evidence"] for name, item in found.items() if item["status"] == "fail"}
+    code, checks = findings(nodes, file)
+    failed = {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"}
     assert failed.keys() == {"split"}  # of vLLM's CPU build: everything else is as it must be
     assert "CPU build serves no pipeline" in failed["split"]
     assert code == 30
-    assert found["firewall"]["evidence"] == "7 ways between nodes"  # both ways to the head, and each cable
+    assert checks["firewall"]["evidence"] == "7 ways between nodes"  # both ways to the head, and each cable
 
 
 def test_cables_between_each_two_are_a_mesh_and_each_fault_of_one_is_named(nodes, connectx, tmp_path):
@@ -96,27 +96,27 @@ def test_cables_between_each_two_are_a_mesh_and_each_fault_of_one_is_named(nodes
     assert [(node.address, node.interface) for node in proposed.nodes] == list(
         zip(namespaces.ADDRESSES, namespaces.CABLES, strict=True)
     )
-    code, found = findings(nodes, file)
-    assert (found["cables"]["status"], found["cables"]["evidence"]) == ("pass", "mesh")
-    assert found["firewall"]["status"] == "pass"
+    code, checks = findings(nodes, file)
+    assert (checks["cables"]["status"], checks["cables"]["evidence"]) == ("pass", "mesh")
+    assert checks["firewall"]["status"] == "pass"
 
     rule = ["INPUT", "-i", "mesh21", "-p", "tcp", "-j", "DROP"]
     subprocess.run(nodes.inside(2, "iptables", "-A", *rule), check=True)
     try:
-        code, found = findings(nodes, file)
+        code, checks = findings(nodes, file)
     finally:
         subprocess.run(nodes.inside(2, "iptables", "-D", *rule), check=True)
     assert code == 30
-    assert "to 10.77.0.3 10.77.12.3: port" in found["firewall"]["evidence"]
+    assert "to 10.77.0.3 10.77.12.3: port" in checks["firewall"]["evidence"]
 
     nodes.ip(2, "addr", "del", "10.77.12.3/24", "dev", "mesh21")
     try:
-        code, found = findings(nodes, file)
+        code, checks = findings(nodes, file)
         refused = discover(nodes, tmp_path / "other.toml")
     finally:
         nodes.ip(2, "addr", "add", "10.77.12.3/24", "dev", "mesh21")
     assert code == 30
-    assert "10.77.0.2 and 10.77.0.3" in found["cables"]["evidence"]
+    assert "10.77.0.2 and 10.77.0.3" in checks["cables"]["evidence"]
     assert refused.returncode == 30
     assert "10.77.0.2 and 10.77.0.3" in refused.stderr
 
@@ -149,8 +149,8 @@ def ask(nodes, port, times):
 @pytest.mark.needs("haproxy")
 def test_three_replicas_answer_behind_one_endpoint_and_two_when_one_is_dead(nodes, replicas):
     file, port = replicas
-    done = nodes.inv("cluster.up", "--config", str(file), "--no-restart")
-    assert done.returncode == 0, done.stderr
+    result = nodes.inv("cluster.up", "--config", str(file), "--no-restart")
+    assert result.returncode == 0, result.stderr
     try:
         assert ask(nodes, port, 9) == set(namespaces.ADDRESSES)
         shown = json.loads(nodes.inv("cluster.status", "--config", str(file), "--json").stdout)["nodes"]

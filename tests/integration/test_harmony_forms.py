@@ -339,8 +339,8 @@ def test_the_responses_api_cuts_a_stop_string_off_a_call(served, ask):
 @pytest.mark.parametrize("ask", [respond, respond_streamed])
 def test_a_response_can_be_continued(served, ask):
     """The second turn has the first one's messages; instructions and tools are those of each request."""
-    words = {"instructions": "Speak like a pirate.", "tools": [RESPONSES_TOOL]}
-    first = ask(served, "recipient in the channel", **words)
+    fields = {"instructions": "Speak like a pirate.", "tools": [RESPONSES_TOOL]}
+    first = ask(served, "recipient in the channel", **fields)
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
     shown = {"extra_body": {"enable_response_messages": True}}

@@ -64,8 +64,8 @@ def second_host(*, own_network: bool = True) -> Iterator[SecondHost]:
         if own_network:
             make_cable(*names, holder.pid)
             bring_up(names[0], addresses[0])
-            for words in ((names[1], addresses[1]), ("lo",)):
-                _inside(inside, *words)
+            for arguments in ((names[1], addresses[1]), ("lo",)):
+                _inside(inside, *arguments)
             yield SecondHost(names, addresses, inside, "network namespaces, joined by a veth pair")
         else:
             yield SecondHost(("lo", "lo"), LOOPBACK, inside, "one network: both on loopback")
@@ -75,11 +75,11 @@ def second_host(*, own_network: bool = True) -> Iterator[SecondHost]:
         wait_until_gone(names[0])
 
 
-def _inside(inside: tuple[str, ...], *words: str) -> None:
-    command = [*inside, sys.executable, "-P", __file__, "up", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    if done.returncode:
-        raise OSError(f"{words[0]} cannot be brought up: {done.stderr.strip()[-300:]}")
+def _inside(inside: tuple[str, ...], *arguments: str) -> None:
+    command = [*inside, sys.executable, "-P", __file__, "up", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if result.returncode:
+        raise OSError(f"{arguments[0]} cannot be brought up: {result.stderr.strip()[-300:]}")
 
 
 def wait_until_gone(interface: str) -> None:

@@ -243,7 +243,7 @@ def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
 
     if not client.wait_until_healthy(lambda: client.healthy(server.url), deadline, alive):
         problem = "ended before it was ready" if not alive() else f"was not ready in {plan.ready_seconds:.0f} s"
-        raise ServerError(f"the server {problem}", _last_words(log), f"less {log}", code="server.start")
+        raise ServerError(f"the server {problem}", _last_error(log), f"less {log}", code="server.start")
     client.first_token(server.url, SERVED_NAME, plan.ready_seconds)
     return server.url
 
@@ -269,7 +269,7 @@ def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
     seen["custom_all_reduce"] = "off by flag" if disabled else reduce[-200:] or "on: vLLM's log names no reason against"
     if server.two_hosts:
         carried = transport(text)
-        seen |= {"two_hosts": server.two_hosts, "carried": carried.in_words, "over_rdma": carried.rdma}
+        seen |= {"two_hosts": server.two_hosts, "carried": carried.description, "over_rdma": carried.rdma}
     return seen
 
 
@@ -285,7 +285,7 @@ def _chosen(backend: str, log: Path) -> str:
     return used
 
 
-def _last_words(log: Path) -> str:
+def _last_error(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
     return lines[-1][-300:] if lines else "its log has no error"
 

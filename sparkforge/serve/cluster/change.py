@@ -295,13 +295,13 @@ def interface(name: str) -> Answer:
     return {"mtu": entry["mtu"], "addresses": [f"{a['local']}/{a['prefixlen']}" for a in addresses]}
 
 
-def run(*words: str) -> str:
+def run(*argv: str) -> str:
     """Return what a program prints. Raises OSError, or ValueError with what it said."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PROGRAM_SECONDS)
-    if done.returncode:
-        output = " ".join((done.stderr or done.stdout).split())[-500:]
-        raise ValueError(f"{' '.join(words)}: {output or f'it ended with code {done.returncode}'}")
-    return done.stdout
+    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PROGRAM_SECONDS)
+    if result.returncode:
+        output = " ".join((result.stderr or result.stdout).split())[-500:]
+        raise ValueError(f"{' '.join(argv)}: {output or f'it ended with code {result.returncode}'}")
+    return result.stdout
 
 
 def target(root: Path, path: str) -> Path:

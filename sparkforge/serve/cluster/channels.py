@@ -20,7 +20,7 @@ class Transport:
     tcp: int
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """One line for people."""
         if self.tcp:
             return f"TCP carries {self.tcp} of {self.tcp + self.rdma} channels"

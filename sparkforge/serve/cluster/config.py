@@ -78,12 +78,12 @@ class ClusterConfig(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterConfig:
-        for what_for, values in (
+        for key, values in (
             ("name", [node.name for node in self.nodes]),
             ("address", [node.address for node in self.nodes]),
         ):
             if len(set(values)) != len(values):
-                raise ValueError(f"two nodes have the same {what_for}")
+                raise ValueError(f"two nodes have the same {key}")
         if self.mode == "replicas":
             self._fits_replicas()
             if self.engine != "native":

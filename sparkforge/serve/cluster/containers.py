@@ -59,7 +59,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     is_head = node == config.head
     key_file = (config.key_file or None) if is_head else None  # a worker answers no client
     flags = (*engine.arguments(config, node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
-    watching = watch.option_words(
+    watching = watch.watch_options(
         node=node.name,
         address=config.head.address,
         port=config.watch_port,
@@ -158,8 +158,8 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
         keep_log()
         launch.stop()  # not `down`: this process has the lock of a start, and would ask itself to end
         fix = "./inv cluster.check; ./inv cluster.logs shows why"
-        raise ServerError("NCCL took TCP in place of RDMA", carried.in_words, fix, code="server.cluster")
-    return {**answer, "transport": carried.in_words}
+        raise ServerError("NCCL took TCP in place of RDMA", carried.description, fix, code="server.cluster")
+    return {**answer, "transport": carried.description}
 
 
 def identity() -> str:

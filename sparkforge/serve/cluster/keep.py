@@ -146,7 +146,9 @@ def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[Serve
     _note("pausing", f"{failures[-1].why}; the next start is in {pause:.0f} s", failures)
     time.sleep(pause)
     try:
-        _wait_for_nodes(config, _needed(config, node), failures)
+        # A replica needs no other one. The balancer asks each replica for its key, so it needs them all.
+        alone = config.mode == "replicas" and node in config.nodes
+        _wait_for_nodes(config, [node] if alone else config.parts, failures)
         _note("starting", failures[-1].why, failures)
         if config.mode == "replicas":
             start.renew(config, node)
@@ -157,14 +159,6 @@ def _start_again(config: ClusterConfig, node: ClusterNode, failures: tuple[Serve
         show_error(error)
         return f"{error.what}: {error.why}"
     return ""
-
-
-def _needed(config: ClusterConfig, node: ClusterNode) -> Sequence[ClusterNode]:
-    """Return the nodes that must answer before `node` is started again.
-
-    A replica needs no other one. The balancer asks each replica for its key, so it needs them all.
-    """
-    return [node] if config.mode == "replicas" and node in config.nodes else config.parts
 
 
 def _wait_for_nodes(config: ClusterConfig, nodes: Sequence[ClusterNode], failures: tuple[ServerFailure, ...]) -> None:

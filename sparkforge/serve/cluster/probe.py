@@ -72,10 +72,10 @@ def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
     return {**answers, "errors": errors}
 
 
-def program(*words: str) -> str:
+def program(*argv: str) -> str:
     """Return what a program prints. Raises OSError or SubprocessError."""
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PROGRAM_SECONDS)
-    return done.stdout.strip()
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=PROGRAM_SECONDS)
+    return result.stdout.strip()
 
 
 def interfaces(root: Path) -> list[dict[str, Any]]:

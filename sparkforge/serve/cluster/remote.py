@@ -25,10 +25,10 @@ OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInt
 Result = TypeVar("Result")
 
 
-def command_line(node: ClusterNode, words: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return the command that runs `words` on a node, in its checkout if it names one."""
+def command_line(node: ClusterNode, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return the command that runs `argv` on a node, in its checkout if it names one."""
     variables = {**({"SPARKFORGE_STATE": node.state} if node.state else {}), **(environment or {})}
-    program = [*(["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []), *words]
+    program = [*(["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []), *argv]
     if not node.ssh:
         return program
     script = shlex.join(program)
@@ -38,14 +38,14 @@ def command_line(node: ClusterNode, words: Sequence[str], environment: Mapping[s
 
 
 def output(
-    node: ClusterNode, words: Sequence[str], *, seconds: float, stdin: str | None = None,
+    node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """Return what a program prints on a node.
 
     Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
     """
-    command = command_line(node, words, environment)
+    command = command_line(node, argv, environment)
     result = run(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, check=False, seconds=seconds)
     if not result.returncode:
         return result.stdout
@@ -53,13 +53,13 @@ def output(
     if node.ssh and result.returncode == SSH_FAILED:
         last = why.splitlines()[-1]
         raise NetworkError(f"{node.name} cannot be reached by ssh", last, f"ssh {node.ssh} true", code="network.node")
-    by_hand = shlex.join(command_line(node, words[:3], environment))
-    raise ProcessError(f"{words[0]} failed on {node.name}", why, f"run it by hand: {by_hand}", code="process.failed")
+    by_hand = shlex.join(command_line(node, argv[:3], environment))
+    raise ProcessError(f"{argv[0]} failed on {node.name}", why, f"run it by hand: {by_hand}", code="process.failed")
 
 
-def document(node: ClusterNode, words: Sequence[str], *, seconds: float, stdin: str | None = None) -> Any:
+def document(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> Any:
     """Return the JSON that a program prints on a node. Raises what `output` raises, and StorageError for no JSON."""
-    return parse_json(output(node, words, seconds=seconds, stdin=stdin), f"the answer of {node.name}")
+    return parse_json(output(node, argv, seconds=seconds, stdin=stdin), f"the answer of {node.name}")
 
 
 def program(node: ClusterNode, source: str, argument: Mapping[str, Any], *, seconds: float) -> Any:

@@ -286,7 +286,7 @@ def show(
     """Print every change, files with their text."""
     for name, wants in changes.items():
         for item in wants:
-            for index, line in enumerate(in_words(item)):
+            for index, line in enumerate(describe(item)):
                 echo(f"{name}: {line}" if not index else f"    {line}")
     if not looks[nodes[0].name].public_key:
         for node in nodes[1:]:
@@ -294,7 +294,7 @@ def show(
             echo(f"{node.name}: one line more in {path}: the new key, for the head's addresses at the link only")
 
 
-def in_words(item: Mapping[str, Any]) -> list[str]:
+def describe(item: Mapping[str, Any]) -> list[str]:
     """Return a change in lines for people."""
     match item["kind"]:
         case "file":
@@ -352,9 +352,9 @@ def _facts(nodes: Sequence[ClusterNode]) -> dict[str, NodeFacts]:
 def _ask(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
     """Run change.py on a node as root. Raises ProcessError, with who may mend it, and what `remote.document` raises."""
     source = Path(change.__file__).read_text(encoding="utf-8")
-    words = ["sh", "-c", AS_ROOT, "sh", json.dumps(options)]
+    argv = ["sh", "-c", AS_ROOT, "sh", json.dumps(options)]
     try:
-        answer = remote.document(node, words, seconds=CHANGE_SECONDS, stdin=source)
+        answer = remote.document(node, argv, seconds=CHANGE_SECONDS, stdin=source)
     except ProcessError as error:
         if "sudo" not in error.why:
             raise
@@ -375,7 +375,7 @@ def _settle(nodes: Sequence[ClusterNode], plans: Mapping[str, NodePlan]) -> None
         left = all_of(
             nodes, lambda node: _ask(node, {"mode": "differ", "interfaces": plans[node.name].interfaces})["changes"]
         )
-        missing = [f"{name}: {in_words(item)[0]}" for name, items in left.items() for item in items]
+        missing = [f"{name}: {describe(item)[0]}" for name, items in left.items() for item in items]
         if not missing:
             return
         if time.monotonic() > deadline:

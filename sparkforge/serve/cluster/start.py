@@ -89,7 +89,9 @@ def renew(config: ClusterConfig, node: ClusterNode) -> None:
 
 def measure(config: ClusterConfig) -> dict[str, Any]:
     """Return what all-reduces between all nodes take, as the head measured them. Raises the first node's error."""
-    _require_embedded(config)
+    if config.in_containers:
+        why = "it runs in the interpreter that serves without a container"
+        raise UsageError(f"device {config.device} cannot be measured", why, "docs/guide/two-machines.md, State")
     return _all(config, config.nodes, "reduce", "", VALIDATE_SECONDS)[config.head.name]
 
 
@@ -98,12 +100,6 @@ def show_measured(answer: Mapping[str, Any]) -> None:
     for row in answer["sizes"]:
         size, speed = f"{row['bytes'] >> 10} KiB", f"{row['gigabytes_a_second']:.3f} GB/s"
         echo(f"all-reduce by {answer['backend']}  {size:>9}  {row['microseconds']:>9.1f} µs  {speed}")
-
-
-def _require_embedded(config: ClusterConfig) -> None:
-    if config.in_containers:
-        why = "it runs in the interpreter that serves without a container"
-        raise UsageError(f"device {config.device} cannot be measured", why, "docs/guide/two-machines.md, State")
 
 
 def _refuse_access(environment: Mapping[str, str]) -> None:
@@ -117,11 +113,10 @@ def _refuse_access(environment: Mapping[str, str]) -> None:
 def status(config: ClusterConfig, nodes: Sequence[ClusterNode] = ()) -> dict[str, dict[str, Any]]:
     """Return the state of each of these nodes, or of all; one that does not answer is `silent` and says why."""
     answers = remote.on_all(nodes or config.parts, lambda node: ask(config, node, "status", ASK_SECONDS))
-    return {name: _state(answer) for name, answer in answers.items()}
-
-
-def _state(answer: Mapping[str, Any] | SparkforgeError) -> dict[str, Any]:
-    return {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else dict(answer)
+    return {
+        name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else dict(answer)
+        for name, answer in answers.items()
+    }
 
 
 def show_status(states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -30,21 +30,21 @@ KEY = ".ssh/sparkforge_cluster"
 def listing(options: dict[str, Any]) -> dict[str, Any]:
     """Return the files, where they are, the free bytes there, and the user's home and key for the link."""
     folder = Path(options["folder"])
-    place = folder if folder.is_dir() else staged(folder)
+    path = folder if folder.is_dir() else staged(folder)
     files = {}
-    for file in sorted(place.iterdir()) if place.is_dir() else ():
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
         if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in options["patterns"]):
             size = file.stat().st_size
             wanted = options.get("sizes", {}).get(file.name, size)
             total = options.get("known", {}).get(file.name) or (sha256(file) if size == wanted else "")
             files[file.name] = {"size": size, "sha256": total}
-    there = next(part for part in (place, *place.parents) if part.exists())
+    existing = next(part for part in (path, *path.parents) if part.exists())
     home = pwd.getpwuid(os.getuid()).pw_dir
     return {
         "files": files,
-        "place": str(place),
+        "path": str(path),
         "whole": folder.is_dir(),
-        "free": shutil.disk_usage(there).free,
+        "free": shutil.disk_usage(existing).free,
         "home": home,
         "key": Path(home, KEY).is_file(),
     }

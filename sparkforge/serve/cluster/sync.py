@@ -51,10 +51,10 @@ class FileSum(Record):
 
 
 class NodeFiles(Record):
-    """What a node has of a model. `place` is the folder itself if it is `whole`, else where it is collected."""
+    """What a node has of a model. `path` is the folder itself if it is `whole`, else where it is collected."""
 
     files: Mapping[str, FileSum] = Field(default_factory=dict)
-    place: str
+    path: str
     whole: bool
     free: int
     home: str
@@ -75,10 +75,10 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     if not folder.startswith("/"):  # it would be relative to another folder on each node, and no shell expands a ~
         fix = f'model = "{paths.typed(folder).absolute()}"   # in cluster.toml'
         raise UsageError(f"the model {folder} is no absolute path", "it names a folder on every node", fix)
-    here = _head_files(config.head, folder)
-    total = sum(file.size for file in here.files.values())
-    say(f"{config.head.name} has {len(here.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
-    all_of(config.workers, lambda node: _send_files(config.head, node, folder, here, dry_run=dry_run))
+    head_files = _head_files(config.head, folder)
+    total = sum(file.size for file in head_files.files.values())
+    say(f"{config.head.name} has {len(head_files.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
+    all_of(config.workers, lambda node: _send_files(config.head, node, folder, head_files, dry_run=dry_run))
 
 
 def _head_files(head: ClusterNode, folder: str) -> NodeFiles:
@@ -88,40 +88,42 @@ def _head_files(head: ClusterNode, folder: str) -> NodeFiles:
     if note.strip():
         entries = parse_json(note, f"{NOTE} of {head.name}").get("files", {})
         known = {name: str(entry.get("sha256", "")) for name, entry in entries.items()}
-    here = _list(head, folder, known=known)
-    if not here.whole or "config.json" not in here.files or not any(n.endswith(".safetensors") for n in here.files):
+    files = _list(head, folder, known=known)
+    if not files.whole or "config.json" not in files.files or not any(n.endswith(".safetensors") for n in files.files):
         why = f"{folder} has no config.json with safetensors beside it"
         raise InputError(f"{head.name} has no such model", why, "./inv model.fetch, on the head", code="input.model")
-    return here
+    return files
 
 
-def _send_files(head: ClusterNode, node: ClusterNode, folder: str, here: NodeFiles, *, dry_run: bool) -> None:
-    sizes = {name: file.size for name, file in here.files.items()}
-    there = _list(node, folder, sizes=sizes)
-    different = _different(here, there)
-    _refuse_others(node, here, there)
-    missing = sum(max(0, sizes[name] - _size(there, name)) for name in different)
-    if not different and there.whole:
+def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: NodeFiles, *, dry_run: bool) -> None:
+    sizes = {name: file.size for name, file in head_files.files.items()}
+    node_files = _list(node, folder, sizes=sizes)
+    different = _different(head_files, node_files)
+    _refuse_others(node, head_files, node_files)
+    missing = sum(max(0, sizes[name] - _size(node_files, name)) for name in different)
+    if not different and node_files.whole:
         say(f"{node.name}: has every file already")
         return
     say(f"{node.name}: {len(different)} files differ, {missing / 1e9:.2f} GB more are needed there")
     if dry_run:
         return
-    if missing > there.free:
-        why = f"{Path(there.place).parent} has {there.free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB are needed"
+    if missing > node_files.free:
+        why = (
+            f"{Path(node_files.path).parent} has {node_files.free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB are needed"
+        )
         raise StorageError(
             f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full"
         )
     _program(node, {"mode": "stage", "folder": folder})
-    shell = ssh_words(here)
-    destination = f"{_login(node)}@{node.address}:{there.place}/"
-    tails = [name for name in different if _size(there, name) < sizes[name]]
+    shell = ssh_command(head_files)
+    destination = f"{_login(node)}@{node.address}:{node_files.path}/"
+    tails = [name for name in different if _size(node_files, name) < sizes[name]]
     _rsync(head, node, shell, TAIL, tails, f"{folder}/", destination)
     _rsync(head, node, shell, MEND, [name for name in different if name not in tails], f"{folder}/", destination)
-    if different := _different(here, _list(node, folder, sizes=sizes)):
+    if different := _different(head_files, _list(node, folder, sizes=sizes)):
         say(f"{node.name}: {', '.join(different)} came with other bytes, and is sent again")
         _rsync(head, node, shell, MEND, different, f"{folder}/", destination)
-        if different := _different(here, _list(node, folder, sizes=sizes)):
+        if different := _different(head_files, _list(node, folder, sizes=sizes)):
             why = f"{', '.join(different)} has another sha256 than {NOTE} or the file on {head.name}"
             fix = f"check the model on {head.name}: ./inv model.fetch; then {AGAIN}"
             raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
@@ -129,15 +131,17 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, here: NodeFil
     say(f"{node.name}: has every file, each with the head's sha256")
 
 
-def _different(here: NodeFiles, there: NodeFiles) -> list[str]:
-    return [name for name, file in here.files.items() if there.files.get(name) != file]
+def _different(head_files: NodeFiles, node_files: NodeFiles) -> list[str]:
+    return [name for name, file in head_files.files.items() if node_files.files.get(name) != file]
 
 
-def _refuse_others(node: ClusterNode, here: NodeFiles, there: NodeFiles) -> None:
+def _refuse_others(node: ClusterNode, head_files: NodeFiles, node_files: NodeFiles) -> None:
     """Raise InputError for files that the head lacks and that `cluster.check` compares."""
-    if others := sorted(name for name in there.files.keys() - here.files.keys() if name.endswith(probe.COMPARED)):
-        why = f"{', '.join(others)} in {there.place}: cluster.check compares these too"
-        fix = f"remove it on that node: cd {shlex.quote(there.place)} && rm {shlex.join(others)}; then {AGAIN}"
+    if others := sorted(
+        name for name in node_files.files.keys() - head_files.files.keys() if name.endswith(probe.COMPARED)
+    ):
+        why = f"{', '.join(others)} in {node_files.path}: cluster.check compares these too"
+        fix = f"remove it on that node: cd {shlex.quote(node_files.path)} && rm {shlex.join(others)}; then {AGAIN}"
         raise InputError(f"{node.name} has files that the head lacks", why, fix, code="input.model")
 
 
@@ -161,22 +165,22 @@ def _program(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(answer)
 
 
-def ssh_words(here: NodeFiles) -> list[str]:
+def ssh_command(head_files: NodeFiles) -> list[str]:
     """Return the ssh with which the head reaches another node at the link: by the key of `cluster.setup` if it has one.
 
-    `here` is what the head said about itself.
+    `head_files` is what the head said about itself.
     """
-    words = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
-    if not here.key:
-        return words
+    command = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
+    if not head_files.key:
+        return command
     return [
-        *words,
+        *command,
         "-i",
-        f"{here.home}/{KEY}",
+        f"{head_files.home}/{KEY}",
         "-o",
         "IdentitiesOnly=yes",
         "-o",
-        f"UserKnownHostsFile={here.home}/{HOSTS}",
+        f"UserKnownHostsFile={head_files.home}/{HOSTS}",
     ]
 
 
@@ -200,10 +204,10 @@ def _rsync(
     """Send files from the head to a node. Raises StorageError for a full disk, NetworkError for what can be resumed."""
     if not names:
         return
-    words = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}"]
-    words += [*way, "--files-from=-", f"--rsh={shlex.join(shell)}", source, destination]
+    argv = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}"]
+    argv += [*way, "--files-from=-", f"--rsh={shlex.join(shell)}", source, destination]
     try:
-        remote.output(head, words, seconds=SEND_SECONDS, stdin="\n".join(names) + "\n")
+        remote.output(head, argv, seconds=SEND_SECONDS, stdin="\n".join(names) + "\n")
     except ProcessError as error:
         raise sending_error(error, node) from error
 
@@ -242,7 +246,7 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
         say(f"{node.name}: gets {name}, {wanted[:19]}")
         if dry_run:
             continue
-        shell = shlex.join([*ssh_words(_list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
+        shell = shlex.join([*ssh_command(_list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
         pipe = f"docker save {shlex.quote(name)} | {shell} docker load"
         try:
             remote.output(config.head, ["bash", "-o", "pipefail", "-c", pipe], seconds=SEND_SECONDS)
@@ -258,6 +262,6 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
 
 def image_id(node: ClusterNode, name: str) -> str:
     """Return an image's id on a node; empty if it is not there. Raises what `remote.output` raises for no docker."""
-    words = ["docker", "image", "ls", "--no-trunc", "--format", "{{json .ID}}", name]
-    lines = remote.output(node, words, seconds=SILENT_SECONDS).splitlines()
+    argv = ["docker", "image", "ls", "--no-trunc", "--format", "{{json .ID}}", name]
+    lines = remote.output(node, argv, seconds=SILENT_SECONDS).splitlines()
     return str(json.loads(lines[0])) if lines else ""

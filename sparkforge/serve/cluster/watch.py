@@ -81,7 +81,8 @@ class NodeWatch:
             self._connect()
         for key, _ in self._selector.select(TURN_SECONDS):
             if key.fileobj is self._listener:
-                self._accept()
+                with suppress(OSError):
+                    self._add(Peer(self._listener.accept()[0]))
             elif loss := self._read(key.data):
                 return loss
         if now - self._beaten > BEAT_SECONDS:
@@ -103,10 +104,6 @@ class NodeWatch:
             return
         self._add(Peer(link, name=self._options.peers[0]))
         self._send({"hello": self._options.node, "token": self._token})
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            self._add(Peer(self._listener.accept()[0]))  # type: ignore[union-attr]
 
     def _add(self, peer: Peer) -> None:
         peer.link.setblocking(False)
@@ -249,11 +246,11 @@ def watched(
     command: Sequence[str], *, node: str, address: str, port: int, peers: Sequence[str], listen: bool, end: Path
 ) -> tuple[str, ...]:
     """Return the command that runs `command` under this program. Its environment needs TOKEN."""
-    options = option_words(node=node, address=address, port=port, peers=peers, listen=listen)
+    options = watch_options(node=node, address=address, port=port, peers=peers, listen=listen)
     return (sys.executable, "-P", __file__, *options, "--end", str(end), "--", *command)
 
 
-def option_words(*, node: str, address: str, port: int, peers: Sequence[str], listen: bool) -> tuple[str, ...]:
+def watch_options(*, node: str, address: str, port: int, peers: Sequence[str], listen: bool) -> tuple[str, ...]:
     """Return this program's options."""
     options = ("--node", node, "--address", address, "--port", str(port), "--peers", ",".join(peers))
     return (*options, *(("--listen",) if listen else ()))

@@ -140,9 +140,11 @@ def test_servers_started_together_are_measured_in_order_and_one_that_ended_costs
     }.items():
         monkeypatch.setattr(serve_gpu, name, stand_in)
     out = tmp_path / "out.json"
-    words = ["--out", str(out), "--work", str(tmp_path), "--backends", "spark", "marlin", "--together"]
+    arguments = ["--out", str(out), "--work", str(tmp_path), "--backends", "spark", "marlin", "--together"]
     assert (
-        serve_gpu.main([*words, *["--concurrency", "2", "--long", "--input", "10", "--output", "8", "--rounds", "2"]])
+        serve_gpu.main(
+            [*arguments, *["--concurrency", "2", "--long", "--input", "10", "--output", "8", "--rounds", "2"]]
+        )
         != 0
     )
     assert order == ["start spark 8123", "start marlin 8124", *["wait spark", "wait marlin"] * 2]

@@ -123,9 +123,9 @@ def test_ranks_have_other_experts_and_the_same_router():
 
 STAND_IN = """
 import json, os, signal, sys
-words = sys.argv[1:]
+arguments = sys.argv[1:]
 with open(os.environ["SEEN"], "a") as seen:
-    seen.write(json.dumps([words, os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")]) + "\\n")
+    seen.write(json.dumps([arguments, os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")]) + "\\n")
 signal.pause()
 """
 
@@ -146,15 +146,13 @@ def test_servers_that_start_together_have_ports_of_their_own_and_end_together(tm
         while not seen.exists() or len(seen.read_text().splitlines()) < 2:
             assert all(serve_gpu.started_at(pid) for _, server in servers.values() for pid in server.pids)
     assert not any(serve_gpu.started_at(pid) for _, server in servers.values() for pid in server.pids)
-    calls = dict(
-        sorted((words[words.index("--port") + 1], (words, env)) for words, env in map(json.loads, seen.open()))
-    )
+    calls = dict(sorted((argv[argv.index("--port") + 1], (argv, env)) for argv, env in map(json.loads, seen.open())))
     assert list(calls) == ["8600", "8601"]
     (split, multicast), (alone, _) = calls.values()
     assert multicast == "1"
     assert split[-4:] == list(Split(2).arguments())
     assert "--tensor-parallel-size" not in alone
-    assert all(words[words.index("--kv-cache-memory-bytes") + 1] == str(1 << 30) for words in (split, alone))
+    assert all(argv[argv.index("--kv-cache-memory-bytes") + 1] == str(1 << 30) for argv in (split, alone))
 
 
 def test_the_second_host_is_reached_over_the_cable_and_leaves_nothing():

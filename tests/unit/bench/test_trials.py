@@ -90,14 +90,14 @@ NO_START = ServerError("the server ended, before it served", "RuntimeError: no s
 def test_profiles_are_ranked_and_the_winner_is_taken(starter, stub, capsys):
     starter.acts = {"fast": fails(NO_START), "long-context": lambda: vars(stub).update(logprob=-9.0)}
     bake(starter, "fast", "safe", "long-context")
-    done = json.loads((paths.state() / "bakeoff.json").read_text())
-    assert done["complete"]
-    assert done["machine"]["processor"]
-    standings = {name: trial["standing"] for name, trial in done["trials"].items()}
+    stored = json.loads((paths.state() / "bakeoff.json").read_text())
+    assert stored["complete"]
+    assert stored["machine"]["processor"]
+    standings = {name: trial["standing"] for name, trial in stored["trials"].items()}
     assert "no such kernel" in standings["fast"]["why"]
     assert "accuracy gate" in standings["long-context"]["why"]
     assert standings["safe"]["score"] > 0
-    assert done["trials"]["safe"]["settings"]["--max-num-seqs"] == "16"
+    assert stored["trials"]["safe"]["settings"]["--max-num-seqs"] == "16"
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
     shown = capsys.readouterr()
@@ -386,15 +386,15 @@ def test_a_winner_of_other_compose_settings_is_refused(starter, fake_compose, va
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda done: done.update(profiles=[]), lambda done: done["trials"].clear(),
-     lambda done: done["trials"]["safe"]["standing"].update(name="other"),
-     lambda done: done.update(trials={"fast": done["trials"]["safe"]})],
+    [lambda stored: stored.update(profiles=[]), lambda stored: stored["trials"].clear(),
+     lambda stored: stored["trials"]["safe"]["standing"].update(name="other"),
+     lambda stored: stored.update(trials={"fast": stored["trials"]["safe"]})],
 )  # fmt: skip
 def test_a_record_that_contradicts_itself_is_refused(starter, wrong):
     bake(starter, "safe")
-    done = json.loads(trials.record_path().read_text())
-    wrong(done)
-    trials.record_path().write_text(json.dumps(done))
+    stored = json.loads(trials.record_path().read_text())
+    wrong(stored)
+    trials.record_path().write_text(json.dumps(stored))
     with pytest.raises(InputError, match="cannot be read"):
         trials.winner(REQUEST)
 

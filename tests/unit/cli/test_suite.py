@@ -48,7 +48,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "arguments"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
@@ -58,9 +58,9 @@ def started(monkeypatch):
     ],
     ids=str,
 )
-def test_what_pytest_is_seen(started, options, message):
+def test_what_pytest_is_seen(started, options, arguments):
     suite.run_tests(**{"fast": False, "select": "", **options})
-    assert started.arguments == ["-m", "pytest", *message]
+    assert started.arguments == ["-m", "pytest", *arguments]
     assert started.env.get("OMP_NUM_THREADS") == (None if "select" in options else "1")
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
@@ -83,8 +83,8 @@ def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch
 
 def test_the_long_attack_writes_its_counts_and_a_broken_promise_is_an_error(started):
     suite.run_robustness(minutes=7)
-    *words, output = started.arguments
-    assert words == ["-m", "robustness.campaign", "--minutes", "7", "--output"]
+    *arguments, output = started.arguments
+    assert arguments == ["-m", "robustness.campaign", "--minutes", "7", "--output"]
     assert output.is_relative_to(paths.state())
     assert started.env["PYTHONPATH"] == str(ROOT / "tests")
     started.code = 1
@@ -102,7 +102,7 @@ def test_options_that_do_not_go_together_are_refused(started, options):
     with pytest.raises(Exit) as ended:
         maintain.test.body(Context(), **options)
     assert ended.value.code == UsageError.exit_code
-    assert not hasattr(started, "words")
+    assert not hasattr(started, "arguments")
 
 
 NOTES = """

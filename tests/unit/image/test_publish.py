@@ -60,5 +60,5 @@ def test_the_record_names_the_commit_also_of_an_image_that_plain_compose_built(
     publish, fake_engine, monkeypatch, label, source, recorded
 ):
     monkeypatch.setitem(fake_engine.image, "Config", {"Labels": {registry.REVISION_LABEL: label}})
-    monkeypatch.setattr(inspect, "made_from", lambda *_words: source)
+    monkeypatch.setattr(inspect, "made_from", lambda *_args: source)
     assert json.loads(publish(404).read_text())["revision"] == recorded

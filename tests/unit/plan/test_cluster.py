@@ -77,7 +77,7 @@ def test_the_published_gain_and_winner_are_near_the_computed_ones():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "way", "words"),
+    ("nodes", "way", "objection"),
     [
         (3, "tensor", "64 heads"),
         (3, "expert", "128 experts"),
@@ -87,9 +87,9 @@ def test_the_published_gain_and_winner_are_near_the_computed_ones():
         (2, "tensor", ""),
     ],
 )
-def test_a_model_that_cannot_be_split_so_says_why(nodes, way, words):
-    assert words in " ".join(cluster.objections(BIG, nodes, way))
-    assert bool(words) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)
+def test_a_model_that_cannot_be_split_so_says_why(nodes, way, objection):
+    assert objection in " ".join(cluster.objections(BIG, nodes, way))
+    assert bool(objection) == (cluster.total(BIG, SPARK, LOAD, nodes, 8, way) is None)
 
 
 def test_three_machines_take_no_tensor_parallelism():
@@ -117,6 +117,6 @@ def test_a_device_without_a_known_network_is_refused():
 
 def test_the_command_prints_the_plan_of_two_machines():
     command = [sys.executable, "-m", "invoke", "plan", "gpt-oss-120b", "--nodes", "2", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert Plan.model_validate(json.loads(done.stdout)).cluster.nodes == 2
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert Plan.model_validate(json.loads(result.stdout)).cluster.nodes == 2

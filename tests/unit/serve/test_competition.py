@@ -18,7 +18,7 @@ IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120
 
 def test_the_containers_variables_become_arguments_behind_the_profiles():
     read = settings.read({**IMAGE, "SPARKFORGE_TP": "2", "SPARKFORGE_MAX_MODEL_LEN": "16384"})
-    server = entrypoint.plan(read, entrypoint.read_words(["--max-num-seqs=3"]))
+    server = entrypoint.plan(read, entrypoint.read_arguments(["--max-num-seqs=3"]))
     assert server.extra_arguments == ("--tensor-parallel-size=2", "--max-model-len=16384", "--max-num-seqs=3")
     assert flag_value(server.arguments, "--max-model-len") == "16384"
     assert settings.read({**IMAGE, "SPARKFORGE_TP": ""}).arguments == ()

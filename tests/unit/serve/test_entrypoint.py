@@ -35,8 +35,8 @@ from sparkforge.serve.command_line import ServerCommand
 
 SERVER = textwrap.dedent("""
     import http.server, json, os, signal, sys, threading
-    words = sys.argv[1:]
-    port = int(words[len(words) - words[::-1].index("--port")])
+    argv = sys.argv[1:]
+    port = int(argv[len(argv) - argv[::-1].index("--port")])
 
     class Api(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -52,8 +52,8 @@ SERVER = textwrap.dedent("""
         print("drained", flush=True)
         os._exit(7)
     signal.signal(signal.SIGTERM, drain)
-    told = {"pid": os.getpid(), "argv": words, "env": dict(os.environ)}
-    open(os.environ["TOLD"] + ".tmp", "w").write(json.dumps(told))
+    state = {"pid": os.getpid(), "argv": argv, "env": dict(os.environ)}
+    open(os.environ["TOLD"] + ".tmp", "w").write(json.dumps(state))
     os.rename(os.environ["TOLD"] + ".tmp", os.environ["TOLD"])
     server.serve_forever()
 """)
@@ -153,7 +153,7 @@ class Container:
         printed, servers = io.StringIO(), []
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(printed), redirect_stdout(printed):
             patch.setattr(os, "environ", {**self.environ, "SPARKFORGE_VALIDATE": "off", **variables})
-            patch.setattr(signal, "signal", lambda *_words: None)
+            patch.setattr(signal, "signal", lambda *_args: None)
             patch.setattr(entrypoint, "become", servers.append)
             code = entrypoint.main(["--port", str(self.port), *arguments])
         server = servers[0] if servers else None
@@ -420,9 +420,9 @@ def test_a_validation_leaves_a_server_that_runs_its_readiness(tmp_path, monkeypa
     for name in names:
         (tmp_path / name).touch()
     monkeypatch.setenv("SPARKFORGE_RUN", str(tmp_path))
-    monkeypatch.setattr(signal, "signal", lambda *_words: None)
-    monkeypatch.setattr(entrypoint, "plan", lambda *_words: ServerCommand("/m", "m", "127.0.0.1", 8000))
-    monkeypatch.setattr(entrypoint, "validate", lambda *_words: {"exit_code": 0})
+    monkeypatch.setattr(signal, "signal", lambda *_args: None)
+    monkeypatch.setattr(entrypoint, "plan", lambda *_args: ServerCommand("/m", "m", "127.0.0.1", 8000))
+    monkeypatch.setattr(entrypoint, "validate", lambda *_args: {"exit_code": 0})
     assert entrypoint.main(["validate"]) == 0
     assert [(tmp_path / name).exists() for name in names] == [True, False]
 
@@ -431,10 +431,10 @@ def test_a_full_disk_does_not_hide_a_refusal(tmp_path, monkeypatch):
     options = settings.read({"SPARKFORGE_RUN": str(tmp_path)})
     document = entrypoint._no_answer(options, tmp_path / "report", "it did not end")
 
-    def full(*_words, **_more):
+    def full(*_args, **_more):
         raise files.disk_full(tmp_path)
 
-    monkeypatch.setattr(entrypoint, "validate", lambda *_words: document)
+    monkeypatch.setattr(entrypoint, "validate", lambda *_args: document)
     monkeypatch.setattr(entrypoint, "write_json", full)
     with pytest.raises(RefusalError, match="the validator refuses to serve"):
         entrypoint.admit(options, ServerCommand("/m", "m", "127.0.0.1", 8000))
@@ -446,7 +446,7 @@ def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatc
     entrypoint._held(options, "refused: é")
     assert (tmp_path / healthy.HELD).read_text(encoding="utf-8") == "refused: é"
 
-    def full(*_words, **_more):
+    def full(*_args, **_more):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(entrypoint, "write_atomic", full)
@@ -542,11 +542,11 @@ def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
 
 
 def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
-    words = watch.option_words(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
-    options = {entrypoint.CLUSTER: json.dumps(words), watch.TOKEN: "t0"}
+    arguments = watch.watch_options(node="head", address="127.0.0.1", port=free_port(), peers=["worker"], listen=True)
+    options = {entrypoint.CLUSTER: json.dumps(arguments), watch.TOKEN: "t0"}
     child = container.start(SPARKFORGE_VALIDATE="off", **options)
     assert container.serving(child)
-    with socket.create_connection(("127.0.0.1", int(words[5])), timeout=20) as worker:
+    with socket.create_connection(("127.0.0.1", int(arguments[5])), timeout=20) as worker:
         for line in ({"hello": "worker", "token": "t0"}, {"node": "worker", "end": "its server ended with code 1"}):
             worker.sendall(json.dumps(line).encode() + b"\n")
         out, _ = child.communicate(timeout=60)

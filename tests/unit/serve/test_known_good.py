@@ -154,7 +154,7 @@ def test_a_rollback_of_the_embedded_device_needs_the_locks_of_then():
 
 def test_a_rollback_to_a_profile_that_is_gone_is_refused_and_changes_nothing(state, monkeypatch):
     inputs = {"lock": "1"}
-    monkeypatch.setattr(rollback.environments, "inputs", lambda *_words: inputs)
+    monkeypatch.setattr(rollback.environments, "inputs", lambda *_args: inputs)
     monkeypatch.setattr(rollback.launch, "stop", lambda: pytest.fail("the server that runs was ended"))
     start = replace(
         START, image="", device="embedded", stack="embedded", profile="gone", environment=known_good.hashed(inputs)
@@ -188,8 +188,8 @@ def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
     embedded._remember(server, python, "", embedded.Access(), profiled=False, arguments=())
     (start,) = known_good.read()
     requests = {}
-    monkeypatch.setattr(rollback.environment, "prepare", lambda *_words: Environment("embedded"))
-    monkeypatch.setattr(rollback.embedded, "up", lambda *_words, **more: requests.update(more) or server)
+    monkeypatch.setattr(rollback.environment, "prepare", lambda *_args: Environment("embedded"))
+    monkeypatch.setattr(rollback.embedded, "up", lambda *_args, **more: requests.update(more) or server)
     assert rollback._start_embedded(start, None) == server
     assert requests["host"] == "::1"
     older = {name: value for name, value in start.settings.items() if name != "host"}
@@ -201,7 +201,7 @@ def test_two_rollbacks_at_once_exclude_each_other(monkeypatch, state):
     server = record.Server(0, 0.0, "127.0.0.1", 8000, "", "", "embedded", "", proved=7.0)
     finished = []
 
-    def second(*_words):
+    def second(*_args):
         with pytest.raises(errors.StorageError, match="cannot start a server") as busy:
             rollback.perform(plan, None)
         assert "no server runs" not in busy.value.what

@@ -112,7 +112,7 @@ def test_a_response_that_is_not_kept_is_a_known_limit(monkeypatch, reason):
     monkeypatch.setattr(client, "request", lose)
     outcome = proof.prove("http://127.0.0.1:1", "m", 60.0, patches=PATCHES)
     assert [name for name, limit in outcome.items() if limit] == ["a continued response"]
-    assert "--api-server-count" in proof.in_words(outcome)
+    assert "--api-server-count" in proof.describe(outcome)
 
 
 def test_another_404_is_a_fault(monkeypatch):

@@ -54,7 +54,7 @@ def test_an_end_that_nobody_asked_for_counts_with_its_reason():
 
 
 def test_a_full_disk_prevents_no_start(monkeypatch, tmp_path):
-    def full(*_words, **_more):
+    def full(*_args, **_more):
         raise files.disk_full(tmp_path)
 
     monkeypatch.setattr(restarts, "write_json", full)

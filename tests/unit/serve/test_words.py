@@ -42,19 +42,21 @@ def image(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arguments", SERVERS.values(), ids=SERVERS)
 def test_every_form_of_a_server_is_the_same_request(arguments):
-    assert entrypoint.read_words(arguments) == ContainerArguments(MODEL, FLAGS)
+    assert entrypoint.read_arguments(arguments) == ContainerArguments(MODEL, FLAGS)
 
 
 def test_flags_alone_and_a_validation():
-    assert entrypoint.read_words([]) == ContainerArguments()
-    assert entrypoint.read_words(list(FLAGS)) == ContainerArguments("", FLAGS)
-    assert entrypoint.read_words(["validate"]) == ContainerArguments(only_validate=True)
-    assert entrypoint.read_words(["validate", "tiny", *FLAGS]) == ContainerArguments("tiny", FLAGS, only_validate=True)
+    assert entrypoint.read_arguments([]) == ContainerArguments()
+    assert entrypoint.read_arguments(list(FLAGS)) == ContainerArguments("", FLAGS)
+    assert entrypoint.read_arguments(["validate"]) == ContainerArguments(only_validate=True)
+    assert entrypoint.read_arguments(["validate", "tiny", *FLAGS]) == ContainerArguments(
+        "tiny", FLAGS, only_validate=True
+    )
 
 
 def test_two_models_are_refused():
     with pytest.raises(UsageError, match="two models are named: a/b and c/d"):
-        entrypoint.read_words(["vllm", "serve", "a/b", "--model", "c/d"])
+        entrypoint.read_arguments(["vllm", "serve", "a/b", "--model", "c/d"])
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,10 @@ def test_two_models_are_refused():
 @pytest.mark.parametrize("start", ["vllm serve", "validate", ""])
 def test_a_model_behind_flags_is_never_taken_for_the_default_one(start, flags):
     with pytest.raises(UsageError, match="'openai/gpt-oss-120b' is cannot be told") as refused:
-        entrypoint.read_words([*start.split(), *flags.split(), MODEL])
+        entrypoint.read_arguments([*start.split(), *flags.split(), MODEL])
     assert "put the model first" in refused.value.fix
     with pytest.raises(UsageError):
-        entrypoint.read_words([*start.split(), *flags.split(), "/models/mine", "--max-num-seqs", "2"])
+        entrypoint.read_arguments([*start.split(), *flags.split(), "/models/mine", "--max-num-seqs", "2"])
 
 
 @pytest.mark.parametrize(
@@ -87,12 +89,12 @@ def test_a_model_behind_flags_is_never_taken_for_the_default_one(start, flags):
     ],
 )
 def test_values_of_flags_are_no_models(flags):
-    assert entrypoint.read_words(flags.split()) == ContainerArguments("", tuple(flags.split()))
-    assert entrypoint.read_words([MODEL, *flags.split(), "--a-new-flag", "x/y"]).model == MODEL
+    assert entrypoint.read_arguments(flags.split()) == ContainerArguments("", tuple(flags.split()))
+    assert entrypoint.read_arguments([MODEL, *flags.split(), "--a-new-flag", "x/y"]).model == MODEL
 
 
 def plan(arguments, **variables):
-    return entrypoint.plan(settings.read({**os.environ, **variables}), entrypoint.read_words(arguments))
+    return entrypoint.plan(settings.read({**os.environ, **variables}), entrypoint.read_arguments(arguments))
 
 
 def test_the_snapshot_is_served_under_the_name_that_was_typed(image):
@@ -204,7 +206,7 @@ def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch):
     monkeypatch.setattr(container.docker_compose, "service_of", lambda _project: service)
 
     class Step:
-        def step(self, *_words):
+        def step(self, *_args):
             return self
 
         def __enter__(self):

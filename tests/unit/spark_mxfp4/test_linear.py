@@ -10,7 +10,7 @@ from spark_mxfp4.mxfp4 import dequantize, quantize, quantize_mxfp8
 ALL, SIGN, REST = 0x81C081C0, 0x80008000, 0x01C001C0  # linear.cu, expand_e2m1
 
 
-def words(data):
+def little_endian_words(data):
     """Little-endian words of bytes u8 [..., 4 n], as int64 [..., n]."""
     return data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
 
@@ -31,9 +31,11 @@ def as_the_kernel_reads(weight):
     """The matrix float64 [N, K] of packed `weight`, by linear.cu's `expand` written out with torch."""
     tiles, chunks, _ = weight.data.shape
     if weight.format == Format.MXFP4:
-        pairs = pairs_of_e2m1(words(weight.data[..., :512]).view(tiles, chunks, 32, 4))  # lane, step, register
+        pairs = pairs_of_e2m1(
+            little_endian_words(weight.data[..., :512]).view(tiles, chunks, 32, 4)
+        )  # lane, step, register
     else:
-        raw = words(weight.data[..., :1024]).view(tiles, chunks, 2, 32, 2, 2)  # half, lane, step, word
+        raw = little_endian_words(weight.data[..., :1024]).view(tiles, chunks, 2, 32, 2, 2)  # half, lane, step, word
         pairs = pairs_of_e4m3(raw).flatten(-2).transpose(2, 3).reshape(tiles, chunks, 32, 4, 4)
     halves = torch.stack([pairs & 0xFFFF, pairs >> 16], -1)  # tile, chunk, lane, step, register, low or high
     values = (halves << 16).int().view(torch.float32).double()

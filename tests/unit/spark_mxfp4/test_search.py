@@ -18,7 +18,7 @@ def fake_timer(pairs, shapes):
     return 100 + {3: 1, 2: 5}.get(shapes[0], 20) + {5: 2, 2: 6}.get(shapes[1], 20)
 
 
-def found(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 0.0):
+def choose_rules(sizes=UNKNOWN, timed=fake_timer, until=math.inf, clock=lambda: 0.0):
     return search.choose(sizes, WIDTHS, H200, timed, until, clock)
 
 
@@ -41,7 +41,7 @@ def stored():
 
 
 def test_the_best_mixed_pair_wins_and_every_load_has_a_rule():
-    rules = found()
+    rules = choose_rules()
     assert all((rule["gate_up"], rule["down"]) == (3, 5) for rule in rules)
     bounds = [rule.get("pairs") for rule in rules]
     assert bounds[-1] is None
@@ -60,19 +60,19 @@ def test_loads_rise_and_a_bucket_takes_few_timings(experts):
         timings.append((pairs, shapes))
         return 1.0
 
-    found(tuning.LaidOut(experts, 1024, 1024), counting)
+    choose_rules(tuning.LaidOut(experts, 1024, 1024), counting)
     assert len(timings) == len(set(timings)) <= 16 * len(loads)
 
 
 def test_what_is_not_clearly_faster_leaves_the_tables_pair():
     usual = tuning.default_shapes(H200, 4, 16)
-    rules = found(timed=lambda _, shapes: 100 if shapes == usual else 99)
+    rules = choose_rules(timed=lambda _, shapes: 100 if shapes == usual else 99)
     assert (rules[1]["gate_up"], rules[1]["down"]) == usual
 
 
 def test_when_time_is_up_the_rest_is_the_tables():
     moments = iter(range(100))
-    rules = found(until=2, clock=lambda: next(moments))
+    rules = choose_rules(until=2, clock=lambda: next(moments))
     pairs = [(rule["gate_up"], rule["down"]) for rule in rules]
     assert pairs[:2] == [(3, 5), (3, 5)]
     assert pairs[2:] == [tuning.default_shapes(H200, load, 16) for load in search.loads(16)[2:]]

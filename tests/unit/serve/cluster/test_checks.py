@@ -107,18 +107,22 @@ def test_two_healthy_nodes_pass_every_check(healthy):
     } == {}
 
 
-@pytest.mark.parametrize(("name", "broken", "words"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_broken_fact_is_refused_by_its_check_with_a_fix(healthy, name, broken, words):
+@pytest.mark.parametrize(
+    ("name", "broken", "evidence"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_broken_fact_is_refused_by_its_check_with_a_fix(healthy, name, broken, evidence):
     result = finding(broken(healthy), name)
     assert result.status is Status.FAIL
-    assert words in result.evidence
+    assert evidence in result.evidence
     assert result.fix
 
 
-@pytest.mark.parametrize(("name", "broken", "words"), WARNED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_may_do_harm_later_is_a_warning(healthy, name, broken, words):
+@pytest.mark.parametrize(
+    ("name", "broken", "evidence"), WARNED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_may_do_harm_later_is_a_warning(healthy, name, broken, evidence):
     result = finding(broken(healthy), name)
-    assert (result.status, words in result.evidence) == (Status.WARN, True)
+    assert (result.status, evidence in result.evidence) == (Status.WARN, True)
 
 
 def test_a_small_mtu_on_all_is_slower_but_no_fault(healthy, sheet):

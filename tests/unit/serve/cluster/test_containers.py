@@ -237,7 +237,7 @@ def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, doc
 
 
 @pytest.mark.parametrize(
-    ("log", "rdma", "devices", "tcp", "words"),
+    ("log", "rdma", "devices", "tcp", "description"),
     [
         (RDMA, 2, (0, 1), 0, "RDMA carries all 2 channels, over 2 devices"),
         (TCP, 0, (), 2, "TCP carries 2 of 2 channels"),
@@ -245,10 +245,10 @@ def test_a_container_that_somebody_stopped_is_told_from_one_that_died(asked, doc
         ("NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE", 0, (), 0, "not known"),
     ],
 )
-def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, words):
-    found = channels.transport(log)
-    assert (found.rdma, found.devices, found.tcp) == (rdma, devices, tcp)
-    assert found.in_words == words
+def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, description):
+    transport = channels.transport(log)
+    assert (transport.rdma, transport.devices, transport.tcp) == (rdma, devices, tcp)
+    assert transport.description == description
 
 
 def test_the_file_of_a_cluster_is_in_the_checkout():

@@ -101,8 +101,8 @@ def test_one_machine_named_twice_is_refused_before_it_is_asked(monkeypatch, name
 
 
 def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
-    one = sheet("two-from-eugr")["spark"]
-    monkeypatch.setattr(facts, "gather", lambda *_: {"a": one, "b": one})
+    spark = sheet("two-from-eugr")["spark"]
+    monkeypatch.setattr(facts, "gather", lambda *_: {"a": spark, "b": spark})
     with pytest.raises(UsageError, match="two nodes have the same address"):
         check.find_nodes(["a", "b"], "docker", "")
 
@@ -123,7 +123,7 @@ nodes = [
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("schema = 1", "schema = 2", "schema"),
         ("schema = 1", 'schema = 1\nengine = "mpi"', "native"),
@@ -141,13 +141,13 @@ nodes = [
         ("schema = 1", "schema = 1\nnode = 1", "node"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused_with_the_key(tmp_path, old, new, words):
+def test_a_file_that_makes_no_sense_is_refused_with_the_key(tmp_path, old, new, message):
     file = tmp_path / config.FILE
     file.write_text(GOOD)
     assert config.read(file).head.name == "a"
     file.write_text(GOOD.replace(old, new))
     with pytest.raises(InputError) as refused:
         config.read(file)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
     with pytest.raises(UsageError, match="there is no"):
         config.read(tmp_path / "none.toml")

@@ -68,9 +68,9 @@ def test_nccl_and_gloo_take_the_control_network_and_both_halves(config, sheet):
 
 def ask(request):
     command = [sys.executable, "-m", start.MODULE]
-    done = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout)
+    result = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Traceback" not in result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("request_", ["", "{}", "[1]", '{"action": "status", "name": "x", "config": {}}', "{" * 99])
@@ -218,9 +218,9 @@ def test_a_command_on_another_machine_is_quoted_and_asks_nothing():
 
 
 def test_a_program_that_fails_on_a_node_names_the_node():
-    here = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
+    node = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
     with pytest.raises(ProcessError, match="false failed on a"):
-        remote.output(here, ["false"], seconds=10)
+        remote.output(node, ["false"], seconds=10)
 
 
 def test_a_lost_node_is_read_from_its_note(tmp_path):

@@ -28,7 +28,7 @@ class Stage:
 
     config: ClusterConfig
     answers: dict[str, list[Any]] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     failing: list[str] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Stage:
         return answer
 
     def up(self, _config):
-        self.done.append("up")
+        self.actions.append("up")
         assert all(answer is not SILENT for answers in self.answers.values() for answer in answers)
         if self.failing:
             raise ServerError("it did not start", self.failing.pop(), "x")
@@ -52,8 +52,8 @@ def stage(healthy, monkeypatch):
     stage = Stage(healthy.config)
     monkeypatch.setattr(start, "ask", stage.ask)
     monkeypatch.setattr(start, "up", stage.up)
-    monkeypatch.setattr(start, "down", lambda _config: stage.done.append("down"))
-    monkeypatch.setattr(start, "renew", lambda _config, node: stage.done.append(f"renew {node.name}"))
+    monkeypatch.setattr(start, "down", lambda _config: stage.actions.append("down"))
+    monkeypatch.setattr(start, "renew", lambda _config, node: stage.actions.append(f"renew {node.name}"))
     monkeypatch.setattr(time, "sleep", stage.pauses.append)
     return stage
 
@@ -65,7 +65,7 @@ def note():
 def test_a_dead_part_ends_what_is_left_and_starts_all_after_a_pause(stage):
     stage.answers["spark"] = [RUNS, DIED, RUNS, STOPPED]
     keep.keep(stage.config)
-    assert stage.done == ["down", "up"]
+    assert stage.actions == ["down", "up"]
     assert restarts.FIRST_SECONDS - 0.5 < stage.pauses[1] <= restarts.FIRST_SECONDS
     assert note() == {"state": "watching", "why": f"started again after: {DIED['why']}", "failures": 1}
 
@@ -74,14 +74,14 @@ def test_a_dead_part_ends_what_is_left_and_starts_all_after_a_pause(stage):
 def test_an_end_that_somebody_asked_for_starts_nothing(stage, wish):
     stage.answers["spark"] = [RUNS, wish]
     keep.keep(stage.config)
-    assert stage.done == []
+    assert stage.actions == []
 
 
 def test_three_failures_within_an_hour_end_it_with_the_last_reason(stage):
     stage.answers["spark"] = [DIED]
     with pytest.raises(ServerError, match="too often") as caught:
         keep.keep(stage.config)
-    assert stage.done == ["down", "up"] * (restarts.MOST - 1)
+    assert stage.actions == ["down", "up"] * (restarts.MOST - 1)
     assert (caught.value.code, caught.value.why.endswith(DIED["why"])) == ("server.restarts", True)
 
 
@@ -89,7 +89,7 @@ def test_a_start_that_fails_counts_as_a_failure_and_the_next_pause_is_longer(sta
     stage.answers["spark"] = [DIED, RUNS, STOPPED]
     stage.failing = ["no memory"]
     keep.keep(stage.config)
-    assert stage.done == ["down", "up"] * 2
+    assert stage.actions == ["down", "up"] * 2
     assert max(stage.pauses) == pytest.approx(restarts.FIRST_SECONDS * restarts.FACTOR, abs=0.5)
     assert note()["why"] == "started again after: it did not start: no memory"
 
@@ -97,14 +97,14 @@ def test_a_start_that_fails_counts_as_a_failure_and_the_next_pause_is_longer(sta
 def test_a_node_that_restarts_is_waited_for_and_is_no_failure(stage):
     stage.answers.update(spark=[DIED, RUNS, RUNS, RUNS, STOPPED], spark2=[SILENT, SILENT, RUNS])
     keep.keep(stage.config)
-    assert stage.done == ["down", "up"]
+    assert stage.actions == ["down", "up"]
     assert note()["failures"] == 1
 
 
 def test_a_head_that_does_not_answer_may_still_serve(stage):
     stage.answers["spark"] = [SILENT, SILENT, STOPPED]
     keep.keep(stage.config)
-    assert stage.done == []
+    assert stage.actions == []
 
 
 def test_of_replicas_only_the_one_that_ended_is_started_again(stage):
@@ -114,7 +114,7 @@ def test_of_replicas_only_the_one_that_ended_is_started_again(stage):
         spark=[RUNS, RUNS, RUNS, STOPPED], spark2=[RUNS, DIED, RUNS, STOPPED], balancer=[RUNS, STOPPED]
     )
     keep.keep(stage.config)
-    assert stage.done == ["renew spark2"]
+    assert stage.actions == ["renew spark2"]
 
 
 def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage, monkeypatch):
@@ -123,13 +123,13 @@ def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage, mo
     stage.answers.update(spark=[RUNS, SILENT], spark2=[RUNS, DIED], balancer=[RUNS])
 
     def renew(_config, node):
-        stage.done.append(f"renew {node.name}")
+        stage.actions.append(f"renew {node.name}")
         stage.answers.update(spark=[STOPPED], spark2=[STOPPED], balancer=[STOPPED])
 
     monkeypatch.setattr(start, "renew", renew)
     monkeypatch.setattr(keep, "RETURN_SECONDS", 0)  # who waits for the machine that is gone gives up
     keep.keep(stage.config)
-    assert stage.done == ["renew spark2"]
+    assert stage.actions == ["renew spark2"]
 
 
 def test_who_gave_up_says_so_and_one_that_is_gone_does_not_count(stage, monkeypatch):

@@ -39,10 +39,10 @@ def root(tmp_path, monkeypatch):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemFree: 7 kB\nMemAvailable: 50 kB\n")
 
-    def program(*words):
-        if words[0] == "ip":
+    def program(*argv):
+        if argv[0] == "ip":
             return json.dumps(ADDRESSES)
-        raise FileNotFoundError(2, "No such file or directory", words[0])
+        raise FileNotFoundError(2, "No such file or directory", argv[0])
 
     monkeypatch.setattr(probe, "program", program)
     return tmp_path
@@ -82,10 +82,10 @@ def test_the_fingerprint_sees_names_sizes_and_both_ends(tmp_path):
 
 def test_the_probe_runs_alone_from_stdin(tmp_path):
     command = ["python3", "-I", "-", json.dumps({"mode": "facts"})]
-    done = subprocess.run(
+    result = subprocess.run(
         command, input=cluster_facts.source(), capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    assert cluster_facts.parse(json.loads(done.stdout), "here").hostname
+    assert cluster_facts.parse(json.loads(result.stdout), "here").hostname
 
 
 def test_facts_of_another_shape_and_sheets_that_are_none_are_refused(tmp_path):

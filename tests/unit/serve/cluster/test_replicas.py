@@ -25,7 +25,7 @@ def replicas(healthy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"tensor": 2}, "share no layer"),
         ({"expert": True}, "share no layer"),
@@ -34,8 +34,8 @@ def replicas(healthy, tmp_path):
         ({"replica_port": 8000}, "must differ"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(replicas, changes, words):
-    with pytest.raises(ValidationError, match=words):
+def test_settings_without_a_meaning_are_refused(replicas, changes, message):
+    with pytest.raises(ValidationError, match=message):
         changed(replicas, **changes)
 
 

@@ -77,8 +77,10 @@ def test_addresses_that_fit_stay_whatever_the_subnets_are(sheet):
     facts = sheet("two-from-nvidia-playbook")
     written = plan(facts, "10.9.0.0/24,10.9.1.0/24")
     for name, wanted in written.items():
-        there = {entry.name: list(entry.addresses) for entry in facts[name].interfaces if entry.port and entry.carrier}
-        assert {k: v["addresses"] for k, v in wanted.interfaces.items()} == there
+        current = {
+            entry.name: list(entry.addresses) for entry in facts[name].interfaces if entry.port and entry.carrier
+        }
+        assert {k: v["addresses"] for k, v in wanted.interfaces.items()} == current
 
 
 @pytest.mark.parametrize("hosts", [(10, 20, 11, 21), (10, 10, 10, 10)])
@@ -303,11 +305,11 @@ def test_netplan_judges_the_file_before_anything_changes(root, tmp_path, monkeyp
 def test_a_record_that_is_none_is_an_answer_and_no_traceback(root):
     (root / change.RECORD).parent.mkdir(parents=True)
     (root / change.RECORD).write_text("[]")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-", json.dumps({"mode": "restore", "root": str(root)})],
         input=Path(change.__file__).read_text(encoding="utf-8"),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "no record of ours" in json.loads(done.stdout)["error"]
+    assert "no record of ours" in json.loads(result.stdout)["error"]

@@ -73,7 +73,9 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
 def test_an_image_that_arrives_as_another_one_is_an_error(cluster, tmp_path, monkeypatch):
     (tmp_path / "head/sparkforge_vllm:spark").write_text("sha256:aaaa")
     docker = tmp_path / "bin/docker"
-    docker.write_text(docker.read_text().replace('load) cat > "$file"', 'load) echo sha256:bbbb > "$file"'))
+    docker.write_text(
+        docker.read_text().replace('load) cat > "$file"', 'load) cat > /dev/null; echo sha256:bbbb > "$file"')
+    )
     with pytest.raises(IntegrityError, match="worker"):
         sync.send_image(cluster)
 
@@ -94,7 +96,7 @@ def test_an_image_that_the_head_lacks_or_cannot_have_is_refused(cluster):
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "what"),
+    ("said", "error", "message"),
     [
         (
             "rsync: write failed on x: No space left on device (28)\nrsync error: in file IO (code 11)",
@@ -107,26 +109,26 @@ def test_an_image_that_the_head_lacks_or_cannot_have_is_refused(cluster):
         ("rsync error: timeout in data send/receive (code 30)", NetworkError, "cut off"),
     ],
 )
-def test_what_rsync_says_is_named_with_the_next_command(cluster, said, error, what):
-    found = sync.sending_error(ProcessError("rsync failed", said, "x"), cluster.workers[0])
-    assert type(found) is error
-    assert what in found.what
-    assert found.fix
+def test_what_rsync_says_is_named_with_the_next_command(cluster, said, error, message):
+    reported = sync.sending_error(ProcessError("rsync failed", said, "x"), cluster.workers[0])
+    assert type(reported) is error
+    assert message in reported.what
+    assert reported.fix
 
 
 @pytest.fixture
 def listed(cluster, monkeypatch):
     """Return what each node has, which a test changes, and what rsync was called for."""
     whole = {"config.json": {"size": 9, "sha256": "a"}, "m.safetensors": {"size": 10**9, "sha256": "b"}}
-    base = {"place": "/models/x", "whole": True, "free": 10**12, "home": "/home/nvidia", "key": True}
+    base = {"path": "/models/x", "whole": True, "free": 10**12, "home": "/home/nvidia", "key": True}
     have, sent = {"head": {**base, "files": whole}, "worker": {**base, "files": {}, "whole": False}}, []
 
     def program(node, _source, options, **_):
         return have[node.name] if options["mode"] == "list" else {}
 
-    def output(node, words, **more):
-        if words[0] == "rsync":
-            sent.append((words, more["stdin"]))
+    def output(node, argv, **more):
+        if argv[0] == "rsync":
+            sent.append((argv, more["stdin"]))
         return ""
 
     monkeypatch.setattr(remote, "program", program)
@@ -147,7 +149,7 @@ def test_files_that_stay_different_are_sent_again_once_and_then_an_error(cluster
     have["worker"]["files"] = {"config.json": {"size": 9, "sha256": "c"}}
     with pytest.raises(IntegrityError, match="worker"):
         sync.send_model(cluster, "/models/x")
-    assert [(("--append-verify" in words), names) for words, names in sent] == [
+    assert [(("--append-verify" in argv), names) for argv, names in sent] == [
         (True, "m.safetensors\n"),
         (False, "config.json\n"),
         (False, "config.json\nm.safetensors\n"),

@@ -27,15 +27,15 @@ def start(tmp_path, free_port):
     def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
         folder = tmp_path / node
         folder.mkdir(exist_ok=True)
-        words = list(
+        argv = list(
             watch.watched(
                 command, node=node, address="127.0.0.1", port=port, peers=peers, listen=listen, end=folder / "end.json"
             )
         )
-        words[words.index("--") : words.index("--")] = ["--join", join]
+        argv[argv.index("--") : argv.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
             environment = {**os.environ, watch.TOKEN: token}
-            process = subprocess.Popen(under(words), env=environment, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(under(argv), env=environment, stdout=log, stderr=log, start_new_session=True)
         running.append(process)
         process.folder, process.port = folder, port
         return process
@@ -157,11 +157,11 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize("words", STRANGERS, ids=["nothing", "http", "guess", "long", "deep"])
-def test_a_stranger_is_dropped_and_changes_nothing(both, words):
+@pytest.mark.parametrize("data", STRANGERS, ids=["nothing", "http", "guess", "long", "deep"])
+def test_a_stranger_is_dropped_and_changes_nothing(both, data):
     head, worker = both
     with socket.create_connection(("127.0.0.1", head.port), timeout=5) as stranger, suppress(OSError):
-        stranger.sendall(words)
+        stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
         while received := stranger.recv(100):
             assert b"token" not in received
