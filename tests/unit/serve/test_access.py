@@ -225,7 +225,7 @@ def test_a_container_allows_the_named_hosts_and_its_own_health_check():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--api-key", "sesame"],
         ["--port", "1", "--api-key=sesame"],

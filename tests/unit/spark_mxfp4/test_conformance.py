@@ -139,9 +139,10 @@ def test_only_experts_on_another_device_may_be_refused():
 
 
 def test_poison_ends_with_the_context():
+    before = torch.are_deterministic_algorithms_enabled()  # other tests of this process may train
     with conformance.poisoned():
         assert torch.empty(3).isnan().all()
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() == before
 
 
 @pytest.mark.parametrize(("name", "code", "line"), [("torch", 0, "it may serve"), ("nothing", 1, "")])

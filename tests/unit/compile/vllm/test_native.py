@@ -101,7 +101,7 @@ def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
         ["sources", "patches", "kernels", "vllm", "audit"], False
     )
     summary = json.loads((build.paths.state() / "build/summary.json").read_text())
-    assert [(stage["stage"], stage["made"]) for stage in summary["stages"]] == list(
+    assert [(stage["stage"], stage["is_new"]) for stage in summary["stages"]] == list(
         states(build.run_stages(BuildRequest("spark", "wheel"))).items()
     )
     tree = Path(first[3].artifact)
