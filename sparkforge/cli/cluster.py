@@ -101,8 +101,8 @@ def cluster_up(_ctx: Context, config: str = "", restart: bool = True) -> None:
     It checks and validates on every node, starts the workers, then the head, and waits for the first answers. When one
     node's part ends, the others end within 30 seconds and say which it was; a process on this machine then starts all
     of them again, after the pauses and up to the number of failures of a single machine's server. --no-restart leaves
-    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified: answers
-    of a cluster of containers.
+    that process out. Each part is a container, or on the embedded device vLLM's CPU build. Not verified
+    on a DGX Spark, nor with GPUs.
     """
     from sparkforge.serve.cluster import keep, start
 

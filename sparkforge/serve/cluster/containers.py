@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core import paths
+from sparkforge.core import console, paths
 from sparkforge.core.docker import docker, docker_logged
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import EngineError, RefusalError, ServerError
@@ -169,7 +169,8 @@ def identity() -> str:
 
 def log_text() -> str:
     """Return what the container printed; empty if there is none."""
-    return docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=NAMED))
+    # Compose 2.26 puts "erase the line" (ESC [2K) before each line, also where --no-color is asked for.
+    return console.safe(docker(docker_compose.compose("logs", "--no-color", "--no-log-prefix", SERVICE, more=NAMED)))
 
 
 def status() -> dict[str, Any]:

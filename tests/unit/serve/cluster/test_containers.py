@@ -173,7 +173,8 @@ def test_a_node_says_whether_its_container_runs_and_which_node_ended_it(asked, d
     docker_command.answers("ps --all --format json", out=json.dumps(entry) + "\n")
     docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     log = watch.MESSAGE.format(node="spark2", why="nothing came from it for 10 s")
-    docker_command.answers("logs --no-color", out=f"x\n{log}\n")
+    # As Compose 2.26 prints it, "erase the line" before each line.
+    docker_command.answers("logs --no-color", out="".join(f"\x1b[2K{line}\n" for line in ("x", *log.splitlines())))
     assert asked("spark", "status") == {
         "state": "ended",
         "why": "node spark2: nothing came from it for 10 s",
