@@ -298,7 +298,8 @@ def test_models_and_the_cache_are_mounted_as_they_are_and_no_folder_is_made(stac
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if TABLE.image(stack).device != "cpu"])
 @pytest.mark.parametrize(
-    "variables", [{}, {"SPARKFORGE_MODEL_NAME": "gpt-oss-20b"}, {"SPARKFORGE_MODEL": "openai/gpt-oss-20b", "HF_HOME": "/c"}]
+    "variables",
+    [{}, {"SPARKFORGE_MODEL_NAME": "gpt-oss-20b"}, {"SPARKFORGE_MODEL": "openai/gpt-oss-20b", "HF_HOME": "/c"}],
 )
 def test_the_benchmark_has_the_tokenizer_of_the_model_that_is_served(stack, variables):
     services = resolve(stack, **variables)["services"]
