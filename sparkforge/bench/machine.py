@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import psutil
 
 from sparkforge import __version__
+from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.git import checkout_git
+from sparkforge.core.gpus import query
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run
 
 
 def facts() -> dict[str, Any]:
@@ -40,10 +40,9 @@ def _processor() -> str:
 
 def gpus() -> list[str]:
     """Return name and driver of each NVIDIA GPU; none where nvidia-smi is absent or sees none."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        return run(query).stdout.strip().splitlines() if shutil.which(query[0]) else []
-    except ProcessError:
+        return [", ".join(row.values()) for row in query("name", "driver_version")]
+    except ProbeError:
         return []
 
 

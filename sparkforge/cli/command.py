@@ -5,7 +5,9 @@ An error of ours becomes three lines and its family's exit code, never a traceba
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import io
 import os
 import select
@@ -14,8 +16,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from invoke.context import Context
 from invoke.exceptions import Exit
 from invoke.parser.argument import Argument
 from invoke.tasks import Task
@@ -80,6 +83,39 @@ def task(
     words behind `--`, a list.
     """
     return lambda function: CommandTask(command(function), example, options, optional=optional, rest=rest)
+
+
+def option(text: str, default: Any = "") -> Any:
+    """Return a field of a dataclass of options: its default and its help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def texts(options: type) -> dict[str, str]:
+    """Return field → help text of a dataclass whose fields are made by `option`."""
+    return {field.name: field.metadata["help"] for field in dataclasses.fields(options)}
+
+
+def with_fields(options: type[R]) -> Callable[[Callable[Concatenate[Context, R, P], None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as parameters; its function takes them as one object, the second."""
+
+    def decorate(function: Callable[Concatenate[Context, R, P], None]) -> Callable[..., None]:
+        fields = dataclasses.fields(options)  # type: ignore[arg-type]  # typing has no name for "a dataclass"
+
+        @functools.wraps(function)
+        def wrapped(context: Context, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
+            function(context, options(**values), *args, **kwargs)
+
+        signature = inspect.signature(function)
+        context, _, *own = signature.parameters.values()
+        shared = [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default) for field in fields
+        ]
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        wrapped.__signature__ = signature.replace(parameters=[context, *shared, *own])  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
 
 
 def command(function: Callable[P, R]) -> Callable[P, R]:

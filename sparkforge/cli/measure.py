@@ -12,7 +12,7 @@ from invoke.context import Context
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER, START
 from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task, whole_number
-from sparkforge.cli.serve import requested
+from sparkforge.cli.serve import ServeOptions, requested
 from sparkforge.core.errors import UsageError
 
 Options = Mapping[str, Any]
@@ -145,8 +145,10 @@ def bakeoff(options: Options) -> None:
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
     request = requested(
-        options["device"], model=options["model"], port=options["port"], context=options["max_model_len"],
-        stack=options["stack"],
+        ServeOptions(
+            options["device"], model=options["model"], port=options["port"], context=options["max_model_len"],
+            stack=options["stack"],
+        )
     )  # fmt: skip
     trials.run(names, options, request, lambda wanted: start(wanted, build_image), _python())
 

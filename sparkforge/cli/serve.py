@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
-from sparkforge.cli.command import caller_path, task, whole_number
+from sparkforge.cli.command import caller_path, option, task, texts, whole_number, with_fields
 from sparkforge.core import notify
 from sparkforge.core.console import Steps, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
@@ -20,32 +20,33 @@ if TYPE_CHECKING:
     from sparkforge.serve.start import StartRequest
 
 PORT = "8000"
-# The texts of the options that say what is served and to whom, of every command that has them.
-SERVED = {
-    "model": "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]",
-    "port": "port to listen on; default 8000 [PORT]",
-    "host": "IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file",
-    "context": "longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]",
-    "api_key_file": "file with the API key that clients must send: one line, readable for you alone",
-    "allow_hosts": "more names for the Host header, with commas: spark.local,localhost:9000",
-    "stack": "a stack of pins.toml; default: the device's",
-    "vllm_flags": "vLLM's own flags, as in: -- --max-num-seqs 4",
-}
 
 
-def requested(  # noqa: PLR0913 - a parameter an option
-    device: str,
-    *,
-    model: str = "",
-    profile: str = "",
-    port: str = "",
-    host: str = "",
-    context: str = "",
-    api_key_file: str | None = None,
-    allow_hosts: str = "",
-    stack: str = "",
-    vllm_flags: Sequence[str] = (),
-) -> StartRequest:
+@dataclass(frozen=True)
+class ServeOptions:
+    """What a command that starts a server, or has one started, asks its user: options on the command line."""
+
+    device: str = option(
+        "auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)", "auto"
+    )
+    model: str = option(
+        "folder, or repository that is on this machine; default: gpt-oss-120b, without a GPU a tiny one [MODEL]"
+    )
+    profile: str = option(
+        "a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner"
+    )
+    port: str = option("port to listen on; default 8000 [PORT]")
+    host: str = option("IP address to listen on; default 127.0.0.1; one that other machines reach needs --api-key-file")
+    context: str = option("longest sequence in tokens, prompt and answer; default: the profile's [MAX_MODEL_LEN]")
+    api_key_file: str | None = option(
+        "file with the API key that clients must send: one line, readable for you alone", None
+    )
+    allow_hosts: str = option("more names for the Host header, with commas: spark.local,localhost:9000")
+    stack: str = option("a stack of pins.toml; default: the device's")
+    vllm_flags: Sequence[str] = option("vLLM's own flags, as in: -- --max-num-seqs 4", ())
+
+
+def requested(options: ServeOptions) -> StartRequest:
     """Return what the options of a command and the environment ask for, and say which device serves, and why.
 
     MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
@@ -54,51 +55,41 @@ def requested(  # noqa: PLR0913 - a parameter an option
     from sparkforge.serve.device import choose
     from sparkforge.serve.start import StartRequest
 
-    number = whole_number("--port" if port else "PORT", port or os.environ.get("PORT") or PORT)
-    named = model or os.environ.get("MODEL", "")
+    port = whole_number("--port" if options.port else "PORT", options.port or os.environ.get("PORT") or PORT)
+    named = options.model or os.environ.get("MODEL", "")
     model = settings.checkpoint(named, caller_path(named))
-    key_file = caller_path(api_key_file) if api_key_file else api_key_file
-    address = passed.address(host, key_file)
-    variables = passed.with_context(os.environ, context, vllm_flags)
-    choice = choose(device)
-    flags = passed.checked(vllm_flags, relative_to=None if choice.container else caller_path("."))
+    key_file = caller_path(options.api_key_file) if options.api_key_file else options.api_key_file
+    address = passed.address(options.host, key_file)
+    variables = passed.with_context(os.environ, options.context, options.vllm_flags)
+    choice = choose(options.device)
+    flags = passed.checked(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
     say(f"device: {choice.device}, because {choice.why}")
     return StartRequest(
-        choice.device, model, profile, number, host and address, key_file, allow_hosts, stack=stack,
-        variables=variables, flags=flags,
+        choice.device, model, options.profile, port, options.host and address, key_file, options.allow_hosts,
+        stack=options.stack, variables=variables, flags=flags,
     )  # fmt: skip
 
 
 @task(
     example="./inv up --device docker --profile fast",
-    device="auto, embedded (vLLM's CPU build), docker, or docker-cpu (the container without a GPU)",
-    profile="a table of sparkforge/serve/profiles.toml: safe, fast, long-context, …; auto: the last bake-off's winner",
     quantization="spark-mxfp4: our own experts, by the profile of that name or beside yours",
     profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
     foreground="stay, show the log, stop the server on Ctrl-C",
     hold="after a refused validation wait and validate again, as the systemd unit does",
     offline=OFFLINE,
     rest="vllm_flags",
-    **SERVED,
+    **texts(ServeOptions),
 )
 @held
-def up(  # noqa: PLR0913, PLR0917 - a parameter an option
+@with_fields(ServeOptions)
+def up(
     _ctx: Context,
-    device: str = "auto",
-    model: str = "",
-    profile: str = "",
+    options: ServeOptions,
     quantization: str = "",
-    port: str = "",
-    host: str = "",
-    context: str = "",
-    api_key_file: str | None = None,
-    allow_hosts: str = "",
     profiler: bool = False,
     foreground: bool = False,
     hold: bool = False,  # noqa: ARG001 - `held` reads it
-    stack: str = "",
     offline: str = "",
-    vllm_flags: Sequence[str] = (),
 ) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
@@ -111,12 +102,9 @@ def up(  # noqa: PLR0913, PLR0917 - a parameter an option
 
     with failure.remembered():
         use_bundle(caller_path(offline))
-        request = requested(
-            device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
-            allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
-        )  # fmt: skip
+        request = requested(options)
         profile, flags = passed.with_quantization(
-            quantization, profile, request.flags, gpu=request.device == DOCKER, stack=request.stack
+            quantization, options.profile, request.flags, gpu=request.device == DOCKER, stack=request.stack
         )
         request = replace(request, profile=profile, flags=flags, profiler=profiler)
         if profile == AUTO:

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from invoke.context import Context
 
-from sparkforge.cli.command import caller_path, task
-from sparkforge.cli.serve import SERVED, requested
+from sparkforge.cli.command import caller_path, task, texts, with_fields
+from sparkforge.cli.serve import ServeOptions, requested
 from sparkforge.core.errors import UsageError
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
+# What the service keeps is read once, when its unit is written.
+DECIDED_NOW = {"device": "as for up; `auto` is decided now, not at boot", "profile": "docker: a serve profile"}
 
 
 @task(
     example="./inv service.install --device docker --profile safe --now",
     system=SYSTEM,
     user="with --system: the account that runs it; default: who owns the checkout",
-    device="as for up; `auto` is decided now, not at boot",
-    profile="docker: a serve profile",
     now="start it too",
     show="print the unit and the file it would be written to, and change nothing",
     rest="vllm_flags",
-    **SERVED,
+    **(texts(ServeOptions) | DECIDED_NOW),
 )
-def install(  # noqa: PLR0913, PLR0917 - a parameter an option
-    _ctx: Context,
-    system: bool = False,
-    user: str = "",
-    device: str = "auto",
-    model: str = "",
-    profile: str = "",
-    port: str = "",
-    host: str = "",
-    context: str = "",
-    api_key_file: str | None = None,
-    allow_hosts: str = "",
-    stack: str = "",
-    now: bool = False,
-    show: bool = False,
-    vllm_flags: Sequence[str] = (),
+@with_fields(ServeOptions)
+def install(
+    _ctx: Context, options: ServeOptions, system: bool = False, user: str = "", now: bool = False, show: bool = False
 ) -> None:
     """Have systemd start the server at boot and after a crash.
 
@@ -53,36 +39,35 @@ def install(  # noqa: PLR0913, PLR0917 - a parameter an option
     from sparkforge.serve import container, embedded, service
 
     service.version()  # without systemd nothing else matters
-    named = model or os.environ.get("MODEL", "")
+    named = options.model or os.environ.get("MODEL", "")
     if system and local.REPOSITORY.fullmatch(named) and not Path(caller_path(named)).is_dir():
         why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"
         fix = "./inv service.install --system --model FOLDER: models/NAME, which ./inv model.fetch makes"
         raise UsageError(f"{named} is not a folder", why, fix)
-    request = requested(
-        device, model=model, profile=profile, port=port, host=host, context=context, api_key_file=api_key_file,
-        allow_hosts=allow_hosts, stack=stack, vllm_flags=vllm_flags,
-    )  # fmt: skip
+    request = requested(options)
     if request.device == EMBEDDED:
-        embedded.check(request.model, profile, request.key_file, allow_hosts)
+        embedded.check(request.model, request.profile, request.key_file, request.allow_hosts)
         embedded.vllm_arguments(request.variables)
     else:
-        container.variables(request.model, profile, request.port, request.key_file, allow_hosts, stack)
-        container.passed_on(request.variables, request.host, request.port, allow_hosts, request.flags)
-    stack_of(request.device, stack)
-    options = {
+        container.variables(
+            request.model, request.profile, request.port, request.key_file, request.allow_hosts, request.stack
+        )
+        container.passed_on(request.variables, request.host, request.port, request.allow_hosts, request.flags)
+    stack_of(request.device, request.stack)
+    stated = {
         "device": request.device,
         "model": request.model,
-        "profile": profile,
+        "profile": request.profile,
         "port": str(request.port),
         "host": request.host,
-        "context": context,
+        "context": options.context,
         "api-key-file": request.key_file or "",
-        "allow-hosts": allow_hosts,
-        "stack": stack,
+        "allow-hosts": request.allow_hosts,
+        "stack": request.stack,
     }
     service.install(
         (
-            *(f"--{name}={value}" for name, value in options.items() if value),
+            *(f"--{name}={value}" for name, value in stated.items() if value),
             *(("--", *request.flags) if request.flags else ()),
         ),
         system=system,

@@ -18,6 +18,7 @@ from sparkforge.serve import environment as embedded
 
 LINT, UNIT = Environment("lint"), Environment("unit")
 WORKERS = 2  # one for what serves while the other compiles (tests/conftest.py); more have not been tried
+FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
 WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
@@ -93,7 +94,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
         environments.ensure(UNIT, pins.load())
         python, arguments = UNIT.python, ["tests/unit"]
         variables[FAST] = "1"
-        workers = min(WORKERS, os.cpu_count() or 1)
+        workers = min(FAST_WORKERS, 2 * (os.cpu_count() or 1))
     else:
         python = embedded.prepare(Steps(1), environments.TEST).python
         arguments = ["tests", "--ignore=tests/max", "--durations=15"]  # `./inv max.test` runs those

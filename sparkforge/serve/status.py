@@ -7,7 +7,6 @@ sparkforge-status/1; it removes and renames none.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -24,8 +23,9 @@ import psutil
 from pydantic import Field
 
 from sparkforge.core import http, memory, paths
-from sparkforge.core.bounded import ProbeError, ask, require
+from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import SparkforgeError
+from sparkforge.core.gpus import number, query
 from sparkforge.core.process import session_members
 from sparkforge.core.tables import Record
 from sparkforge.serve import client, failure, metrics, proof
@@ -36,8 +36,6 @@ INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 BETWEEN = 2.0  # seconds between two reports of --watch
 ANSWER_BYTES = 4 << 20  # vLLM's /metrics has 100 kB
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
-SMI_SECONDS = 5.0
-SMI = ("name", "memory.total", "memory.used", "utilization.gpu")
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
 RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 # "(EngineCore pid=7) ERROR 11-21 03:40:13 [core.py:99] RuntimeError: …", as vLLM's logger writes it.
@@ -183,19 +181,18 @@ def gpus() -> list[GpuMemory]:
 
     On a DGX Spark it has no figures for the memory, which is the host's (by NVIDIA's known issues; not seen by us).
     """
-    command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
     try:
-        text = require(ask(command, seconds=SMI_SECONDS), "nvidia-smi", SMI_SECONDS)
+        rows = query("name", "memory.total", "memory.used", "utilization.gpu", units=False)
     except ProbeError:
         return []
     memories = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) == len(SMI):
-            total, used, busy = (_number(field) for field in row[1:])
-            unified = total is None
-            sizes = [None if unified or size is None else int(size * 2**20) for size in (total, used)]
-            busy_part = None if busy is None else busy / 100
-            memories.append(GpuMemory(name=row[0], unified=unified, total=sizes[0], used=sizes[1], busy=busy_part))
+    for row in rows:
+        name, *figures = row.values()
+        total, used, busy = map(number, figures)
+        unified = total is None
+        sizes = [None if unified or size is None else int(size * 2**20) for size in (total, used)]
+        busy_part = None if busy is None else busy / 100
+        memories.append(GpuMemory(name=name, unified=unified, total=sizes[0], used=sizes[1], busy=busy_part))
     return memories
 
 
@@ -339,14 +336,6 @@ def _end_of(log: Path) -> str:
             return file.read(LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _number(text: str) -> float | None:
-    """Return a field of nvidia-smi; None for [N/A] and [Not Supported]."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _iso(moment: float) -> str:

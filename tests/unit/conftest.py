@@ -63,6 +63,13 @@ def snapshot(directory):
     return entries
 
 
+@pytest.fixture(autouse=True)
+def no_index(monkeypatch):
+    """No package index answers a unit test: with one its result would depend on the network."""
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+
+
 def git(directory, *arguments, stdin=b""):
     """Run git in `directory`, apart from any repository or configuration around it."""
     env = {"GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_GLOBAL": "/dev/null", "PATH": "/usr/bin:/bin"}

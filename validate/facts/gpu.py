@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import json
 import sys
 
+from sparkforge.core import gpus
 from sparkforge.core.bounded import ProbeError, ask, require
 from validate.facts.fact import Reading
 from validate.facts.target import Options, Target, once
@@ -21,12 +21,7 @@ MAJOR, MINOR, INTEGRATED = 75, 76, 18
 @once
 def nvidia_smi(target: Target) -> tuple[dict[str, str], ...]:
     """One table of SMI_FIELDS per GPU that nvidia-smi lists. Raises ProbeError if it is absent, fails or hangs."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
-    text = require(ask(query, seconds=SECONDS, env=target.options.environ), "nvidia-smi", SECONDS)
-    rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(SMI_FIELDS)]
-    if not rows:
-        raise ProbeError("nvidia-smi lists no GPU")
-    return tuple(dict(zip(SMI_FIELDS, row, strict=True)) for row in rows)
+    return tuple(gpus.query(*SMI_FIELDS, env=target.options.environ))
 
 
 def name() -> str:

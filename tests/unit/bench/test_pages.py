@@ -212,6 +212,7 @@ def drawn(page):
     return {server: (rank, *cells[:2]) for rank, server, *cells in filter(None, rows)}
 
 
+@pytest.mark.slow
 def test_a_server_that_failed_shows_no_figure(oven, stub, tmp_path, capsys):
     page, nothing = tmp_path / "out" / "bakeoff" / "bakeoff.html", ("-", "-", "-")
     bakeoff.main(oven, Path("/nonexistent"))

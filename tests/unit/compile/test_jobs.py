@@ -140,6 +140,7 @@ def go(plan, commands, tmp_path, known, **options):
         raise
 
 
+@pytest.mark.slow
 def test_real_programs_stay_within_the_budget_and_their_peaks_are_learnt(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(*[160 * MB] * 5)

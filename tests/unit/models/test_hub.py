@@ -100,6 +100,7 @@ def test_a_corrupted_shard_is_refused_and_not_kept(server, target):
     assert (target / SHARDS[0]).read_bytes() == good
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_is_taken_up_by_itself(server, target):
     server.files = server.listed = hub_server.checkpoint(size=30_000_000)  # the library writes pieces of 10 MB
     server.cut[SHARDS[0]] = 15_000_000

@@ -247,6 +247,7 @@ def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     assert "the validation has not passed" in container.healthy().stdout
 
 
+@pytest.mark.slow
 def test_a_held_container_stays_says_so_and_validates_again_when_the_model_changes(container, model):
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_REFUSED="hold")

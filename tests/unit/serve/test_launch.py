@@ -181,6 +181,7 @@ def test_what_a_patch_cures_is_no_limit_where_the_stack_has_it():
         proof.prove(f"http://127.0.0.1:{port}", "m", 60, patches=patches)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(begin, port):
     with pytest.raises(ServerError, match="in time", check=lambda error: error.code == "server.start"):
         begin("unhealthy", timeout=2.0)

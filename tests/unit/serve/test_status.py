@@ -204,6 +204,7 @@ def test_watch_ends_once_the_server_has_ended(server, no_gpu, monkeypatch, capsy
     assert "no server" in shown(capsys)
 
 
+@pytest.mark.slow
 def test_watch_redraws_on_a_terminal_and_ctrl_c_ends_it_with_0(server):
     environment = {**os.environ, "SPARKFORGE_STATE": str(state())}
     terminal = Terminal(sys.executable, "-m", "sparkforge.cli", "status", "--watch", cwd=ROOT, env=environment)

@@ -106,6 +106,7 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
     assert "by itself" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behaviour", ["drains", "ignores"])
 def test_a_server_that_is_ended_for_memory_is_a_failure_with_a_name(serve, tmp_path, behaviour):
     supervisor, server = serve(behaviour)

@@ -32,6 +32,7 @@ def test_what_goes_wrong_becomes_the_facts_error(target):
     }
 
 
+@pytest.mark.slow
 def test_a_hang_ends_and_costs_only_its_group(target):
     stop = threading.Event()
     groups = [
@@ -130,6 +131,7 @@ def test_once_keeps_an_exception_too():
     assert calls == ["x"]
 
 
+@pytest.mark.slow
 def test_program_that_hangs_is_killed_with_its_children(ended):
     answer = ask(["sh", "-c", "sleep 600 & echo $!; sleep 600"], seconds=2.0)
     assert answer.code is None

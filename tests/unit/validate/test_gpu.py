@@ -39,7 +39,7 @@ def test_nvidia_smi_tells(target, tmp_path):
     ],
 )
 def test_nvidia_smi_fails(target, tmp_path, monkeypatch, script, why):
-    monkeypatch.setattr(gpu, "SECONDS", 0.3 if "sleep" in script else 60.0)
+    monkeypatch.setattr("sparkforge.core.gpus.SECONDS", 0.3 if "sleep" in script else 60.0)
     validated = target(environ=smi(tmp_path, script))
     for reading in gpu.SMI_READINGS:
         assert re.search(why, take(reading, validated).error)

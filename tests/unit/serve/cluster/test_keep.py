@@ -151,6 +151,7 @@ def test_a_second_cluster_is_refused_while_one_is_kept():
         keep.refuse_second()
 
 
+@pytest.mark.slow
 def test_it_is_started_and_ended_with_what_it_asks(stage, tmp_path, monkeypatch):
     """A program in place of `ssh` says that the head's part died, and never answers again."""
     monkeypatch.undo()

@@ -119,6 +119,7 @@ def test_an_end_by_the_memory_guard_is_no_wish(start):
     assert head.wait(15) == 24
 
 
+@pytest.mark.slow
 def test_a_frozen_node_is_noticed(both):
     head, worker = both
     worker.send_signal(signal.SIGSTOP)
