@@ -24,6 +24,8 @@ from sparkforge.serve import record
 from sparkforge.serve.record import Server
 from sparkforge.serve.start import StartRequest
 
+pytestmark = pytest.mark.slow  # real programs in most of them
+
 PYTHON = Path("/nonexistent")
 FLAGS = {
     "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "client": "own", "silence": "60",

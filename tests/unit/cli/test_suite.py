@@ -51,9 +51,9 @@ def started(monkeypatch):
     ("options", "arguments"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
-        ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=2"]),
+        ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=4"]),
         ({"select": "ctrl"}, ["tests", "--ignore=tests/max", "--durations=15", "-k", "ctrl"]),
-        ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=2", *suite.COVERAGE]),
+        ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=4", *suite.COVERAGE]),
         ({"fast": True, "select": "ctrl"}, ["tests/unit", "-k", "ctrl"]),
     ],
     ids=str,
@@ -73,12 +73,19 @@ def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
     assert started.arguments[-2:] == [*suite.RERUNS]
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (20, 8)])
+def test_fast_has_two_workers_a_core_up_to_a_limit(started, monkeypatch, cores, workers):
+    monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
+    suite.run_tests(fast=True, select="")
+    assert started.arguments == ["-m", "pytest", "tests/unit", *FAST, f"--numprocesses={workers}"]
+
+
 def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch):
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * GB, 1))
     started.code = 1
     with pytest.raises(ProcessError, match="ended with code 1", check=lambda error: error.code == "process.tests"):
-        suite.run_tests(fast=True, select="")
-    assert started.arguments == ["-m", "pytest", "tests/unit", *FAST]
+        suite.run_tests(fast=False, select="")
+    assert not any(argument.startswith("--numprocesses") for argument in started.arguments)
 
 
 def test_the_long_attack_writes_its_counts_and_a_broken_promise_is_an_error(started):

@@ -15,6 +15,8 @@ from sparkforge.serve.cluster import check, discover, engine, node, remote, star
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import ServerCommand
 
+pytestmark = pytest.mark.slow  # real programs in most of them
+
 
 @pytest.fixture
 def config(healthy):
