@@ -27,9 +27,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.sources import archive
 
-pytestmark = pytest.mark.slow  # real programs in most of them
 
-pytestmark = pytest.mark.needs("cmake", "ninja", "c++")
+pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++")]
 
 
 def answer(overlay, name):
