@@ -27,7 +27,6 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.sources import archive
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.needs("cmake", "ninja", "c++")]
 
 
