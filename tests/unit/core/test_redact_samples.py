@@ -436,6 +436,7 @@ def test_neighbours_in_json_tell_a_secret(value):
         assert "sesame" not in str(redacted(value))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60, method="signal")  # `re` looks for signals while it searches
 @pytest.mark.parametrize("character", "a7-_:/.@\\\"'& \n=,<é")
 def test_redaction_takes_time_in_proportion_to_the_text(character):
