@@ -94,7 +94,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
         environments.ensure(UNIT, pins.load())
         python, arguments = UNIT.python, ["tests/unit"]
         variables[FAST] = "1"
-        workers = min(FAST_WORKERS, (os.cpu_count() or 1) + 1)
+        workers = min(FAST_WORKERS, 2 * (os.cpu_count() or 1))
     else:
         python = embedded.prepare(Steps(1), environments.TEST).python
         arguments = ["tests", "--ignore=tests/max", "--durations=15"]  # `./inv max.test` runs those

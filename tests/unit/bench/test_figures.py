@@ -118,6 +118,7 @@ echo "$@" > args; {0}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

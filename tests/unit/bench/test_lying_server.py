@@ -33,6 +33,7 @@ def reasons(bench, config, **changes):
     return " | ".join(result.reasons), result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     stub.lie = lie

@@ -268,6 +268,7 @@ url = "{stub.url}"
     return {"file": str(file), "text": "persuasion-24", "output": str(tmp_path / "out"), "silence": "60", **shape}
 
 
+@pytest.mark.slow
 def test_only_servers_that_pass_are_ranked(oven, tmp_path):
     bakeoff.main(oven, Path("/nonexistent"))
     standings = json.loads((tmp_path / "out" / "bakeoff" / "bakeoff.json").read_text())
@@ -281,6 +282,7 @@ def test_only_servers_that_pass_are_ranked(oven, tmp_path):
     outline((tmp_path / "out" / "bakeoff" / "bakeoff.html").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"logprob": -9.0}, {"lie": "truncated"}], ids=["gate", "load"])
 def test_a_bakeoff_that_nobody_passes_is_an_error(oven, stub, change):
     vars(stub).update(change)

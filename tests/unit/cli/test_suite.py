@@ -51,9 +51,9 @@ def started(monkeypatch):
     ("options", "arguments"),
     [
         ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
-        ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=3"]),
+        ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=4"]),
         ({"select": "ctrl"}, ["tests", "--ignore=tests/max", "--durations=15", "-k", "ctrl"]),
-        ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=3", *suite.COVERAGE]),
+        ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=4", *suite.COVERAGE]),
         ({"fast": True, "select": "ctrl"}, ["tests/unit", "-k", "ctrl"]),
     ],
     ids=str,
@@ -74,7 +74,7 @@ def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 2), (20, 8)])
-def test_fast_has_a_worker_more_than_cores_up_to_a_limit(started, monkeypatch, cores, workers):
+def test_fast_has_two_workers_a_core_up_to_a_limit(started, monkeypatch, cores, workers):
     monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
     suite.run_tests(fast=True, select="")
     assert started.arguments == ["-m", "pytest", "tests/unit", *FAST, f"--numprocesses={workers}"]

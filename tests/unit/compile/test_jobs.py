@@ -188,6 +188,7 @@ def killed_once(flag, how="kill -9 $$"):
     return ("sh", "-c", f"test -e {flag} && exit 0; touch {flag}; {how}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["kill -9 $$", "sh -c 'kill -9 $$'; exit $?", "exit 143", "echo Killed; exit 255",

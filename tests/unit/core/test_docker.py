@@ -130,6 +130,7 @@ def test_a_plugin_tells_its_version_or_is_missing(script):
         docker_cli.require_plugin("buildx")
 
 
+@pytest.mark.slow
 def test_a_build_tells_its_steps_and_its_log_stays(script, tmp_path):
     script("echo '#5 [runtime 2/9] COPY pins.toml /opt/'; sleep 0.6; echo '#5 DONE 0.0s'")
     steps = []

@@ -87,6 +87,7 @@ def begin(folder, name, pids=4):
     return started, [int(word) for word in listed.read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "number", "code"),
     [("plan", signal.SIGTERM, 143), ("plan", signal.SIGHUP, 129), ("program", signal.SIGTERM, 143),

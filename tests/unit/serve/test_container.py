@@ -76,6 +76,7 @@ def checkout(tmp_path, monkeypatch, api, docker_command):
     monkeypatch.setattr(paths, "ROOT", root)
     monkeypatch.setattr(launch, "check_free", lambda *_: None)  # the stand-in server holds the port already
     monkeypatch.setattr(client, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("sparkforge.core.docker.POLL_SECONDS", 0.01)
     return root
 
 

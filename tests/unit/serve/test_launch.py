@@ -285,6 +285,7 @@ def leftovers(begin):
             process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_is_seen_and_ended_by_down(leftovers):
     server, left = leftovers
     with pytest.raises(
@@ -297,6 +298,7 @@ def test_what_a_killed_server_left_is_seen_and_ended_by_down(leftovers):
         launch.stop()
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_is_ended_by_the_next_start(leftovers, begin, capsys):
     _, left = leftovers
     with launch.starting():
@@ -304,6 +306,7 @@ def test_what_a_killed_server_left_is_ended_by_the_next_start(leftovers, begin, 
     assert f"pid {left.pid}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_beside_leftovers_is_not_taken_for_one(leftovers, begin):
     _, left = leftovers
     server = begin()

@@ -129,6 +129,7 @@ def test_a_frozen_node_is_noticed(both):
     assert end(head) | {"time": 0} == {"node": "worker", "why": "nothing came from it for 10 s", "time": 0}
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_ends_the_others(start):
     head = start("head", ["worker", "third"], listen=True, join="1")
     assert head.wait(15) == 24
