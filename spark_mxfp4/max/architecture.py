@@ -2,7 +2,8 @@
 
 SPARK_MXFP4_QUANTIZATION_FORMAT selects what happens to the experts: `packed` (the default) expands them in registers,
 `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at every step.
-On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. On a CPU, where MAX's routing has no kernels,
+On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. MAX's dense products write past the end of a
+bfloat16 result, so they have a float32 one, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX's routing has no kernels,
 `spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
 """
 
@@ -28,7 +29,9 @@ from max.graph import Module as GraphModule
 from max.graph.weights import WeightData, WeightsFormat
 from max.nn.kernels import flash_attention_ragged
 from max.nn.layer import Module
+from max.nn.linear import Linear
 from max.nn.moe import GateUpFormat, StackedMoE
+from max.nn.stacked_linear import StackedLinear
 from max.pipelines.architectures.gpt_oss import gpt_oss, weight_adapters
 from max.pipelines.architectures.gpt_oss.arch import gpt_oss_arch
 from max.pipelines.architectures.gpt_oss.layers import attention, transformer_block
@@ -52,6 +55,8 @@ versions.require_signature(GptOssConfig, "finalize", "self", "huggingface_config
 versions.require_signature(transformer_block.Allreduce, "__init__", "self", "num_accelerators")
 versions.require_signature(gpt_oss, "signal_inputs", "device_refs")
 versions.require_signature(GraphSpec, "trace", "self", "module")
+versions.require_signature(Linear, "__call__", "self", "x")
+versions.require_signature(StackedLinear, "__call__", "self", "x")
 versions.require_signature(
     attention, "flash_attention_ragged", "kv_params", "input", "input_row_offsets", "kv_collection", "layer_idx",
     "mask_variant", "scale", "local_window_size", "sink_weights", "rel_logits", "output_dtype",
@@ -65,6 +70,8 @@ ATTENTION_KEYS = 128  # that MAX's CPU attention takes at a time, and for which 
 # Activations of a step and fragmentation of MAX's memory manager: MAX's own plan has 6 GiB for both. The 15 GiB and the
 # experts in bfloat16 that it adds for MXFP4 are not needed where nothing is expanded in memory.
 RESERVED_BYTES = 6 * 1024**3
+COLUMNS = 32  # MAX's products of a number of columns that is no multiple of 8 are wrong on Hopper; 32 were run there
+LINEAR, STACKED_LINEAR = Linear.__call__, StackedLinear.__call__  # MAX's own
 
 
 def quantization_format() -> str:
@@ -79,6 +86,36 @@ def in_pairs(x: TensorValue) -> TensorValue:
     """Return `x` [P, K] with every eight columns in the order 0 4 1 5 2 6 3 7, which the kernels take."""
     rows, columns = x.shape
     return ops.reshape(ops.transpose(ops.reshape(x, [rows, int(columns) // 8, 2, 4]), 2, 3), [rows, columns])
+
+
+def product(x: TensorValue, weight: TensorValue, bias: TensorValue) -> TensorValue:
+    """Return `x` [P, K] times `weight` [N, K] transposed plus `bias` [N], all bfloat16.
+
+    MAX's product with a bfloat16 result writes whole tiles of 128 rows, past the end of the result, into what another
+    operation has stored there. With the cast joined to it, it stores no row that there is not (docs/guide/max.md).
+    """
+    rows, columns = (int(size) for size in weight.shape)
+    if padding := -rows % COLUMNS:
+        zeros = ops.broadcast_to(ops.constant(0.0, weight.dtype, device=weight.device), [padding, columns])
+        weight = ops.concat([weight, zeros])
+    sums = ops.cast(x @ weight.T, DType.float32)
+    values = [sums[:, :rows] if padding else sums, bias]
+    result = TensorType(DType.bfloat16, [x.shape[0], rows], x.device)
+    return ops.custom("spark_mxfp4.add_and_round", x.device, values, [result])[0].tensor
+
+
+def _linear(layer: Linear, x: TensorValue) -> TensorValue:
+    """Return what Linear does. The LM head has no bias, and MAX takes its product in float32."""
+    if x.dtype != DType.bfloat16 or layer.bias is None:
+        return LINEAR(layer, x)
+    return product(x, layer.weight.to(x.device), layer.bias.to(x.device))
+
+
+def _stacked_linear(layer: StackedLinear, x: TensorValue) -> TensorValue:
+    """Return what StackedLinear does: the products of queries, keys and values in one."""
+    if x.dtype != DType.bfloat16 or layer.stacked_bias is None:
+        return STACKED_LINEAR(layer, x)
+    return product(x, layer.stacked_weight.to(x.device), layer.stacked_bias.to(x.device))
 
 
 class PackedMoE(GptOssMoE):
@@ -156,11 +193,16 @@ class PackedGptOssConfig(GptOssConfig):
         return config
 
     def finalize(self, huggingface_config: Any, state_dict: Mapping[str, WeightData], return_logits: Any) -> None:
-        """Refuse experts that are not MXFP4."""
+        """Refuse experts that are not MXFP4, and attention without biases, whose products `_linear` leaves to MAX."""
         super().finalize(huggingface_config, dict(state_dict), return_logits)
         if self.quant_config is None:
             raise ValueError(
                 f"the checkpoint's experts are not MXFP4 · packed experts need its blocks and scales · "
+                f"set {SETTING}=dequant"
+            )
+        if not self.attention_bias:
+            raise ValueError(
+                f"the checkpoint's attention has no biases · gpt-oss' has, and nothing else is built · "
                 f"set {SETTING}=dequant"
             )
         if self.devices[0].is_cpu():
@@ -201,7 +243,7 @@ class PackedModel(GptOssModel):
             )
         with _replaced((gpt_oss, "GptOssMoE", PackedMoE), *(_CPU_CLASSES if on_cpu else ())):
             specs = super().graph_specs(model_config)
-        kind = _CpuGraphSpec if on_cpu else GraphSpec
+        kind = _CpuGraphSpec if on_cpu else _GpuGraphSpec
         return {
             role: kind(**{**_fields(spec), "custom_extensions": [*spec.custom_extensions, KERNELS]})
             for role, spec in specs.items()
@@ -244,6 +286,15 @@ class _CpuGraphSpec(GraphSpec):
 
     def trace(self, module: GraphModule | None = None) -> Graph:
         with _replaced((attention, "flash_attention_ragged", _attend)):
+            return super().trace(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GpuGraphSpec(GraphSpec):
+    """A graph whose dense products end where their result ends."""
+
+    def trace(self, module: GraphModule | None = None) -> Graph:
+        with _replaced((Linear, "__call__", _linear), (StackedLinear, "__call__", _stacked_linear)):
             return super().trace(module)
 
 

@@ -13,6 +13,7 @@ import pytest
 from sparkforge.core.paths import ROOT
 from sparkforge.environments import Environment
 from sparkforge.models import tiny
+from sparkforge.serve import modular
 from sparkforge.serve.settings import TINY_ID
 
 MAX = Environment("max")
@@ -86,6 +87,12 @@ def checkout(mojo, compiled, tmp_path_factory, free_port):
 
 
 @pytest.fixture(scope="session")
-def started(checkout):
+def device():
+    """What MAX serves on: `./inv max.test --device` says it."""
+    return os.environ.get(modular.DEVICE_OF_TESTS, "cpu")
+
+
+@pytest.fixture(scope="session")
+def started(checkout, device):
     """The finished `./inv max.up` whose server all tests share."""
-    return checkout.inv("max.up", "--port", str(checkout.port))
+    return checkout.inv("max.up", "--port", str(checkout.port), "--device", device)

@@ -56,6 +56,17 @@ def test_pairs_times_factors_are_exact(host):
             assert torch.equal(once * second, torch.stack([values[:4], values[4:]], dim=-1))
 
 
+def test_rounding_is_to_nearest_with_ties_to_even(host):
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-45, -1e-40, 1.00390625, 1.01171875])
+    values = torch.cat([edges, torch.randint(-(2**31), 2**31, (100_000,)).int().view(torch.float32)])
+    output = torch.zeros(len(values), dtype=torch.bfloat16)
+    host.spark_round(address(output), address(values), number(len(values)))
+    expected = values.bfloat16()
+    assert torch.equal(output.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(output.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
+
+
 def paired(x):
     """Return the columns of `x` in paired order."""
     return x.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3).contiguous()

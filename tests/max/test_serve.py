@@ -22,6 +22,8 @@ CORPUS = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
 # time; 300 tokens are three of these.
 LENGTHS = (8, 63, 127, 128, 129, 139, 173, 300)
 GENERATED = 32
+# How far a logit may lead the second one where the tokens part. With transformers' own bfloat16 it is 0.003.
+LEADS = {"cpu": 0.0, "gpu": 0.1}
 HERE = Path(__file__).parent
 
 
@@ -57,15 +59,26 @@ def answers(server, prompts):
     return {length: complete(prompt) for length, prompt in prompts.items()}
 
 
-def test_greedy_tokens_are_those_of_transformers(answers, checkout, prompts, tokenizer):
+def test_greedy_tokens_are_those_of_transformers(answers, checkout, prompts, tokenizer, device):
+    """On a CPU all of them; on a GPU, in bfloat16, until the reference itself hardly prefers its token to another."""
     model = hf.load_packed(str(checkout.model), dtype=torch.float32, attn_implementation="eager").eval()
+    parted = {}
     for length, prompt in prompts.items():
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, max_new_tokens=GENERATED, do_sample=False, eos_token_id=None)
-        assert answers[length] == tokenizer.decode(output[0, length:]), length
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=GENERATED, do_sample=False, eos_token_id=None,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        ids = output.sequences[0, length:].tolist()
+        equal = sum(answers[length].startswith(tokenizer.decode(ids[: count + 1])) for count in range(GENERATED))
+        if equal < GENERATED:
+            best, second = output.scores[equal][0].topk(2).values.tolist()
+            parted[length] = (equal, round(best - second, 3))
+    assert all(lead < LEADS[device] for _, lead in parted.values()), f"prompt: equal tokens, lead there: {parted}"
 
 
-def test_greedy_tokens_are_those_of_vllm(answers, checkout, prompts, tokenizer, tmp_path):
+def test_greedy_tokens_are_those_of_vllm(answers, checkout, prompts, tokenizer, tmp_path, device):
+    if device == "gpu":
+        pytest.skip("vLLM's CPU build computes in float32, and MAX here in bfloat16; transformers' leads are compared")
     (tmp_path / "prompts.json").write_text(json.dumps(list(prompts.values())))
     command = [sys.executable, HERE / "vllm_tokens.py", checkout.model, tmp_path / "prompts.json", str(GENERATED)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(tmp_path)}
@@ -75,11 +88,11 @@ def test_greedy_tokens_are_those_of_vllm(answers, checkout, prompts, tokenizer, 
     assert list(answers.values()) == [tokenizer.decode(ids) for ids in tokens]
 
 
-def test_up_proves_what_max_answers_and_status_shows_it(server, started):
+def test_up_proves_what_max_answers_and_status_shows_it(server, started, device):
     assert started.stdout == f"{server.url}/v1\n"
     assert "proved: a chat, a completion, a streamed chat, a streamed completion" in started.stderr
     report = json.loads(server.inv("status", "--json").stdout)["server"]
-    assert (report["model"], report["device"], report["profile"]) == ("tiny-gpt-oss", "max", "cpu")
+    assert (report["model"], report["device"], report["profile"]) == ("tiny-gpt-oss", "max", device)
     assert report["healthy"]
     assert report["context"] == 512
 

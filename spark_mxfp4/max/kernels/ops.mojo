@@ -9,6 +9,7 @@ from .cpu import dequantize, mix, multiply_row
 from .decode import launch_decode
 from .format import BLOCK
 from .prefill import launch_prefill
+from .rounding import WIDTH, launch_add_and_round, round_to_bfloat16
 
 comptime PREFILL_ROWS = 32  # average rows of a group from which the prefill kernel is taken
 
@@ -98,6 +99,38 @@ struct GroupedMatmul[swiglu: Bool]:
                 launch_decode[Self.swiglu, DType.bfloat16](
                     to, x_bytes, weight, scale_bytes, biases, begins, experts, tokens, groups, rows, columns, ctx
                 )
+
+
+@extensibility.register("spark_mxfp4.add_and_round")
+struct AddAndRound:
+    """Adds `bias` bfloat16 [N] to `sums` float32 [P, N] and rounds once; N is a multiple of 4. `output` is [P, N]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        output: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        sums: InputTensor[dtype=DType.float32, rank=2, ...],
+        bias: InputTensor[dtype=DType.bfloat16, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var rows = Int(sums.dim_size(0))
+        var columns = Int(sums.dim_size(1))
+        if columns % WIDTH != 0:
+            raise Error("spark_mxfp4.add_and_round needs columns in multiples of 4")
+        if rows == 0:
+            return
+        var to = rebind[Pointer[BFloat16, MutAnyOrigin]](output.unsafe_ptr())
+        var values = rebind[Pointer[Float32, ImmutAnyOrigin]](sums.unsafe_ptr())
+        var biases = rebind[Pointer[BFloat16, ImmutAnyOrigin]](bias.unsafe_ptr())
+        comptime if is_cpu[target]():
+            for row in range(rows):
+                for column in range(columns):
+                    var value = values[unsafe_offset=row * columns + column]
+                    var added = value + biases[unsafe_offset=column].cast[DType.float32]()
+                    to[unsafe_offset=row * columns + column] = round_to_bfloat16(added)
+        else:
+            launch_add_and_round(to, values, biases, rows, columns, ctx)
 
 
 @extensibility.register("spark_mxfp4.moe")

@@ -4,6 +4,7 @@ from std.memory import bitcast
 
 from kernels.cpu import dequantize, mix, multiply_row
 from kernels.format import expand_pairs, scale_factors
+from kernels.rounding import round_to_bfloat16
 
 comptime Bytes = Pointer[UInt8, ImmutAnyOrigin]
 comptime Floats = Pointer[Float32, ImmutAnyOrigin]
@@ -37,6 +38,15 @@ def expand_pairs_and_factors(output: Int, word: UInt32, scale: UInt32) abi("C"):
     var factors = scale_factors(scale)
     to[unsafe_offset=4] = factors[0]
     to[unsafe_offset=5] = factors[1]
+
+
+@export("spark_round")
+def round(output: Int, values: Int, count: Int) abi("C"):
+    """Rounds `count` float32 values to bfloat16."""
+    var to = Pointer[BFloat16, MutAnyOrigin](unsafe_from_address=output)
+    var at = Floats(unsafe_from_address=values)
+    for i in range(count):
+        to[unsafe_offset=i] = round_to_bfloat16(at[unsafe_offset=i])
 
 
 @export("spark_product")

@@ -18,6 +18,7 @@ from kernels.decode import launch_decode
 from kernels.format import expand
 from kernels.prefill import launch_prefill
 from kernels.product import swiglu
+from kernels.rounding import launch_add_and_round, round_to_bfloat16
 
 comptime HIDDEN = 2880
 comptime INNER = 2880
@@ -301,6 +302,38 @@ def check_format(ctx: DeviceContext) raises -> Bool:
     return passed
 
 
+def check_rounding(ctx: DeviceContext, rows: Int, columns: Int) raises -> Bool:
+    """Compares sums plus bias, rounded, with the same by integers, and the rows behind the result with what was there."""
+    comptime BEHIND = 128
+    var count = rows * columns
+    var all = (rows + BEHIND) * columns
+    var sums = ctx.enqueue_create_buffer[DType.float32](count)
+    var bias = ctx.enqueue_create_buffer[Bf16](columns)
+    var output = ctx.enqueue_create_buffer[Bf16](all)
+    ctx.enqueue_function[fill_bf16](bias, Int64(columns), UInt32(rows), grid_dim=grid(columns), block_dim=256)
+    with sums.map_to_host() as host:
+        for i in range(count):
+            host[i] = Float32(Int32(mixed(UInt32(i)))) * Float32(1.1920929e-07)
+    ctx.enqueue_function[poison](output, Int64(all), grid_dim=grid(all), block_dim=256)
+    launch_add_and_round(
+        rebind[Pointer[BFloat16, MutAnyOrigin]](output.unsafe_ptr()),
+        rebind[Pointer[Float32, ImmutAnyOrigin]](sums.unsafe_ptr()),
+        rebind[Pointer[BFloat16, ImmutAnyOrigin]](bias.unsafe_ptr()), rows, columns, ctx,
+    )
+    ctx.synchronize()
+    var wrong = 0
+    with output.map_to_host() as values, sums.map_to_host() as before, bias.map_to_host() as added:
+        for i in range(all):
+            var bits = bitcast[DType.uint16, 1](values[i])
+            if i < count:
+                var want = round_to_bfloat16(before[i] + added[i % columns].cast[DType.float32]())
+                wrong += 1 if bits != bitcast[DType.uint16, 1](want) else 0
+            else:
+                wrong += 1 if bits != 0xFFFF else 0
+    print("rounding rows", rows, "columns", columns, "wrong", wrong)
+    return wrong == 0
+
+
 def measure[
     swiglu_: Bool
 ](ctx: DeviceContext, layer: Layer, tokens: Int, copied: Float64, repeats: Int) raises:
@@ -362,6 +395,9 @@ def main() raises:
     with DeviceContext() as ctx:
         print("device", ctx.name())
         var passed = check_format(ctx)
+        for rows in [1, 3, 127, 128, 129]:
+            for columns in [4, 32, 36, 2880, 5120]:
+                passed = check_rounding(ctx, rows, columns) and passed
         # Shapes with odd ends, and groups at the borders of every tile, empty ones between them.
         for size in [32, 64, 96, 160, 288]:
             for rows in [32, 64, 96, 192, 288]:
