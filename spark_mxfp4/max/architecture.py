@@ -3,8 +3,8 @@
 SPARK_MXFP4_QUANTIZATION_FORMAT selects what happens to the experts: `packed` (the default) expands them in registers,
 `dequant` is MAX's own path, which expands all experts of a layer to bfloat16 in memory at every step.
 On a GPU MAX routes and sums, and `spark_mxfp4.grouped_matmul` multiplies. MAX's dense products write past the end of a
-bfloat16 result, so they have a float32 one, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX's routing has no kernels,
-`spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
+bfloat16 result, so they have a float32 one, which `spark_mxfp4.add_and_round` rounds. On a CPU, where MAX's routing has
+no kernels, `spark_mxfp4.moe` does all of it in float32; it is for tests and small models.
 """
 
 from __future__ import annotations

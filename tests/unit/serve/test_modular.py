@@ -69,6 +69,11 @@ def test_a_gpu_keeps_the_checkpoint_s_format(checkpoint, free_port):
     assert modular.compile_command(checkpoint, "sm_121a")[-1] == "cuda:sm_121a"
 
 
+def test_a_gpu_of_80_gb_has_room_for_the_large_model(checkpoint, free_port):
+    command = modular.serve_command(checkpoint, "gpu", free_port(), 4096)
+    assert command[command.index("--device-memory-utilization") + 1] == "0.98"
+
+
 @pytest.mark.parametrize(("device", "warned"), [("cpu", False), ("gpu", True)])
 def test_a_gpu_s_answers_are_warned_of(checkpoint, free_port, capsys, device, warned):
     modular.serve_command(checkpoint, device, free_port(), 512)
@@ -87,6 +92,8 @@ def test_what_does_not_exist_is_refused_by_name(checkpoint, tmp_path_factory, fr
         modular.serve_command(checkpoint, "tpu", free_port(), 512)
     with pytest.raises(UsageError, match="sm_80"):
         modular.compile_command(checkpoint, "sm_80")
+    with pytest.raises(UsageError, match="tpu"):
+        modular.test(fast=False, device="tpu")
     with pytest.raises(InputError, match=r"config\.json"):
         modular.serve_command(tmp_path_factory.mktemp("empty"), "cpu", free_port(), 512)
 
