@@ -23,7 +23,7 @@ from sparkforge.serve.settings import TINY_ID
 MAX = Environment("max")
 ARCHITECTURE = f"{paths.ROOT}:spark_mxfp4.max.architecture"
 # On a CPU MAX has no gpt-oss; our architecture runs it in float32, for tests and small models.
-# MAX plans with a share of the memory that its driver calls free. By its default of 0.9 gpt-oss-120b does not fit 80 GB.
+# MAX plans with a share of the memory that its driver calls free. With its own, 0.9, gpt-oss-120b does not fit 80 GB.
 DEVICES = {
     "cpu": ("--devices", "cpu", "--quantization-encoding", "float32"),
     "gpu": ("--devices", "gpu", "--device-memory-utilization", "0.98"),
