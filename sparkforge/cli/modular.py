@@ -9,9 +9,9 @@ from sparkforge.cli.serve import PORT
 from sparkforge.cli.serve import chat as chat_with_server
 
 MODEL = "folder of a gpt-oss checkpoint with MXFP4 experts; default: the tiny one, which ./inv up writes"
-DEVICE = "cpu (float32, for small models) or gpu (not verified, see docs/guide/max.md); default cpu"
-LISTEN = "port to listen on at 127.0.0.1; default 8000"
-CONTEXT = "longest sequence in tokens, at least 1; default 512"
+DEVICE = "cpu (float32, for small models) or gpu (not verified, see docs/guide/max.md)"
+LISTEN = "port to listen on at 127.0.0.1"
+CONTEXT = "longest sequence in tokens, at least 1"
 
 
 @task(example="./inv max.up --device cpu", model=MODEL, device=DEVICE, port=LISTEN, context=CONTEXT)
@@ -62,7 +62,7 @@ def serve(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT,
 @task(
     example="./inv max.compile --model .sparkforge/models/tiny-gpt-oss --target sm_121a",
     model=MODEL,
-    target="sm_90a (H100, H200) or sm_121a (DGX Spark); default sm_90a",
+    target="sm_90a (H100, H200) or sm_121a (DGX Spark)",
 )
 def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # noqa: A001 - the command's name
     """Compile a model and the Mojo kernels for a GPU.
@@ -77,7 +77,7 @@ def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # 
 @task(
     example="./inv max.test --fast",
     fast="leave out the served model, which MAX compiles for minutes the first time",
-    device="what serves the model: cpu or gpu; default cpu",
+    device="what serves the model: cpu or gpu",
 )
 def test(_ctx: Context, fast: bool = False, device: str = "cpu") -> None:
     """Test the Mojo kernels on a CPU, and the served tiny model.
