@@ -113,9 +113,10 @@ def _linear(layer: Linear, x: TensorValue) -> TensorValue:
 
 def _stacked_linear(layer: StackedLinear, x: TensorValue) -> TensorValue:
     """Return what StackedLinear does: the products of queries, keys and values in one."""
-    if x.dtype != DType.bfloat16 or layer.stacked_bias is None:
+    bias = layer.stacked_bias
+    if x.dtype != DType.bfloat16 or bias is None:
         return STACKED_LINEAR(layer, x)
-    return product(x, layer.stacked_weight.to(x.device), layer.stacked_bias.to(x.device))
+    return product(x, layer.stacked_weight.to(x.device), bias.to(x.device))
 
 
 class PackedMoE(GptOssMoE):
