@@ -62,6 +62,7 @@ def test_another_that_fails(figures):
 """
 
 
+@pytest.mark.slow
 def test_a_second_try_of_a_test_adds_no_runs_to_the_first_ones(tmp_path):
     (tmp_path / "test_tries.py").write_text(TRIES)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

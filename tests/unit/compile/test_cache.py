@@ -209,6 +209,7 @@ def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, table, ca
     assert "finished removals that were interrupted" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(8))
 def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, table, turn):
     if turn % 2:

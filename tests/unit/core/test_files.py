@@ -74,6 +74,7 @@ def test_what_a_killed_writer_left_is_swept_and_a_live_ones_stays(tmp_path):
     assert (tmp_path / "file[1]").read_text() == "half"
 
 
+@pytest.mark.slow
 def test_many_writers_of_one_file_never_take_one_anothers_temporaries(tmp_path):
     script = (
         "import sys; from pathlib import Path; from sparkforge.core.files import write_atomic\n"

@@ -79,6 +79,7 @@ def test_an_answer_without_end_stops_at_the_limit_of_bytes_or_of_time():
             get(url, seconds=0.0)
 
 
+@pytest.mark.slow
 def test_what_unpacks_to_much_more_is_refused():
     bomb = gzip.compress(bytes(200 << 20))
     with server(bomb, Content_Encoding="gzip") as url, pytest.raises(answers.LimitError, match="more than"):

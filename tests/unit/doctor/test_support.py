@@ -194,6 +194,7 @@ def test_of_one_endless_line_nothing_is_kept():
     assert b"x" not in logged(b"x" * 5_000_000)
 
 
+@pytest.mark.slow
 def test_many_logs_are_bounded(monkeypatch):
     def log(name, kind, number):
         large_log = evidence.Log(name, lambda: iter([b"text\n" * 1000]), kind=kind, written=float(number))

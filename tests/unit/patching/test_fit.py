@@ -41,6 +41,7 @@ def test_what_fits_git_applies_to_the_same_bytes(kit, before, after, above, belo
             assert any("places" in misfit.why or "earlier hunk" in misfit.why for misfit in fitted.misfits)
 
 
+@pytest.mark.slow
 @RELAXED
 @given(before=TEXT, after=TEXT)
 def test_where_it_applies_strictly_it_fits_the_same_and_its_reverse_takes_it_back(kit, before, after):

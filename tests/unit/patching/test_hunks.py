@@ -46,6 +46,7 @@ def git_apply(kit, directory, content, diff):
     return result.returncode == 0, b"offset" in result.stderr, file.read_bytes() if file.exists() else None
 
 
+@pytest.mark.slow
 @RELAXED
 @given(before=CONTENT, after=CONTENT)
 def test_what_git_writes_we_read_and_apply_like_git(kit, before, after):
@@ -60,6 +61,7 @@ def test_what_git_writes_we_read_and_apply_like_git(kit, before, after):
         assert git_apply(kit, scratch / "tree", before, diff) == (True, False, after)
 
 
+@pytest.mark.slow
 @RELAXED
 @given(before=TEXT, after=TEXT, above=TEXT, below=TEXT, keep=st.booleans())
 def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, before, after, above, below, keep):
@@ -80,6 +82,7 @@ def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, be
             assert (applied, moved, result) == (True, False, ours)
 
 
+@pytest.mark.slow
 @RELAXED
 @given(before=TEXT, after=TEXT, data=st.data())
 def test_what_we_take_of_a_damaged_patch_git_takes_with_the_same_result(kit, before, after, data):

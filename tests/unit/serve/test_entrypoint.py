@@ -231,6 +231,7 @@ def test_a_green_machine_gets_a_server_that_owns_the_process(container):
     assert container.healthy().returncode == 1
 
 
+@pytest.mark.slow
 def test_a_refused_machine_gets_no_server_and_code_30(container, model):
     (model / "tokenizer.json").unlink()
     container.run.mkdir()
@@ -511,6 +512,7 @@ def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, 
     assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1
 
 
+@pytest.mark.slow
 def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site, ended):
     path = f"{hanging}:{site}:{ROOT}"
     child = container.start(PYTHONPATH=path, SPARKFORGE_PROFILE="spark", SPARKFORGE_SERVE_PROFILE="embedded")

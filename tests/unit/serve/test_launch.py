@@ -85,6 +85,7 @@ def test_every_process_of_a_server_ends_with_it(begin):
     assert [pid for pid in members if started_at(pid) is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
@@ -474,6 +475,7 @@ with interrupt.caught(), locked(paths.state() / hold.LOCK, hold.START) if waits 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["starts", "waits"])
 def test_down_ends_a_start_that_is_under_way_and_waits_for_it(kind, capsys):
     state().mkdir(exist_ok=True)

@@ -120,6 +120,7 @@ def test_a_server_that_is_ended_for_memory_is_a_failure_with_a_name(serve, tmp_p
     assert not psutil.pid_exists(server)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
     """The guard's bound is moved above what this machine has: no memory is used up here."""
     program = (

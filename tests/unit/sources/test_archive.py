@@ -301,6 +301,7 @@ def test_zeros_without_end_behind_a_tars_end_are_not_read(tmp_path, monkeypatch)
     assert 0 < Counted.count < 10 << 20
 
 
+@pytest.mark.slow
 def test_a_packed_tar_that_skips_gigabytes_is_refused(tmp_path):
     folder = info("p-1", kind=tarfile.DIRTYPE)
     folder.size = 1 << 30  # of a folder, so nothing is written and all is skipped

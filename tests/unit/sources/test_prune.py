@@ -121,6 +121,7 @@ def test_an_empty_machine_has_nothing_to_remove(capsys):
     assert "nothing to remove in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_takes_files_with_a_dry_run_alone(cache):
     command = [sys.executable, "-m", "sparkforge.cli", "clean-cache", "--files", "--dry-run"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

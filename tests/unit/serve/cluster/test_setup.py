@@ -236,6 +236,7 @@ def test_a_restore_that_keeps_a_file_still_knows_what_configures_the_network(roo
     assert change.read_record(root)["manager"] == "netplan"
 
 
+@pytest.mark.slow
 @needs_keygen
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_setup_killed_at_any_rename_goes_on_or_is_undone(root, monkeypatch, goes_on):
