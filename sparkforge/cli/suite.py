@@ -23,7 +23,8 @@ WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two rank
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
 # On CI a failed test runs once more, and the report names it (`RERUN`): two busy cores give or take seconds that a test
-# with real processes did not expect. A fault of ours fails twice.
+# with real processes did not expect. A fault of ours fails twice. The fast tests have hardly any such, and asking the
+# plugin for each of them would take a quarter of their time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov=spark_mxfp4", "--cov-report=term:skip-covered")
 SHELL_SCRIPTS = ("inv", ".ci/run", "tests/packages", "deploy", "tests/engine")
@@ -106,7 +107,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
     if workers > 1 and not select:
         arguments += [f"--numprocesses={workers}"]
         variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other
-    if os.environ.get("CI"):
+    if os.environ.get("CI") and not fast:
         arguments += RERUNS
     if coverage:
         arguments += COVERAGE

@@ -71,6 +71,8 @@ def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
     monkeypatch.setenv("CI", "true")
     suite.run_tests(fast=False, select="")
     assert started.arguments[-2:] == [*suite.RERUNS]
+    suite.run_tests(fast=True, select="")
+    assert not set(suite.RERUNS) & set(started.arguments)
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 2), (20, 8)])
