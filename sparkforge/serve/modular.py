@@ -23,7 +23,8 @@ from sparkforge.serve.settings import TINY_ID
 MAX = Environment("max")
 ARCHITECTURE = f"{paths.ROOT}:spark_mxfp4.max.architecture"
 # On a CPU MAX has no gpt-oss; our architecture runs it in float32, for tests and small models.
-# MAX plans with a share of the memory that its driver calls free. With its own, 0.9, gpt-oss-120b does not fit 80 GB.
+# MAX plans with a share of the memory that its driver calls free; 0.9, its default, may be too little for gpt-oss-120b
+# on a GPU of 80 GB (docs/guide/max.md).
 DEVICES = {
     "cpu": ("--devices", "cpu", "--quantization-encoding", "float32"),
     "gpu": ("--devices", "gpu", "--device-memory-utilization", "0.98"),
