@@ -13,14 +13,14 @@ def finalized(**fields):
     config = object.__new__(PackedGptOssConfig)
     found = {"quant_config": object(), "attention_bias": True, "devices": [SimpleNamespace(is_cpu=lambda: False)]}
     vars(config).update(found | fields)
-    with mock.patch.object(GptOssConfig, "finalize", lambda *_: None):
+    with mock.patch.object(GptOssConfig, "finalize"):
         return message(lambda: config.finalize(None, {}, None))
 
 
 def initialized(devices):
     """Return what is said to that many devices."""
     found = SimpleNamespace(devices=[object()] * devices)
-    with mock.patch.object(GptOssConfig, "initialize", lambda *_, **__: found):
+    with mock.patch.object(GptOssConfig, "initialize", return_value=found):
         return message(lambda: PackedGptOssConfig.initialize(None, max_seq_len=128))
 
 
