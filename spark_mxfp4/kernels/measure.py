@@ -1,7 +1,9 @@
 """`python -m spark_mxfp4.kernels.measure`: how fast the kernels are on this GPU, against its ceilings and a peer.
 
 Every time is the median of CUDA graph replays; a graph runs several layers in turn, so that no weight is in cache.
-The peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels): `--peer FOLDER` that holds it.
+The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels): `--peer FOLDER` that
+holds it. The second is FlashInfer's CUTLASS kernel, which must be installed: `--peer-cutlass`. The figures are saved
+after each model; a peer that fails leaves its error there, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,15 @@ from spark_mxfp4.kernels.timing import LAYERS, REPLAYS, Layer, LayerSizes, count
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-
 MODELS = {
     "gpt-oss-120b": LayerSizes(128, 4, 2880, 2880),
     "gpt-oss-20b": LayerSizes(32, 4, 2880, 2880),
     "64 experts, top-8": LayerSizes(64, 8, 4096, 1536),
+    "16 experts, top-2": LayerSizes(16, 2, 6144, 2048),
+    "256 experts, top-8": LayerSizes(256, 8, 2048, 768),
 }
+
+Peer = Callable[[LayerSizes, tuple[int, ...]], list[dict[str, Any]]]
 
 
 def ceilings() -> dict[str, float]:
@@ -98,14 +104,65 @@ def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, floa
     return times
 
 
+def triton_peer(folder: str) -> Peer:
+    """Return the measurement of triton_kernels, which lies in `folder`. Raises ImportError where it does not."""
+    sys.path.insert(0, folder)
+    from spark_mxfp4.kernels import peer  # noqa: PLC0415 (its packages come from the folder)
+
+    return peer.measure
+
+
+def cutlass_peer() -> Peer:
+    """Return the measurement of FlashInfer's CUTLASS kernel. Raises ImportError where FlashInfer is not installed."""
+    from spark_mxfp4.kernels import peer_cutlass  # noqa: PLC0415 (FlashInfer is needed by it alone)
+
+    return peer_cutlass.measure
+
+
+def measure_peer(name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+    """Return a peer's rows for `model` as `name`, or what it raised as `name`_failed."""
+    torch.cuda.empty_cache()
+    try:
+        return {name: load()(MODELS[model], tokens)}
+    except Exception as failure:  # noqa: BLE001 - another's kernels: our figures outlive whatever they raise
+        why = f"{type(failure).__name__}: {failure}"
+        sys.stdout.write(f"{name} failed for {model} · {why}\n")
+        return {f"{name}_failed": why}
+
+
+def peers(arguments: argparse.Namespace) -> dict[str, Callable[[], Peer]]:
+    """Return the peers that the command line asks for, each by a function that loads it."""
+    wanted: dict[str, Callable[[], Peer]] = {}
+    if arguments.peer:
+        wanted["peer"] = lambda: triton_peer(arguments.peer)
+    if arguments.peer_cutlass:
+        wanted["peer_cutlass"] = cutlass_peer
+    return wanted
+
+
+def chosen_models(experts: str) -> dict[str, LayerSizes]:
+    """Return the models with these numbers of experts, given with commas; all of them for an empty string.
+
+    Raises ValueError for a number that no model has.
+    """
+    numbers = set(map(int, experts.split(","))) if experts else {model.experts for model in MODELS.values()}
+    if unknown := numbers - {model.experts for model in MODELS.values()}:
+        have = ", ".join(str(model.experts) for model in MODELS.values())
+        raise ValueError(f"no model has {min(unknown)} experts · they have {have} · name some of these")
+    return {name: model for name, model in MODELS.items() if model.experts in numbers}
+
+
 def main() -> None:
     """Measure what the flags ask for and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output", required=True, help="JSON file for the figures")
+    flags.add_argument("--output", required=True, type=Path, help="JSON file for the figures")
     flags.add_argument("--peer", help="folder that holds triton_kernels")
+    flags.add_argument("--peer-cutlass", action="store_true", help="time FlashInfer's CUTLASS kernel too")
     flags.add_argument("--tune", action="store_true", help="time every pair of shapes instead")
     flags.add_argument("--tokens", help="with commas; default: 1 to 8192")
+    flags.add_argument("--experts", default="", help="only the models with so many experts, with commas; default: all")
     arguments = flags.parse_args()
+    models = chosen_models(arguments.experts)
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
     tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else TOKENS
@@ -113,20 +170,26 @@ def main() -> None:
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "layers_in_turn": LAYERS, "replays": REPLAYS, "ceilings": ceilings(),
     }  # fmt: skip
+
+    def save() -> None:
+        """Write what has been measured so far."""
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
     print_row("ceilings", result["ceilings"])
     if arguments.tune:
         result["tune"] = tune(MODELS["gpt-oss-120b"], tokens)
     else:
-        result["models"] = {
-            name: {**model._asdict(), "ours": measure_ours(model, tokens)} for name, model in MODELS.items()
-        }
-        if arguments.peer:
-            sys.path.insert(0, arguments.peer)
-            from spark_mxfp4.kernels import peer  # noqa: PLC0415 (its packages come from the folder)
-
-            result["models"]["gpt-oss-120b"]["peer"] = peer.measure(MODELS["gpt-oss-120b"], tokens)
+        rows = result["models"] = {name: model._asdict() for name, model in models.items()}
+        for name, model in models.items():
+            print_row(name, model._asdict())
+            rows[name]["ours"] = measure_ours(model, tokens)
+            save()
+        for title, load in peers(arguments).items():
+            for name in models:
+                rows[name] |= measure_peer(title, load, name, tokens)
+                save()
     result["ceilings_after"] = ceilings()
-    Path(arguments.output).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save()
 
 
 if __name__ == "__main__":

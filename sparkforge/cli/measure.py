@@ -213,13 +213,27 @@ def profile(
     output="JSON file for the figures; default bench/results/kernels.json in the checkout",
     python="interpreter with torch and triton; default: ours",
     peer="folder with OpenAI's triton_kernels, to time it too",
+    peer_cutlass="time FlashInfer's CUTLASS kernel too, which the interpreter must have",
     tokens="with commas; default 1 to 8192",
 )
-def kernels(_ctx: Context, output: str = "", python: str = "", peer: str = "", tokens: str = "") -> None:
-    """Time one layer's experts on this GPU, for three models."""
+def kernels(
+    _ctx: Context,
+    output: str = "",
+    python: str = "",
+    peer: str = "",
+    peer_cutlass: bool = False,
+    tokens: str = "",
+) -> None:
+    """Time one layer's experts on this GPU, for five models."""
     from sparkforge.bench.kernels.layer import main
 
-    main(caller_path(output) or "bench/results/kernels.json", caller_path(python), tokens, peer=caller_path(peer))
+    main(
+        caller_path(output) or "bench/results/kernels.json",
+        caller_path(python),
+        tokens,
+        peer=caller_path(peer),
+        peer_cutlass=peer_cutlass,
+    )
 
 
 @task(

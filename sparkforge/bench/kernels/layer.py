@@ -22,8 +22,19 @@ FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has 
 FORMATS_FIX = "name an interpreter that has torch: --python PATH"
 
 
-def main(output: str, python: str, tokens: str, *, module: str = "measure", peer: str = "", shapes: str = "") -> None:
+def main(
+    output: str,
+    python: str,
+    tokens: str,
+    *,
+    module: str = "measure",
+    peer: str = "",
+    peer_cutlass: bool = False,
+    shapes: str = "",
+) -> None:
     """Measure with interpreter `python` (default ours) and save `output`; `peer` is a folder with triton_kernels.
+
+    `peer_cutlass` times FlashInfer's CUTLASS kernel too, which the interpreter must have.
 
     `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
     `measure_formats` for the accuracy of their formats, which needs no GPU; `shapes` are some of the latter's matrices.
@@ -41,6 +52,7 @@ def main(output: str, python: str, tokens: str, *, module: str = "measure", peer
         command: list[str | Path] = [interpreter, "-m", f"spark_mxfp4.kernels.{module}", "--output", figures]
         for option, value in (("--peer", peer), ("--tokens", tokens), ("--shapes", shapes)):
             command += [option, value] if value else []
+        command += ["--peer-cutlass"] if peer_cutlass else []
         say(run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, fix=fix).stdout.rstrip())
         result = {"machine": facts(), **read_json(figures)}
     write_json(ROOT / output, result)
