@@ -27,7 +27,7 @@ BETA = 1.0  # added to the activation's linear half
 WARMUPS, REPEATS = 1, 5  # of each tactic; FlashInfer's own 3 and 10 would take minutes for all numbers of tokens
 
 
-class Prepared(NamedTuple):
+class CutlassLayer(NamedTuple):
     """A layer as `cutlass_fused_moe` takes it; each pair is gate_up's, then down's."""
 
     weights: tuple[torch.Tensor, torch.Tensor]  # u8, interleaved for the kernel's conversion to bf16
@@ -56,7 +56,9 @@ def measure(model: timing.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str,
         return [_measured(model, number, layers, plain) for number in tokens]
 
 
-def _measured(model: timing.LayerSizes, number: int, layers: list[Prepared], plain: ExpertWeights) -> dict[str, Any]:
+def _measured(
+    model: timing.LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights
+) -> dict[str, Any]:
     """Return the row of `number` tokens; `plain` are the last layer's weights as in the checkpoint."""
     x = _inputs(number, model)
     wide = padded(x)
@@ -72,7 +74,7 @@ def _measured(model: timing.LayerSizes, number: int, layers: list[Prepared], pla
     return row
 
 
-def run(x: torch.Tensor, layer: Prepared, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def run(x: torch.Tensor, layer: CutlassLayer, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Return the layer's output bf16 [T, H'] for `x` bf16 [T, H'], `ids` int32 [T, k] and `shares` float32 [T, k]."""
     output = torch.empty_like(x)
     alpha, beta, limit = layer.activation
@@ -95,7 +97,7 @@ def run(x: torch.Tensor, layer: Prepared, ids: torch.Tensor, shares: torch.Tenso
     return output
 
 
-def prepare(weights: ExpertWeights) -> Prepared:
+def prepare(weights: ExpertWeights) -> CutlassLayer:
     """Return a layer of packed weights with biases in the kernel's layout: rows of ups first, then gates; padded."""
     interleaved, folded, biases = [], [], []
     for blocks, scales, bias in (_halves(weights.gate_up), _whole(weights.down)):
@@ -104,7 +106,7 @@ def prepare(weights: ExpertWeights) -> Prepared:
         biases.append(bias)
     experts, device = weights.down.weight.shape[0], weights.down.weight.device
     alpha, beta, limit = (torch.full((experts,), value, device=device) for value in (SWIGLU_ALPHA, BETA, SWIGLU_LIMIT))
-    return Prepared(
+    return CutlassLayer(
         (interleaved[0], interleaved[1]), (folded[0], folded[1]), (biases[0], biases[1]), (alpha, beta, limit)
     )
 
