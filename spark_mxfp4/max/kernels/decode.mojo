@@ -7,6 +7,7 @@ from std.sys.info import _accelerator_arch
 from std.utils import StaticTuple
 
 from .groups import find_tile, tile_limit
+from .narrow import RING_BYTES as NARROW_BYTES, multiply_narrow_tile
 from .product import Bytes, Shape, multiply_tile
 
 comptime TOKENS = 64
@@ -16,7 +17,8 @@ comptime UP_TO_16 = Shape[1, 2, 4, 1, 5]()
 comptime UP_TO_32 = Shape[1, 4, 4, 1, 3]()
 comptime UP_TO_64 = Shape[1, 8, 4, 1, 2]()
 # What shared memory has room for on an SM: 227 kB on Hopper, 100 kB on 12.x. It bounds the registers.
-comptime BLOCKS = 4 if "90" in _accelerator_arch() else 2
+comptime IS_HOPPER = "90" in _accelerator_arch()
+comptime BLOCKS = 4 if IS_HOPPER else 2
 comptime ROWS = UP_TO_8.rows
 comptime THREADS = UP_TO_8.threads
 comptime RING_BYTES = max(
@@ -27,7 +29,7 @@ comptime RING_BYTES = max(
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 @__llvm_metadata(`nvvm.minctasm`=SIMDLength(BLOCKS))
 def decode_kernel[
-    swiglu: Bool, bias_dtype: DType
+    swiglu: Bool, bias_dtype: DType, narrow: Bool
 ](
     output: Pointer[BFloat16, MutAnyOrigin],
     x: Bytes,
@@ -48,6 +50,12 @@ def decode_kernel[
     var k = Int(columns)
     if tile.count == 0:
         return
+    comptime if narrow:
+        if tile.count <= 8 and first_row + ROWS <= n:
+            if multiply_narrow_tile[swiglu, bias_dtype](
+                output, x, weight, scales, bias, shared, tile, first_row, n, k
+            ):
+                return
     if tile.count <= 8:
         multiply_tile[UP_TO_8, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
     elif tile.count <= 16:
@@ -59,7 +67,7 @@ def decode_kernel[
 
 
 def launch_decode[
-    swiglu: Bool, bias_dtype: DType
+    swiglu: Bool, bias_dtype: DType, narrow: Bool = IS_HOPPER
 ](
     output: Pointer[BFloat16, MutAnyOrigin],
     x: Bytes,
@@ -75,8 +83,8 @@ def launch_decode[
     ctx: DeviceContext,
 ) raises:
     """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
-    comptime kernel = decode_kernel[swiglu, bias_dtype]
-    var shared = RING_BYTES + ROWS * (columns // 32)
+    comptime kernel = decode_kernel[swiglu, bias_dtype, narrow]
+    var shared = (max(RING_BYTES, NARROW_BYTES) if narrow else RING_BYTES) + ROWS * (columns // 32)
     ctx.enqueue_function[kernel](
         output, x, weight, scales, bias, starts, ids, Int32(groups), Int32(rows), Int32(columns),
         grid_dim=((rows + ROWS - 1) // ROWS, tile_limit(tokens, groups, TOKENS)),

@@ -74,11 +74,12 @@ def scale_factors(scale: UInt32) -> Tuple[UInt32, UInt32]:
 @always_inline
 def expand_pairs(word: UInt32) -> SIMD[DType.uint32, 4]:
     """Returns four pairs of bfloat16, elements (i, i + 4) of eight nibbles times 2^-126, zeros and signs included."""
-    comptime SIGN = UInt32(0x80008000)
-    comptime REST = UInt32(0x01C001C0)
+    # A multiplication shifts a nibble to both of its places: shifts and masks share a unit that limits decoding.
+    comptime BOTH = UInt32(0x81C081C0)  # sign, and two bits of exponent and one of mantissa
+    var upper = word >> 8
     return SIMD[DType.uint32, 4](
-        ((word << 12) & SIGN) | ((word << 6) & REST),
-        ((word << 8) & SIGN) | ((word << 2) & REST),
-        ((word << 4) & SIGN) | ((word >> 2) & REST),
-        (word & SIGN) | ((word >> 6) & REST),
+        ((word & 0x000F000F) * 0x1040) & BOTH,
+        ((word & 0x00F000F0) * 0x0104) & BOTH,
+        ((upper & 0x000F000F) * 0x1040) & BOTH,
+        ((upper & 0x00F000F0) * 0x0104) & BOTH,
     )

@@ -21,7 +21,7 @@ def tile_limit(rows: Int, groups: Int, tile_rows: Int) -> Int:
 
 @always_inline
 def find_tile[
-    tile_rows: Int
+    tile_rows: Int, even: Bool = False
 ](
     index: Int,
     starts: Pointer[UInt32, ImmutAnyOrigin],
@@ -30,27 +30,35 @@ def find_tile[
 ) -> Tile:
     """Returns the tile number `index`, the same in all lanes of a warp; a warp has to ask as a whole.
 
-    Group i has the rows `starts[i]` … `starts[i + 1]` of expert `ids[i]`; empty groups have no tile.
+    Group i has the rows `starts[i]` … `starts[i + 1]` of expert `ids[i]`; empty groups have no tile. With `even` a
+    group's tiles have the same number of rows but for the last, otherwise as many as they can.
     """
-    var lane = Int(lane_id())
-    var before = 0  # tiles of the groups before these 32
-    for first in range(0, groups, 32):
-        var group = first + lane
-        var begin = 0
-        var rows = 0
-        if group < groups:
-            begin = Int(starts[unsafe_offset=group])
-            rows = Int(starts[unsafe_offset=group + 1]) - begin
-        var tiles = Int32((rows + tile_rows - 1) // tile_rows)
+    comptime ROWS = Int32(tile_rows)
+    comptime LAST = Int32(tile_rows - 1)
+    comptime EACH = 4  # groups a lane, so that 128 groups are read at once
+    var lane = Int32(lane_id())
+    var limit = Int32(groups)
+    var wanted = Int32(index)  # less the tiles of the groups before these
+    for first in range(0, groups, 32 * EACH):
+        var mine = Int32(first) + lane * Int32(EACH)
+        var begins = Array[Int32, EACH + 1](fill=0)
+        var experts = Array[Int32, EACH](fill=0)
+        comptime for i in range(EACH + 1):
+            begins[i] = Int32(starts[unsafe_offset=Int(min(mine + Int32(i), limit))])
+        comptime for i in range(EACH):
+            experts[i] = ids[unsafe_offset=Int(min(mine + Int32(i), limit - 1))]
+        var tiles = Int32(0)
+        comptime for i in range(EACH):
+            tiles += (begins[i + 1] - begins[i] + LAST) // ROWS
         var through = tiles  # inclusive sum over the lanes
         comptime for step in range(5):
             var other = shuffle_up(through, UInt32(1 << step))
-            if lane >= (1 << step):
+            if lane >= Int32(1 << step):
                 through += other
-        var total = Int(shuffle_idx(through, UInt32(31)))
-        if index < before + total:
+        var total = shuffle_idx(through, UInt32(31))
+        if wanted < total:
             # The owner is the first lane whose inclusive sum is above the index: count the lanes below it.
-            var is_below = UInt32(1) if before + Int(through) <= index else UInt32(0)
+            var is_below = UInt32(1) if through <= wanted else UInt32(0)
             var mask = inlined_assembly[
                 "{.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff;}",
                 UInt32,
@@ -58,14 +66,27 @@ def find_tile[
                 has_side_effect=True,
             ](is_below)
             var owner = UInt32(inlined_assembly["popc.b32 $0, $1;", UInt32, constraints="=r,r"](mask))
-            var owner_begin = Int(shuffle_idx(Int32(begin), owner))
-            var owner_rows = Int(shuffle_idx(Int32(rows), owner))
-            var owner_through = Int(shuffle_idx(through, owner))
-            var owner_tiles = Int(shuffle_idx(tiles, owner))
-            var offset = (index - before - (owner_through - owner_tiles)) * tile_rows
-            var expert = Int(ids[unsafe_offset=first + Int(owner)])
+            # Each lane looks among its own groups as if it were the owner; only the owner's answer is taken.
+            var place = wanted - (through - tiles)
+            var expert = Int32(-1)
+            var begin = Int32(0)
+            var count = Int32(0)
+            comptime for i in range(EACH):
+                var rows = begins[i + 1] - begins[i]
+                var parts = (rows + LAST) // ROWS
+                if place >= 0 and place < parts:
+                    var part = ROWS
+                    comptime if even:
+                        part = (rows + parts - 1) // parts
+                    expert = experts[i]
+                    begin = begins[i] + place * part
+                    count = min(rows - place * part, part)
+                place -= parts
+            expert = shuffle_idx(expert, owner)
+            begin = shuffle_idx(begin, owner)
+            count = shuffle_idx(count, owner)
             if expert < 0:
                 return Tile(0, 0, 0)
-            return Tile(expert, owner_begin + offset, min(owner_rows - offset, tile_rows))
-        before += total
+            return Tile(Int(expert), Int(begin), Int(count))
+        wanted -= total
     return Tile(0, 0, 0)

@@ -1,4 +1,7 @@
-"""Many rows an expert: a thread block has 128 weight rows and up to 128 tokens; each warp 32 rows and half the tokens."""
+"""Many rows an expert: `wgmma` on Hopper where that pays, otherwise `mma.sync`.
+
+By `mma.sync` a thread block has 128 weight rows and up to 128 tokens; each warp 32 rows and half the tokens.
+"""
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx
 from max.gpu.host import DeviceContext, FuncAttribute
@@ -8,9 +11,12 @@ from std.utils import StaticTuple
 
 from .groups import find_tile, tile_limit
 from .product import Bytes, Shape, multiply_tile
+from .wgmma import HAS_WGMMA, launch_wgmma, shared_bytes
 
-# Registers leave one block an SM. Hopper's shared memory has room for four stages of 128 tokens; 12.x has 99 kB, for two
-# of 64.
+comptime WGMMA_ROWS = 32  # average rows of a group from which `wgmma` is taken
+comptime WGMMA_SHARED = 227 * 1024  # bytes that a block can have on Hopper
+# By `mma.sync` registers leave one block an SM. Hopper's shared memory has room for four stages of 128 tokens; 12.x has
+# 99 kB, for two of 64.
 comptime IS_HOPPER = "90" in _accelerator_arch()
 comptime STAGES = 4 if IS_HOPPER else 2
 comptime SHAPE = Shape[2, 8 if IS_HOPPER else 4, 4, 2, STAGES]()
@@ -20,7 +26,7 @@ comptime UP_TO_32 = Shape[2, 2, 4, 2, STAGES]()
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(SHAPE.threads)))
-def prefill_kernel[
+def mma_kernel[
     swiglu: Bool, bias_dtype: DType
 ](
     output: Pointer[BFloat16, MutAnyOrigin],
@@ -34,7 +40,7 @@ def prefill_kernel[
     rows: Int32,
     columns: Int32,
 ):
-    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_prefill`."""
+    """Multiplies tile `block_idx.y` with the weight rows of block `block_idx.x`; arguments as in `launch_mma`."""
     var shared = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=128]()
     var tile = find_tile[SHAPE.tokens](Int(block_idx.y), starts, ids, Int(groups))
     var first_row = Int(block_idx.x) * SHAPE.rows
@@ -48,6 +54,34 @@ def prefill_kernel[
         multiply_tile[UP_TO_64, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
     else:
         multiply_tile[SHAPE, swiglu, bias_dtype](output, x, weight, scales, bias, shared, tile, first_row, n, k)
+
+
+def launch_mma[
+    swiglu: Bool, bias_dtype: DType
+](
+    output: Pointer[BFloat16, MutAnyOrigin],
+    x: Bytes,
+    weight: Bytes,
+    scales: Bytes,
+    bias: Pointer[Scalar[bias_dtype], ImmutAnyOrigin],
+    starts: Pointer[UInt32, ImmutAnyOrigin],
+    ids: Pointer[Int32, ImmutAnyOrigin],
+    tokens: Int,
+    groups: Int,
+    rows: Int,
+    columns: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
+    comptime kernel = mma_kernel[swiglu, bias_dtype]
+    var shared = SHAPE.ring_bytes + SHAPE.rows * (columns // 32)
+    ctx.enqueue_function[kernel](
+        output, x, weight, scales, bias, starts, ids, Int32(groups), Int32(rows), Int32(columns),
+        grid_dim=((rows + SHAPE.rows - 1) // SHAPE.rows, tile_limit(tokens, groups, SHAPE.tokens)),
+        block_dim=SHAPE.threads,
+        shared_mem_bytes=shared,
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
+    )
 
 
 def launch_prefill[
@@ -67,12 +101,10 @@ def launch_prefill[
     ctx: DeviceContext,
 ) raises:
     """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
-    comptime kernel = prefill_kernel[swiglu, bias_dtype]
-    var shared = SHAPE.ring_bytes + SHAPE.rows * (columns // 32)
-    ctx.enqueue_function[kernel](
-        output, x, weight, scales, bias, starts, ids, Int32(groups), Int32(rows), Int32(columns),
-        grid_dim=((rows + SHAPE.rows - 1) // SHAPE.rows, tile_limit(tokens, groups, SHAPE.tokens)),
-        block_dim=SHAPE.threads,
-        shared_mem_bytes=shared,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
-    )
+    comptime if HAS_WGMMA:
+        if tokens >= WGMMA_ROWS * groups and shared_bytes(columns) <= WGMMA_SHARED:
+            launch_wgmma[swiglu, bias_dtype](
+                output, x, weight, scales, bias, starts, ids, tokens, groups, rows, columns, ctx
+            )
+            return
+    launch_mma[swiglu, bias_dtype](output, x, weight, scales, bias, starts, ids, tokens, groups, rows, columns, ctx)

@@ -48,6 +48,36 @@ def swiglu(gate: Float32, up: Float32) -> Float32:
 
 
 @always_inline
+def is_any_above_127[threads: Int](scales: Shared, thread: Int, units: Int) -> UInt32:
+    """Returns 1 in all threads if one of `units` times 16 scale bytes is above 127, otherwise 0. The block waits here."""
+    var high = UInt32(0)
+    for unit in range(thread, units, threads):
+        var four = bitcast[DType.uint32, 4](scales.unsafe_offset(unit * 16).unsafe_load[width=16, alignment=16]())
+        high |= (four[0] | four[1] | four[2] | four[3]) & 0x80808080
+    return inlined_assembly[
+        "{.reg .pred p, q;\nsetp.ne.u32 p, $1, 0;\nbar.red.or.pred q, 0, p;\nselp.u32 $0, 1, 0, q;}",
+        UInt32,
+        constraints="=r,r",
+        has_side_effect=True,
+    ](high)
+
+
+@always_inline
+def store[
+    swiglu_: Bool
+](output: Pointer[BFloat16, MutAnyOrigin], token: Int, row: Int, rows: Int, even: Float32, odd: Float32):
+    """Writes the products of `token` with weight row `row`, which is even, and the one behind it; see `multiply_tile`."""
+    comptime if swiglu_:
+        var column = row // 2
+        var place = column // 8 * 8 + column % 4 * 2 + column % 8 // 4  # paired order
+        output[unsafe_offset=token * (rows // 2) + place] = swiglu(even, odd).cast[DType.bfloat16]()
+    else:
+        output.unsafe_offset(token * rows + row).unsafe_store[alignment=4](
+            0, SIMD[DType.float32, 2](even, odd).cast[DType.bfloat16]()
+        )
+
+
+@always_inline
 def multiply_tile[
     shape: Shape, swiglu_: Bool, bias_dtype: DType
 ](
@@ -150,16 +180,7 @@ def multiply_tile[
     # A scale byte below 128 needs one factor, which one multiplication makes. Whether all of the tile are, is asked once.
     async_copy_wait_group(Int32(shape.stages - 2))
     barrier()
-    var high = UInt32(0)
-    for unit in range(thread, scale_units, THREADS):
-        var four = bitcast[DType.uint32, 4](tile_scales.unsafe_offset(unit * 16).unsafe_load[width=16, alignment=16]())
-        high |= (four[0] | four[1] | four[2] | four[3]) & 0x80808080
-    var is_any_high = inlined_assembly[
-        "{.reg .pred p, q;\nsetp.ne.u32 p, $1, 0;\nbar.red.or.pred q, 0, p;\nselp.u32 $0, 1, 0, q;}",
-        UInt32,
-        constraints="=r,r",
-        has_side_effect=True,
-    ](high)
+    var is_any_high = is_any_above_127[THREADS](tile_scales, thread, scale_units)
 
     var sums = Array[SIMD[DType.float32, 4], shape.row_tiles * shape.token_tiles](
         fill=SIMD[DType.float32, 4](0)
@@ -248,12 +269,4 @@ def multiply_tile[
                     if token < tile.count:
                         var even = sums[m * shape.token_tiles + n][column] + bias_even
                         var odd = sums[m * shape.token_tiles + n][2 + column] + bias_odd
-                        comptime if swiglu_:
-                            var place = (row // 16) * 8 + group % 4 * 2 + group // 4  # paired order
-                            output[unsafe_offset=(tile.begin + token) * (rows // 2) + place] = swiglu(
-                                even, odd
-                            ).cast[DType.bfloat16]()
-                        else:
-                            output.unsafe_offset((tile.begin + token) * rows + row).unsafe_store[alignment=4](
-                                0, SIMD[DType.float32, 2](even, odd).cast[DType.bfloat16]()
-                            )
+                        store[swiglu_](output, tile.begin + token, row, rows, even, odd)

@@ -1,6 +1,7 @@
 """Checks the kernels on a GPU against float32 and times them: `mojo build`, then run it on a machine with a GPU.
 
-It prints a line a case and ends with 1 if a result is wrong. Outputs are filled with NaN before each product. Inputs
+It prints a JSON object a line for each case and ends with 1 if a result is wrong. `--skip KERNEL` leaves one out,
+`--only KERNEL` all others; `--tiny` checks small shapes and times nothing; `--no-times`, `--no-checks`. Outputs are filled with NaN before each product. Inputs
 are random, weights of gpt-oss-120b's shape; the reference expands each weight by `expand`, which shares nothing with
 the kernels' own expansion. Times are of many launches with another routing each, so that the L2 cache does not hold
 the experts; bytes are those of the experts that have tokens, packed.
@@ -16,9 +17,10 @@ from std.time import perf_counter_ns
 from kernels.cpu import paired
 from kernels.decode import launch_decode
 from kernels.format import expand
-from kernels.prefill import launch_prefill
+from kernels.prefill import launch_mma
 from kernels.product import swiglu
 from kernels.rounding import launch_add_and_round, round_to_bfloat16
+from kernels.wgmma import HAS_WGMMA, launch_wgmma
 
 comptime HIDDEN = 2880
 comptime INNER = 2880
@@ -26,6 +28,20 @@ comptime EXPERTS = 128
 comptime CHOSEN = 4
 comptime ROUTINGS = 16
 comptime Bf16 = DType.bfloat16
+comptime DECODE = 0
+comptime DECODE_BY_ROWS = 1  # without the path for up to 8 tokens in which each warp copies for itself
+comptime MMA = 2
+comptime WGMMA = 3
+comptime KERNELS = 4
+
+
+def kernel_name(kernel: Int) -> String:
+    """Returns what a kernel is called on the command line and in the output."""
+    if kernel == DECODE:
+        return "decode"
+    if kernel == DECODE_BY_ROWS:
+        return "decode-by-rows"
+    return "mma" if kernel == MMA else "wgmma"
 
 
 @always_inline
@@ -126,7 +142,7 @@ def launch[
     swiglu_: Bool
 ](
     ctx: DeviceContext,
-    prefill: Bool,
+    kernel: Int,
     layer: Layer,
     output: DeviceBuffer[Bf16],
     x: DeviceBuffer[Bf16],
@@ -135,7 +151,7 @@ def launch[
     tokens: Int,
     groups: Int,
 ) raises:
-    """Enqueues the decode or the prefill kernel."""
+    """Enqueues one of the kernels."""
     var to = rebind[Pointer[BFloat16, MutAnyOrigin]](output.unsafe_ptr())
     var x_bytes = rebind[Pointer[BFloat16, ImmutAnyOrigin]](x.unsafe_ptr()).unsafe_bitcast[UInt8]()
     var weight = rebind[Pointer[UInt8, ImmutAnyOrigin]](layer.weight.unsafe_ptr())
@@ -143,14 +159,23 @@ def launch[
     var bias = rebind[Pointer[BFloat16, ImmutAnyOrigin]](layer.bias.unsafe_ptr())
     var begins = rebind[Pointer[UInt32, ImmutAnyOrigin]](starts.unsafe_ptr())
     var experts = rebind[Pointer[Int32, ImmutAnyOrigin]](ids.unsafe_ptr())
-    if prefill:
-        launch_prefill[swiglu_, Bf16](
-            to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, layer.rows, layer.columns, ctx
-        )
-    else:
+    var rows = layer.rows
+    var columns = layer.columns
+    if kernel == DECODE:
         launch_decode[swiglu_, Bf16](
-            to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, layer.rows, layer.columns, ctx
+            to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, rows, columns, ctx
         )
+    elif kernel == MMA:
+        launch_mma[swiglu_, Bf16](to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, rows, columns, ctx)
+    comptime if HAS_WGMMA:
+        if kernel == DECODE_BY_ROWS:
+            launch_decode[swiglu_, Bf16, narrow=False](
+                to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, rows, columns, ctx
+            )
+        elif kernel == WGMMA:
+            launch_wgmma[swiglu_, Bf16](
+                to, x_bytes, weight, scales, bias, begins, experts, tokens, groups, rows, columns, ctx
+            )
 
 
 def routed(tokens: Int, experts: Int, seed: Int) -> List[Int]:
@@ -185,8 +210,8 @@ def upload(
 
 def check[
     swiglu_: Bool
-](ctx: DeviceContext, name: String, layer: Layer, sizes: List[Int]) raises -> Bool:
-    """Compares both kernels with the reference; prints the largest error in units of the outputs' own size."""
+](ctx: DeviceContext, name: String, layer: Layer, sizes: List[Int], kernels: List[Int]) raises -> Bool:
+    """Compares kernels with the reference; prints the largest error and the outputs' own size."""
     var tokens = 0
     for size in sizes:
         tokens += size
@@ -212,25 +237,35 @@ def check[
         expected, x, layer.weight, layer.scales, layer.bias, expert_of, Int32(layer.rows), Int32(layer.columns),
         grid_dim=(grid(layer.rows), tokens), block_dim=256,
     )
+    var wants = List[Float32](length=tokens * width, fill=0)
+    var squares = Float64(0)
+    with expected.map_to_host() as wanted:
+        for token in range(tokens):
+            for column in range(width):
+                var want: Float32
+                comptime if swiglu_:
+                    var at = token * layer.rows + 2 * column
+                    want = swiglu(wanted[at], wanted[at + 1])
+                else:
+                    want = wanted[token * width + column]
+                wants[token * width + column] = want
+                squares += Float64(want) * Float64(want)
+    var size = sqrt(squares / Float64(tokens * width))
     var passed = True
-    for kernel in range(2):
+    for kernel in kernels:
         ctx.enqueue_function[poison](output, Int64(tokens * width), grid_dim=grid(tokens * width), block_dim=256)
-        launch[swiglu_](ctx, kernel == 1, layer, output, x, starts, ids, tokens, groups)
+        launch[swiglu_](ctx, kernel, layer, output, x, starts, ids, tokens, groups)
         ctx.synchronize()
         var worst = Float32(0)
-        var squares = Float64(0)
         var bad = 0
-        with output.map_to_host() as values, expected.map_to_host() as wanted:
+        with output.map_to_host() as values:
             for token in range(tokens):
                 for column in range(width):
-                    var want: Float32
+                    var want = wants[token * width + column]
                     var got: Float32
                     comptime if swiglu_:
-                        var at = token * layer.rows + 2 * column
-                        want = swiglu(wanted[at], wanted[at + 1])
                         got = values[token * width + paired(column)].cast[DType.float32]()
                     else:
-                        want = wanted[token * width + column]
                         got = values[token * width + column].cast[DType.float32]()
                     if not isfinite(got):
                         bad += 1
@@ -240,17 +275,16 @@ def check[
                         if error > abs(want) * Float32(0.0079) + Float32(0.002):
                             bad += 1
                         worst = max(worst, error)
-                    squares += Float64(want) * Float64(want)
-        var size = sqrt(squares / Float64(tokens * width))
         print(
-            "check", name, "swiglu" if swiglu_ else "plain", "prefill" if kernel == 1 else "decode", "rows", tokens,
-            "N", layer.rows, "K", layer.columns, "worst", worst, "rms", size, "wrong", bad,
+            '{"check": "', name, '", "product": "', "gate_up" if swiglu_ else "down", '", "kernel": "',
+            kernel_name(kernel), '", "rows": ', tokens, ', "n": ', layer.rows, ', "k": ', layer.columns, ', "worst": ',
+            worst, ', "rms": ', size, ', "wrong": ', bad, "}", sep="", flush=True,
         )
         passed = passed and bad == 0
     return passed
 
 
-def check_format(ctx: DeviceContext) raises -> Bool:
+def check_format(ctx: DeviceContext, kernels: List[Int]) raises -> Bool:
     """Multiplies all bytes at all scales whose values are finite with the identity: each must come back exactly."""
     comptime ROWS = 16 * 256
     var layer = Layer(ctx, 1, ROWS, 32, UInt32(1))
@@ -271,9 +305,9 @@ def check_format(ctx: DeviceContext) raises -> Bool:
     var sizes = List[Int](length=1, fill=32)
     upload(ctx, sizes, starts, ids)
     var passed = True
-    for kernel in range(2):
+    for kernel in kernels:
         ctx.enqueue_function[poison](output, Int64(32 * ROWS), grid_dim=grid(32 * ROWS), block_dim=256)
-        launch[False](ctx, kernel == 1, layer, output, x, starts, ids, 32, 1)
+        launch[False](ctx, kernel, layer, output, x, starts, ids, 32, 1)
         ctx.synchronize()
         var wrong = 0
         var subnormal_wrong = 0
@@ -295,8 +329,8 @@ def check_format(ctx: DeviceContext) raises -> Bool:
                         else:
                             wrong += 1
         print(
-            "format", "prefill" if kernel == 1 else "decode", "compared", compared, "wrong", wrong,
-            "wrong with scale bytes 0 to 2", subnormal_wrong,
+            '{"check": "format", "kernel": "', kernel_name(kernel), '", "compared": ', compared, ', "wrong": ', wrong,
+            ', "wrong_at_scales_0_to_2": ', subnormal_wrong, "}", sep="", flush=True,
         )
         passed = passed and wrong == 0 and subnormal_wrong == 0
     return passed
@@ -330,14 +364,18 @@ def check_rounding(ctx: DeviceContext, rows: Int, columns: Int) raises -> Bool:
                 wrong += 1 if bits != bitcast[DType.uint16, 1](want) else 0
             else:
                 wrong += 1 if bits != 0xFFFF else 0
-    print("rounding rows", rows, "columns", columns, "wrong", wrong)
+    print(
+        '{"check": "rounding", "rows": ', rows, ', "columns": ', columns, ', "wrong": ', wrong, "}", sep="", flush=True
+    )
     return wrong == 0
 
 
 def measure[
     swiglu_: Bool
-](ctx: DeviceContext, layer: Layer, tokens: Int, copied: Float64, repeats: Int) raises:
-    """Times both kernels for `tokens` tokens of CHOSEN experts each."""
+](
+    ctx: DeviceContext, layer: Layer, tokens: Int, copied: Float64, repeats: Int, kernels: List[Int]
+) raises:
+    """Times kernels for `tokens` tokens of CHOSEN experts each."""
     var pairs = tokens * CHOSEN
     var width = layer.rows // 2 if swiglu_ else layer.rows
     var x = ctx.enqueue_create_buffer[Bf16](pairs * layer.columns)
@@ -356,23 +394,24 @@ def measure[
         upload(ctx, sizes, starts, ids)
         all_starts.append(starts)
     var bytes = Float64(active) / Float64(ROUTINGS) * Float64(layer.rows * layer.columns) * (0.5 + 1.0 / 32)
-    for kernel in range(2):
+    for kernel in kernels:
         for _ in range(2):
             for routing in range(ROUTINGS):
-                launch[swiglu_](ctx, kernel == 1, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
+                launch[swiglu_](ctx, kernel, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
         ctx.synchronize()
         var best = Float64(1e30)
         for _ in range(repeats):
             var begin = perf_counter_ns()
             for routing in range(ROUTINGS):
-                launch[swiglu_](ctx, kernel == 1, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
+                launch[swiglu_](ctx, kernel, layer, output, x, all_starts[routing], ids, pairs, EXPERTS)
             ctx.synchronize()
             best = min(best, Float64(perf_counter_ns() - begin) / Float64(ROUTINGS))
         var gbs = bytes / best
         print(
-            "time", "swiglu" if swiglu_ else "plain", "prefill" if kernel == 1 else "decode", "M", tokens,
-            "microseconds", best / 1000, "GB/s", gbs, "of copy", gbs / copied,
-            "TFLOP/s", 2 * Float64(pairs) * Float64(layer.rows) * Float64(layer.columns) / best / 1000,
+            '{"time": "', "gate_up" if swiglu_ else "down", '", "kernel": "', kernel_name(kernel), '", "tokens": ', tokens,
+            ', "experts": ', Float64(active) / Float64(ROUTINGS), ', "us": ', best / 1000, ', "weights_gbs": ', gbs,
+            ', "of_copy": ', gbs / copied, ', "tflops": ',
+            2 * Float64(pairs) * Float64(layer.rows) * Float64(layer.columns) / best / 1000, "}", sep="", flush=True,
         )
 
 
@@ -391,35 +430,91 @@ def copy_rate(ctx: DeviceContext) raises -> Float64:
     return 2 * Float64(SIZE) / best
 
 
+def without(kernels: List[Int], tokens: Int) -> List[Int]:
+    """Returns the kernels that are worth timing for `tokens` tokens."""
+    var left = List[Int]()
+    for kernel in kernels:
+        if tokens >= 128 if kernel >= MMA else tokens <= 1024:
+            left.append(kernel)
+    return left^
+
+
 def main() raises:
+    var kernels = List[Int]()
+    var tiny = False
+    var checks = True
+    var times = True
+    for kernel in range(KERNELS):
+        var is_wanted = HAS_WGMMA or kernel == DECODE or kernel == MMA
+        for i in range(1, len(argv())):
+            if argv()[i] == "--skip" and i + 1 < len(argv()) and argv()[i + 1] == kernel_name(kernel):
+                is_wanted = False
+            if argv()[i] == "--only" and i + 1 < len(argv()) and argv()[i + 1] != kernel_name(kernel):
+                is_wanted = False
+        if is_wanted:
+            kernels.append(kernel)
+    for argument in argv():
+        tiny = tiny or argument == "--tiny"
+        checks = checks and argument != "--no-checks"
+        times = times and argument != "--no-times"
     with DeviceContext() as ctx:
-        print("device", ctx.name())
-        var passed = check_format(ctx)
-        for rows in [1, 3, 127, 128, 129]:
-            for columns in [4, 32, 36, 2880, 5120]:
-                passed = check_rounding(ctx, rows, columns) and passed
-        # Shapes with odd ends, and groups at the borders of every tile, empty ones between them.
-        for size in [32, 64, 96, 160, 288]:
-            for rows in [32, 64, 96, 192, 288]:
-                var layer = Layer(ctx, 5, rows, size, UInt32(size * 31 + rows))
-                passed = check[True](ctx, "ends", layer, [3, 0, 1, 20, 0]) and passed
-                passed = check[False](ctx, "ends", layer, [0, 9, 0, 140, 2]) and passed
-        var borders = Layer(ctx, 24, 128, 256, UInt32(77))
-        var sizes: List[Int] = [
-            0, 1, 2, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 0, 0, 63, 64, 65, 127, 128, 129, 200, 257, 0
-        ]
-        passed = check[True](ctx, "borders", borders, sizes) and passed
-        passed = check[False](ctx, "borders", borders, sizes) and passed
-        var gate_up = Layer(ctx, EXPERTS, 2 * INNER, HIDDEN, UInt32(1000))
-        var down = Layer(ctx, EXPERTS, HIDDEN, INNER, UInt32(2000))
-        for tokens in [1, 2, 3, 4, 7, 8, 16, 17, 32, 64, 100, 256, 512]:
-            passed = check[True](ctx, "120b", gate_up, routed(tokens, EXPERTS, tokens)) and passed
-            passed = check[False](ctx, "120b", down, routed(tokens, EXPERTS, tokens + 1)) and passed
-        print("checks passed" if passed else "CHECKS FAILED")
-        var copied = copy_rate(ctx)
-        print("copy GB/s", copied)
-        for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]:
-            measure[True](ctx, gate_up, tokens, copied, 20 if tokens < 1024 else 5)
-            measure[False](ctx, down, tokens, copied, 20 if tokens < 1024 else 5)
+        print('{"device": "', ctx.name(), '"}', sep="", flush=True)
+        var passed = True
+        if checks:
+            passed = check_small(ctx, kernels)
+        if not tiny:
+            var gate_up = Layer(ctx, EXPERTS, 2 * INNER, HIDDEN, UInt32(1000))
+            var down = Layer(ctx, EXPERTS, HIDDEN, INNER, UInt32(2000))
+            if checks:
+                passed = check_large(ctx, gate_up, down, kernels) and passed
+            if times:
+                var copied = copy_rate(ctx)
+                print('{"copy_gbs": ', copied, "}", sep="", flush=True)
+                for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]:
+                    var repeats = 20 if tokens < 1024 else 5
+                    measure[True](ctx, gate_up, tokens, copied, repeats, without(kernels, tokens))
+                    measure[False](ctx, down, tokens, copied, repeats, without(kernels, tokens))
+        print('{"passed": ', "true" if passed else "false", "}", sep="", flush=True)
         if not passed:
             raise Error("a kernel gave wrong results; see the lines with `wrong`")
+
+
+def check_small(ctx: DeviceContext, kernels: List[Int]) raises -> Bool:
+    """Checks the format, the rounding, shapes with odd ends, and groups at the borders of every tile."""
+    var passed = check_format(ctx, kernels)
+    for rows in [1, 3, 127, 128, 129]:
+        for columns in [4, 32, 36, 2880, 5120]:
+            passed = check_rounding(ctx, rows, columns) and passed
+    for size in [32, 64, 96, 160, 288]:
+        for rows in [32, 64, 96, 192, 288]:
+            var layer = Layer(ctx, 5, rows, size, UInt32(size * 31 + rows))
+            passed = check[True](ctx, "ends", layer, [3, 0, 1, 20, 0], kernels) and passed
+            passed = check[False](ctx, "ends", layer, [0, 9, 0, 140, 2], kernels) and passed
+    var borders = Layer(ctx, 30, 128, 256, UInt32(77))
+    var sizes: List[Int] = [
+        0, 1, 2, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 0, 0, 63, 64, 65, 95, 96, 97, 127, 128, 129, 144, 145, 200, 289, 433, 0
+    ]
+    passed = check[True](ctx, "borders", borders, sizes, kernels) and passed
+    passed = check[False](ctx, "borders", borders, sizes, kernels) and passed
+    # A group more than the lanes of a warp take at once, and more rows in one group than are in all others.
+    var many = Layer(ctx, 133, 64, 288, UInt32(78))
+    var spread = List[Int](length=133, fill=0)
+    for i in range(133):
+        spread[i] = i % 5
+    spread[130] = 150
+    passed = check[True](ctx, "many", many, spread, kernels) and passed
+    # One scale byte above 127 in a single row: the tiles that hold it take the path with two factors.
+    with many.scales.map_to_host() as scales:
+        scales[130 * 64 * 9 + 17 * 9 + 4] = 130
+        scales[3 * 64 * 9 + 63 * 9 + 8] = 129
+    passed = check[False](ctx, "high", many, spread, kernels) and passed
+    return passed
+
+
+def check_large(ctx: DeviceContext, gate_up: Layer, down: Layer, kernels: List[Int]) raises -> Bool:
+    """Checks gpt-oss-120b's sizes."""
+    var passed = True
+    for tokens in [1, 2, 3, 4, 7, 8, 16, 17, 32, 64, 100, 256, 512, 1024]:
+        passed = check[True](ctx, "120b", gate_up, routed(tokens, EXPERTS, tokens), kernels) and passed
+        passed = check[False](ctx, "120b", down, routed(tokens, EXPERTS, tokens + 1), kernels) and passed
+    return passed
