@@ -14,6 +14,7 @@ from max.gpu.sync import barrier
 from std.math import exp
 from std.memory import bitcast
 from std.sys import inlined_assembly
+from std.sys.info import is_nvidia_gpu
 
 from .format import expand_pairs, multiply_pairs, scale_factors
 from .groups import Tile
@@ -44,7 +45,14 @@ def swiglu(gate: Float32, up: Float32) -> Float32:
     """Returns gpt-oss' activation: (up + 1) · gate · sigmoid(1.702 · gate), gate at most 7, up within ± 7."""
     var g = min(gate, LIMIT)
     var u = max(min(up, LIMIT), -LIMIT)
-    return (u + 1) * (g / (1 + exp(-ALPHA * g)))
+    var below = 1 + exp(-ALPHA * g)
+    comptime if is_nvidia_gpu():
+        # Within 2^-23: a division that rounds right takes a call, and the result becomes bfloat16.
+        return (u + 1) * (
+            g * inlined_assembly["rcp.approx.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False](below)
+        )
+    else:
+        return (u + 1) * (g / below)
 
 
 @always_inline

@@ -26,7 +26,8 @@ comptime WARPGROUPS = 3
 comptime ROWS = 64 * WARPGROUPS
 comptime THREADS = 128 * WARPGROUPS
 comptime TOKENS = 144
-comptime STAGES = 4
+comptime STAGES = 4  # with all tokens; with fewer as many as there is room for
+comptime MOST_STAGES = 8
 comptime WEIGHT_BYTES = ROWS * CHUNK_BYTES
 comptime PLANE_TOKEN_BYTES = 128  # of a token's 64 columns, the width of the swizzle
 comptime TOKEN_STEP = THREADS // 16  # tokens that all threads copy at once
@@ -73,6 +74,7 @@ def multiply_tile[
     """
     comptime PLANE = plane_bytes(tokens)
     comptime STAGE_BYTES = WEIGHT_BYTES + 2 * PLANE
+    comptime STAGES = min(MOST_STAGES, RING_BYTES // STAGE_BYTES)
     comptime SUMS = tokens // 2
     var thread = Int(thread_idx.x)
     var lane = Int(lane_id())
