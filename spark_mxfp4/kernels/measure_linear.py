@@ -119,7 +119,7 @@ def _vllm(matrices: list[torch.Tensor], states: dict[int, torch.Tensor], copy: f
 
 
 def _peer(peer: Any, matrices: list[torch.Tensor], states: dict[int, torch.Tensor], copy: float) -> Iterator[Row]:
-    """Yield a row for each number of tokens of a `peer_linear.Peer`."""
+    """Yield a row for each number of tokens of a `peer_linear.PeerKernel`."""
     weights = [peer.prepare(matrix) for matrix in matrices]
     exact = reference(matrices[0], peer.format)
     for number, x in states.items():
@@ -135,7 +135,7 @@ def _peer(peer: Any, matrices: list[torch.Tensor], states: dict[int, torch.Tenso
         yield {**_row(peer.name, number, us, weights[0].nbytes, copy), "error": off}
 
 
-class Launch(NamedTuple):
+class ReadLaunch(NamedTuple):
     """How the reading kernel is started: threads of a block, loads of each in flight, blocks a multiprocessor."""
 
     threads: int
@@ -144,8 +144,8 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = (
-    Launch(128, 8, 4), Launch(256, 4, 2), Launch(256, 4, 4), Launch(256, 8, 1), Launch(256, 8, 2), Launch(512, 4, 2),
-    Launch(512, 8, 1), Launch(1024, 4, 1),
+    ReadLaunch(128, 8, 4), ReadLaunch(256, 4, 2), ReadLaunch(256, 4, 4), ReadLaunch(256, 8, 1), ReadLaunch(256, 8, 2), ReadLaunch(512, 4, 2),
+    ReadLaunch(512, 8, 1), ReadLaunch(1024, 4, 1),
 )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def read_kernel(
     tl.store(out + lanes, total, total == 0x5EED5EED)
 
 
-def read(words: torch.Tensor, out: torch.Tensor, launch: Launch, *, early: bool) -> None:
+def read(words: torch.Tensor, out: torch.Tensor, launch: ReadLaunch, *, early: bool) -> None:
     """Read `words` (int32, a multiple of four) once, 16 bytes at a time; see `read_kernel` for `out`."""
     read_kernel[(launch.blocks * _processors(words.device),)](
         words,
@@ -209,7 +209,7 @@ def bytes_alone(name: str, weights: Sequence[torch.Tensor], copy: float) -> Iter
     yield _row(f"copy half of the weight's bytes onto the other, {name}", 0, us, size, copy)
 
 
-def _read(weights: list[torch.Tensor], out: torch.Tensor, launch: Launch, early: bool, i: int) -> None:
+def _read(weights: list[torch.Tensor], out: torch.Tensor, launch: ReadLaunch, early: bool, i: int) -> None:
     read(weights[i % len(weights)], out, launch, early=early)
 
 

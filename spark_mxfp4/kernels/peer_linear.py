@@ -28,14 +28,14 @@ VERSION = vllm.__version__
 NVFP4_SCALE_BIAS = 7  # E4M3's: its scale bytes are powers of two from 2^-6 on
 
 
-class Prepared(NamedTuple):
-    """A weight in its kernel's order: `multiply` takes what `Peer.quantise` returned; `nbytes` that one call reads."""
+class PeerWeight(NamedTuple):
+    """A weight in its kernel's order: `multiply` takes what `PeerKernel.quantise` returned; `nbytes` that one call reads."""
 
     multiply: Callable[[Any], torch.Tensor]
     nbytes: int
 
 
-class Peer(NamedTuple):
+class PeerKernel(NamedTuple):
     """A kernel: `prepare` lays out a matrix bfloat16 [N, K]; its values are those of `linear.reference` in `format`.
 
     `quantise` is applied to the activations bfloat16 [M, K] before the time is taken.
@@ -43,18 +43,18 @@ class Peer(NamedTuple):
 
     name: str
     format: Format
-    prepare: Callable[[torch.Tensor], Prepared]
+    prepare: Callable[[torch.Tensor], PeerWeight]
     quantise: Callable[[torch.Tensor], Any] = lambda x: x
 
 
-def peers() -> tuple[Peer, ...]:
+def peers() -> tuple[PeerKernel, ...]:
     """Return vLLM's kernels for this device."""
     return (
-        Peer("vLLM FP8", Format.FP8, _cutlass, _by_token),
-        Peer("vLLM FP8 with quantisation", Format.FP8, _cutlass_with_quantisation),
-        Peer("Marlin FP8", Format.FP8, _marlin_fp8),
-        Peer("Marlin MXFP4", Format.MXFP4, _marlin_mxfp4),
-        Peer("Marlin NVFP4", Format.MXFP4, _marlin_nvfp4),
+        PeerKernel("vLLM FP8", Format.FP8, _cutlass, _by_token),
+        PeerKernel("vLLM FP8 with quantisation", Format.FP8, _cutlass_with_quantisation),
+        PeerKernel("Marlin FP8", Format.FP8, _marlin_fp8),
+        PeerKernel("Marlin MXFP4", Format.MXFP4, _marlin_mxfp4),
+        PeerKernel("Marlin NVFP4", Format.MXFP4, _marlin_nvfp4),
     )
 
 
@@ -72,7 +72,7 @@ def _by_row(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([(rows.float() / factors).to(torch.float8_e4m3fn) for rows, factors in pieces]), scales
 
 
-def _cutlass(matrix: torch.Tensor) -> Prepared:
+def _cutlass(matrix: torch.Tensor) -> PeerWeight:
     weight, scales = _by_row(matrix)
 
     def multiply(activations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -80,29 +80,29 @@ def _cutlass(matrix: torch.Tensor) -> Prepared:
         x, x_scales = activations
         return operators.cutlass_scaled_mm(x, weight.t(), x_scales, scales, torch.bfloat16)
 
-    return Prepared(multiply, weight.nbytes + scales.nbytes)
+    return PeerWeight(multiply, weight.nbytes + scales.nbytes)
 
 
-def _cutlass_with_quantisation(matrix: torch.Tensor) -> Prepared:
+def _cutlass_with_quantisation(matrix: torch.Tensor) -> PeerWeight:
     alone = _cutlass(matrix)
-    return Prepared(lambda x: alone.multiply(_by_token(x)), alone.nbytes)
+    return PeerWeight(lambda x: alone.multiply(_by_token(x)), alone.nbytes)
 
 
-def _marlin_fp8(matrix: torch.Tensor) -> Prepared:
+def _marlin_fp8(matrix: torch.Tensor) -> PeerWeight:
     weight, scales = _by_row(matrix)
     layer = _layer(matrix, weight.t(), scales)
     marlin_utils_fp8.prepare_fp8_layer_for_marlin(layer, size_k_first=True)
     return _marlin(marlin_utils_fp8.apply_fp8_marlin_linear, matrix, layer)
 
 
-def _marlin_mxfp4(matrix: torch.Tensor) -> Prepared:
+def _marlin_mxfp4(matrix: torch.Tensor) -> PeerWeight:
     blocks, scales = _blocks(matrix)
     layer = _layer(matrix, blocks, scales)
     marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
     return _marlin(partial(marlin_utils_fp4.apply_fp4_marlin_linear, weight_global_scale=None), matrix, layer)
 
 
-def _marlin_nvfp4(matrix: torch.Tensor) -> Prepared:
+def _marlin_nvfp4(matrix: torch.Tensor) -> PeerWeight:
     """Lay out the values of MXFP4 in NVFP4: an E4M3 scale for 16 columns, and one float32 factor."""
     blocks, scales = _blocks(matrix)
     layer = _layer(matrix, blocks, *nvfp4_scales(scales))
@@ -145,7 +145,7 @@ def _layer(
     return layer
 
 
-def _marlin(product: Callable[..., torch.Tensor], matrix: torch.Tensor, layer: torch.nn.Module) -> Prepared:
+def _marlin(product: Callable[..., torch.Tensor], matrix: torch.Tensor, layer: torch.nn.Module) -> PeerWeight:
     """Return the call of `product` with a layer that vLLM has prepared."""
     rows, columns = matrix.shape
     weight, scales = layer.weight.data, layer.weight_scale.data
@@ -153,4 +153,4 @@ def _marlin(product: Callable[..., torch.Tensor], matrix: torch.Tensor, layer: t
     multiply = partial(
         product, weight=weight, weight_scale=scales, workspace=locks, size_n=rows, size_k=columns, bias=None
     )
-    return Prepared(lambda x: multiply(input=x), weight.nbytes + scales.nbytes)
+    return PeerWeight(lambda x: multiply(input=x), weight.nbytes + scales.nbytes)

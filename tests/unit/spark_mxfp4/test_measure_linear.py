@@ -197,7 +197,7 @@ READ = """
 import torch
 from spark_mxfp4.kernels import measure_linear as m
 m._processors = lambda device: 3
-m.LAUNCHES = (m.Launch(32, 2, 1), m.Launch(64, 1, 2))
+m.LAUNCHES = (m.ReadLaunch(32, 2, 1), m.ReadLaunch(64, 1, 2))
 for launch in m.LAUNCHES:
     block = launch.threads * m.THREAD_WORDS
     for count in (4, block, 7 * block + 4):
