@@ -144,8 +144,8 @@ class ReadLaunch(NamedTuple):
 
 
 LAUNCHES = (
-    ReadLaunch(128, 8, 4), ReadLaunch(256, 4, 2), ReadLaunch(256, 4, 4), ReadLaunch(256, 8, 1), ReadLaunch(256, 8, 2), ReadLaunch(512, 4, 2),
-    ReadLaunch(512, 8, 1), ReadLaunch(1024, 4, 1),
+    ReadLaunch(128, 8, 4), ReadLaunch(256, 4, 2), ReadLaunch(256, 4, 4), ReadLaunch(256, 8, 1), ReadLaunch(256, 8, 2),
+    ReadLaunch(512, 4, 2), ReadLaunch(512, 8, 1), ReadLaunch(1024, 4, 1),
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ NVFP4_SCALE_BIAS = 7  # E4M3's: its scale bytes are powers of two from 2^-6 on
 
 
 class PeerWeight(NamedTuple):
-    """A weight in its kernel's order: `multiply` takes what `PeerKernel.quantise` returned; `nbytes` that one call reads."""
+    """A weight in its kernel's order: `multiply` takes what `PeerKernel.quantise` returned; `nbytes` are read."""
 
     multiply: Callable[[Any], torch.Tensor]
     nbytes: int
