@@ -10,8 +10,11 @@ from .decode import launch_decode
 from .format import BLOCK
 from .prefill import launch_prefill
 from .rounding import WIDTH, launch_add_and_round, round_to_bfloat16
+from .wgmma import HAS_WGMMA
 
-comptime PREFILL_ROWS = 32  # average rows of a group from which the prefill kernel is taken
+# Average rows of a group from which the prefill kernel is taken. On an H100 it is the faster one from 16 on, and the slower
+# one at 8 (bench/results/max-kernels-h100.json).
+comptime PREFILL_ROWS = 16 if HAS_WGMMA else 32
 
 
 @extensibility.register("spark_mxfp4.dequantize")

@@ -1,4 +1,4 @@
-"""Many rows an expert: `wgmma` on Hopper where that pays, otherwise `mma.sync`.
+"""Many rows an expert: `wgmma` on Hopper, otherwise `mma.sync`.
 
 By `mma.sync` a thread block has 128 weight rows and up to 128 tokens; each warp 32 rows and half the tokens.
 """
@@ -13,7 +13,6 @@ from .groups import find_tile, tile_limit
 from .product import Bytes, Shape, multiply_tile
 from .wgmma import HAS_WGMMA, launch_wgmma, shared_bytes
 
-comptime WGMMA_ROWS = 32  # average rows of a group from which `wgmma` is taken
 comptime WGMMA_SHARED = 227 * 1024  # bytes that a block can have on Hopper
 # By `mma.sync` registers leave one block an SM. Hopper's shared memory has room for four stages of 128 tokens; 12.x has
 # 99 kB, for two of 64.
@@ -102,7 +101,7 @@ def launch_prefill[
 ) raises:
     """Enqueues the product of `tokens` rows of `x` in `groups` groups; `rows` is N, `columns` K of an expert."""
     comptime if HAS_WGMMA:
-        if tokens >= WGMMA_ROWS * groups and shared_bytes(columns) <= WGMMA_SHARED:
+        if shared_bytes(columns) <= WGMMA_SHARED:
             launch_wgmma[swiglu, bias_dtype](
                 output, x, weight, scales, bias, starts, ids, tokens, groups, rows, columns, ctx
             )
