@@ -6,6 +6,7 @@ keeps them. The model is `sparkforge.models.dummy`'s: right shapes, random exper
 mean nothing.
 `--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
 servers at once and measures one after another.
+`--load-seconds 70` bounds the time of each backend; put what matters most first: `--concurrency 64 1 4 16`.
 `--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -99,6 +101,15 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
+class ServingLoad(NamedTuple):
+    """Requests, `concurrency` of them at once; with `warm_up` short ones go before."""
+
+    concurrency: int
+    requests: int
+    output_tokens: int
+    warm_up: bool
+
+
 @dataclass(frozen=True)
 class ServingPlan:
     """What is measured: prompt and output tokens of each request, concurrencies, and how long each step may take."""
@@ -115,6 +126,12 @@ class ServingPlan:
     client: str = "auto"  # of the harness
     split: Split = ONE_GPU  # of backends whose names have none
     kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
+    load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
+
+    def loads(self) -> tuple[ServingLoad, ...]:
+        """Return the loads in their order."""
+        short = (ServingLoad(c, c * self.rounds, self.output_tokens, warm_up=True) for c in self.concurrencies)
+        return (*short, *(ServingLoad(c, c, self.input_tokens, warm_up=False) for c in self.long_concurrencies))
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,7 @@ class Started:
 def measure(
     backend: str, model: Path, plan: ServingPlan, log: Path, started: Started | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Serve `model` with one backend; yield how long the start took, then one row a concurrency.
+    """Serve `model` with one backend; yield how long the start took, then one row a load, and those left out.
 
     Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it, unless it was
     `started` by the caller.
@@ -141,11 +158,15 @@ def measure(
             started = stack.enter_context(_started(backend, model, plan, log, ("--load-format", plan.weights)))
         url = _ready(started, plan, log)
         yield {"ready_s": round(time.monotonic() - started.begun, 1), **_seen(backend, started, log)}
-        for concurrency in plan.concurrencies:
-            _load(url, concurrency, concurrency, plan.input_tokens, min(16, plan.output_tokens))  # warm-up
-            yield _load(url, concurrency, concurrency * plan.rounds, plan.input_tokens, plan.output_tokens)
-        for concurrency in plan.long_concurrencies:
-            yield _load(url, concurrency, concurrency, plan.input_tokens, plan.input_tokens)
+        deadline = time.monotonic() + plan.load_seconds
+        loads = plan.loads()
+        for index, load in enumerate(loads):
+            if time.monotonic() > deadline:
+                yield {"left_out": [other._asdict() for other in loads[index:]]}
+                break
+            if load.warm_up:  # twice as many, so that prompts come while others generate, as they will
+                _load(url, load.concurrency, 2 * load.concurrency, plan.input_tokens, min(16, load.output_tokens))
+            yield _load(url, load.concurrency, load.requests, plan.input_tokens, load.output_tokens)
         if plan.sweep:
             yield {"harness": _sweep(url, model, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
 
@@ -326,6 +347,7 @@ def main(arguments: Sequence[str]) -> int:
         sweep=tuple(options.sweep),
         client=options.client,
         kv_cache_bytes=options.kv_cache_bytes,
+        load_seconds=options.load_seconds,
     )
     try:
         split = ranks.default_split(options.tensor_parallel, expert=options.expert_parallel, hosts=options.two_hosts)
@@ -457,6 +479,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
     parser.add_argument("--ready-seconds", type=float, default=420, help="how long a server may take to start")
+    parser.add_argument(
+        "--load-seconds",
+        type=float,
+        default=math.inf,
+        help="begin no further load of a backend when it has been measured that long",
+    )
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
     parser.add_argument(

@@ -153,6 +153,29 @@ def test_servers_started_together_are_measured_in_order_and_one_that_ended_costs
     assert [(row["concurrency"], row["requests"]) for row in result["marlin"]["rows"]] == [(2, 4)]
 
 
+def test_loads_have_their_order_and_those_after_the_limit_are_left_out(tmp_path, monkeypatch):
+    def load(_url, concurrency, requests, input_tokens, output_tokens):
+        seen.append((concurrency, requests, input_tokens, output_tokens))
+        clock[0] += 5
+        return {"concurrency": concurrency}
+
+    seen, clock = [], [0.0]
+    monkeypatch.setattr(serve_gpu, "_load", load)
+    monkeypatch.setattr(serve_gpu, "_ready", lambda started, *_: started.url)
+    monkeypatch.setattr(serve_gpu.time, "monotonic", lambda: clock[0])
+    log = tmp_path / "log"
+    log.write_text("Using 'MARLIN' Mxfp4 MoE backend.")
+    started = serve_gpu.Started("http://server", (), 0.0, ranks.Split())
+    plan = serve_gpu.ServingPlan(1024, 128, (64, 1), 2, 60.0, 1, long_concurrencies=(64, 4), load_seconds=22)
+    rows = list(serve_gpu.measure("marlin", tmp_path, plan, log, started))
+    warm_ups = [(64, 128, 1024, 16), (1, 2, 1024, 16)]
+    assert seen == [warm_ups[0], (64, 128, 1024, 128), warm_ups[1], (1, 2, 1024, 128), (64, 64, 1024, 1024)]
+    assert [row.get("concurrency") for row in rows] == [None, 64, 1, 64, None]
+    assert rows[-1] == {
+        "left_out": [{"concurrency": 4, "requests": 4, "output_tokens": 1024, "warm_up": False}],
+    }
+
+
 def test_a_sweep_that_the_harness_refuses_is_told_and_ends_nothing(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
