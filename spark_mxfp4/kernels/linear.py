@@ -12,6 +12,7 @@ import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -223,14 +224,26 @@ def dense(weight: Weight) -> torch.Tensor:
     return out
 
 
-def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tuple[int, int], ...]:
-    """Return the variants of linear.cu to try, best first, each with its thread blocks a multiprocessor.
+class Choice(NamedTuple):
+    """One way to launch linear.cu: the number of a variant, thread blocks a multiprocessor, and parts of the columns.
 
-    The order was measured on an H200 (bench/results/linear-h200.json); a variant that the size or the device's shared
-    memory does not allow is skipped, so smaller ones stand behind.
+    `parts` is for the variants that take up to 64 tokens at once (linear_strips): the blocks of a cluster, which have a
+    part of the columns each; 0 where every warp takes all columns of its rows.
+    """
+
+    variant: int
+    blocks: int
+    parts: int = 0
+
+
+def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[Choice, ...]:
+    """Return the variants of linear.cu to try, best first.
+
+    Up to 16 tokens the order was measured on an H200 (bench/results/linear-h200.json); above it is an estimate. A
+    variant that the size or the device's shared memory does not allow is skipped, so smaller ones stand behind.
     """
     many = rows >= MANY_ROWS
-    order: tuple[tuple[int, int], ...]
+    order: tuple[tuple[int, ...], ...]
     if tokens <= 8:
         if many:
             order = ((10, 1), (11, 1)) if format_ == Format.MXFP4 else ((1, 1), (0, 2), (11, 1))
@@ -238,22 +251,29 @@ def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tupl
             order = ((3, 2), (2, 2)) if format_ == Format.MXFP4 else ((2, 2), (0, 2))
         else:
             order = ((0, 2 if format_ == Format.MXFP4 else 1), (2, 1))
-        return (*order, (2, 1), (4, 1), (5, 1))
-    if many and tokens <= 16:
-        order = ((12, 1),) if format_ == Format.MXFP4 else ((6, 1), (13, 1))
-    elif many:
-        order = ((14, 1), (12, 1)) if format_ == Format.MXFP4 else ((15, 1), (13, 1))
+        behind: tuple[tuple[int, ...], ...] = ((2, 1), (4, 1), (5, 1))
     else:
-        order = ((8, 2 if format_ == Format.MXFP4 else 1),) if chunks <= 32 else ()
-    return (*order, (6, 1), (7, 1), (9, 1), (5, 1))
+        behind = ((6, 1), (7, 1), (9, 1), (5, 1))
+        if tokens <= 16:
+            if many:
+                order = ((12, 1),) if format_ == Format.MXFP4 else ((6, 1), (13, 1))
+            else:
+                order = ((8, 2 if format_ == Format.MXFP4 else 1),) if chunks <= 32 else ()
+        elif tokens <= 32:
+            order = ((30, 1, 0), (29, 1, 0)) if many else ((28, 1, 4), (27, 1, 4), (27, 1, 8), (29, 1, 0))
+        else:
+            order = ((34, 1, 0), (32, 1, 0)) if many else ((32, 1, 4), (32, 1, 8), (32, 1, 0))
+    return tuple(Choice(*choice) for choice in (*order, *behind))
 
 
 def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     library = load(x.device)
     job = _job(weight, out, x, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    for variant, blocks in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
-        error = library.spark_linear(ctypes.byref(job), int(weight.format), variant, processors, blocks, _stream(x))
+    for variant, blocks, parts in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
+        error = library.spark_linear(
+            ctypes.byref(job), int(weight.format), variant, processors, blocks, parts, _stream(x)
+        )
         if error != NO_FIT:
             return extension.check(error, library.spark_linear_error)
     raise NotImplementedError(
@@ -310,6 +330,6 @@ def bind(path: str) -> ctypes.CDLL:
     """Load the shared library at `path` and declare its functions."""
     library = ctypes.CDLL(path)
     library.spark_linear_error.restype = ctypes.c_char_p
-    library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, POINTER)
+    library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, INT, POINTER)
     library.spark_linear_expand.argtypes = (POINTER, INT, POINTER)
     return library
