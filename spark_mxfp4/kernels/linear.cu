@@ -1,15 +1,15 @@
 // Dense products with weights in 4 or 8 bits and few tokens, at the speed of memory: out[m][n] = Σ x[m][k] · w[n][k].
 //
-// Three kernels; in all of them expanded weights are the left operand of mma.m16n8k16, each warp copies the bytes that it
-// will expand into a ring of its own, and the first of them are asked for before the kernel in front has ended, because
-// weights do not depend on it. A chunk is 16 rows by 64 columns, a tile all chunks of 16 rows.
+// Three kernels; in all of them expanded weights are the left operand of mma.m16n8k16, each warp copies the bytes that
+// it will expand into a ring of its own, and the first of them are asked for before the kernel in front has ended,
+// because weights do not depend on it. A chunk is 16 rows by 64 columns, a tile all chunks of 16 rows.
 //   linear_columns: the warps of a block share a tile's columns and keep their part of the activations in registers.
 //   linear_rows:    every warp has tiles of its own, and the activations lie in shared memory.
-//   linear_strips:  up to 64 tokens in one pass over the weights. A warp multiplies several tiles at once, so that what it
-//                   reads of the activations serves them all; columns are divided among warps and among the blocks of a
-//                   cluster, so that a block needs a part of the activations only.
-// One source serves compute capability 9.0 and 12.x: cp.async and mma of 8.0, and of 9.0 griddepcontrol, bulk copies and
-// clusters. Sums are float32, in an order that depends on the variant and the sizes only.
+//   linear_strips:  up to 64 tokens in one pass over the weights. A warp multiplies several tiles at once, so that what
+//                   it reads of the activations serves them all; columns are divided among warps and among the blocks
+//                   of a cluster, so that a block needs a part of the activations only.
+// One source serves compute capability 9.0 and 12.x: cp.async and mma of 8.0, and of 9.0 griddepcontrol, bulk copies
+// and clusters. Sums are float32, in an order that depends on the variant and the sizes only.
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -137,7 +137,8 @@ __device__ __forceinline__ void expand_e4m3(uint32_t q, uint32_t& first, uint32_
 
 // What the chunk's two rows of a lane are multiplied by.
 template <int FORMAT>
-__device__ __forceinline__ void read_factors(const uint8_t* chunk, int lane, const uint32_t (&select)[2], uint32_t (&factor)[2]) {
+__device__ __forceinline__ void read_factors(const uint8_t* chunk, int lane, const uint32_t (&select)[2],
+                                             uint32_t (&factor)[2]) {
   using C = Chunk<FORMAT>;
   factor[0] = factor[1] = 0x7B807B80u;  // 2^120
   if (C::SCALES) {
@@ -432,7 +433,8 @@ struct Plan {
 
 // acc += R tiles' chunk times x, where this lane's columns of its first token lie at `x`.
 template <int FORMAT, class V>
-__device__ __forceinline__ void multiply_chunk(float (&acc)[V::R][V::NT][4], const uint8_t* chunk, const uint8_t* x, int lane) {
+__device__ __forceinline__ void multiply_chunk(float (&acc)[V::R][V::NT][4], const uint8_t* chunk, const uint8_t* x,
+                                               int lane) {
   using C = Chunk<FORMAT>;
   const uint32_t pick = 0x4040u + 0x101u * (lane & 2), select[2] = {pick, pick + 0x101u};
   constexpr int NT = V::NT, R = V::R, to_next_tile = V::STEP * C::BYTES;
@@ -587,8 +589,8 @@ __global__ void __launch_bounds__(V::WARPS * 32, V::RESIDENT) linear_strips(cons
 #pragma unroll
       for (int r = 0; r < R; ++r)
         if (r < tiles)
-          copy_bytes(ring + V::RING_HEAD + slot * STAGE + r * (STEP * C::BYTES), from + r * static_cast<int64_t>(p.chunks) * C::BYTES, bytes,
-                     landed(slot));
+          copy_bytes(ring + V::RING_HEAD + slot * STAGE + r * (STEP * C::BYTES),
+                     from + r * static_cast<int64_t>(p.chunks) * C::BYTES, bytes, landed(slot));
     }
     next_chunk += STEP;
     if (next_chunk >= end) next_chunk = first, next_tile += workers * strip_tiles;
@@ -852,7 +854,8 @@ using Variants = Table<FORMAT,
   Strips<8, 1, 12, 1, 1>,            // 31
   Strips<8, 2, 8, 1, 1>,             // 32
   Strips<8, 2, 4, 1, 2>,             // 33
-  Strips<8, 3, 8, 1, 1>>;            // 34
+  Strips<8, 3, 8, 1, 1>,             // 34
+  Strips<1, 1, 12, 2, 2>>;           // 35
 
 // The weights as bf16 [rows][columns], for more tokens than the kernels above are made for: a warp takes a chunk.
 template <int FORMAT>
@@ -905,7 +908,8 @@ int run_expand(const Linear& p, cudaStream_t stream) {
 extern "C" {
 int spark_linear_variant_count() { return sizeof(spark::Variants<0>::RUNNERS) / sizeof(spark::Runner); }
 // Returns 0, -1 where the variant cannot take the size or the device lacks the shared memory, else CUDA's error number.
-int spark_linear(const spark::Linear* p, int format, int variant, int processors, int per_processor, int parts, void* stream) {
+int spark_linear(const spark::Linear* p, int format, int variant, int processors, int per_processor, int parts,
+                 void* stream) {
   constexpr const spark::Runner* TABLES[] = {spark::Variants<0>::RUNNERS, spark::Variants<1>::RUNNERS,
                                              spark::Variants<2>::RUNNERS};
   return TABLES[format][variant](*p, processors, per_processor, parts, static_cast<cudaStream_t>(stream));
