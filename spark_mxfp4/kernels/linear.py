@@ -224,7 +224,7 @@ def dense(weight: Weight) -> torch.Tensor:
     return out
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """One way to launch linear.cu: the number of a variant, thread blocks a multiprocessor, and parts of the columns.
 
     `parts` is for the variants that take up to 64 tokens at once (linear_strips): the blocks of a cluster, which have a
@@ -236,7 +236,7 @@ class Choice(NamedTuple):
     parts: int = 0
 
 
-def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[Choice, ...]:
+def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[KernelChoice, ...]:
     """Return the variants of linear.cu to try, best first.
 
     Up to 16 tokens the order was measured on an H200 (bench/results/linear-h200.json); above it is an estimate. A
@@ -263,7 +263,7 @@ def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[Choi
             order = ((30, 1, 0), (29, 1, 0)) if many else ((28, 1, 4), (27, 1, 4), (27, 1, 8), (29, 1, 0))
         else:
             order = ((34, 1, 0), (32, 1, 0)) if many else ((32, 1, 4), (32, 1, 8), (32, 1, 0))
-    return tuple(Choice(*choice) for choice in (*order, *behind))
+    return tuple(KernelChoice(*choice) for choice in (*order, *behind))
 
 
 def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
