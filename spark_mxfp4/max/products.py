@@ -1,0 +1,185 @@
+"""What MAX's dense products of bfloat16 get wrong on Hopper: graphs with one product each, without code of ours.
+
+`python products.py` on a machine with MAX and a Hopper GPU prints a line of JSON for each product and number of rows:
+- `wrong`: how many values of the result are further from the exact product than its rounding to bfloat16 can be,
+- `overwritten`: how many bytes changed in buffers that lie around the result and that the graph does not know.
+Then it runs each product in a process of its own, in which MAX's memory manager sets a guard behind every buffer
+(`MODULAR_DEBUG_DEVICE_ALLOCATOR=out-of-bounds`), and prints what the manager says of it.
+
+All should be 0, and no guard be damaged. MAX 26.7.0 gives wrong results for a number of columns that is no multiple of
+8. With a bfloat16 result it stores whole tiles of 128 rows, past the end of a result whose rows are no multiple of 128;
+with a float32 result, which a cast gives, it does not.
+
+`--export FILE` compiles the graphs for sm_90a without a GPU, and `--compiled FILE` runs them. `--device cpu`
+shows that this script itself finds nothing wrong where nothing is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from max.driver import (
+    CPU,
+    Accelerator,
+    Buffer,
+    Device,
+    set_virtual_device_api,
+    set_virtual_device_count,
+    set_virtual_device_target_arch,
+)
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, Module, TensorType, ops
+
+# Columns of the result and of the factors: a router of 4 experts, the queries, keys and values of a small model, and
+# those of gpt-oss.
+PRODUCTS = ((4, 128), (512, 128), (5120, 2880))
+RESULTS = (DType.bfloat16, DType.float32)
+CASES = [(columns, depth, result) for columns, depth in PRODUCTS for result in RESULTS]
+ROWS = (128, 256, 300, 129, 127, 63, 8, 1)
+LARGEST = 8  # factors are whole numbers up to this, so that every sum is exact in float32
+NEIGHBOURS, PATTERN = 64, 0x5A
+GUARD = {"MODULAR_DEBUG_DEVICE_ALLOCATOR": "out-of-bounds"}
+SECONDS = 120  # for the process of one product
+
+
+def graphs(device: Device) -> Module:
+    """Return a graph for each of CASES: x [rows, depth] times w [columns, depth] transposed, both bfloat16.
+
+    They are in one module because that compiles faster.
+    """
+    module = Module()
+    for columns, depth, result in CASES:
+        _add_graph(module, columns, depth, result, device)
+    return module
+
+
+def _add_graph(module: Module, columns: int, depth: int, result: DType, device: Device) -> None:
+    place = DeviceRef.from_device(device)
+    types = (TensorType(DType.bfloat16, ["rows", depth], place), TensorType(DType.bfloat16, [columns, depth], place))
+    with Graph(_name(columns, depth, result), input_types=types, module=module) as graph:
+        x, w = (value.tensor for value in graph.inputs)
+        product = x @ w.T
+        graph.output(product if result == DType.bfloat16 else ops.cast(product, result))
+
+
+def _name(columns: int, depth: int, result: DType) -> str:
+    return f"product_{columns}_{depth}_{result.name}"
+
+
+def factors(rows: int, columns: int, depth: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return float32 factors [rows, depth] and [columns, depth] that bfloat16 holds exactly."""
+    generator = np.random.default_rng(rows)
+    shape = (rows + columns, depth)
+    values = generator.integers(-LARGEST, LARGEST + 1, shape).astype(np.float32)
+    return values[:rows], values[rows:]
+
+
+def to_bfloat16(values: np.ndarray[Any, Any], device: Device) -> Buffer:
+    """Return values that bfloat16 holds exactly on the device."""
+    words = np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
+    return Buffer.from_numpy(words).view(DType.bfloat16, list(values.shape)).to(device)
+
+
+def to_float32(result: Buffer) -> np.ndarray[Any, Any]:
+    """Return a result of bfloat16 or float32 on the host, as float32."""
+    host = result.to(CPU())
+    if result.dtype != DType.bfloat16:
+        return host.to_numpy()
+    words = host.view(DType.uint16, list(host.shape)).to_numpy()
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def neighbours(size: int, device: Device) -> list[Buffer]:
+    """Return buffers of `size` bytes each with PATTERN, between which the memory manager has as many holes."""
+    pattern = Buffer.from_numpy(np.full(size, PATTERN, np.uint8))
+    buffers = [pattern.to(device) for _ in range(2 * NEIGHBOURS)]
+    return buffers[::2]
+
+
+def try_product(model: Model, columns: int, depth: int, result: DType, rows: int, device: Device) -> dict[str, Any]:
+    """Return what one product of `rows` rows gets wrong."""
+    x, w = factors(rows, columns, depth)
+    exact = x @ w.T
+    inputs = (to_bfloat16(x, device), to_bfloat16(w, device))
+    around = neighbours(rows * columns * (2 if result == DType.bfloat16 else 4), device)
+    (product,) = model.execute(*inputs)
+    difference = np.abs(to_float32(product) - exact)
+    wrong = ~(difference <= np.abs(exact) * 2.0**-8)  # NaN is wrong too; a cast may come after the rounding
+    changed = [int(np.count_nonzero(buffer.to(CPU()).to_numpy() != PATTERN)) for buffer in around]
+    return {
+        "columns": columns,
+        "depth": depth,
+        "result": result.name,
+        "rows": rows,
+        "wrong": int(np.count_nonzero(wrong)),
+        "of": wrong.size,
+        "largest_difference": float(np.nanmax(difference)),
+        "overwritten": sum(changed),
+        "neighbours_changed": sum(count > 0 for count in changed),
+    }
+
+
+def guarded(compiled: str | None) -> Iterator[dict[str, Any]]:
+    """Yield, for each product, the rows that its process has gone through and what its memory manager said."""
+    arguments = ["--compiled", compiled] if compiled else []
+    for index, (columns, depth, result) in enumerate(CASES):
+        command = [sys.executable, __file__, "--only", str(index), *arguments]
+        output, code = "", None
+        try:
+            child = subprocess.run(
+                command, env={**os.environ, **GUARD}, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+            output, code = f"{child.stdout}\n{child.stderr}", child.returncode
+        except subprocess.TimeoutExpired:
+            output = "it did not end"
+        said = [line.strip()[:400] for line in output.splitlines() if "MemoryManager" in line or "redzone" in line]
+        finished = [json.loads(line)["rows"] for line in output.splitlines() if line.startswith('{"columns"')]
+        case = {"columns": columns, "depth": depth, "result": result.name, "guarded": True}
+        tail = [] if said or code == 0 else [line[-300:] for line in output.splitlines() if line.strip()][-3:]
+        yield {
+            **case,
+            "exit_code": code,
+            "rows_printed": finished,
+            "said": said[:4],
+            "reports": len(said),
+            "tail": tail,
+        }
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--export", help="file for the graphs compiled for sm_90a")
+    parser.add_argument("--compiled", help="file of compiled graphs")
+    parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
+    parser.add_argument("--only", type=int, help="number of one product, which is tried in this process alone")
+    options = parser.parse_args()
+    if options.export:
+        set_virtual_device_api("cuda")
+        set_virtual_device_target_arch("sm_90a")
+        set_virtual_device_count(1)
+    device = CPU() if options.device == "cpu" else Accelerator()
+    session = InferenceSession(devices=[device])
+    if options.export:
+        session.compile(graphs(device)).export_mef(options.export)
+        return
+    models = session.load_all(options.compiled or graphs(device))
+    for columns, depth, result in CASES if options.only is None else [CASES[options.only]]:
+        model = models[_name(columns, depth, result)]
+        for rows in ROWS:
+            print(json.dumps(try_product(model, columns, depth, result, rows, device)), flush=True)
+    if options.only is None and options.device == "gpu":
+        for line in guarded(options.compiled):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
