@@ -12,7 +12,6 @@ import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -22,6 +21,7 @@ from spark_mxfp4.mxfp4 import BLOCK, E4M3_LARGEST, dequantize, dequantize_mxfp8,
 
 ROWS, COLUMNS = 16, 64  # of a chunk
 MOST_TOKENS = 64
+FEW_ROWS = 4096  # up to here two blocks on each of a GPU's 132 multiprocessors have no more than a tile each
 MANY_ROWS = 32_768  # from here on every warp has rows of its own: an LM head's
 ROWS_AT_ONCE = 8192  # that are quantised together, a multiple of ROWS: an LM head would take gigabytes for a moment
 CAPABILITIES = ((9, 0), (12, 0), (12, 1))
@@ -224,56 +224,42 @@ def dense(weight: Weight) -> torch.Tensor:
     return out
 
 
-class KernelChoice(NamedTuple):
-    """One way to launch linear.cu: the number of a variant, thread blocks a multiprocessor, and parts of the columns.
+def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[tuple[int, int], ...]:
+    """Return the variants of linear.cu to try, best first, each with its thread blocks a multiprocessor.
 
-    `parts` is for the variants that take up to 64 tokens at once (linear_strips): the blocks of a cluster, which have a
-    part of the columns each; 0 where every warp takes all columns of its rows.
-    """
-
-    variant: int
-    blocks: int
-    parts: int = 0
-
-
-def variants(tokens: int, rows: int, chunks: int, format_: Format) -> tuple[KernelChoice, ...]:
-    """Return the variants of linear.cu to try, best first.
-
-    Up to 16 tokens the order was measured on an H200 (bench/results/linear-h200.json); above it is an estimate. A
-    variant that the size or the device's shared memory does not allow is skipped, so smaller ones stand behind.
+    The order was measured on an H200 (bench/results/linear-h200.json), and for the columns of o and half of qkv's rows
+    on an H100 (bench/results/linear-tune-h100.json); a variant that the size or the device's shared memory does not
+    allow is skipped, so smaller ones stand behind.
     """
     many = rows >= MANY_ROWS
-    order: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int], ...]
     if tokens <= 8:
         if many:
             order = ((10, 1), (11, 1)) if format_ == Format.MXFP4 else ((1, 1), (0, 2), (11, 1))
         elif chunks <= 32:
             order = ((3, 2), (2, 2)) if format_ == Format.MXFP4 else ((2, 2), (0, 2))
+        elif chunks <= 45 or format_ == Format.MXFP4:
+            order = ((0, 2 if format_ == Format.MXFP4 or rows <= FEW_ROWS else 1),)
         else:
-            order = ((0, 2 if format_ == Format.MXFP4 else 1), (2, 1))
-        behind: tuple[tuple[int, ...], ...] = ((2, 1), (4, 1), (5, 1))
+            order = ((4, 1),)
+        return (*order, (2, 1), (4, 1), (5, 1))
+    if many and tokens <= 16:
+        order = ((12, 1),) if format_ == Format.MXFP4 else ((6, 1), (13, 1))
+    elif many:
+        order = ((14, 1), (12, 1)) if format_ == Format.MXFP4 else ((15, 1), (13, 1))
+    elif chunks <= 32:
+        order = ((8, 2 if format_ == Format.MXFP4 else 1),)
     else:
-        behind = ((6, 1), (7, 1), (9, 1), (5, 1))
-        if tokens <= 16:
-            if many:
-                order = ((12, 1),) if format_ == Format.MXFP4 else ((6, 1), (13, 1))
-            else:
-                order = ((8, 2 if format_ == Format.MXFP4 else 1),) if chunks <= 32 else ()
-        elif tokens <= 32:
-            order = ((30, 1, 0), (29, 1, 0)) if many else ((28, 1, 4), (27, 1, 4), (27, 1, 8), (29, 1, 0))
-        else:
-            order = ((34, 1, 0), (32, 1, 0)) if many else ((32, 1, 4), (32, 1, 8), (32, 1, 0))
-    return tuple(KernelChoice(*choice) for choice in (*order, *behind))
+        order = ((9, 1),) if chunks > 45 else ()  # (6, 1) takes 45 chunks and no more
+    return (*order, (6, 1), (7, 1), (9, 1), (5, 1))
 
 
 def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     library = load(x.device)
     job = _job(weight, out, x, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    for variant, blocks, parts in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
-        error = library.spark_linear(
-            ctypes.byref(job), int(weight.format), variant, processors, blocks, parts, _stream(x)
-        )
+    for variant, blocks in variants(x.shape[0], weight.rows, weight.data.shape[1], weight.format):
+        error = library.spark_linear(ctypes.byref(job), int(weight.format), variant, processors, blocks, _stream(x))
         if error != NO_FIT:
             return extension.check(error, library.spark_linear_error)
     raise NotImplementedError(
@@ -330,6 +316,6 @@ def bind(path: str) -> ctypes.CDLL:
     """Load the shared library at `path` and declare its functions."""
     library = ctypes.CDLL(path)
     library.spark_linear_error.restype = ctypes.c_char_p
-    library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, INT, POINTER)
+    library.spark_linear.argtypes = (POINTER, INT, INT, INT, INT, POINTER)
     library.spark_linear_expand.argtypes = (POINTER, INT, POINTER)
     return library

@@ -19,13 +19,10 @@ from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
 ON_CPU = ROOT / "tests" / "unit" / "spark_mxfp4" / "on_cpu"  # what the kernels ask of a GPU
-HOPPER, SMALLER = (232_448, 233_472), (101_376, 102_400)  # 9.0, 12.x: shared bytes of a block and a multiprocessor
-OLDER = 16  # the variants before linear_strips
-TOKENS = {  # of a pass, linear_strips
-    8: (*range(16, 21), 35), 16: range(21, 26), 32: range(26, 31), 64: range(31, 35),
-}  # fmt: skip
-STRIPS = [(variant, tokens) for tokens, numbers in TOKENS.items() for variant in numbers]
-CLUSTERS = 4
+VARIANTS = 16
+HOPPER, SMALLER = 232_448, 101_376  # bytes of shared memory for a block, compute capability 9.0 and 12.x
+MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: a warp's times warps
+THREE_AT_ONCE = (10, 12)  # chunks, of linear_rows
 
 
 @pytest.mark.parametrize("target", ["90a", "121a"])
@@ -35,7 +32,7 @@ def test_every_variant_compiles_without_spills(target, tmp_path, nvcc):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")
-    assert kernels > 3 * (OLDER + len(STRIPS))  # three formats of each variant, and the expansion
+    assert kernels > 3 * VARIANTS  # three formats of each variant, and the expansion
     assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, result.stderr
 
 
@@ -76,11 +73,11 @@ def on_cpu(tmp_path_factory):
     command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fno-gnu-unique", "-shared", "-fPIC", "linear.cu"]
     subprocess.run([*command, "-o", "linear.so"], cwd=folder, check=True, capture_output=True)
     library = linear.bind(str(folder / "linear.so"))
-    assert library.spark_linear_variant_count() == OLDER + len(STRIPS)
+    assert library.spark_linear_variant_count() == VARIANTS
     return library
 
 
-def error_on_cpu(library, choice, format_, rows, columns, tokens, processors=3, device=HOPPER):
+def error_on_cpu(library, variant, format_, rows, columns, tokens, device=HOPPER):
     """The relative error of one launch between poisoned rows, NO_FIT, or the threads that never ended."""
     generator = torch.Generator().manual_seed(rows + columns + tokens)
     matrix = torch.randn(rows, columns, generator=generator) * 0.05
@@ -90,9 +87,8 @@ def error_on_cpu(library, choice, format_, rows, columns, tokens, processors=3, 
     bias = torch.randn(rows, generator=generator).bfloat16() if tokens % 2 else None
     out = torch.full((tokens + 1, rows), torch.nan).bfloat16()
     job = linear._job(weight, out[:tokens], x[:tokens, :columns], bias)
-    variant, blocks, parts = choice
-    library.choose_device(*device, CLUSTERS)
-    result = library.spark_linear(ctypes.byref(job), int(format_), variant, processors, blocks, parts, None)
+    library.choose_bytes_of_block(device)
+    result = library.spark_linear(ctypes.byref(job), int(format_), variant, 2, 1, None)
     if result:
         return result
     assert out[tokens:].isnan().all()
@@ -100,31 +96,33 @@ def error_on_cpu(library, choice, format_, rows, columns, tokens, processors=3, 
     return float((out[:tokens].double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize(("variant", "most"), STRIPS)
-def test_up_to_64_tokens_in_one_pass_on_a_cpu(on_cpu, variant, most):
-    for parts in range(5):
-        rows, columns = [(70, 224), (200, 352), (33, 1056), (16, 320)][(variant + parts) % 4]
-        tokens = [most, most - 1, most // 2 + 1, max(1, most // 4)][(2 * variant + parts) % 4]
-        error = error_on_cpu(on_cpu, (variant, 1, parts), Format((variant + parts) % 3), rows, columns, tokens)
-        # Half a multiprocessor has neither the warps for 200 rows nor the memory for all columns of 64 tokens.
-        assert 0 <= error < 0.004 or (error == NO_FIT and variant == 33), (parts, rows, columns, tokens)
+@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_every_variant_multiplies_on_a_cpu(on_cpu, variant, format_):
+    """Rows, columns and tokens that are no multiples; then as many columns as all warps take, or tiles in turns."""
+    last = (70, 64 * MOST_CHUNKS[variant], 2) if variant in MOST_CHUNKS else (530, 576, 2)
+    for rows, columns, tokens in ((150, 192, 9), (16, 160, 1), (40, 544, 33), (20, 352, 64), last):
+        error = error_on_cpu(on_cpu, variant, format_, rows, columns, tokens)
+        assert 0 <= error < 0.004, (rows, columns, tokens, error)
 
 
-@pytest.mark.parametrize("format_", [Format.MXFP4, Format.FP8])
-@pytest.mark.parametrize(("variant", "rows"), [(29, 500), (30, 700), (32, 300), (34, 500), (22, 500), (16, 500)])
-def test_strips_one_after_another_with_x_whole_and_as_a_ring(on_cpu, variant, rows, format_):
-    most = dict(STRIPS)[variant]
-    for device, tokens in ((HOPPER, most), (SMALLER, most - 1)):
-        error = error_on_cpu(on_cpu, (variant, 1, 0), format_, rows, 1184, tokens, processors=1, device=device)
-        assert 0 <= error < 0.004 or (error == NO_FIT and device == SMALLER and variant in (22, 34)), device
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_a_variant_refuses_what_it_cannot_take(on_cpu, variant):
+    if variant in MOST_CHUNKS:
+        columns = 64 * MOST_CHUNKS[variant]
+        assert error_on_cpu(on_cpu, variant, Format.MXFP8, 16, columns + 64, 1) == NO_FIT
+        error = error_on_cpu(on_cpu, variant, Format.MXFP8, 16, columns, 1, SMALLER)
+        assert 0 <= error < 0.004 if variant in (4, 9) else error == NO_FIT
+    else:
+        assert (error_on_cpu(on_cpu, variant, Format.MXFP8, 16, 256, 1) == NO_FIT) == (variant in THREE_AT_ONCE)
+        assert error_on_cpu(on_cpu, variant, Format.MXFP8, 16, 64 * 45 * 5, 1, SMALLER) == NO_FIT
 
 
-@pytest.mark.parametrize("variant", range(OLDER))
-def test_the_variants_for_fewer_tokens_on_a_cpu(on_cpu, variant):
-    for rows, columns, tokens in ((70, 192, 9), (200, 192, 33)):
-        format_ = Format((variant + tokens) % 3)
-        assert 0 <= error_on_cpu(on_cpu, (variant, 1, 0), format_, rows, columns, tokens, processors=2) < 0.004
-
-
-def test_more_tokens_than_a_variant_takes_are_refused(on_cpu):
-    assert error_on_cpu(on_cpu, (28, 1, 2), Format.MXFP8, 70, 224, 33) == NO_FIT
+@pytest.mark.parametrize("format_", Format)
+def test_weights_are_expanded_on_a_cpu(on_cpu, format_):
+    matrix = torch.randn(70, 224)
+    weight, out = Weight.pack(matrix, format_), torch.full((71, 224), torch.nan).bfloat16()
+    job = linear._job(weight, out[:70])
+    assert on_cpu.spark_linear_expand(ctypes.byref(job), int(format_), None) == 0
+    assert torch.equal(out[:70], reference(matrix, format_).bfloat16())
+    assert out[70:].isnan().all()

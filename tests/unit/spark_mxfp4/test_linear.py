@@ -143,7 +143,7 @@ def test_a_variant_that_fits_99_kb_is_among_those_tried(format_, rows, tokens):
     }  # fmt: skip
     for chunks in (32, 45, 64):
         fitting = []
-        for number, _, _ in variants(tokens, rows, chunks, format_):
+        for number, _ in variants(tokens, rows, chunks, format_):
             if number in columns:
                 groups, share, most, ring, turns = columns[number]
                 warps = -(-chunks // share)
