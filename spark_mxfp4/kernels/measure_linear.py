@@ -5,7 +5,8 @@ and each product waits for the one before it, as in a model. The peers are torch
 one scale a row (cuBLAS), alone and with the quantisation of activations in front of it, and vLLM's FP8 and Marlin
 kernels where vLLM can be imported (`peer_linear`). Rows of 0 tokens say what the bytes of a weight take in the same
 chain of graph nodes: copied (half of them read, half written), and read by a kernel that does nothing else; the latter
-is started after the one before it has ended, and once more as our kernels are, while the one before it still ends.
+is started after the one before it has ended, and, of so many weights that none is read twice at once, as our kernels
+are: while the one before it still runs.
 The figures are saved after each shape.
 """
 
@@ -39,6 +40,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CACHE = 1 << 28  # bytes of weights that no cache keeps
 THREAD_WORDS = 4  # of 4 bytes, that a thread loads at once
 MOST_WORDS = 1024 * THREAD_WORDS
+AT_ONCE = 16  # kernels that may run at once where each starts early: two of them must not read the same weight
 Row = dict[str, Any]
 
 
@@ -201,6 +203,8 @@ def bytes_alone(name: str, weights: Sequence[torch.Tensor], copy: float) -> Iter
     whole = [weight[:size].view(torch.int32) for weight in words]
     out = torch.zeros(MOST_WORDS, dtype=torch.int32, device=whole[0].device)
     for title, early in (("read the weight's bytes", False), ("read the weight's bytes, started early", True)):
+        if early and len(whole) < AT_ONCE:
+            continue
         times = {launch: graph_time(partial(_read, whole, out, launch, early), 2 * len(whole)) for launch in LAUNCHES}
         best = min(times, key=lambda launch: times[launch])
         yield {**_row(f"{title}, {name}", 0, times[best], size, copy), **best._asdict()}

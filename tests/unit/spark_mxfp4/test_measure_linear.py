@@ -176,7 +176,7 @@ def test_all_bytes_are_read_and_copied_in_turn_and_the_fastest_launch_counts(mon
 
     monkeypatch.setattr(measure_linear, "graph_time", timed)
     monkeypatch.setattr(measure_linear, "read", lambda words, _out, launch, early: seen.append((words, launch, early)))
-    weights = [torch.randint(0, 256, (5, 7, 32), dtype=torch.uint8) for _ in range(3)]
+    weights = [torch.randint(0, 256, (5, 7, 32), dtype=torch.uint8) for _ in range(measure_linear.AT_ONCE)]
     before = [weight.clone() for weight in weights]
     plain, early, copied = measure_linear.bytes_alone("MXFP4", weights, COPY)
     assert plain["name"] == "read the weight's bytes, MXFP4"
@@ -185,12 +185,19 @@ def test_all_bytes_are_read_and_copied_in_turn_and_the_fastest_launch_counts(mon
     assert (plain["threads"], plain["loads"], plain["blocks"]) == last
     assert (early["threads"], early["loads"], early["blocks"]) == first
     assert all(words.numel() * 4 == weights[0].numel() for words, _, _ in seen)
-    assert len({words.data_ptr() for words, _, _ in seen}) == 3
+    assert len({words.data_ptr() for words, _, _ in seen}) == len(weights)
     assert [is_early for _, _, is_early in seen].count(True) == len(seen) / 2
     for weight, was in zip(weights, before, strict=True):  # two rounds: each half was read or written, as a whole
         head, tail = weight.view(2, -1)
         assert torch.equal(head, was.view(2, -1)[0])
         assert torch.equal(tail, ~head)
+
+
+def test_no_two_kernels_that_start_early_read_the_same_weight(monkeypatch):
+    monkeypatch.setattr(measure_linear, "graph_time", lambda _call, _count: 1.0)
+    weights = [torch.zeros(1, 1, 32, dtype=torch.uint8) for _ in range(measure_linear.AT_ONCE - 1)]
+    names = [row["name"] for row in measure_linear.bytes_alone("FP8", weights, COPY)]
+    assert names == ["read the weight's bytes, FP8", "copy half of the weight's bytes onto the other, FP8"]
 
 
 READ = """
