@@ -19,7 +19,7 @@ def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, co
     """Serve gpt-oss by Modular's MAX, with packed experts.
 
     The first start brings MAX, about 400 MB, and compiles the model for minutes. ./inv status, chat, logs and down work
-    as after ./inv up. On a GPU it starts and is fast, but its tokens were wrong: run ./inv max.test --device gpu first.
+    as after ./inv up. Its tokens were compared on a CPU and on an H100: on another GPU run ./inv max.test --device gpu.
     """
     from sparkforge.serve import failure, modular, screen
 

@@ -32,9 +32,9 @@ DEVICES = {
 DEVICE_OF_TESTS = "SPARKFORGE_MAX_DEVICE"  # tests/max/conftest.py
 TARGETS = ("sm_90a", "sm_121a")
 START_SECONDS = 3600.0  # a first start compiles the model and MAX's kernels on the CPU's cores
-WRONG_ON_A_GPU = (
-    "warning: on a GPU MAX's answers are not to be relied on before ./inv max.test --device gpu has passed there: its "
-    "products gave wrong tokens, and what avoids that has not run; docs/guide/max.md has the figures"
+OTHER_GPUS = (
+    "warning: MAX's own products gave wrong tokens on a GPU; with what avoids them an H100 gave the right ones, and no "
+    "other GPU was tried: ./inv max.test --device gpu tells of yours (docs/guide/max.md)"
 )
 CALLS = ("a completion", "a streamed completion", "a chat", "a streamed chat")  # of proof.CALLS
 
@@ -90,7 +90,7 @@ def serve_command(
 ) -> list[str | Path]:
     """Return the command line of MAX's server on the loopback address; `command` is the one that was typed.
 
-    For a GPU it prints that the answers are not to be relied on. Raises UsageError, InputError, and ServerError for a
+    For a GPU it prints where MAX's answers were compared. Raises UsageError, InputError, and ServerError for a
     port that is taken.
     """
     if device not in DEVICES:
@@ -101,7 +101,7 @@ def serve_command(
     check_port(port, LOOPBACK, command)
     program = _max("serve", model)
     if device == "gpu":
-        say(WRONG_ON_A_GPU)
+        say(OTHER_GPUS)
     return [
         *program, *DEVICES[device], "--host", LOOPBACK, "--port", str(port),
         "--max-length", str(context), *(("--max-batch-size", "1") if device == "cpu" else ()),
