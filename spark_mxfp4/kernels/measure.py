@@ -162,7 +162,10 @@ def main() -> None:
     flags.add_argument("--tokens", help="with commas; default: 1 to 8192")
     flags.add_argument("--experts", default="", help="only the models with so many experts, with commas; default: all")
     arguments = flags.parse_args()
-    models = chosen_models(arguments.experts)
+    try:
+        models = chosen_models(arguments.experts)
+    except ValueError as error:
+        sys.exit(str(error))
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
     tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else TOKENS

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -30,7 +31,7 @@ from sparkforge.core import gpus, interrupt
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError
+from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, spawn, started_at, terminate_session
@@ -213,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     options.log = options.log or options.out.with_suffix(".log")
     actions = {"tokens": compare_tokens, "speed": measure_speed}
     try:
+        _check(options)
         with interrupt.caught():  # the server has a session of its own: it ends with us only if we end it
             if options.action == "compile":
                 compile_graphs(options)
@@ -230,6 +232,19 @@ def main(arguments: Sequence[str]) -> int:
         show_error(error)
         return error.exit_code
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UsageError if what the action starts from is not there."""
+    if not options.model.is_dir():
+        fix = "name a checkpoint's folder; random_checkpoint writes one"
+        raise UsageError(f"{options.model} cannot be measured", "it is no folder", fix)
+    if options.action == "tokens" and not (options.against and options.against.is_file()):
+        why = f"{options.against} is no file" if options.against else "no file of its tokens is named by --against"
+        raise UsageError("there is nothing to compare with", why, "let `reference` write it: --out FILE.json")
+    if options.action != "reference" and shutil.which(options.max[0]) is None:
+        fix = "./inv max.test --fast brings MAX, or name the program: --max PROGRAM"
+        raise UsageError("MAX cannot be started", f"there is no program {options.max[0]}", fix)
 
 
 def _parser() -> argparse.ArgumentParser:

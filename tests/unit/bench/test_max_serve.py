@@ -192,3 +192,17 @@ def test_the_sizes_are_those_of_gpt_oss_120b():
 def test_a_model_that_there_is_not_is_refused(tmp_path, arguments, capsys):
     assert random_checkpoint.main([str(tmp_path), *arguments]) == 2
     assert "there is no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda given: ["speed", "/nonexistent", *given[1:]], "/nonexistent cannot be measured"),
+        (lambda given: ["tokens", *given], "there is nothing to compare with"),
+        (lambda given: ["tokens", *given, "--against", "/nonexistent.json"], "/nonexistent.json is no file"),
+        (lambda given: ["compile", *given, "--max", "/nonexistent"], "there is no program /nonexistent"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_starts(arguments, change, problem, capsys):
+    assert max_serve.main(change(arguments)) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())

@@ -156,6 +156,12 @@ def test_the_command_writes_json(tmp_path, monkeypatch, capsys):
     assert "gpt-oss-20b: experts 32" in capsys.readouterr().out
 
 
+def test_a_number_of_experts_that_no_model_has_ends_the_command_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["measure", "--output", str(tmp_path / "f.json"), "--experts", "7"])
+    with pytest.raises(SystemExit, match="no model has 7 experts · they have 128, 32"):
+        measure.main()
+
+
 def test_the_stand_in_is_the_reference(cutlass):
     weights = random_weights(2, 128, 128, device="cpu")
     x, routing = torch.randn(3, 128).bfloat16(), random_routing(3, 2, 1, device="cpu")
