@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge.bench.endpoint import Endpoint
-from sparkforge.bench.load import Prompt, require_answers, send
+from sparkforge.bench.kernels import random_load
 from sparkforge.bench.machine import facts
 from sparkforge.core import gpus, interrupt
 from sparkforge.core.bounded import ProbeError
@@ -37,7 +35,6 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, spawn, started_at, terminate_session
 from sparkforge.serve import client, modular
 
-VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
 SERVED_NAME = "measured"
 LOAD_SECONDS = 300.0  # for one load
 WARM_UP_TOKENS = 16
@@ -182,24 +179,8 @@ def measure_speed(options: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def _load(url: str, concurrency: int, requests: int, length: int, answer: int, seed: str) -> dict[str, Any]:
-    """Keep `concurrency` requests in flight until `requests` are done; return rates and median times in ms.
-
-    No two prompts share a beginning, so that MAX's prefix cache has none. Raises ServerError if a request fails.
-    """
-    rng = random.Random(f"{seed} {concurrency} {length}")  # noqa: S311 (prompts, not secrets)
-    prompts = [Prompt([rng.randrange(VOCABULARY) for _ in range(length)], answer) for _ in range(requests)]
-    load = require_answers(send(Endpoint(url, SERVED_NAME, key=""), prompts, concurrency, LOAD_SECONDS))
-    return {
-        "concurrency": concurrency,
-        "requests": requests,
-        "input_tokens": length,
-        "output_tokens": answer,
-        "seconds": round(load.duration, 3),
-        "output_tokens_per_s": round(sum(sample.output_tokens for sample in load.samples) / load.duration, 1),
-        "ttft_ms": round(1000 * statistics.median(sample.ttft for sample in load.samples), 2),
-        "tpot_ms": round(1000 * statistics.median(s.tpot for s in load.samples if s.tpot is not None), 3),
-        "complete": all(sample.output_tokens == answer for sample in load.samples),
-    }
+    endpoint = Endpoint(url, SERVED_NAME, key="")
+    return random_load.measure(endpoint, concurrency, requests, length, answer, seconds=LOAD_SECONDS, seed=seed)
 
 
 def _tell(options: argparse.Namespace, result: dict[str, Any], news: dict[str, Any]) -> None:

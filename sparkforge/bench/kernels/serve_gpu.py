@@ -16,9 +16,7 @@ import argparse
 import json
 import math
 import os
-import random
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +29,9 @@ import httpx
 
 from sparkforge.bench import runs
 from sparkforge.bench.endpoint import Endpoint
-from sparkforge.bench.kernels import random_weights, ranks, tiny_tokens
+from sparkforge.bench.kernels import random_load, random_weights, ranks, tiny_tokens
 from sparkforge.bench.kernels.ranks import HostPart, Split
 from sparkforge.bench.kernels.second_host import SecondHost, second_host
-from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import gpus
 from sparkforge.core import interrupt
 from sparkforge.core.console import say, show_error
@@ -46,7 +43,6 @@ from sparkforge.serve import client, command_line
 from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.command_line import ServerCommand
 
-VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
 SERVED_NAME = "random-gpt-oss"
 LOAD_SECONDS = 3600.0  # for one load
 ONE_GPU = Split()
@@ -312,24 +308,10 @@ def _last_error(log: Path) -> str:
 
 
 def _load(url: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """Keep `concurrency` requests in flight until `requests` are done; return rates and median times in ms.
-
-    Raises ServerError if a request fails.
-    """
-    rng = random.Random(concurrency)  # noqa: S311 (prompts, not secrets)
-    prompts = [Prompt([rng.randrange(VOCABULARY) for _ in range(input_tokens)], output_tokens) for _ in range(requests)]
-    load = require_answers(send(Endpoint(url, SERVED_NAME, key=""), prompts, concurrency, LOAD_SECONDS))
-    return {
-        "concurrency": concurrency,
-        "requests": requests,
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
-        "seconds": round(load.duration, 3),
-        "output_tokens_per_s": round(sum(sample.output_tokens for sample in load.samples) / load.duration, 1),
-        "ttft_ms": round(1000 * statistics.median(sample.ttft for sample in load.samples), 2),
-        "tpot_ms": round(1000 * statistics.median(s.tpot for s in load.samples if s.tpot is not None), 3),
-        "complete": all(sample.output_tokens == output_tokens for sample in load.samples),
-    }
+    endpoint = Endpoint(url, SERVED_NAME, key="")
+    return random_load.measure(
+        endpoint, concurrency, requests, input_tokens, output_tokens, seconds=LOAD_SECONDS, seed="measured"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
