@@ -15,13 +15,14 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from sparkforge.core.console import say, show_error
+from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import SparkforgeError, UsageError
-from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.files import atomic_file, require_writable, write_atomic, write_json
 from sparkforge.models import dummy
 from sparkforge.models.harmony import tokenizer_files
 from sparkforge.models.tiny_format import BLOCK, DTYPES, bfloat16
@@ -89,17 +90,21 @@ def write_checkpoint(
         known = f"gpt-oss-{size} has {config['num_hidden_layers']}, of two kinds in turn"
         raise UsageError(f"there is no model of {count} layers", known, "--layers 4")
     config |= {"num_hidden_layers": count, "layer_types": config["layer_types"][:count]}
-    directory.mkdir(parents=True, exist_ok=True)
-    files = {name: (tokenizer / name).read_bytes() for name in TOKENIZER} if tokenizer else tokenizer_files()
+    if tokenizer and (missing := [tokenizer / name for name in TOKENIZER if not (tokenizer / name).is_file()]):
+        raise UsageError(
+            "there is no tokenizer to copy", f"{missing[0]} is no file", "leave --tokenizer out: it is made"
+        )
+    files = {name: read_bytes(tokenizer / name) for name in TOKENIZER} if tokenizer else tokenizer_files()
+    require_writable(directory / "model.safetensors")
     for name, data in files.items():
         write_atomic(directory / name, data)
     write_json(directory / "config.json", config)
-    with (directory / "model.safetensors").open("wb") as file:
+    with atomic_file(directory / "model.safetensors") as file:
         _write_weights(file, dict(tensors(config)), hole=hole)
     return directory
 
 
-def _write_weights(file: BinaryIO, stored: Mapping[str, Stored], *, hole: bool) -> None:
+def _write_weights(file: IO[bytes], stored: Mapping[str, Stored], *, hole: bool) -> None:
     """Write the file: length of the header, header, the pools in the order of POOLS, and a hole."""
     members = {pool: [name for name, tensor in stored.items() if tensor.pool == pool] for pool in POOLS}
     header, end = dict[str, Any](), 0

@@ -206,3 +206,17 @@ def test_a_model_that_there_is_not_is_refused(tmp_path, arguments, capsys):
 def test_what_is_missing_is_named_before_anything_starts(arguments, change, problem, capsys):
     assert max_serve.main(change(arguments)) == 2
     assert problem in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("out", "arguments", "problem"),
+    [
+        ("/proc/nowhere", [], "cannot write /proc/nowhere/model.safetensors"),
+        ("here", ["--tokenizer", "/nonexistent"], "/nonexistent/chat_template.jinja"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_one_clear_error(tmp_path, out, arguments, problem, capsys):
+    assert random_checkpoint.main([str(tmp_path / out), "--size", "20b", *arguments]) != 0
+    assert problem in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "here").exists()
