@@ -66,19 +66,21 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   return result;
 }
 
-// E8M0 byte 2^(s - 127), kept as the exponent of 2^(s - 1) by layout.py, as a pair of equal bf16.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t scales, int byte) {
-  return __byte_perm(scales, 0, byte == 0 ? 0x4040 : 0x4141) << 7;
+// Two E8M0 bytes 2^(s - 127), kept as the exponents of 2^(s - 1) by layout.py, as pairs of equal bf16.
+__device__ __forceinline__ void scale_pairs(uint32_t scales, uint32_t (&factor)[2]) {
+  const uint32_t both = __byte_perm(scales, 0, 0x4140) << 7;
+  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\nmov.b32 %0, {l, l};\nmov.b32 %1, {h, h};}"
+      : "=r"(factor[0]), "=r"(factor[1]) : "r"(both));
 }
 
 // Four E2M1 pairs of a word as bf16 pairs times 2^-126: sign, exponent and mantissa bits go where bf16 has them.
-// layout.py orders the bits so that two pairs need one shift and one mask at most, and few shifts go right: a left
-// shift is a multiplication, whose unit has time; masks and right shifts share the unit that limits decoding.
+// layout.py orders the bits so that few shifts and masks bring them there, and few shifts go right: a left shift is a
+// multiplication, whose unit has time; masks and right shifts share the unit that limits decoding.
 __device__ __forceinline__ void expand_word(uint32_t q, uint32_t (&pairs)[4]) {
   constexpr uint32_t ALL = 0x81C081C0, SIGN = 0x80008000, REST = 0x01C001C0;
   pairs[0] = q & ALL;
   pairs[1] = (q << 3) & ALL;
-  pairs[2] = ((q << 6) & REST) | ((q << 1) & SIGN);
+  pairs[2] = ((q & 0x40074007) * 66) & ALL;  // << 6 and << 1 at once: no two of these bits meet
   pairs[3] = ((q >> 3) & REST) | ((q << 2) & SIGN);
 }
 
@@ -86,7 +88,9 @@ __device__ __forceinline__ void expand_word(uint32_t q, uint32_t (&pairs)[4]) {
 __device__ __forceinline__ void expand(const uint8_t* chunk, int thread, uint32_t* a) {
   const uint4 q = *reinterpret_cast<const uint4*>(chunk + 16 * thread);
   const uint32_t scales = *reinterpret_cast<const uint16_t*>(chunk + VALUE_BYTES + 2 * (thread >> 1));
-  const uint32_t words[4] = {q.x, q.y, q.z, q.w}, factor[2] = {scale_pair(scales, 0), scale_pair(scales, 1)};
+  const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+  uint32_t factor[2];
+  scale_pairs(scales, factor);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t pairs[4];

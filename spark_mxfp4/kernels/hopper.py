@@ -1,14 +1,16 @@
-"""The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++, see gemm.cuh and rows.cuh.
+"""The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++.
 
-Four launches, five for many tokens: sort tokens by expert and bring them in that order, first product with bias and
-activation, second product with bias, weighted sum. Nothing waits for the device, so CUDA graphs hold it, and the same
-inputs give the same bits. Weights are laid out once by `prepare`.
+For few tokens two launches: sort tokens by expert and bring them in that order (rows.cuh), then everything else
+(layer.cuh). For more tokens four, five for many: sort, first product with bias and activation, second product with bias
+(gemm.cuh), weighted sum. Nothing waits for the device, so CUDA graphs hold it, and the same inputs give the same bits.
+Weights are laid out once by `prepare`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ ROW_MULTIPLE = 8  # each expert's rows begin at a multiple of this: the swizzle'
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
 MAX_EXPERTS, MAX_TOP_K = 512, 16
+LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.cuh)
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -30,12 +33,14 @@ class _Routing(ctypes.Structure):
     _fields_ = (
         ("ids", POINTER), ("map", POINTER), ("ids_are_64_bit", INT), ("pairs", INT), ("top_k", INT), ("experts", INT),
         ("global_experts", INT), ("tile_tokens", INT), ("row_of_pair", POINTER), ("tiles", POINTER),
-        ("tile_count", POINTER),
+        ("tile_count", POINTER), ("counters", POINTER), ("counter_number", INT),
     )  # fmt: skip
 
 
 class _Gather(ctypes.Structure):
-    _fields_ = (("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG))
+    _fields_ = (
+        ("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG), ("fragments", INT),
+    )  # fmt: skip
 
 
 class _Gemm(ctypes.Structure):
@@ -43,6 +48,13 @@ class _Gemm(ctypes.Structure):
         ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER), ("tiles", POINTER),
         ("tile_count", POINTER), ("chunks", INT), ("row_tiles", INT), ("columns", INT), ("rows", LONG),
         ("alpha", FLOAT), ("limit", FLOAT), ("routing", _Routing),
+    )  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("first", _Gemm), ("second", _Gemm), ("partial", POINTER), ("counters", POINTER), ("row_of_pair", POINTER),
+        ("shares", POINTER), ("most_tiles", INT), ("parts", INT), ("part_chunks", INT), ("tokens", INT), ("top_k", INT),
     )  # fmt: skip
 
 
@@ -74,7 +86,7 @@ class HopperKernel(MoeKernel):
         """Choose the products' shapes for layers of these sizes, as `search` describes; see MoeKernel."""
 
         def layer(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, shapes: tuning.Pair) -> torch.Tensor:
-            return _run(x, prepared, ids, shares, None, shapes)
+            return grouped_layer(x, prepared, ids, shares, None, shapes)
 
         widths = [tile_tokens(number) for number in range(library().spark_shape_number())]
         search.tune(prepared.down.weight.device, sizes(prepared), widths, layer)
@@ -101,7 +113,9 @@ class HopperKernel(MoeKernel):
         if topk_ids.numel() == 0:
             return torch.empty_like(x)
         shapes = tuning.shapes(torch.cuda.get_device_name(x.device), topk_ids.numel(), sizes(weights))
-        return _run(x, weights, topk_ids, topk_weights, expert_map, shapes)
+        if shapes is None:
+            return whole_layer(x, weights, topk_ids, topk_weights, expert_map)
+        return grouped_layer(x, weights, topk_ids, topk_weights, expert_map, shapes)
 
 
 def sizes(prepared: ExpertWeights) -> tuning.LaidOut:
@@ -110,7 +124,7 @@ def sizes(prepared: ExpertWeights) -> tuning.LaidOut:
     return tuning.LaidOut(experts, chunks * COLUMNS, row_tiles * ROWS // 2)
 
 
-def _run(
+def grouped_layer(
     x: torch.Tensor,
     weights: ExpertWeights,
     topk_ids: torch.Tensor,
@@ -118,7 +132,7 @@ def _run(
     expert_map: torch.Tensor | None,
     shapes: tuning.Pair,
 ) -> torch.Tensor:
-    """Return `HopperKernel.run`'s result, with the products' shapes given."""
+    """Return `HopperKernel.run`'s result by a launch for each product, with their shapes given."""
     gate_up, down = weights
     tokens, top_k = topk_ids.shape
     result = torch.empty_like(x)
@@ -126,8 +140,7 @@ def _run(
     stream = torch.cuda.current_stream(x.device).cuda_stream
     routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
     routed.route(stream)
-    planes = gate_up.weight.shape[1] // 2
-    hidden = torch.empty((planes * routed.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=x.device)
+    hidden = routed.hidden(gate_up)
     output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
     routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
     routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
@@ -138,6 +151,65 @@ def _run(
         )
     )  # fmt: skip
     return result
+
+
+def whole_layer(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    plan: LayerPlan | None = None,
+) -> torch.Tensor:
+    """Return `HopperKernel.run`'s result by one launch for both products and the sum, behind the one that sorts.
+
+    Right for any load, and meant for few tokens: each tile of eight of an expert reads its weights again. `plan` is by
+    default what `plan_layer` says.
+    """
+    gate_up, down = weights
+    result = torch.empty_like(x)
+    shares = topk_weights.to(torch.float32).contiguous()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    routed = Routed(x, weights, topk_ids, expert_map, LAYER_TOKENS)
+    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], down.weight.shape[1], routed.processors)
+    row_tiles, chunks = down.weight.shape[1:3]
+    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.narrow))
+    parts = -(-chunks // part_chunks)
+    counters = routed.count(row_tiles + 1)
+    routed.route(stream)
+    hidden = routed.hidden(gate_up)
+    partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
+    layer = _Layer(
+        routed.product(gate_up, routed.sorted, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
+        partial.data_ptr(), counters.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), len(routed.tiles),
+        parts, part_chunks, *topk_ids.shape,
+    )  # fmt: skip
+    _check_launch(library().spark_layer(ctypes.byref(layer), plan.narrow, routed.processors, stream))
+    return result
+
+
+class LayerPlan(NamedTuple):
+    """How `whole_layer` cuts its work: items of one row tile or of several, and parts of the second's columns."""
+
+    narrow: bool
+    parts: int
+
+
+def plan_layer(pairs: int, first_row_tiles: int, second_row_tiles: int, processors: int) -> LayerPlan:
+    """Return a plan for `pairs` of token and expert on a GPU with so many multiprocessors.
+
+    Wide items keep a block's warps on the same activations, narrow ones keep all blocks busy where there are few rows.
+    Two parts where the second product has less than two items a block. Measured on an H200, see performance.md.
+    """
+    rows = library().spark_layer_rows(False)
+    narrow = pairs * -(-first_row_tiles // rows) < 0.75 * processors
+    return LayerPlan(narrow, 1 if narrow or pairs * -(-second_row_tiles // rows) >= 2 * processors else 2)
+
+
+def part_of(chunks: int, parts: int, step: int) -> int:
+    """Return how many of `chunks` one of at most `parts` has: whole steps of `step` chunks but for the last."""
+    steps = -(-chunks // step)
+    return -(-steps // parts) * step
 
 
 class Routed:
@@ -162,12 +234,21 @@ class Routed:
         self.tiles = torch.empty(spare + pairs // tokens_of_a_tile + 1, 4, dtype=torch.int32, device=device)
         self.tile_count = torch.empty(1, dtype=torch.int32, device=device)
         self.sorted = torch.empty((self.chunks * self.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=device)
+        self.counters: torch.Tensor | None = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def count(self, more: int) -> torch.Tensor:
+        """Return counters for `whole_layer`, one a tile and `more`; `route` sets them to zero."""
+        self.counters = torch.empty(len(self.tiles) + more, dtype=torch.int32, device=self.x.device)
+        return self.counters
 
     def route(self, stream: int) -> None:
         """Sort the pairs and bring the activations in that order."""
         vectors = self.chunks * COLUMNS // 8
-        gather = _Gather(self.x.data_ptr(), self.sorted.data_ptr(), self.x.shape[1] // 2, vectors, self.rows)
+        gather = _Gather(
+            self.x.data_ptr(), self.sorted.data_ptr(), self.x.shape[1] // 2, vectors, self.rows,
+            self.counters is not None,
+        )  # fmt: skip
         _check_launch(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
 
     def _routing(self) -> _Routing:
@@ -175,23 +256,33 @@ class Routed:
             self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
             self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
             self.tokens_of_a_tile, self.row_of_pair.data_ptr(), self.tiles.data_ptr(), self.tile_count.data_ptr(),
+            *((None, 0) if self.counters is None else (self.counters.data_ptr(), len(self.counters))),
         )  # fmt: skip
 
     def multiply(
         self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, stream: int, *, swiglu: bool
     ) -> None:
         """Run one grouped product with the kernel of number `shape`, from sorted planes `x` into `out`."""
+        gemm = self.product(projection, x, out, swiglu=swiglu)
+        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
+
+    def hidden(self, gate_up: Projection) -> torch.Tensor:
+        """Return room for the first product's result: planes of 64 columns, as `sorted` is."""
+        planes = gate_up.weight.shape[1] // 2
+        return torch.empty((planes * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
+
+    def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> _Gemm:
+        """Return one grouped product's arguments."""
         weight, _, bias = projection
         if bias is None:
             raise ValueError(
                 "weights lack their layout · they were not prepared · pass what HopperKernel.prepare returned"
             )
-        gemm = _Gemm(
+        return _Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.tiles.data_ptr(),
             self.tile_count.data_ptr(), weight.shape[2], weight.shape[1], 0 if swiglu else out.shape[-1], self.rows,
             SWIGLU_ALPHA, SWIGLU_LIMIT, self._routing(),
         )  # fmt: skip
-        _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
 
 
 @cache
@@ -209,6 +300,7 @@ def bind(path: str) -> ctypes.CDLL:
     loaded.spark_error.restype = ctypes.c_char_p
     loaded.spark_route.argtypes = (POINTER, POINTER, INT, POINTER)
     loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
+    loaded.spark_layer.argtypes = (POINTER, INT, INT, POINTER)
     loaded.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
     return loaded
 

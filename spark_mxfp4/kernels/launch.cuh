@@ -4,15 +4,23 @@
 
 namespace spark {
 
-template <class Kernel, class... Args>
+template <int TOGETHER = 0, class Kernel, class... Args>
 cudaError_t launch(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
-  config.attrs = &overlap, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = 1 + TOGETHER;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// For a kernel whose blocks wait for each other: all of them start, or none does.
+template <class Kernel, class... Args>
+cudaError_t launch_together(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
+  return launch<1>(kernel, grid, threads, shared, stream, args...);
 }
 
 template <class Kernel>

@@ -21,11 +21,12 @@ import triton
 
 from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.kernel import MoeKernel
-from spark_mxfp4.kernels import hopper, tuning
+from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.timing import LAYERS, REPLAYS, Layer, LayerSizes, count_of, figures, graph_time, print_row
 
+MOST_SHARE = 4.0  # tokens an expert up to which `tune` times the kernel of a whole layer
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 MODELS = {
@@ -83,25 +84,39 @@ def _running(
 
 
 def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, float]]:
-    """Time the layer with each pair of equally wide Hopper shapes; the fastest of them belong into tuned.json."""
+    """Time each way to compute the layer; the fastest of them belong into tuned.json.
+
+    They are the pairs of equally wide Hopper shapes that suit the load, and `hopper.whole_layer`'s plans.
+    """
     weights = random_weights(model.experts, model.hidden, model.intermediate)
     kernel = hopper.HopperKernel("hopper")
     layers = [kernel.prepare(weights) for _ in range(LAYERS)]
     times: dict[int, dict[str, float]] = {}
     numbers = range(hopper.library().spark_shape_number())
+    plans = [hopper.LayerPlan(narrow, parts) for narrow in (False, True) for parts in (1, 2, 3)]
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
         share = number * model.top_k / model.experts
         fitting = [n for n in numbers if share / 2.5 <= hopper.tile_tokens(n) <= max(64, 8 * share)]
-        times[number] = {}
-        for pair in [(a, b) for a in fitting for b in fitting if share < 1 or a == b]:
-            tuning.shapes = lambda *_, pair=pair: pair
-            us = graph_time(_running(kernel, x, layers, routes), count_of(number))
-            times[number][f"{pair[0]},{pair[1]}"] = round(us, 1)
+        ways: dict[str, Layer] = {
+            **{f"{n},{n}": _way(hopper.grouped_layer, x, layers, routes, (n, n)) for n in fitting},
+            **{f"{plan}": _way(hopper.whole_layer, x, layers, routes, plan) for plan in plans if share <= MOST_SHARE},
+        }
+        times[number] = {name: round(graph_time(way, count_of(number)), 1) for name, way in ways.items()}
         best = sorted(times[number].items(), key=lambda item: item[1])
         print_row("tune", {"tokens": number, **dict(best[:6])})
     return times
+
+
+def _way(
+    call: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    layers: list[ExpertWeights],
+    routes: list[tuple[torch.Tensor, torch.Tensor]],
+    choice: object,
+) -> Layer:
+    return lambda i: call(x, layers[i % LAYERS], *routes[i % LAYERS], None, choice)
 
 
 def triton_peer(folder: str) -> Peer:

@@ -1,5 +1,6 @@
 // The kernels' C doors for hopper.py: plain pointers and sizes, errors as CUDA's numbers.
 #include "launch.cuh"
+#include "layer.cuh"
 #include "rows.cuh"
 #include "shapes.cuh"
 
@@ -35,6 +36,12 @@ int spark_route(const Routing* r, const Gather* g, int fused_pairs, void* stream
 int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* stream) {
   if (shape < 0 || shape >= UNIT_NUMBER) return cudaErrorInvalidValue;
   return UNITS[shape](g, swiglu, processors, static_cast<cudaStream_t>(stream));
+}
+
+int spark_layer_chunks(int narrow) { return layer_chunks(narrow); }
+int spark_layer_rows(int narrow) { return layer_rows(narrow); }
+int spark_layer(const Layer* l, int narrow, int processors, void* stream) {
+  return layer(l, narrow, processors, static_cast<cudaStream_t>(stream));
 }
 
 int spark_reduce(const void* output, const int32_t* row_of_pair, const float* shares, void* result, int tokens,

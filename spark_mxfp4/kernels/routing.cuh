@@ -23,6 +23,8 @@ struct Routing {
   int32_t* row_of_pair;   // [pairs], -1 where the expert is not here
   int4* tiles;            // {expert, first row, tokens, 0}
   int32_t* tile_count;    // [1]
+  int32_t* counters;      // [counter_number] set to zero, for layer.cuh
+  int counter_number;
 };
 
 __device__ __forceinline__ int local_expert(const Routing& r, int pair) {
@@ -57,6 +59,10 @@ __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int en
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) each(pair + 32 * i, experts[i]);
   }
+}
+
+__device__ __forceinline__ void clear_counters(const Routing& r) {
+  for (int i = threadIdx.x; i < r.counter_number; i += ROUTE_THREADS) r.counters[i] = 0;
 }
 
 // Sort all pairs by expert, tokens in order within each. Each block that calls this does the whole work in its own
@@ -96,6 +102,7 @@ __device__ __forceinline__ void route(const Routing& r, int* counts, int* scratc
     for (int w = 0; w < warps; ++w) counts[w * r.experts + me] += first_row;
   }
   if (writer) {
+    clear_counters(r);
     if (me == r.experts - 1) *r.tile_count = last_tile;
     // Tiles of one expert are about equal: 260 tokens are two tiles of 136, not 256 and 4.
     const int size = tile_number > 0 ? ((tokens + tile_number - 1) / tile_number + 7) & ~7 : 0;
@@ -144,6 +151,17 @@ __device__ __forceinline__ void copy_row(const uint32_t* from, uint4* to, int ro
     const bool second = first + 16 < pairs;
     const uint4 four = {from[first], from[first + 2], second ? from[first + 16] : 0, second ? from[first + 18] : 0};
     to[swizzled(row, i, rows)] = four;
+  }
+}
+
+// The same for a warp's own matrix instruction (layer.cuh): vector v of 64 columns has, for the threads with l%4 = v%4,
+// what two of the four steps take, v/4 of even rows and the other half of odd ones, so that eight threads read 128 bytes.
+__device__ __forceinline__ void copy_row_in_fragments(const uint32_t* from, uint4* to, int row, int pairs, int vectors,
+                                                      int64_t rows, int lane, int lanes) {
+  for (int i = lane; i < vectors; i += lanes) {
+    const int v = i & 7, first = i / 8 * 32 + (v >> 1 & 1) * 16 + ((v >> 2) ^ (row & 1)) * 8 + (v & 1) * 2;
+    const bool inside = first < pairs;
+    to[(i / 8 * rows + row) * 8 + v] = inside ? uint4{from[first], from[first + 1], from[first + 4], from[first + 5]} : uint4{};
   }
 }
 

@@ -11,7 +11,17 @@ struct Gather {
   uint4* sorted;      // planes
   int pairs, vectors;
   int64_t rows;
+  int fragments;      // which order of a row's columns
 };
+
+__device__ __forceinline__ void bring_row(const Gather& g, int token, int row, int lane, int lanes) {
+  const uint32_t* from = g.x + int64_t{token} * g.pairs;
+  if (g.fragments) {
+    copy_row_in_fragments(from, g.sorted, row, g.pairs, g.vectors, g.rows, lane, lanes);
+  } else {
+    copy_row(from, g.sorted, row, g.pairs, g.vectors, g.rows, lane, lanes);
+  }
+}
 
 // Few pairs: every block sorts all of them again, which is cheaper than another launch, and copies its own rows.
 __global__ void __launch_bounds__(ROUTE_THREADS) route_and_gather(Routing r, Gather g) {
@@ -34,6 +44,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_and_gather(Routing r, Gat
   __syncthreads();
   const bool few = scratch[0] != 0;
   __syncthreads();
+  if (few && writer) clear_counters(r);
   if (!few) route(r, counts, scratch, row_of_pair, writer);
   __syncthreads();
   if (writer) {
@@ -43,9 +54,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_and_gather(Routing r, Gat
   const int group = threadIdx.x / 256, groups = ROUTE_THREADS / 256;
   for (int pair = blockIdx.x * groups + group; pair < r.pairs; pair += gridDim.x * groups) {
     const int row = row_of_pair[pair];
-    if (row >= 0)
-      copy_row(g.x + int64_t{pair / r.top_k} * g.pairs, g.sorted, row, g.pairs, g.vectors, g.rows,
-               threadIdx.x % 256, 256);
+    if (row >= 0) bring_row(g, pair / r.top_k, row, threadIdx.x % 256, 256);
   }
 }
 
@@ -60,9 +69,7 @@ __global__ void gather(const int32_t* row_of_pair, int top_k, Gather g) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int row = row_of_pair[blockIdx.x];
-  if (row >= 0)
-    copy_row(g.x + int64_t{blockIdx.x / top_k} * g.pairs, g.sorted, row, g.pairs, g.vectors, g.rows,
-             threadIdx.x, blockDim.x);
+  if (row >= 0) bring_row(g, blockIdx.x / top_k, row, threadIdx.x, blockDim.x);
 }
 
 // result[t] = sum over j of share[t, j] * output[row of pair (t, j)], in the order of j: equal on every run.

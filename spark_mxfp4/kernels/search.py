@@ -1,9 +1,10 @@
 """Which shapes of the Hopper kernel are fastest for a layer that tuned.json does not name: timed once, at load.
 
-For each of some loads (pairs of token and expert) a cost model orders the shapes, and the first few are timed in CUDA
-graphs on the layer itself. The result serves all layers of these sizes, and is kept as one JSON file a device, sizes
-and version of the kernels. Nothing is searched while a CUDA graph is captured or while serving. Every shape gives right
-results, so ranks may choose differently; a sum's last bit depends on the shape.
+Loads of few tokens, which one launch computes, are not searched. For each of some others (pairs of token and expert) a
+cost model orders the shapes, and the first few are timed in CUDA graphs on the layer itself. The result serves all
+layers of these sizes, and is kept as one JSON file a device, sizes and version of the kernels. Nothing is searched
+while a CUDA graph is captured or while serving. Every shape gives right results, so ranks may choose differently; a
+sum's last bit depends on the shape.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import re
 import tempfile
@@ -31,8 +33,7 @@ from spark_mxfp4.kernels.tuning import LaidOut, Pair
 
 SEARCH_VARIABLE = "SPARK_MXFP4_SEARCH"
 SECONDS = 10.0  # after that the loads that are left keep the table's shapes
-FEW_PAIRS = (2, 4, 8)  # loads of a few tokens; from there on a power of two times the experts
-LARGEST_SHARE, MOST_PAIRS = 256, 65536
+SMALLEST_SHARE, LARGEST_SHARE, MOST_PAIRS = 2.0**-2, 256, 65536  # pairs an expert that are timed; pairs
 CANDIDATES, PARTNERS = 8, 3  # shapes timed for both products; of these, how many are tried for one product alone
 GAIN = 0.98  # only what is 2 % faster than the table's pair replaces it: less is noise
 ROUTES, REPLAYS = 8, 5  # layers in one graph, each with a routing of its own so that weights leave the cache; replays
@@ -89,11 +90,12 @@ def tune(device: torch.device, sizes: LaidOut, widths: Sequence[int], layer: Lay
     tuning.adopt(name, sizes, rules)
 
 
-def loads(experts: int) -> list[int]:
-    """Return the numbers of pairs that are timed for a layer of `experts`."""
-    shares = itertools.takewhile(lambda share: share <= LARGEST_SHARE, (2.0**power for power in itertools.count(-2)))
-    many = (int(experts * share) for share in shares)
-    return [*FEW_PAIRS, *(pairs for pairs in many if FEW_PAIRS[-1] < pairs <= MOST_PAIRS)]
+def loads(device: str, experts: int) -> list[int]:
+    """Return the numbers of pairs that are timed for a layer of `experts`: those that take a launch a product."""
+    doubled = itertools.accumulate(itertools.repeat(2), operator.mul, initial=SMALLEST_SHARE)
+    many = (int(experts * share) for share in itertools.takewhile(lambda share: share <= LARGEST_SHARE, doubled))
+    timed = (pairs for pairs in many if 1 <= pairs <= MOST_PAIRS)
+    return [pairs for pairs in timed if tuning.default_shapes(device, pairs, experts) is not None]
 
 
 def candidates(pairs: int, experts: int, widths: Sequence[int]) -> list[int]:
@@ -120,11 +122,12 @@ def choose(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuning.Rules:
     """Return rules for every load, by `timed`; loads not reached when `clock` says `until` keep the table's shapes."""
-    numbers = loads(sizes.experts)
+    numbers = loads(device, sizes.experts)
     best = []
     for pairs in numbers:
         usual = tuning.default_shapes(device, pairs, sizes.experts)
-        best.append(usual if clock() >= until else _fastest(pairs, sizes.experts, widths, usual, timed))
+        if usual is not None:
+            best.append(usual if clock() >= until else _fastest(pairs, sizes.experts, widths, usual, timed))
     bounds = [int(math.sqrt(low * high)) for low, high in itertools.pairwise(numbers)]
     rules: list[dict[str, Any]] = []
     for bound, (gate_up, down) in itertools.zip_longest(bounds, best):

@@ -22,18 +22,20 @@ class LaidOut(NamedTuple):
 _adopted: dict[tuple[str, LaidOut], Rules] = {}
 
 
-def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair:
-    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`."""
-    if rules := _adopted.get((device, sizes)):
-        rule = _choose(rules, pairs, sizes.experts)
-        return rule["gate_up"], rule["down"]
-    return default_shapes(device, pairs, sizes.experts)
-
-
-def default_shapes(device: str, pairs: int, experts: int) -> Pair:
-    """Return the table's shapes for `pairs` of token and expert among `experts`, whatever the other sizes."""
-    rule = _choose(_rules("hopper", device), pairs, experts)
+def shapes(device: str, pairs: int, sizes: LaidOut) -> Pair | None:
+    """Return both products' shapes for `pairs` of token and expert in a layer of `sizes`; None: one launch for both."""
+    usual = default_shapes(device, pairs, sizes.experts)
+    rules = _adopted.get((device, sizes))
+    if usual is None or rules is None:
+        return usual
+    rule = _choose(rules, pairs, sizes.experts)
     return rule["gate_up"], rule["down"]
+
+
+def default_shapes(device: str, pairs: int, experts: int) -> Pair | None:
+    """Return what the table says for `pairs` of token and expert among `experts`, whatever the other sizes."""
+    rule = _choose(_rules("hopper", device), pairs, experts)
+    return None if rule.get("whole_layer") else (rule["gate_up"], rule["down"])
 
 
 def known(device: str, sizes: LaidOut) -> bool:

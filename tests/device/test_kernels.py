@@ -9,7 +9,7 @@ from spark_mxfp4.experts import ExpertWeights
 from spark_mxfp4.kernels import fused
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
-from spark_mxfp4.kernels.hopper import HopperKernel
+from spark_mxfp4.kernels.hopper import HopperKernel, LayerPlan, grouped_layer, whole_layer
 from spark_mxfp4.kernels.mxfp8 import quantize_rows
 from spark_mxfp4.mxfp4 import quantize_mxfp8
 
@@ -73,16 +73,67 @@ def test_gpt_oss_120b_prefill_is_right(kernel, tokens):
     assert error(got, reference(x, weights, ids, shares)) < (W4A8 if "W4A8" in kernel else BF16)
 
 
-@pytest.mark.parametrize("shape", range(8))
-@pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
-def test_every_hopper_shape_is_right(shape, tokens, monkeypatch):
+def poisoned(call, *arguments):
+    """Call with memory that holds NaN, and counters that hold -1, where nobody has written."""
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
+    poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
+    del poison
+    return call(*arguments)
+
+
+@pytest.fixture
+def on_hopper():
     if not HOPPER.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no nvcc, here")
-    monkeypatch.setattr("spark_mxfp4.kernels.tuning.shapes", lambda *_: (shape, shape))
+
+
+@pytest.mark.parametrize("shape", range(7))
+@pytest.mark.parametrize("tokens", [1, 8, 65, 400, 3000])
+def test_every_hopper_shape_is_right(on_hopper, shape, tokens):
     weights = random_weights(8, 352, 288)
     x = torch.randn(tokens, 352, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, 8, 4, "uneven")
-    assert error(run("hopper", x, weights, ids, shares), reference(x, weights, ids, shares)) < BF16
+    got = poisoned(grouped_layer, x, HOPPER.prepare(weights), ids, shares, None, (shape, shape))
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.mark.parametrize("routing", ["even", "uneven", "one"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 33, 200])
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "top_k"),
+    [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (16, 1024, 512, 2), (6, 4096, 64, 4), (256, 64, 32, 8)],
+)
+def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, hidden, intermediate, top_k, tokens, routing):
+    weights = random_weights(experts, hidden, intermediate)
+    prepared = HOPPER.prepare(weights)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids, shares = random_routing(tokens, experts, top_k, routing)
+    wanted = reference(x, weights, ids, shares)
+    for narrow in (False, True):
+        for parts in (1, 2, 5):
+            call = (whole_layer, x, prepared, ids, shares, None, LayerPlan(narrow, parts))
+            got = poisoned(*call)
+            assert error(got, wanted) < BF16
+            assert torch.equal(got, poisoned(*call))
+
+
+def test_one_launch_beside_another_on_a_second_stream(on_hopper):
+    layers = [random_weights(16, 2880, 2880) for _ in range(2)]
+    prepared = [HOPPER.prepare(weights) for weights in layers]
+    x = torch.randn(4, 2880, device="cuda").bfloat16()
+    routes = [random_routing(4, 16, 4) for _ in layers]
+    streams = [torch.cuda.Stream() for _ in layers]
+    got = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(whole_layer(x, prepared[i], *routes[i], None))
+    torch.cuda.synchronize()
+    for i, weights in enumerate(layers):
+        wanted = reference(x, weights, *routes[i])
+        assert all(error(result, wanted) < BF16 for result in got[i])
+        assert all(torch.equal(result, got[i][0]) for result in got[i])
 
 
 def test_half_of_the_experts_on_each_of_two_devices_adds_up(kernel):

@@ -46,12 +46,12 @@ def test_the_best_mixed_pair_wins_and_every_load_has_a_rule():
     bounds = [rule.get("pairs") for rule in rules]
     assert bounds[-1] is None
     assert bounds[:-1] == sorted(set(bounds[:-1]))
-    assert len(rules) == len(search.loads(16))
+    assert len(rules) == len(search.loads(H200, 16))
 
 
 @pytest.mark.parametrize("experts", [1, 8, 16, 32, 256, 512])
 def test_loads_rise_and_a_bucket_takes_few_timings(experts):
-    loads, timings = search.loads(experts), []
+    loads, timings = search.loads(H200, experts), []
     assert loads == sorted(set(loads))
     assert len(loads) <= 15
     assert loads[-1] <= search.MOST_PAIRS
@@ -65,9 +65,20 @@ def test_loads_rise_and_a_bucket_takes_few_timings(experts):
 
 
 def test_what_is_not_clearly_faster_leaves_the_tables_pair():
-    usual = tuning.default_shapes(H200, 4, 16)
+    load = search.loads(H200, 16)[1]
+    usual = tuning.default_shapes(H200, load, 16)
     rules = choose_rules(timed=lambda _, shapes: 100 if shapes == usual else 99)
     assert (rules[1]["gate_up"], rules[1]["down"]) == usual
+
+
+@pytest.mark.parametrize("experts", [1, 16, 256])
+def test_loads_that_one_launch_computes_are_not_searched_and_keep_it(experts):
+    sizes = UNKNOWN._replace(experts=experts)
+    few = [pairs for pairs in range(1, 4 * experts) if tuning.default_shapes(H200, pairs, experts) is None]
+    assert few
+    assert not {*few} & {*search.loads(H200, experts)}
+    tune(sizes)
+    assert {tuning.shapes(H200, pairs, sizes) for pairs in few} == {None}
 
 
 def test_when_time_is_up_the_rest_is_the_tables():
@@ -75,7 +86,7 @@ def test_when_time_is_up_the_rest_is_the_tables():
     rules = choose_rules(until=2, clock=lambda: next(moments))
     pairs = [(rule["gate_up"], rule["down"]) for rule in rules]
     assert pairs[:2] == [(3, 5), (3, 5)]
-    assert pairs[2:] == [tuning.default_shapes(H200, load, 16) for load in search.loads(16)[2:]]
+    assert pairs[2:] == [tuning.default_shapes(H200, load, 16) for load in search.loads(H200, 16)[2:]]
 
 
 def test_the_cost_model_offers_narrow_tiles_for_few_tokens_and_wide_ones_for_many():

@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from spark_mxfp4.kernels import fused, tuning
+from spark_mxfp4.kernels import fused, hopper, tuning
 
 FOLDER = Path(fused.__file__).parent
 
@@ -21,17 +22,53 @@ def test_every_shape_has_its_file_and_numbers_have_no_gap():
     for number in numbers:
         text = (FOLDER / "hopper_units" / f"shape_{number}.cu").read_text(encoding="utf-8")
         assert f"#define SPARK_NUMBER {number}\n" in text
-    assert len(list((FOLDER / "hopper_units").glob("*.cu"))) == len(numbers)
+    assert len(list((FOLDER / "hopper_units").glob("shape_*.cu"))) == len(numbers)
 
 
 @pytest.mark.parametrize("experts", [1, 32, 128, 512])
 @pytest.mark.parametrize("pairs", [1, 4, 5, 64, 513, 4096, 32768, 131072])
 def test_every_load_has_shapes_that_exist_and_hold_at_least_a_quarter_of_an_expert(pairs, experts):
     shapes, sizes = known_shapes(), tuning.LaidOut(experts, 2880, 2880)
-    for number in tuning.shapes("NVIDIA H200", pairs, sizes):
-        tokens = shapes[number][3]
-        assert tokens * 4 >= min(pairs / experts, 4 * 144)
-    assert tuning.shapes("no such GPU", pairs, sizes) == tuning.shapes("NVIDIA H200", pairs, sizes)
+    chosen = tuning.shapes("NVIDIA H200", pairs, sizes)
+    for number in chosen or ():
+        assert shapes[number][3] * 4 >= min(pairs / experts, 4 * 192)
+    assert tuning.shapes("no such GPU", pairs, sizes) == chosen
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "one_launch"),
+    [(4, 128, True), (64, 128, True), (77, 128, False), (32, 16, True), (33, 16, False), (4, 1, False), (2, 1, True)],
+)
+def test_few_pairs_take_one_launch_unless_an_expert_would_get_many_tiles(pairs, experts, one_launch):
+    assert (tuning.default_shapes("NVIDIA H200", pairs, experts) is None) == one_launch
+
+
+def plan(pairs, first_row_tiles, second_row_tiles, monkeypatch):
+    monkeypatch.setattr(hopper, "library", lambda: SimpleNamespace(spark_layer_rows=lambda narrow: 1 if narrow else 3))
+    return hopper.plan_layer(pairs, first_row_tiles, second_row_tiles, 132)
+
+
+@pytest.mark.parametrize(
+    ("layer", "pairs", "wanted"),
+    [
+        ((90, 45), 4, (False, 2)), ((90, 45), 16, (False, 2)), ((90, 45), 64, (False, 1)),  # gpt-oss
+        ((64, 96), 2, (True, 1)), ((64, 96), 8, (False, 2)),  # 16 experts, 6144 x 2048
+        ((24, 32), 8, (True, 1)), ((24, 32), 128, (False, 1)),  # 256 experts, 2048 x 768
+    ],
+)  # fmt: skip
+def test_a_layer_is_cut_as_was_measured_best(layer, pairs, wanted, monkeypatch):
+    assert plan(pairs, *layer, monkeypatch) == wanted
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 12, 32, 45, 96, 225])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("step", [5, 6])
+def test_parts_are_whole_steps_and_cover_all_columns(chunks, parts, step):
+    each = hopper.part_of(chunks, parts, step)
+    number = -(-chunks // each)
+    assert each % step == 0
+    assert number <= parts
+    assert (number - 1) * each < chunks <= number * each
 
 
 @pytest.mark.parametrize("device", ["NVIDIA GB10", "another"])

@@ -1,2 +1,0 @@
-#define SPARK_NUMBER 7
-#include "../unit.cuh"
