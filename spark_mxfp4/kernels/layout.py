@@ -26,7 +26,7 @@ SCALE_BYTES = ROWS * COLUMNS // BLOCK
 CHUNK_BYTES = VALUE_BYTES + SCALE_BYTES
 # Bit of sign, two exponent bits and mantissa of a word's four pairs, low half; gemm.cuh's expand_word reads them.
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (14, 2, 1, 0), (13, 11, 10, 9))
-AT_ONCE = 8  # experts: enough to keep a GPU busy, and 0.2 GB of temporary tensors at gpt-oss-120b's sizes
+BATCHES = 64  # of a layer's experts: enough work at once for a GPU, and temporary tensors of a twentieth of the layer
 FACTOR_BIAS = 126  # a scale byte s is kept as s + 126, the exponent of bf16's 2^(s - 1)
 WIDEST = 128  # above this 2^(s - 1) is no bf16; a weight would be 2 or more, up to 12 at 128
 
@@ -72,7 +72,8 @@ def pack_projection(projection: Projection, *, paired: bool) -> Projection:
         )
     packed = torch.empty(experts, tiles, chunks, CHUNK_BYTES, dtype=torch.uint8, device=weight.device)
     sums = torch.zeros(experts, tiles * ROWS, dtype=torch.float32, device=weight.device)
-    for batch in map(slice, range(0, experts, AT_ONCE), range(AT_ONCE, experts + AT_ONCE, AT_ONCE)):
+    at_once = max(1, experts // BATCHES)
+    for batch in map(slice, range(0, experts, at_once), range(at_once, experts + at_once, at_once)):
         values = _padded(weight[batch], chunks * COLUMNS // 2)[:, order]
         factors = _padded(scales[batch] + FACTOR_BIAS, chunks * 2)[:, order]
         packed[batch, ..., :VALUE_BYTES] = _pack_values(values.flatten(0, 1)).view(-1, tiles, chunks, VALUE_BYTES)

@@ -1,9 +1,13 @@
 """The Hopper kernel's order of bytes: every byte comes back, and the order is the one that the CUDA source reads."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.kernels.check import random_weights
 from spark_mxfp4.kernels.layout import CHUNK_BYTES, VALUE_BYTES, fits, pack, pack_projection, unpack, unpack_projection
 from spark_mxfp4.mxfp4 import dequantize
 
@@ -93,3 +97,39 @@ def test_scales_that_do_not_fit_and_dense_weights_are_refused():
         pack_projection(good, paired=False)
     with pytest.raises(ValueError, match="takes MXFP4"):
         pack_projection(Projection(torch.zeros(1, 64, 64)), paired=False)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make, as long as they live; those of `known` are not counted."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.live = self.peak = 0
+        self.storages = {tensor.untyped_storage()._cdata: None for tensor in known}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.storages:
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            self.storages[key] = weakref.finalize(storage, self.end, key, size)
+
+    def end(self, key, size):
+        self.live -= size
+        del self.storages[key]
+
+
+def test_laying_a_layer_out_takes_little_more_than_the_result():
+    layer = random_weights(32, 256, 256, "cpu")
+    tensors = [tensor for projection in layer for tensor in projection]
+    with Allocations(tensors) as allocations:
+        result = pack(layer)
+    packed = sum(tensor.nbytes for projection in result for tensor in projection if tensor is not None)
+    assert packed <= allocations.peak < 1.06 * packed
