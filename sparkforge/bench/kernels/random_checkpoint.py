@@ -1,6 +1,6 @@
 """Write a gpt-oss checkpoint of real size with random packed weights: read as 65 GB for 120b, 2.4 GB on the disk.
 
-`python -m sparkforge.bench.kernels.random_checkpoint OUT --size 120b`. It is for Modular's MAX, which has no load
+`python -m sparkforge.bench.kernels.random_checkpoint --output OUT --size 120b`. It is for Modular's MAX, which has no load
 format that makes weights up. Tensors of a kind take their bytes from one pool in the file, each from a place of its
 own, so that no two are equal. MAX reads such a file; the library safetensors refuses one whose tensors overlap. The
 file is as long as all tensors together, with a hole at its end, because MAX plans its memory by that length.
@@ -150,7 +150,7 @@ def _bytes(pool: str, length: int, generator: np.random.Generator) -> Iterator[b
 def main(arguments: Sequence[str]) -> int:
     """Write the folder that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sparkforge.bench.kernels.random_checkpoint", description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="the model's folder")
     parser.add_argument("--size", default="120b", help=", ".join(dummy.SIZES))
     parser.add_argument("--layers", type=int, default=0, help="only the first ones, an even number; default: all")
     parser.add_argument("--tokenizer", type=Path, help="gpt-oss checkpoint with one; default: it is made")
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         written = write_checkpoint(
-            options.out, options.size, options.layers, tokenizer=options.tokenizer, hole=options.hole
+            options.output, options.size, options.layers, tokenizer=options.tokenizer, hole=options.hole
         )
         say(f"random weights: {written}")
     except SparkforgeError as error:

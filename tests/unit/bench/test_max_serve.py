@@ -190,7 +190,7 @@ def test_the_sizes_are_those_of_gpt_oss_120b():
 
 @pytest.mark.parametrize("arguments", [["--size", "7b"], ["--layers", "3"], ["--layers", "38"]])
 def test_a_model_that_there_is_not_is_refused(tmp_path, arguments, capsys):
-    assert random_checkpoint.main([str(tmp_path), *arguments]) == 2
+    assert random_checkpoint.main(["--output", str(tmp_path), *arguments]) == 2
     assert "there is no" in capsys.readouterr().err
 
 
@@ -217,6 +217,6 @@ def test_what_is_missing_is_named_before_anything_starts(arguments, change, prob
     ],
 )
 def test_a_checkpoint_that_cannot_be_written_is_one_clear_error(tmp_path, out, arguments, problem, capsys):
-    assert random_checkpoint.main([str(tmp_path / out), "--size", "20b", *arguments]) != 0
+    assert random_checkpoint.main(["--output", str(tmp_path / out), "--size", "20b", *arguments]) != 0
     assert problem in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "here").exists()
