@@ -7,6 +7,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
+#include "instructions.cuh"
 #include "routing.cuh"
 #include "wgmma.cuh"
 
@@ -30,47 +31,9 @@ struct Gemm {
   Routing routing;           // of the first product, see first_tile
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(uint32_t bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity) {
-  asm volatile(
-      "{.reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:}"
-      ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
-  uint32_t result;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 // Two E8M0 bytes 2^(s - 127), kept as the exponents of 2^(s - 1) by layout.py, as pairs of equal bf16.
 __device__ __forceinline__ void scale_pairs(uint32_t scales, uint32_t (&factor)[2]) {
-  const uint32_t both = __byte_perm(scales, 0, 0x4140) << 7;
-  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\nmov.b32 %0, {l, l};\nmov.b32 %1, {h, h};}"
-      : "=r"(factor[0]), "=r"(factor[1]) : "r"(both));
+  halves(__byte_perm(scales, 0, 0x4140) << 7, factor);
 }
 
 // Four E2M1 pairs of a word as bf16 pairs times 2^-126: sign, exponent and mantissa bits go where bf16 has them.
@@ -116,16 +79,6 @@ struct Shape {
   // Activations first: their swizzle wants addresses that are multiples of 1024, for which 1008 bytes are spare.
   static constexpr int SHARED_BYTES = 1024 + STAGES * (X_BYTES + W_BYTES + 16) + SUM_BYTES;
 };
-
-// ptxas proves the matrix instructions' overlap only where branches are the same for a whole warp; it learns that here.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
-
-// The values exist from here on: nothing of their computation is moved behind the fence that follows.
-template <int COUNT>
-__device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
-}
 
 template <class S>
 struct Ring {
@@ -207,9 +160,7 @@ struct Copies {
 // before this one has ended; its weights fill the ring until then.
 template <class S>
 __device__ void produce(const Gemm& g, Ring<S> ring, int row_blocks, bool ahead, const Tile& tile) {
-  uint64_t once, keep;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
-  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(keep));
+  const uint64_t once = leave_first(), keep = leave_last();
   if (ahead) {
     const Copies<S> copies(g, tile, once, keep);
     Ring<S> filled = ring;
@@ -417,7 +368,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
       barrier_init(ring.full + 8 * i, 1);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   __syncthreads();
   const int row_blocks = (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS;

@@ -28,30 +28,6 @@ int layer_rows(int narrow);    // of 64, of one item
 constexpr int FEW_TOKENS = 8;  // most tokens of a tile
 constexpr int FEW_TILES = 32;  // as many as sort_few finds
 
-__device__ __forceinline__ int load_acquire(const int32_t* from) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ void load_shared(uint32_t (&words)[4], uint32_t from) {
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared_16(uint32_t from) {
-  uint16_t value;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
-  return value;
-}
-
-// 16 weight rows by 8 tokens, 16 columns. Source: PTX ISA 9.0, "mma.m16n8k16": A, B and D fragments. For so few tokens
-// it is as fast as the warpgroup's instruction, and needs no other warp.
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 struct Item {
   Tile tile;
   int number;      // of the tile
@@ -126,8 +102,7 @@ __device__ __forceinline__ void wait_for_tile(const Layer& l, int number) {
 // Takes items until there are none.
 template <class S>
 __device__ void bring_weights(const Layer& l, Ring<S> ring, Queue& queue, const int4* tiles, int tile_count) {
-  uint64_t once;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(once));
+  const uint64_t once = leave_first();
   int32_t* taken = l.counters + l.most_tiles + l.second.row_tiles;
   int index = blockIdx.x, number = 0;
   for (Item item; item_at<S>(l, tiles, tile_count, index, item); ++number) {
@@ -153,8 +128,7 @@ __device__ void bring_weights(const Layer& l, Ring<S> ring, Queue& queue, const 
 
 template <class S>
 __device__ void bring_activations(const Layer& l, Ring<S> ring, const Queue& queue) {
-  uint64_t keep;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(keep));
+  const uint64_t keep = leave_last();
   wait_for_previous_kernel();
   int ready = -1;
   for (int number = 0;; ++number) {
@@ -162,7 +136,7 @@ __device__ void bring_activations(const Layer& l, Ring<S> ring, const Queue& que
     if (item.end == 0) return;
     if (item.second && item.number != ready) {
       wait_for_tile(l, item.number);
-      asm volatile("fence.proxy.async;" ::: "memory");  // others' stores are seen by this thread's copies from here on
+      fence_copies();  // others' stores are seen by this thread's copies from here on
       ready = item.number;
     }
     const Copies<S> copies = copies_of<S>(l, item, keep);
@@ -328,7 +302,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     queue.init(4 * S::ROW_GROUPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
   }
   if (threadIdx.x >= COPIER && threadIdx.x < COPIER + 32) {
     // With few pairs the tiles are known before the kernel that sorts has ended, and weights are on their way already.

@@ -1,9 +1,10 @@
-// Stands in for CUDA's header where the router's kernels are compiled for a CPU: types, and each thread as a fiber.
+// Stands in for CUDA's header where kernels are compiled for a CPU: types, and each thread as a fiber.
 //
 // A fiber runs until it meets others (barrier, shuffle, matrix instruction, cluster) and goes on when all have come.
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,8 +19,13 @@
 #define __launch_bounds__(...)
 
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct Index { int x; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct Index { int x, y = 0; };
 struct __nv_bfloat16 { uint16_t bits; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline float __uint_as_float(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 inline uint32_t __float_as_uint(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __bfloat162float(__nv_bfloat16 value) { return __uint_as_float(uint32_t{value.bits} << 16); }
@@ -28,6 +34,11 @@ inline __nv_bfloat16 __float2bfloat16(float value) {
   if (std::isnan(value)) return {0x7FFF};
   return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
 }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16(x), __float2bfloat16(y)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 two) { return {__bfloat162float(two.x), __bfloat162float(two.y)}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float __expf(float value) { return std::exp(value); }
+inline float __fdividef(float x, float y) { return x / y; }
 using std::isinf;
 using std::isnan;
 
@@ -122,6 +133,7 @@ inline int launch(int number, int threads, int bytes, std::function<void()> kern
 #define threadIdx (Index{cpu::current->thread})
 #define blockIdx (Index{cpu::current->block})
 #define gridDim (Index{static_cast<int>(cpu::blocks.size())})
+#define blockDim (Index{static_cast<int>(cpu::block().warps.size()) * 32})
 
 inline void __syncthreads() { uint32_t nothing = 0; cpu::meet(cpu::block().all, cpu::current->thread, &nothing, 1); }
 inline void __syncwarp() { uint32_t nothing = 0; cpu::meet(cpu::warp(), cpu::lane(), &nothing, 1); }
@@ -143,4 +155,30 @@ inline unsigned atomicInc(unsigned* at, unsigned last) {
   *at = old >= last ? 0 : old + 1;
   return old;
 }
-inline float __ldcg(const float* at) { return *at; }
+template <class T>
+T __ldcg(const T* at) { return *at; }
+inline int atomicAdd(int* at, int more) {
+  const int old = *at;
+  *at += more;
+  return old;
+}
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline unsigned __match_any_sync(unsigned, int value) {
+  const uint32_t word = static_cast<uint32_t>(value), *all = cpu::meet(cpu::warp(), cpu::lane(), &word, 1);
+  unsigned result = 0;
+  for (int i = 0; i < 32; ++i) result |= static_cast<unsigned>(all[i * 8] == word) << i;
+  return result;
+}
+inline int __shfl_up_sync(unsigned, int value, int by) {
+  return static_cast<int>(shuffled(value, std::max(cpu::lane() - by, 0)));
+}
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+  return result;
+}
+inline void __nanosleep(unsigned) {}
+using std::max;
+using std::min;

@@ -1,0 +1,108 @@
+// What instructions.cuh asks of the hardware, for fibers of one block.
+//
+// Shared memory's addresses are distances from the array `raw`. A copy's target holds NaN until its barrier's phase ends,
+// so whoever reads too early gets wrong sums.
+#pragma once
+#include <map>
+
+#include "cuda_bf16.h"
+
+namespace spark {
+
+extern uint8_t raw[];
+
+struct Barrier {
+  struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+  };
+  int count = 0, arrived = 0, phase = 0;
+  int64_t bytes = 0;  // expected less copied
+  std::vector<Copy> copies;
+  std::vector<cpu::Fiber*> waiting;
+};
+inline std::map<uint32_t, Barrier> barriers;
+inline std::map<int, cpu::Meeting> named_barriers;
+inline int64_t spins = 0;
+
+inline uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - raw);
+}
+inline uint8_t* at_address(uint32_t address) { return raw + static_cast<int32_t>(address); }
+
+inline void end_phase(Barrier& b) {
+  if (b.arrived < b.count || b.bytes != 0) return;
+  for (const Barrier::Copy& c : b.copies) std::memcpy(c.to, c.from, c.bytes);
+  b.copies.clear();
+  b.arrived = 0, b.phase ^= 1, spins = 0;
+  cpu::wake(b.waiting);
+}
+inline void barrier_init(uint32_t bar, int count) { barriers[bar] = Barrier{count}; }
+inline void fence_barriers() {}
+inline void barrier_arrive(uint32_t bar) { ++barriers[bar].arrived, end_phase(barriers[bar]); }
+inline void barrier_expect(uint32_t bar, int bytes) {
+  barriers[bar].bytes += bytes;
+  barrier_arrive(bar);
+}
+inline void barrier_wait(uint32_t bar, int parity) {
+  while (barriers[bar].phase == parity) barriers[bar].waiting.push_back(cpu::current), cpu::sleep();
+}
+inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar, uint64_t) {
+  std::memset(at_address(to), 0xFF, bytes);
+  barriers[bar].copies.push_back({at_address(to), from, bytes});
+  barriers[bar].bytes -= bytes;
+  end_phase(barriers[bar]);
+}
+inline void fence_copies() {}
+inline void named_barrier(int id, int threads) {
+  cpu::Meeting& m = named_barriers[id];
+  m.expected = threads;
+  if (++m.arrived == threads) {
+    m.arrived = 0;
+    cpu::wake(m.waiting);
+  } else {
+    m.waiting.push_back(cpu::current), cpu::sleep();
+  }
+}
+// Each lane has two values of one row, two columns from 2 (l%4) on; afterwards of one column as a row.
+inline uint32_t transpose_8x8(uint32_t pair) {
+  const uint32_t* all = cpu::meet(cpu::warp(), cpu::lane(), &pair, 1);
+  const int row = cpu::lane() / 4, column = cpu::lane() % 4 * 2;
+  const auto value = [&](int r, int c) { return all[(r * 4 + c / 2) * 8] >> (c % 2 * 16) & 0xFFFF; };
+  return value(column, row) | value(column + 1, row) << 16;
+}
+inline uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t result = 0;
+  for (int half = 0; half < 2; ++half) {
+    const float left = __uint_as_float(a >> (16 * half) << 16), right = __uint_as_float(b >> (16 * half) << 16);
+    result |= uint32_t{__float2bfloat16(left * right).bits} << (16 * half);
+  }
+  return result;
+}
+inline void halves(uint32_t word, uint32_t (&twice)[2]) {
+  twice[0] = (word & 0xFFFF) * 0x10001, twice[1] = (word >> 16) * 0x10001;
+}
+inline uint64_t leave_first() { return 0; }
+inline uint64_t leave_last() { return 0; }
+inline int uniform(int value) { return value; }
+template <int COUNT>
+void pin(uint32_t (&)[COUNT]) {}
+
+// Others go on meanwhile. Who asks a million times in vain is told that all is there, so that a test ends.
+inline int load_acquire(const int32_t* from) {
+  cpu::runnable.push_back(cpu::current);
+  cpu::sleep();
+  return ++spins > 1000000 ? INT32_MAX : *from;
+}
+inline void load_shared(uint32_t (&words)[4], uint32_t from) { std::memcpy(words, at_address(from), 16); }
+inline uint32_t load_shared_16(uint32_t from) {
+  uint16_t value;
+  std::memcpy(&value, at_address(from), 2);
+  return value;
+}
+inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply_add_8(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+}  // namespace spark

@@ -1,0 +1,88 @@
+"""The kernels of a layer of few tokens, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spark_mxfp4.kernels import hopper, precompile
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.hopper import LayerPlan
+from spark_mxfp4.kernels.layout import pack
+
+ON_CPU = Path(__file__).with_name("on_cpu")  # what the kernels ask of a GPU
+SOURCES = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
+BF16 = 0.006
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernels' doors; the array of shared memory is the stand-in's."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ here")
+    folder = tmp_path_factory.mktemp("layer")
+    for path in ON_CPU.iterdir():
+        shutil.copy(path, folder)
+    for name in SOURCES:
+        text = (precompile.FOLDER / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-I.", "layer.cpp", "-o", "layer.so"]
+    result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return ctypes.CDLL(str(folder / "layer.so"))
+
+
+@pytest.fixture
+def on_cpu(library, monkeypatch):
+    """Hopper.py with these doors, memory that holds NaN or -1 at first, and a GPU of one multiprocessor."""
+    library.spark_error = lambda number: f"{number} threads wait for ever".encode()
+    monkeypatch.setattr(hopper, "library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    empty = torch.empty
+
+    def poisoned(*sizes, **options):
+        tensor = empty(*sizes, **options)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def run(weights, x, ids, shares, plan, expert_map=None):
+    return hopper.whole_layer(x, pack(weights), ids, shares, expert_map, plan)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("plan", [LayerPlan(False, 1), LayerPlan(False, 2), LayerPlan(True, 1), LayerPlan(True, 3)])
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "top_k", "tokens", "routing"),
+    [
+        (4, 64, 64, 2, 1, "even"), (4, 384, 96, 2, 3, "even"), (3, 96, 480, 3, 2, "uneven"),
+        (2, 448, 64, 1, 9, "one"), (40, 32, 32, 8, 5, "even"),
+    ],
+)  # fmt: skip
+def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate, top_k, tokens, routing, plan):
+    torch.manual_seed(hidden + tokens)
+    weights = random_weights(experts, hidden, intermediate, "cpu")
+    x = torch.randn(tokens, hidden).bfloat16()
+    ids, shares = random_routing(tokens, experts, top_k, routing, device="cpu")
+    got = run(weights, x, ids, shares, plan)
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("here", [[], [1, 3]])
+def test_experts_that_are_elsewhere_count_nothing(here):
+    weights = random_weights(4, 64, 96, "cpu")
+    x = torch.randn(3, 64).bfloat16()
+    ids, shares = random_routing(3, 4, 2, device="cpu")
+    expert_map = torch.full((4,), -1, dtype=torch.int32)
+    expert_map[here] = torch.tensor(here, dtype=torch.int32)
+    got = run(weights, x, ids, shares, LayerPlan(True, 1), expert_map)
+    wanted = reference(x, weights, ids, shares, here)
+    assert error(got, wanted) < BF16 if here else not got.any()
