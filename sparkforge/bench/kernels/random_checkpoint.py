@@ -1,8 +1,8 @@
 """Write a gpt-oss checkpoint of real size with random packed weights: read as 65 GB for 120b, 2.4 GB on the disk.
 
-`python -m sparkforge.bench.kernels.random_checkpoint --output OUT --size 120b`. It is for Modular's MAX, which has no load
-format that makes weights up. Tensors of a kind take their bytes from one pool in the file, each from a place of its
-own, so that no two are equal. MAX reads such a file; the library safetensors refuses one whose tensors overlap. The
+`python -m sparkforge.bench.kernels.random_checkpoint --output OUT --size 120b`. It is for Modular's MAX, which has no
+load format that makes weights up. Tensors of a kind take their bytes from one pool in the file, each from a place of
+its own, so that no two are equal. MAX reads such a file; the library safetensors refuses one whose tensors overlap. The
 file is as long as all tensors together, with a hole at its end, because MAX plans its memory by that length.
 `--hole` leaves out the bytes of the pools too: that is enough to compile.
 """
@@ -94,8 +94,8 @@ def write_checkpoint(
         raise UsageError(
             "there is no tokenizer to copy", f"{missing[0]} is no file", "leave --tokenizer out: it is made"
         )
-    files = {name: read_bytes(tokenizer / name) for name in TOKENIZER} if tokenizer else tokenizer_files()
     require_writable(directory / "model.safetensors")
+    files = {name: read_bytes(tokenizer / name) for name in TOKENIZER} if tokenizer else tokenizer_files()
     for name, data in files.items():
         write_atomic(directory / name, data)
     write_json(directory / "config.json", config)
