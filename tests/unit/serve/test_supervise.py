@@ -20,7 +20,8 @@ FAKE_VLLM = textwrap.dedent("""
     import os, signal, sys, time
     behaviour = sys.argv[1]
     if behaviour == "drains":
-        signal.signal(signal.SIGTERM, lambda *_: (print("drained", flush=True), os._exit(0)))
+        # not print: the signal may come while the line below is being printed
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"drained\\n"), os._exit(0)))
     if behaviour == "ignores":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "is interrupted":  # vLLM while it loads
