@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import cpu_kernels
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from spark_mxfp4.kernels.linear import NO_FIT, Format, Weight, reference
 from sparkforge.core.paths import ROOT
 
 pytestmark = pytest.mark.integration
-ON_CPU = ROOT / "tests" / "unit" / "spark_mxfp4" / "on_cpu"  # what the kernels ask of a GPU
 VARIANTS = 16
 HOPPER, SMALLER = 232_448, 101_376  # bytes of shared memory for a block, compute capability 9.0 and 12.x
 MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: a warp's times warps
@@ -64,15 +64,8 @@ def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_load
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     """linear.cu as a shared library for this machine's CPU."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ here")
     folder = tmp_path_factory.mktemp("linear")
-    for path in (*ON_CPU.iterdir(), precompile.FOLDER / "linear.cu"):
-        shutil.copy(path, folder)
-    command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-fno-gnu-unique", "-shared", "-fPIC", "linear.cu"]
-    subprocess.run([*command, "-o", "linear.so"], cwd=folder, check=True, capture_output=True)
-    library = linear.bind(str(folder / "linear.so"))
+    library = linear.bind(cpu_kernels.shared_library(folder, "linear.cu", "linear.cu"))
     assert library.spark_linear_variant_count() == VARIANTS
     return library
 

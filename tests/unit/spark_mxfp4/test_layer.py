@@ -1,44 +1,34 @@
 """The kernels of a layer of few tokens, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
+import cpu_kernels
 import pytest
 import torch
 
-from spark_mxfp4.kernels import hopper, precompile
+from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.hopper import LayerPlan
 from spark_mxfp4.kernels.layout import pack
 
-ON_CPU = Path(__file__).with_name("on_cpu")  # what the kernels ask of a GPU
-SOURCES = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
 BF16 = 0.006
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The kernels' doors; the array of shared memory is the stand-in's."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ here")
     folder = tmp_path_factory.mktemp("layer")
-    for path in ON_CPU.iterdir():
-        shutil.copy(path, folder)
-    for name in SOURCES:
-        text = (precompile.FOLDER / name).read_text(encoding="utf-8")
-        (folder / name).write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-I.", "layer.cpp", "-o", "layer.so"]
-    result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return ctypes.CDLL(str(folder / "layer.so"))
+    sources = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
+    return ctypes.CDLL(
+        cpu_kernels.shared_library(
+            folder, "layer.cpp", *sources, change=lambda text: text.replace("extern __shared__", "extern")
+        )
+    )
 
 
 @pytest.fixture
-def on_cpu(library, monkeypatch):
+def gpu_on_cpu(library, monkeypatch):
     """Hopper.py with these doors, memory that holds NaN or -1 at first, and a GPU of one multiprocessor."""
     library.spark_error = lambda number: f"{number} threads wait for ever".encode()
     monkeypatch.setattr(hopper, "library", lambda: library)
@@ -57,7 +47,7 @@ def run(weights, x, ids, shares, plan, expert_map=None):
     return hopper.whole_layer(x, pack(weights), ids, shares, expert_map, plan)
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("gpu_on_cpu")
 @pytest.mark.parametrize("plan", [LayerPlan(False, 1), LayerPlan(False, 2), LayerPlan(True, 1), LayerPlan(True, 3)])
 @pytest.mark.parametrize(
     ("experts", "hidden", "intermediate", "top_k", "tokens", "routing"),
@@ -75,7 +65,7 @@ def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate,
     assert error(got, reference(x, weights, ids, shares)) < BF16
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("gpu_on_cpu")
 @pytest.mark.parametrize("here", [[], [1, 3]])
 def test_experts_that_are_elsewhere_count_nothing(here):
     weights = random_weights(4, 64, 96, "cpu")

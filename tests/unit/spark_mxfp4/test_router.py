@@ -1,32 +1,22 @@
 """The router's kernels, compiled for a CPU with threads as fibers, against torch; the choice of variants."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
+import cpu_kernels
 import pytest
 import torch
 
-from spark_mxfp4.kernels import precompile, router
+from spark_mxfp4.kernels import router
 from spark_mxfp4.kernels.router import CLUSTERS, TICKETS, Routes, choose, fits, reference, variants
 
-ON_CPU = Path(__file__).with_name("on_cpu")  # what the kernels ask of a GPU
 HOST_SLICES = 32  # more than any variant has
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Router.cuh's kernels as functions of a shared library."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ here")
     folder = tmp_path_factory.mktemp("router")
-    for path in (*ON_CPU.iterdir(), precompile.FOLDER / "router.cuh"):
-        shutil.copy(path, folder)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-I.", "router.cpp", "-o", "router.so"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(folder / "router.so"))
+    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "router.cpp", "router.cuh"))
     loaded.route_on_cpu.argtypes = (ctypes.c_void_p, ctypes.c_int)
     return loaded
 

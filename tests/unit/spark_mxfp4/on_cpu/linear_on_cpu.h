@@ -9,29 +9,16 @@
 #include "overlap.cuh"
 #include "warp.cuh"
 
-using std::max;
-using std::min;
-
 #define __shared__
 #define __align__(bytes)
 #undef blockIdx
 #undef gridDim
+#undef blockDim
 #define blockIdx (Index{cpu::block_number})
 inline Index gridDim, blockDim;
 
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {__bfloat162float(pair.x), __bfloat162float(pair.y)}; }
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16(x), __float2bfloat16(y)}; }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return result;
-}
 
 namespace spark {
 
