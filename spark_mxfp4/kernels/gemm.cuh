@@ -3,7 +3,8 @@
 // A thread block takes one tile of 64·ROW_GROUPS weight rows by up to TOKENS tokens of one expert, walks along the
 // columns, then takes its next tile. One warp brings weights and activations by bulk copies into a ring of STAGES;
 // warpgroups expand 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many
-// warpgroups share a tile's rows and take the columns in turns. Sums are float32; their order depends on the shape only.
+// warpgroups share a tile's rows and take the columns in turns (layer.cuh). Sums are float32; their order depends on the
+// shape only.
 #pragma once
 #include <cuda_bf16.h>
 

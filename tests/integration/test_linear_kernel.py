@@ -18,7 +18,7 @@ from spark_mxfp4.kernels import linear, precompile
 from spark_mxfp4.kernels.linear import NO_FIT, Format, Weight, reference
 from sparkforge.core.paths import ROOT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.needs("c++")]
 VARIANTS = 16
 HOPPER, SMALLER = 232_448, 101_376  # bytes of shared memory for a block, compute capability 9.0 and 12.x
 MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: a warp's times warps

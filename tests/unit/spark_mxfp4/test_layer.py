@@ -12,6 +12,7 @@ from spark_mxfp4.kernels.check import error, random_routing, random_weights, ref
 from spark_mxfp4.kernels.hopper import LayerPlan
 from spark_mxfp4.kernels.layout import pack
 
+pytestmark = pytest.mark.needs("c++")
 BF16 = 0.006
 
 

@@ -9,6 +9,7 @@ import torch
 from spark_mxfp4.kernels import router
 from spark_mxfp4.kernels.router import CLUSTERS, TICKETS, Routes, choose, fits, reference, variants
 
+pytestmark = pytest.mark.needs("c++")
 HOST_SLICES = 32  # more than any variant has
 
 
