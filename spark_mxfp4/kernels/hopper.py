@@ -1,9 +1,9 @@
 """The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++.
 
-For few tokens two launches: sort tokens by expert and bring them in that order (rows.cuh), then everything else
-(layer.cuh). For more tokens four, five for many: sort, first product with bias and activation, second product with bias
-(gemm.cuh), weighted sum. Nothing waits for the device, so CUDA graphs hold it, and the same inputs give the same bits.
-Weights are laid out once by `prepare`.
+For up to 32 pairs of token and expert one launch does everything (layer.cuh); for some more another sorts them before
+it and brings their activations in that order (rows.cuh). For more tokens four launches, five for many: sort, first
+product with bias and activation, second product with bias (gemm.cuh), weighted sum. Nothing waits for the device, so
+CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once by `prepare`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from spark_mxfp4.kernels.layout import CHUNK_BYTES, COLUMNS, ROWS, pack, unpack
 
 CAPABILITY = (9, 0)
 TARGET = "90a"
-ROW_MULTIPLE = 8  # each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
+ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.cuh)
+FEW_PAIRS = 32  # that such a launch sorts by itself
+MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
+VECTOR_BYTES = 16
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 class _Routing(ctypes.Structure):
     _fields_ = (
         ("ids", POINTER), ("map", POINTER), ("ids_are_64_bit", INT), ("pairs", INT), ("top_k", INT), ("experts", INT),
-        ("global_experts", INT), ("tile_tokens", INT), ("row_of_pair", POINTER), ("tiles", POINTER),
-        ("tile_count", POINTER), ("counters", POINTER), ("counter_number", INT),
+        ("global_experts", INT), ("tile_tokens", INT), ("row_multiple", INT), ("row_of_pair", POINTER),
+        ("tiles", POINTER), ("tile_count", POINTER),
     )  # fmt: skip
 
 
 class _Gather(ctypes.Structure):
     _fields_ = (
-        ("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG), ("fragments", INT),
+        ("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG), ("as_they_are", INT),
     )  # fmt: skip
 
 
@@ -51,10 +54,15 @@ class _Gemm(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Rows(ctypes.Structure):
+    _fields_ = (("at", POINTER), ("stride", LONG), ("vectors", INT))
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("first", _Gemm), ("second", _Gemm), ("partial", POINTER), ("counters", POINTER), ("row_of_pair", POINTER),
-        ("shares", POINTER), ("most_tiles", INT), ("parts", INT), ("part_chunks", INT), ("tokens", INT), ("top_k", INT),
+        ("first", _Gemm), ("second", _Gemm), ("x", _Rows), ("hidden", _Rows), ("partial", POINTER), ("taken", POINTER),
+        ("row_of_pair", POINTER), ("shares", POINTER), ("sorted", INT), ("parts", INT), ("part_chunks", INT),
+        ("tokens", INT), ("top_k", INT),
     )  # fmt: skip
 
 
@@ -138,11 +146,11 @@ def grouped_layer(
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)))
-    routed.route(stream)
+    routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)), ROW_MULTIPLE)
+    ordered = routed.route(stream)
     hidden = routed.hidden(gate_up)
     output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
-    routed.multiply(gate_up, routed.sorted, hidden, shapes[0], stream, swiglu=True)
+    routed.multiply(gate_up, ordered, hidden, shapes[0], stream, swiglu=True)
     routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
     _check_launch(
         library().spark_reduce(
@@ -161,7 +169,7 @@ def whole_layer(
     expert_map: torch.Tensor | None,
     plan: LayerPlan | None = None,
 ) -> torch.Tensor:
-    """Return `HopperKernel.run`'s result by one launch for both products and the sum, behind the one that sorts.
+    """Return `HopperKernel.run`'s result by one launch, behind another that sorts where there are more than 32 pairs.
 
     Right for any load, and meant for few tokens: each tile of eight of an expert reads its weights again. `plan` is by
     default what `plan_layer` says.
@@ -170,40 +178,54 @@ def whole_layer(
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    routed = Routed(x, weights, topk_ids, expert_map, LAYER_TOKENS)
-    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], down.weight.shape[1], routed.processors)
+    routed = Routed(x, weights, topk_ids, expert_map, LAYER_TOKENS, 1)
     row_tiles, chunks = down.weight.shape[1:3]
-    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.narrow))
+    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], (row_tiles, chunks), routed.processors)
+    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.rows))
     parts = -(-chunks // part_chunks)
-    counters = routed.count(row_tiles + 1)
-    routed.route(stream)
-    hidden = routed.hidden(gate_up)
+    sort = topk_ids.numel() > FEW_PAIRS
+    rows = routed.route(stream, as_they_are=True) if sort else _aligned(routed.x)
+    hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
+    taken = torch.empty(1, dtype=torch.int32, device=x.device)
     layer = _Layer(
-        routed.product(gate_up, routed.sorted, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
-        partial.data_ptr(), counters.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), len(routed.tiles),
+        routed.product(gate_up, rows, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
+        _rows(rows, routed.chunks * COLUMNS if sort else x.shape[1]), _rows(hidden, hidden.shape[1]),
+        partial.data_ptr(), taken.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape,
     )  # fmt: skip
-    _check_launch(library().spark_layer(ctypes.byref(layer), plan.narrow, routed.processors, stream))
+    _check_launch(library().spark_layer(ctypes.byref(layer), plan.rows, routed.processors, stream))
     return result
 
 
-class LayerPlan(NamedTuple):
-    """How `whole_layer` cuts its work: items of one row tile or of several, and parts of the second's columns."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.data_ptr() % VECTOR_BYTES else x
 
-    narrow: bool
+
+def _rows(x: torch.Tensor, columns: int) -> _Rows:
+    return _Rows(x.data_ptr(), columns * x.itemsize, columns * x.itemsize // VECTOR_BYTES)
+
+
+class LayerPlan(NamedTuple):
+    """How `whole_layer` cuts its work: an item's weight rows, in tiles of 64, and parts of the second's columns."""
+
+    rows: int  # 1, 2 or 3
     parts: int
 
 
-def plan_layer(pairs: int, first_row_tiles: int, second_row_tiles: int, processors: int) -> LayerPlan:
+def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], processors: int) -> LayerPlan:
     """Return a plan for `pairs` of token and expert on a GPU with so many multiprocessors.
 
-    Wide items keep a block's warps on the same activations, narrow ones keep all blocks busy where there are few rows.
-    Two parts where the second product has less than two items a block. Measured on an H200, see performance.md.
+    `second` is the second product's number of row tiles, and of chunks of 64 columns. Three tiles where that is one
+    item a multiprocessor, one where it leaves multiprocessors without work, else two. Two parts, where there are
+    columns enough, for few items. Measured on an H200, see performance.md.
     """
-    rows = library().spark_layer_rows(False)
-    narrow = pairs * -(-first_row_tiles // rows) < 0.75 * processors
-    return LayerPlan(narrow, 1 if narrow or pairs * -(-second_row_tiles // rows) >= 2 * processors else 2)
+    row_tiles, chunks = second
+    items, deep = pairs * -(-first_row_tiles // 3), chunks > MOST_CHUNKS_OF_A_PART
+    if deep and 0.75 * processors <= items <= processors:
+        return LayerPlan(3, 2)
+    rows, most = (1, 3) if items < 1.9 * processors else (2, 6)
+    return LayerPlan(rows, 2 if deep and pairs * -(-row_tiles // rows) < most * processors else 1)
 
 
 def part_of(chunks: int, parts: int, step: int) -> int:
@@ -222,52 +244,46 @@ class Routed:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         tokens_of_a_tile: int,
+        row_multiple: int,
     ) -> None:
         self.x, self.ids = x.contiguous(), topk_ids.contiguous()
         self.map = None if expert_map is None else expert_map.to(torch.int32).contiguous()
         self.experts, self.chunks = weights.gate_up.weight.shape[0], weights.gate_up.weight.shape[2]
-        self.tokens_of_a_tile = tokens_of_a_tile
+        self.tokens_of_a_tile, self.row_multiple = tokens_of_a_tile, row_multiple
         pairs, device = topk_ids.numel(), x.device
         spare = min(pairs, self.experts)
-        self.rows = -(-(pairs + (ROW_MULTIPLE - 1) * spare) // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.rows = -(-(pairs + (row_multiple - 1) * spare) // row_multiple) * row_multiple
         self.row_of_pair = torch.empty(pairs, dtype=torch.int32, device=device)
         self.tiles = torch.empty(spare + pairs // tokens_of_a_tile + 1, 4, dtype=torch.int32, device=device)
         self.tile_count = torch.empty(1, dtype=torch.int32, device=device)
-        self.sorted = torch.empty((self.chunks * self.rows + SLACK_ROWS) * COLUMNS, dtype=x.dtype, device=device)
-        self.counters: torch.Tensor | None = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def count(self, more: int) -> torch.Tensor:
-        """Return counters for `whole_layer`, one a tile and `more`; `route` sets them to zero."""
-        self.counters = torch.empty(len(self.tiles) + more, dtype=torch.int32, device=self.x.device)
-        return self.counters
-
-    def route(self, stream: int) -> None:
-        """Sort the pairs and bring the activations in that order."""
+    def route(self, stream: int, *, as_they_are: bool = False) -> torch.Tensor:
+        """Sort the pairs and return the activations in that order: in planes, or in rows as they are."""
         vectors = self.chunks * COLUMNS // 8
-        gather = _Gather(
-            self.x.data_ptr(), self.sorted.data_ptr(), self.x.shape[1] // 2, vectors, self.rows,
-            self.counters is not None,
-        )  # fmt: skip
+        size = (self.chunks * self.rows + SLACK_ROWS) * COLUMNS
+        ordered = torch.empty(size, dtype=self.x.dtype, device=self.x.device)
+        gather = _Gather(self.x.data_ptr(), ordered.data_ptr(), self.x.shape[1] // 2, vectors, self.rows, as_they_are)
         _check_launch(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
+        return ordered
 
     def _routing(self) -> _Routing:
         return _Routing(
             self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
             self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
-            self.tokens_of_a_tile, self.row_of_pair.data_ptr(), self.tiles.data_ptr(), self.tile_count.data_ptr(),
-            *((None, 0) if self.counters is None else (self.counters.data_ptr(), len(self.counters))),
+            self.tokens_of_a_tile, self.row_multiple, self.row_of_pair.data_ptr(), self.tiles.data_ptr(),
+            self.tile_count.data_ptr(),
         )  # fmt: skip
 
     def multiply(
         self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, stream: int, *, swiglu: bool
     ) -> None:
-        """Run one grouped product with the kernel of number `shape`, from sorted planes `x` into `out`."""
+        """Run one grouped product with the kernel of number `shape`, from planes `x` into `out`."""
         gemm = self.product(projection, x, out, swiglu=swiglu)
         _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
 
     def hidden(self, gate_up: Projection) -> torch.Tensor:
-        """Return room for the first product's result: planes of 64 columns, as `sorted` is."""
+        """Return room for the first product's result: planes of 64 columns, as `route` makes them."""
         planes = gate_up.weight.shape[1] // 2
         return torch.empty((planes * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 

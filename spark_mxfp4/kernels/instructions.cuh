@@ -1,6 +1,8 @@
 // Instructions of Hopper that C++ has no words for. Source: PTX ISA 9.0. Tests compile the kernels of a whole layer for a
 // CPU, with a stand-in of this file.
 #pragma once
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 namespace spark {
@@ -28,8 +30,6 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
 }
-// Before copies of what others have stored.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -71,10 +71,30 @@ __device__ __forceinline__ void pin(uint32_t (&a)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-__device__ __forceinline__ int load_acquire(const int32_t* from) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
+// What other blocks may store meanwhile, each word of it as it was at some time.
+__device__ __forceinline__ uint4 load_fresh(const void* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+// By one thread of each block of a cooperative launch, at the driver's own barrier: what grid_group::sync does, without the
+// block's other threads. Nothing else that all blocks share is known to be zero when a kernel begins.
+__device__ __forceinline__ unsigned* grid_barrier() { return &cooperative_groups::details::get_grid_workspace()->barrier; }
+__device__ __forceinline__ unsigned arrive_at_grid() {
+  const unsigned share = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;  // all of them change the upper bit
+  unsigned before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(grid_barrier()), "r"(share) : "memory");
+  return before;
+}
+__device__ __forceinline__ void wait_for_grid(unsigned before) {
+  unsigned now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(grid_barrier()) : "memory");
+  } while (((before ^ now) & 0x80000000u) == 0);
+}
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
 __device__ __forceinline__ void load_shared(uint32_t (&words)[4], uint32_t from) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"

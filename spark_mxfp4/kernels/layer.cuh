@@ -2,31 +2,101 @@
 //
 // Work comes in items: ROW_GROUPS tiles of 64 weight rows by up to 8 tokens of one expert, over all columns for the first
 // product, over one of `parts` for the second. Blocks take items from a common counter, all of the first product before
-// those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring;
-// another brings activations, those of the second product as soon as their expert's first product is stored; a third
-// tells the other blocks what this one has stored. Parts are stored as float32 and added up at the end, always in the
-// same order, whoever computed them. Blocks wait for each other, so all must run at once: the launch is cooperative.
+// those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring; one
+// warp brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs before this one.
+//
+// What blocks compute for each other says itself that it is there: its place holds MISSING before, which no result is.
+// So nobody who stores has to tell, and who waits needs no second look. Parts are stored as float32 and added up at the
+// end, always in the same order, whoever computed them. All blocks must run at once: the launch is cooperative.
 #pragma once
 #include "gemm.cuh"
 
 namespace spark {
 
-struct Layer {
-  Gemm first, second;     // second.x is first.out; second.out is the layer's result [tokens][columns]
-  float* partial;         // [rows][parts][second.row_tiles · 64]
-  int32_t* counters;      // zeros at first; [most_tiles]: how many row tiles of the first product are stored for a tile;
-                          // [second.row_tiles]: how many parts are stored of all tiles; [1]: how many items are taken
-  const int32_t* row_of_pair;
-  const float* shares;    // [pairs]
-  int most_tiles, parts, part_chunks, tokens, top_k;
+// Activations as the kernel reads them: `vectors` of 16 bytes for each row.
+struct Rows {
+  const uint8_t* at;
+  int64_t stride;  // bytes
+  int vectors;
 };
 
-int layer(const Layer* l, int narrow, int processors, cudaStream_t stream);
-int layer_chunks(int narrow);  // of one stage
-int layer_rows(int narrow);    // of 64, of one item
+struct Layer {
+  Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` where sorted
+  Rows x, hidden;         // x [tokens], or [rows] where a kernel before has sorted; hidden [rows] is first.out
+  float* partial;         // [rows][parts][second.row_tiles · 64]
+  int32_t* taken;         // how many items are taken from the counter
+  const int32_t* row_of_pair;  // where a kernel before has sorted
+  const float* shares;         // [pairs]
+  int sorted;             // by a kernel before
+  int parts, part_chunks, tokens, top_k;
+};
+
+// The kernel whose items have `rows` of 64.
+int layer(const Layer* l, int rows, int processors, cudaStream_t stream);
+int layer_chunks(int rows);  // of one stage; 0 where there is no such kernel
 
 constexpr int FEW_TOKENS = 8;  // most tokens of a tile
-constexpr int FEW_TILES = 32;  // as many as sort_few finds
+
+//               rows of 64, split of the columns, chunks a step, tokens, stages, blocks a multiprocessor
+using OneRow = Shape<1, 2, 3, FEW_TOKENS, 5, 2>;
+using TwoRows = Shape<2, 1, 5, FEW_TOKENS, 4, 2>;
+using ThreeRows = Shape<3, 1, 5, FEW_TOKENS, 5, 1>;
+
+// What `use` returns for the shape of so many rows; `none` where there is none.
+template <class Use, class Result>
+Result with_shape(int rows, Use use, Result none) {
+  return rows == 1 ? use(OneRow()) : rows == 2 ? use(TwoRows()) : rows == 3 ? use(ThreeRows()) : none;
+}
+constexpr int FEW_PAIRS = 32;  // as many as sort_few sorts
+constexpr uint32_t MISSING = ~0u;  // two bf16 or one float32: a NaN that no instruction makes
+
+__device__ __forceinline__ bool missing(const uint4& v) {
+  return v.x == MISSING || v.y == MISSING || v.z == MISSING || v.w == MISSING;
+}
+
+// Who waits long asks less often: asking costs those who are waited for.
+struct Patience {
+  int asked = 0;
+  __device__ void wait() {
+    if (++asked > 8) __nanosleep(300);
+  }
+};
+
+// A block's own sorting of up to 32 pairs.
+struct Few {
+  int4 tiles[FEW_PAIRS];  // {expert, first row, tokens, 0}
+  int rows[FEW_PAIRS];    // of pairs
+  int8_t tokens[FEW_PAIRS][FEW_TOKENS];  // of each tile's rows
+  int count;
+};
+
+// By one warp.
+__device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
+  const int lane = threadIdx.x & 31;
+  Sorted s;
+  sort_few(r, s);
+  const bool here = lane < r.pairs && s.expert >= 0;
+  few.rows[lane] = here ? s.first_row + s.place : -1;
+  if (here) few.tokens[s.tile][s.place] = static_cast<int8_t>(lane / r.top_k);
+  if (here && s.first) few.tiles[s.tile] = make_int4(s.expert, s.first_row, s.tokens, 0);
+  const int count = __popc(__ballot_sync(~0u, here && s.first));
+  if (lane == 0) few.count = count;
+}
+
+// The tiles, by whoever sorted.
+struct Tiles {
+  const int4* at;
+  const int32_t* count;
+  const Few* few;  // null where a kernel before has sorted
+
+  // The row of l.x that is row `token` of a tile.
+  __device__ int row(const int4& tile, int number, int token) const {
+    return few != nullptr ? few->tokens[number][token] : tile.y + token;
+  }
+  __device__ int row_of_pair(const Layer& l, int pair) const {
+    return few != nullptr ? few->rows[pair] : l.row_of_pair[pair];
+  }
+};
 
 struct Item {
   Tile tile;
@@ -36,30 +106,23 @@ struct Item {
   bool second;
 };
 
-// A block's items in turn, and how far each is: pushed by who brings weights, stored by who multiplies, published.
-// Nobody is more than QUEUE items ahead, so a barrier's parity tells its phases apart.
+// A block's items in turn, pushed by who brings weights. A place is free again when its item was multiplied: whoever
+// brings the weights of the item before the new one has waited for all stages but the ring's, and there are fewer stages.
 constexpr int QUEUE = 8;
 struct Queue {
   Item items[QUEUE];
-  uint64_t pushed[QUEUE], stored[QUEUE], published[QUEUE];
+  uint64_t pushed[QUEUE];
 
-  static __device__ uint32_t bar(const uint64_t* of, int number) { return shared_address(of + number % QUEUE); }
-  static __device__ void wait(const uint64_t* of, int number) { barrier_wait(bar(of, number), number / QUEUE & 1); }
-
-  __device__ void init(int storing_warps) {
-    for (int i = 0; i < QUEUE; ++i) {
-      barrier_init(bar(pushed, i), 1);
-      barrier_init(bar(stored, i), storing_warps);
-      barrier_init(bar(published, i), 1);
-    }
+  __device__ uint32_t bar(int number) const { return shared_address(pushed + number % QUEUE); }
+  __device__ void init() {
+    for (int i = 0; i < QUEUE; ++i) barrier_init(bar(i), 1);
   }
   __device__ void push(const Item& item, int number) {
-    if (number >= QUEUE) wait(published, number - QUEUE);
     items[number % QUEUE] = item;
-    barrier_arrive(bar(pushed, number));
+    barrier_arrive(bar(number));
   }
-  __device__ const Item& pull(int number) const {
-    wait(pushed, number);
+  __device__ Item pull(int number) const {
+    barrier_wait(bar(number), number / QUEUE & 1);
     return items[number % QUEUE];
   }
 };
@@ -67,109 +130,230 @@ struct Queue {
 template <class S>
 __device__ __forceinline__ int row_blocks(const Gemm& g) { return (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS; }
 
-// The item of that index, those of the first product before those of the second; false behind the last.
+// The item of that index, those of the first product before those of the second; with `end` 0 behind the last.
 template <class S>
-__device__ __forceinline__ bool item_at(const Layer& l, const int4* tiles, int tile_count, int index, Item& item) {
-  const int blocks = row_blocks<S>(l.first), firsts = tile_count * blocks;
-  item.second = index >= firsts, item.part = 0;
+__device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int index) {
+  const int blocks = row_blocks<S>(l.first), firsts = *tiles.count * blocks;
+  Item item{};
+  item.second = index >= firsts;
   if (item.second) {
     const int seconds = row_blocks<S>(l.second), of_tile = seconds * l.parts, rest = (index - firsts) % of_tile;
     item.number = (index - firsts) / of_tile;
-    if (item.number >= tile_count) return false;
+    if (item.number >= *tiles.count) return item;
     item.part = rest / seconds, item.tile.row_tile = rest % seconds * S::ROW_GROUPS;
   } else {
     item.number = index / blocks, item.tile.row_tile = index % blocks * S::ROW_GROUPS;
   }
-  item.tile.tokens = tiles[item.number];
+  item.tile.tokens = tiles.at[item.number];
   item.begin = item.part * l.part_chunks;
   item.end = item.second ? min(item.begin + l.part_chunks, l.second.chunks) : l.first.chunks;
-  return true;
+  return item;
 }
 
-// The tokens there are, not eight: what is in the ring's other rows reaches other columns of the result only.
+// The ring's `full` says that weights are there, and this that activations are.
 template <class S>
-__device__ Copies<S> copies_of(const Layer& l, const Item& item, uint64_t policy) {
-  Copies<S> copies(item.second ? l.second : l.first, item.tile, policy, policy);
-  copies.chunks = item.end, copies.x_bytes = item.tile.tokens.z * PLANE_BYTES;
-  return copies;
-}
+struct LayerRing : Ring<S> {
+  uint32_t brought;
+  __device__ LayerRing(uint8_t* base, const uint64_t* brought) : Ring<S>(base), brought(shared_address(brought)) {}
+  __device__ uint32_t brought_bar() const { return brought + 8 * this->stage; }
+};
 
-// Until the first product of a tile is stored, whole.
-__device__ __forceinline__ void wait_for_tile(const Layer& l, int number) {
-  while (load_acquire(l.counters + number) < l.first.row_tiles) {}
-}
-
-// Takes items until there are none.
+// Who brings weights, one thread. Few stages are on their way at once: enough for the memory's bandwidth, and with more
+// every other access waits as long as all of them take.
 template <class S>
-__device__ void bring_weights(const Layer& l, Ring<S> ring, Queue& queue, const int4* tiles, int tile_count) {
-  const uint64_t once = leave_first();
-  int32_t* taken = l.counters + l.most_tiles + l.second.row_tiles;
-  int index = blockIdx.x, number = 0;
-  for (Item item; item_at<S>(l, tiles, tile_count, index, item); ++number) {
-    queue.push(item, number);
-    const Copies<S> copies = copies_of<S>(l, item, once);
-    const bool early = number > 0 && !item.second;  // the answer takes a while
-    int next = early ? atomicAdd(taken, 1) : 0;
+struct Weights {
+  static_assert(QUEUE > S::STAGES);
+  LayerRing<S> ring, landing, first;  // where the next stage goes, the oldest on its way, the item's first one
+  uint64_t once = leave_first();
+  Item item;
+  int number = 0, on_the_way = 0;
+
+  __device__ Weights(const LayerRing<S>& ring) : ring(ring), landing(ring), first(ring) {}
+  __device__ void begin(Queue& queue, const Item& next) {
+    queue.push(next, number++);
+    item = next, first = ring;
+  }
+  __device__ void bring(const Layer& l) {
+    Copies<S> copies(item.second ? l.second : l.first, item.tile, once, once);
+    copies.chunks = item.end, copies.x_bytes = 0;
+    const int at_once = S::BLOCKS > 1 ? 2 : item.second ? 1 : 3;  // fewer of the second product delay the first less
     for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-      copies.weights(ring, chunk);
+      for (; on_the_way >= at_once; --on_the_way, landing.next()) barrier_wait(landing.full_bar(), landing.parity);
+      copies.weights(ring, chunk), ++on_the_way;
     }
-    if (!early) {
-      wait_for_previous_kernel();  // which set the counters to zero
-      if (item.second) wait_for_tile(l, item.number);  // or some blocks would take several while others have none
-      next = atomicAdd(taken, 1);
-    }
-    index = gridDim.x + next;
   }
-  barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-  queue.push(Item{}, number);
-  barrier_arrive(ring.full_bar());
-}
-
-template <class S>
-__device__ void bring_activations(const Layer& l, Ring<S> ring, const Queue& queue) {
-  const uint64_t keep = leave_last();
-  wait_for_previous_kernel();
-  int ready = -1;
-  for (int number = 0;; ++number) {
-    const Item item = queue.pull(number);
-    if (item.end == 0) return;
-    if (item.second && item.number != ready) {
-      wait_for_tile(l, item.number);
-      fence_copies();  // others' stores are seen by this thread's copies from here on
-      ready = item.number;
+  __device__ static int take_item(const Layer& l, uint32_t met) {
+    barrier_wait(met, 0);
+    return atomicAdd(l.taken, 1);
+  }
+  // The block's first two items are the same each time; then takes items until there are none.
+  __device__ void bring_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t met) {
+    begin(queue, item_at<S>(l, tiles, blockIdx.x));
+    while (item.end > 0) {
+      const bool take = number > 1, early = take && !item.second;  // the answer takes a while
+      int next = blockIdx.x;
+      if (early) next = gridDim.x + take_item(l, met);
+      bring(l);
+      if (item.second) {  // is being multiplied before the next is taken, or some blocks would take several too early
+        const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;  // for room in its first stage
+        if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
+      }
+      if (take && !early) next = gridDim.x + take_item(l, met);
+      const Item another = item_at<S>(l, tiles, gridDim.x + next);
+      if (another.end == 0) barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      begin(queue, another);
     }
-    const Copies<S> copies = copies_of<S>(l, item, keep);
-    for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
+    barrier_arrive(ring.full_bar());
+  }
+};
+
+// Up to 2^SHIFT rows' activations for some stages, by a warp: 16 bytes a lane and round, through registers into the order
+// in which multiply_item reads them. A round is four times 64 columns of a row.
+template <class S, int SHIFT>
+struct Activations {
+  static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
+  static constexpr int FITS = 2 * S::CHUNKS / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
+  uint4 vectors[AT_ONCE][ROUNDS];
+  const uint8_t* rows[2];  // this lane's: every round's, or every other's
+  int last;                // behind the columns that there are, in bytes
+
+  __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item) {
+    const Rows& from = item.second ? l.hidden : l.x;
+    last = min(item.end * PLANE_BYTES, from.vectors * 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = row_of_round(i);
+      rows[i] = nullptr;
+      if (token >= item.tile.tokens.z) continue;
+      const int row = item.second ? item.tile.tokens.y + token : tiles.row(item.tile.tokens, item.number, token);
+      rows[i] = from.at + row * from.stride + (threadIdx.x & 7) * 16;
+    }
+  }
+  __device__ static int row_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) & ((1 << SHIFT) - 1); }
+  __device__ static int chunk_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) >> SHIFT; }
+
+  // Those of stages from `chunk` on; again where they were missing.
+  template <bool FRESH, bool AGAIN>
+  __device__ __forceinline__ void load(int chunk) {
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        if (AGAIN && !missing(vectors[u][r])) continue;
+        if (!AGAIN) vectors[u][r] = uint4{};
+        const uint8_t* row = rows[SHIFT == 3 ? r & 1 : 0];
+        const int at = (chunk + u * S::CHUNKS + chunk_of_round(r)) * PLANE_BYTES;
+        if (row == nullptr || chunk_of_round(r) >= S::CHUNKS || at + (threadIdx.x & 7) * 16 >= last) continue;
+        vectors[u][r] = FRESH ? load_fresh(row + at) : *reinterpret_cast<const uint4*>(row + at);
+      }
+    }
+  }
+  __device__ __forceinline__ bool any_missing() const {
+    bool any = false;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) any |= missing(vectors[u][r]);
+    }
+    return __any_sync(~0u, any);
+  }
+  // Vector v of 64 columns has, for the threads with l%4 = v%4, what two of the four steps take, v/4 of even rows and the
+  // other half of odd ones, so that eight threads read 128 bytes.
+  __device__ __forceinline__ void store(LayerRing<S>& ring, int chunk, int end) const {
+    const int n = threadIdx.x & 7;
+    const uint32_t place = ring.x + (n >> 2) * 32 + (n & 1) * 8;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      if (chunk + u * S::CHUNKS >= end) break;
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-      copies.activations(ring, chunk);
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+        const int row = row_of_round(r);
+        const uint32_t to = place + ring.stage * S::X_BYTES + (chunk_of_round(r) * FEW_TOKENS + row) * PLANE_BYTES +
+                            ((n >> 1 & 1) ^ (row & 1)) * 64;
+        if (chunk_of_round(r) >= S::CHUNKS) continue;
+        store_shared(to, vectors[u][r].x, vectors[u][r].y);
+        store_shared(to + 16, vectors[u][r].z, vectors[u][r].w);
+      }
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) barrier_arrive(ring.brought_bar());
+      ring.next();
     }
   }
-}
+};
 
-// Tells the other blocks what this one has stored, so that nobody who multiplies waits for memory.
-template <class S>
-__device__ void publish(const Layer& l, Queue& queue) {
-  wait_for_previous_kernel();
-  for (int number = 0;; ++number) {
-    const Item item = queue.pull(number);
-    if (item.end == 0) return;
-    Queue::wait(queue.stored, number);
+// All that blocks will compute for each other is missing at first, and no item is taken: no block reads or stores such
+// values, or takes items, before all have done their share of this. `met` says so.
+struct Meeting {
+  uint32_t met, phase;
+  bool waiting = true;
+
+  __device__ Meeting(const Layer& l, uint32_t met) : met(met) {
+    const int lane = threadIdx.x & 31;
+    const int64_t rows = l.first.rows, hidden = rows * l.hidden.stride / 16;
+    const int64_t all = hidden + rows * l.parts * l.second.row_tiles * 16;
+    for (int64_t i = blockIdx.x * 32 + lane; i < all; i += gridDim.x * 32) {
+      uint4* to = i < hidden ? reinterpret_cast<uint4*>(l.first.out) + i : reinterpret_cast<uint4*>(l.partial) + (i - hidden);
+      *to = {MISSING, MISSING, MISSING, MISSING};
+    }
+    if (blockIdx.x == 0 && lane == 0) *l.taken = 0;
     __threadfence();
-    const Gemm& g = item.second ? l.second : l.first;
-    const int groups = min(S::ROW_GROUPS, g.row_tiles - item.tile.row_tile);
-    if (item.second) {
-      for (int i = 0; i < groups; ++i) atomicAdd(l.counters + l.most_tiles + item.tile.row_tile + i, 1);
-    } else {
-      atomicAdd(l.counters + item.number, groups);
-    }
-    barrier_arrive(Queue::bar(queue.published, number));
+    __syncwarp();
+    if (lane == 0) phase = arrive_at_grid();
   }
+  __device__ void wait() {
+    if (waiting && (threadIdx.x & 31) == 0) {
+      wait_for_grid(phase);
+      barrier_arrive(met);
+    }
+    __syncwarp();
+    waiting = false;
+  }
+};
+
+template <class S, int SHIFT>
+__device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
+                                           Meeting& meeting) {
+  Activations<S, SHIFT> activations(l, tiles, item);
+  for (int chunk = item.begin; chunk < item.end; chunk += activations.AT_ONCE * S::CHUNKS) {
+    if (item.second) {
+      meeting.wait();
+      activations.template load<true, false>(chunk);
+      for (Patience patience; activations.any_missing(); patience.wait()) activations.template load<true, true>(chunk);
+    } else {
+      activations.template load<false, false>(chunk);
+    }
+    activations.store(ring, chunk, item.end);
+    meeting.wait();  // the ring has room for the first ones, whatever other blocks do
+  }
+}
+
+// By one warp.
+template <class S>
+__device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
+                                                  const Queue& queue, uint32_t met) {
+  Meeting meeting(l, met);
+  for (int number = 0;; ++number) {
+    const Item item = queue.pull(number);
+    if (item.end == 0) break;
+    const int tokens = item.tile.tokens.z;
+    if (tokens == 1) {
+      bring_item<S, 0>(l, tiles, item, ring, meeting);
+    } else if (tokens == 2) {
+      bring_item<S, 1>(l, tiles, item, ring, meeting);
+    } else if (tokens <= 4) {
+      bring_item<S, 2>(l, tiles, item, ring, meeting);
+    } else {
+      bring_item<S, 3>(l, tiles, item, ring, meeting);
+    }
+  }
+  meeting.wait();
 }
 
 // Multiply one item: leaves this warp's sums in `sum`, 16 rows by 8 tokens, and the ring behind the item's last chunk.
 template <class S>
-__device__ __forceinline__ void multiply_item(int chunks, Ring<S>& ring, int group, int split, float (&sum)[4]) {
+__device__ __forceinline__ void multiply_item(int chunks, LayerRing<S>& ring, int group, int split, float (&sum)[4]) {
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, token = lane / 4, half = (token & 1) * 64;
   const int first_part = split * S::STEP;
   // This thread's places in the ring's first stage.
@@ -195,6 +379,7 @@ __device__ __forceinline__ void multiply_item(int chunks, Ring<S>& ring, int gro
   for (int chunk = 0; chunk < chunks; chunk += S::CHUNKS, ring.next()) {
     const uint32_t w_at = ring.stage * S::W_BYTES, x_at = ring.stage * S::X_BYTES;
     barrier_wait(ring.full_bar(), ring.parity);
+    barrier_wait(ring.brought_bar(), ring.parity);
     if (chunk + first_part + S::STEP <= chunks) {
 #pragma unroll
       for (int u = 0; u < S::STEP; ++u) one_chunk(w_at + u * CHUNK_BYTES, x_at + u * FEW_TOKENS * PLANE_BYTES);
@@ -209,17 +394,15 @@ __device__ __forceinline__ void multiply_item(int chunks, Ring<S>& ring, int gro
   for (int i = 0; i < 4; ++i) sum[i] = even[i] + odd[i];
 }
 
-// As gemm.cuh's store_swiglu, with the columns in the order of routing.cuh's copy_row_in_fragments.
-__device__ __forceinline__ void store_hidden(const Gemm& g, const Tile& tile, int row_tile, const float (&sum)[4],
+// As gemm.cuh's store_swiglu, into rows.
+__device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, const float (&sum)[4],
                                              const float (&bias)[2]) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = lane / 4;
-  const float low = activation(sum[0] + bias[0], sum[2] + bias[1], g);
-  const float high = activation(sum[1] + bias[0], sum[3] + bias[1], g);
+  const float low = activation(sum[0] + bias[0], sum[2] + bias[1], l.first);
+  const float high = activation(sum[1] + bias[0], sum[3] + bias[1], l.first);
   const uint32_t pair = transpose_8x8(pack(low, high));
-  const int vector = ((warp >> 1) ^ (token & 1)) * 4 + (row_tile & 1) * 2 + (lane >> 1 & 1);
-  uint8_t* plane = reinterpret_cast<uint8_t*>(g.out) + (int64_t{row_tile / 2} * g.rows + tile.tokens.y) * PLANE_BYTES;
-  uint8_t* to = plane + token * PLANE_BYTES + vector * 16 + (warp & 1) * 8 + (lane & 1) * 4;
-  if (token < tile.tokens.z) *reinterpret_cast<uint32_t*>(to) = pair;
+  uint8_t* to = reinterpret_cast<uint8_t*>(l.first.out) + (tile.tokens.y + token) * l.hidden.stride;
+  if (token < tile.tokens.z) reinterpret_cast<uint32_t*>(to)[row_tile * 16 + warp * 4 + (lane & 3)] = pair;
 }
 
 __device__ __forceinline__ void store_part(const Layer& l, const Item& item, int row_tile, const float (&sum)[4],
@@ -235,38 +418,35 @@ __device__ __forceinline__ void store_part(const Layer& l, const Item& item, int
   }
 }
 
-// Eight tokens' 64 columns of the result from all parts, by one warpgroup: four columns for each thread.
-__device__ __forceinline__ void add_parts(const Layer& l, int row_tile, int first_token) {
-  constexpr int AT_ONCE = 8;
-  const int thread = threadIdx.x & 127, column = row_tile * 64 + (thread & 15) * 4, token = first_token + thread / 16;
+// A token's 64 columns of the result from all parts, by one warpgroup: eight parts at once, four columns for each thread.
+__device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, int row_tile, int token) {
+  const int lane = threadIdx.x & 31, column = row_tile * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane & 3) * 4;
   const int64_t width = l.second.row_tiles * 64;
-  if (column >= l.second.columns || token >= l.tokens) return;
-  float4 sum = {};
-  for (int first = 0; first < l.top_k * l.parts; first += AT_ONCE) {
-    float4 values[AT_ONCE];
-    float factors[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int pair = token * l.top_k + (first + i) / l.parts;
-      const int row = first + i < l.top_k * l.parts ? l.row_of_pair[pair] : -1;
-      values[i] = {}, factors[i] = 0;
-      if (row < 0) continue;
-      factors[i] = l.shares[pair];
-      values[i] = __ldcg(reinterpret_cast<const float4*>(
-          l.partial + (int64_t{row} * l.parts + (first + i) % l.parts) * width + column));
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      sum.x += factors[i] * values[i].x, sum.y += factors[i] * values[i].y;
-      sum.z += factors[i] * values[i].z, sum.w += factors[i] * values[i].w;
-    }
+  float sum[4] = {};
+  for (int part = lane >> 2; part < l.top_k * l.parts; part += 8) {
+    const int of = l.parts == 1 ? part : l.parts == 2 ? part >> 1 : part / l.parts, pair = token * l.top_k + of;
+    const int row = tiles.row_of_pair(l, pair);
+    if (row < 0) continue;
+    const float* from = l.partial + (int64_t{row} * l.parts + part - of * l.parts) * width + column;
+    const float share = l.shares[pair];
+    uint4 bits = load_fresh(from);
+    for (Patience patience; missing(bits); patience.wait()) bits = load_fresh(from);
+    sum[0] += share * __uint_as_float(bits.x), sum[1] += share * __uint_as_float(bits.y);
+    sum[2] += share * __uint_as_float(bits.z), sum[3] += share * __uint_as_float(bits.w);
   }
-  const uint2 four = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+  __syncwarp();
+#pragma unroll
+  for (int other = 4; other < 32; other *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], other);
+  }
+  if (lane >= 4 || column >= l.second.columns) return;
+  const uint2 four = {pack(sum[0], sum[1]), pack(sum[2], sum[3])};
   *reinterpret_cast<uint2*>(l.second.out + int64_t{token} * l.second.columns + column) = four;
 }
 
 template <class S>
-__device__ __forceinline__ void work(const Layer& l, Ring<S>& ring, const Item& item, float* sums, uint32_t stored) {
+__device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const Item& item, float* sums, uint32_t met) {
   const Gemm& g = item.second ? l.second : l.first;
   const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
   const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT, row_tile = item.tile.row_tile + group;
@@ -276,67 +456,63 @@ __device__ __forceinline__ void work(const Layer& l, Ring<S>& ring, const Item& 
   const float bias[2] = {item.part == 0 ? from[row] : 0, item.part == 0 ? from[row + 8] : 0};
   float sum[4];
   multiply_item<S>(item.end - item.begin, ring, group, split, sum);
-  if (!combine<S, FEW_TOKENS>(sum, sums, group, split)) return;
-  if (there && item.second) store_part(l, item, row_tile, sum, bias);
-  if (there && !item.second) store_hidden(g, item.tile, row_tile, sum, bias);
-  __syncwarp();
-  if ((thread & 31) == 0) barrier_arrive(stored);
+  if (!combine<S, FEW_TOKENS>(sum, sums, group, split) || !there) return;
+  barrier_wait(met, 0);
+  if (item.second) {
+    store_part(l, item, row_tile, sum, bias);
+  } else {
+    store_hidden(l, item.tile, row_tile, sum, bias);
+  }
 }
 
 template <class S>
-constexpr int LAYER_THREADS = S::GROUPS * 128 + 96;  // and three warps of which one thread works
+constexpr int LAYER_THREADS = S::GROUPS * 128 + 64;
 
 template <class S>
 __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const __grid_constant__ Layer l) {
   static_assert(S::TOKENS == FEW_TOKENS && S::REGISTERS == 0);
   extern __shared__ uint8_t raw[];
-  __shared__ int4 few_tiles[FEW_TILES];
+  __shared__ Few few;
   __shared__ Queue queue;
-  __shared__ int32_t few, few_count;
+  __shared__ uint64_t brought[S::STAGES], met;
   uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-  Ring<S> ring(base);
+  LayerRing<S> ring(base, brought);
   constexpr int COPIER = S::GROUPS * 128;  // the first thread that does not multiply
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.brought + 8 * i, 1);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
-    queue.init(4 * S::ROW_GROUPS);
+    barrier_init(shared_address(&met), 1);
+    queue.init();
     fence_barriers();
   }
-  if (threadIdx.x >= COPIER && threadIdx.x < COPIER + 32) {
-    // With few pairs the tiles are known before the kernel that sorts has ended, and weights are on their way already.
-    Sorted s;
-    const bool sorted = sort_few(l.first.routing, s);
-    if (sorted && s.first) few_tiles[s.tile] = make_int4(s.expert, s.first_row, s.tokens, 0);
-    const int count = __popc(__ballot_sync(~0u, sorted && s.first));
-    if (threadIdx.x == COPIER) few = sorted, few_count = count;
-  }
   __syncthreads();
-  if (!few) wait_for_previous_kernel();  // which wrote the tiles
-  const int tile_count = few ? few_count : *l.first.tile_count;
-  if (threadIdx.x >= COPIER) {
-    if (threadIdx.x == COPIER) bring_weights<S>(l, ring, queue, few ? few_tiles : l.first.tiles, tile_count);
-    if (threadIdx.x == COPIER + 32) bring_activations<S>(l, ring, queue);
-    if (threadIdx.x == COPIER + 64) publish<S>(l, queue);
-    return;
-  }
   wait_for_previous_kernel();
   let_next_kernel_start();
+  const Tiles tiles = l.sorted ? Tiles{l.first.tiles, l.first.tile_count, nullptr} : Tiles{few.tiles, &few.count, &few};
+  if (threadIdx.x >= COPIER + 32) {
+    bring_activations<S>(l, tiles, ring, queue, shared_address(&met));
+    return;
+  }
+  if (threadIdx.x >= COPIER) {
+    if (!l.sorted) sort_into(l.first.routing, few);
+    __syncwarp();
+    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, shared_address(&met));
+    return;
+  }
   float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
   for (int number = 0;; ++number) {
     barrier_wait(ring.full_bar(), ring.parity);
     const Item item = queue.items[number % QUEUE];
     if (item.end == 0) break;
-    work<S>(l, ring, item, sums, Queue::bar(queue.stored, number));
+    work<S>(l, ring, item, sums, shared_address(&met));
   }
-  const int groups = (l.tokens + 7) / 8;
-  for (int unit = blockIdx.x * S::GROUPS + (threadIdx.x >> 7); unit < l.second.row_tiles * groups;
-       unit += gridDim.x * S::GROUPS) {
-    const int row_tile = unit / groups;
-    while (load_acquire(l.counters + l.most_tiles + row_tile) < tile_count * l.parts) __nanosleep(20);
-    add_parts(l, row_tile, unit % groups * 8);
-  }
+  barrier_wait(shared_address(&met), 0);
+  for (int unit = blockIdx.x * S::GROUPS + (threadIdx.x >> 7); unit < l.second.row_tiles * l.tokens;
+       unit += gridDim.x * S::GROUPS)
+    add_parts(l, tiles, unit % l.second.row_tiles, unit / l.second.row_tiles);
 }
 
 }  // namespace spark

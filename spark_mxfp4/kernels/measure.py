@@ -93,7 +93,7 @@ def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, floa
     layers = [kernel.prepare(weights) for _ in range(LAYERS)]
     times: dict[int, dict[str, float]] = {}
     numbers = range(hopper.library().spark_shape_number())
-    plans = [hopper.LayerPlan(narrow, parts) for narrow in (False, True) for parts in (1, 2, 3)]
+    plans = [hopper.LayerPlan(rows, parts) for rows in (1, 2, 3) for parts in (1, 2, 3)]
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]

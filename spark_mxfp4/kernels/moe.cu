@@ -38,10 +38,9 @@ int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* strea
   return UNITS[shape](g, swiglu, processors, static_cast<cudaStream_t>(stream));
 }
 
-int spark_layer_chunks(int narrow) { return layer_chunks(narrow); }
-int spark_layer_rows(int narrow) { return layer_rows(narrow); }
-int spark_layer(const Layer* l, int narrow, int processors, void* stream) {
-  return layer(l, narrow, processors, static_cast<cudaStream_t>(stream));
+int spark_layer_chunks(int rows) { return layer_chunks(rows); }
+int spark_layer(const Layer* l, int rows, int processors, void* stream) {
+  return layer(l, rows, processors, static_cast<cudaStream_t>(stream));
 }
 
 int spark_reduce(const void* output, const int32_t* row_of_pair, const float* shares, void* result, int tokens,

@@ -20,11 +20,10 @@ struct Routing {
   int ids_are_64_bit;
   int pairs, top_k, experts, global_experts;
   int tile_tokens;        // most tokens of a tile
+  int row_multiple;       // of which each expert's first row is one
   int32_t* row_of_pair;   // [pairs], -1 where the expert is not here
   int4* tiles;            // {expert, first row, tokens, 0}
   int32_t* tile_count;    // [1]
-  int32_t* counters;      // [counter_number] set to zero, for layer.cuh
-  int counter_number;
 };
 
 __device__ __forceinline__ int local_expert(const Routing& r, int pair) {
@@ -32,6 +31,10 @@ __device__ __forceinline__ int local_expert(const Routing& r, int pair) {
   if (id < 0) return -1;
   if (r.map != nullptr) id = id < r.global_experts ? r.map[id] : -1;
   return id < r.experts ? static_cast<int>(id) : -1;
+}
+
+__device__ __forceinline__ int padded_rows(const Routing& r, int tokens) {
+  return (tokens + r.row_multiple - 1) / r.row_multiple * r.row_multiple;
 }
 
 // Inclusive sum over the first MAX_EXPERTS threads of the block; every thread of the block must call it.
@@ -59,10 +62,6 @@ __device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int en
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) each(pair + 32 * i, experts[i]);
   }
-}
-
-__device__ __forceinline__ void clear_counters(const Routing& r) {
-  for (int i = threadIdx.x; i < r.counter_number; i += ROUTE_THREADS) r.counters[i] = 0;
 }
 
 // Sort all pairs by expert, tokens in order within each. Each block that calls this does the whole work in its own
@@ -94,7 +93,7 @@ __device__ __forceinline__ void route(const Routing& r, int* counts, int* scratc
       tokens += here;
     }
   }
-  const int padded = (tokens + 7) & ~7;
+  const int padded = padded_rows(r, tokens);
   const int tile_number = (tokens + r.tile_tokens - 1) / r.tile_tokens;
   const int first_row = block_sum(padded, scratch) - padded;
   const int last_tile = block_sum(tile_number, scratch);
@@ -102,7 +101,6 @@ __device__ __forceinline__ void route(const Routing& r, int* counts, int* scratc
     for (int w = 0; w < warps; ++w) counts[w * r.experts + me] += first_row;
   }
   if (writer) {
-    clear_counters(r);
     if (me == r.experts - 1) *r.tile_count = last_tile;
     // Tiles of one expert are about equal: 260 tokens are two tiles of 136, not 256 and 4.
     const int size = tile_number > 0 ? ((tokens + tile_number - 1) / tile_number + 7) & ~7 : 0;
@@ -115,24 +113,28 @@ __device__ __forceinline__ void route(const Routing& r, int* counts, int* scratc
   });
 }
 
-// Up to 32 pairs, one a lane, sorted by one warp in registers: the pair's expert, its tokens, tile, first row and place.
+// Up to 32 pairs, one a lane, sorted by one warp in registers: the pair's expert, tile, the tile's first row and tokens,
+// and the pair's place in the tile.
 struct Sorted {
   int expert, tokens, tile, first_row, place;
-  bool first;  // of its expert's pairs
+  bool first;  // of its tile's pairs
 };
 
-// False where an expert has more tokens than a tile, which this does not sort; the same for the whole warp.
+// False for more pairs, which this does not sort; the same for the whole warp.
 __device__ __forceinline__ bool sort_few(const Routing& r, Sorted& s) {
   if (r.pairs > 32) return false;
   const int lane = threadIdx.x & 31;
   s.expert = lane < r.pairs ? local_expert(r, lane) : -1;
   const unsigned same = __match_any_sync(~0u, s.expert);
-  s.tokens = __popc(same), s.place = __popc(same & ((1u << lane) - 1)), s.first = s.expert >= 0 && s.place == 0;
-  if (__any_sync(~0u, s.first && s.tokens > r.tile_tokens)) return false;
-  s.tile = s.first_row = 0;
-  for (int other = 0; other < r.pairs; ++other) {
-    const int expert = __shfl_sync(~0u, s.first ? s.expert : -1, other), tokens = __shfl_sync(~0u, s.tokens, other);
-    if (expert >= 0 && expert < s.expert) ++s.tile, s.first_row += (tokens + 7) & ~7;
+  const int all = __popc(same), before = __popc(same & ((1u << lane) - 1));
+  s.tile = before / r.tile_tokens, s.first_row = s.tile * r.tile_tokens, s.place = before - s.first_row;
+  s.tokens = min(all - s.first_row, r.tile_tokens), s.first = s.expert >= 0 && s.place == 0;
+  // One lane speaks for each expert, of its tiles and rows.
+  const bool speaks = s.expert >= 0 && before == 0;
+  const int mine = (all + r.tile_tokens - 1) / r.tile_tokens | padded_rows(r, all) << 8;
+  for (unsigned speakers = __ballot_sync(~0u, speaks); speakers != 0; speakers &= speakers - 1) {
+    const int other = __ffs(speakers) - 1, expert = __shfl_sync(~0u, s.expert, other), its = __shfl_sync(~0u, mine, other);
+    if (expert < s.expert) s.tile += its & 0xFF, s.first_row += its >> 8;
   }
   return true;
 }
@@ -154,15 +156,11 @@ __device__ __forceinline__ void copy_row(const uint32_t* from, uint4* to, int ro
   }
 }
 
-// The same for a warp's own matrix instruction (layer.cuh): vector v of 64 columns has, for the threads with l%4 = v%4,
-// what two of the four steps take, v/4 of even rows and the other half of odd ones, so that eight threads read 128 bytes.
-__device__ __forceinline__ void copy_row_in_fragments(const uint32_t* from, uint4* to, int row, int pairs, int vectors,
-                                                      int64_t rows, int lane, int lanes) {
-  for (int i = lane; i < vectors; i += lanes) {
-    const int v = i & 7, first = i / 8 * 32 + (v >> 1 & 1) * 16 + ((v >> 2) ^ (row & 1)) * 8 + (v & 1) * 2;
-    const bool inside = first < pairs;
-    to[(i / 8 * rows + row) * 8 + v] = inside ? uint4{from[first], from[first + 1], from[first + 4], from[first + 5]} : uint4{};
-  }
+// As they come, row after row, with zeros where a row has no columns: for layer.cuh.
+__device__ __forceinline__ void copy_row_as_it_is(const uint32_t* from, uint4* to, int row, int pairs, int vectors,
+                                                  int lane, int lanes) {
+  for (int i = lane; i < vectors; i += lanes)
+    to[int64_t{row} * vectors + i] = i * 4 < pairs ? reinterpret_cast<const uint4*>(from)[i] : uint4{};
 }
 
 }  // namespace spark

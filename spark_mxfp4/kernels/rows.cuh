@@ -8,16 +8,16 @@ namespace spark {
 
 struct Gather {
   const uint32_t* x;  // [tokens][pairs]: two columns each
-  uint4* sorted;      // planes
+  uint4* sorted;      // planes, or rows of `vectors`
   int pairs, vectors;
   int64_t rows;
-  int fragments;      // which order of a row's columns
+  int as_they_are;    // rows, not planes
 };
 
 __device__ __forceinline__ void bring_row(const Gather& g, int token, int row, int lane, int lanes) {
   const uint32_t* from = g.x + int64_t{token} * g.pairs;
-  if (g.fragments) {
-    copy_row_in_fragments(from, g.sorted, row, g.pairs, g.vectors, g.rows, lane, lanes);
+  if (g.as_they_are) {
+    copy_row_as_it_is(from, g.sorted, row, g.pairs, g.vectors, lane, lanes);
   } else {
     copy_row(from, g.sorted, row, g.pairs, g.vectors, g.rows, lane, lanes);
   }
@@ -44,7 +44,6 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_and_gather(Routing r, Gat
   __syncthreads();
   const bool few = scratch[0] != 0;
   __syncthreads();
-  if (few && writer) clear_counters(r);
   if (!few) route(r, counts, scratch, row_of_pair, writer);
   __syncthreads();
   if (writer) {

@@ -49,12 +49,12 @@ def run(weights, x, ids, shares, plan, expert_map=None):
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")
-@pytest.mark.parametrize("plan", [LayerPlan(False, 1), LayerPlan(False, 2), LayerPlan(True, 1), LayerPlan(True, 3)])
+@pytest.mark.parametrize("plan", [LayerPlan(1, 1), LayerPlan(1, 3), LayerPlan(2, 1), LayerPlan(2, 2), LayerPlan(3, 2)])
 @pytest.mark.parametrize(
     ("experts", "hidden", "intermediate", "top_k", "tokens", "routing"),
     [
         (4, 64, 64, 2, 1, "even"), (4, 384, 96, 2, 3, "even"), (3, 96, 480, 3, 2, "uneven"),
-        (2, 448, 64, 1, 9, "one"), (40, 32, 32, 8, 5, "even"),
+        (2, 448, 64, 1, 9, "one"), (40, 32, 32, 8, 5, "even"), (1, 32, 1984, 1, 2, "even"), (8, 32, 64, 4, 9, "even"),
     ],
 )  # fmt: skip
 def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate, top_k, tokens, routing, plan):
@@ -74,6 +74,6 @@ def test_experts_that_are_elsewhere_count_nothing(here):
     ids, shares = random_routing(3, 4, 2, device="cpu")
     expert_map = torch.full((4,), -1, dtype=torch.int32)
     expert_map[here] = torch.tensor(here, dtype=torch.int32)
-    got = run(weights, x, ids, shares, LayerPlan(True, 1), expert_map)
+    got = run(weights, x, ids, shares, LayerPlan(1, 1), expert_map)
     wanted = reference(x, weights, ids, shares, here)
     assert error(got, wanted) < BF16 if here else not got.any()

@@ -18,9 +18,6 @@ int memory[64 << 10];
 
 namespace {
 
-using Wide = Shape<3, 1, 5, 8, 5, 1>;  // as in hopper_units/layer.cu
-using Narrow = Shape<1, 2, 3, 8, 5, 2>;
-
 template <class S>
 int run(const Layer& l) {
   static_assert(S::SHARED_BYTES <= sizeof(raw));
@@ -35,12 +32,15 @@ int run(const Layer& l) {
 
 extern "C" {
 
-int spark_layer_chunks(int narrow) { return narrow ? Narrow::CHUNKS : Wide::CHUNKS; }
-int spark_layer_rows(int narrow) { return narrow ? Narrow::ROW_GROUPS : Wide::ROW_GROUPS; }
+int spark_layer_chunks(int rows) {
+  return with_shape(rows, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
+}
 int spark_route(const Routing* r, const Gather* g, int, void*) {
   std::memset(memory, 0xFF, sizeof(memory));
   return cpu::launch(1, ROUTE_THREADS, 0, [&] { route_and_gather(*r, *g); });
 }
-int spark_layer(const Layer* l, int narrow, int, void*) { return narrow ? run<Narrow>(*l) : run<Wide>(*l); }
+int spark_layer(const Layer* l, int rows, int, void*) {
+  return with_shape(rows, [&](auto shape) { return run<decltype(shape)>(*l); }, 1);
+}
 
 }
