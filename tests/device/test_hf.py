@@ -52,7 +52,7 @@ def test_the_tiny_checkpoint_gives_the_tokens_of_the_dequantised_path(tiny_model
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_20b_shape_loads_with_less_than_two_layers_above_the_packed_weights(tmp_path, kernel):
+def test_the_20b_shape_loads_with_little_more_than_a_layer_above_the_packed_weights(tmp_path, kernel):
     pytest.importorskip("accelerate", reason="without it weights go through the CPU's memory")
     layer = packed_checkpoint.write(tmp_path, device="cuda", **SHAPE_20B)
     torch.cuda.empty_cache()
@@ -61,7 +61,7 @@ def test_the_20b_shape_loads_with_less_than_two_layers_above_the_packed_weights(
     model = hf.load_packed(str(tmp_path), kernel, device="cuda")
     peak, end = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     print(f"20b shape, {kernel}: layer {layer} B, loaded {end} B, peak {peak} B")
-    assert peak < end + 1.7 * layer  # 1.6 on an H200: the layer as it was, and the largest parts of the one laid out
+    assert peak < end + 1.2 * layer  # 1.06 on an H200: the layer as it was, and a sixty-fourth of the one laid out
     assert len(tokens(model)) == len(PROMPT) + 24
 
 
