@@ -16,32 +16,63 @@ pytestmark = pytest.mark.needs("c++")
 BF16 = 0.006
 
 
+# What one block has in a GPU's shared memory, and who has it here.
+SHARED = {
+    "extern __shared__ uint8_t raw[];": "uint8_t* raw = spark::raw + blockIdx.x * BLOCK_BYTES;",
+    "__shared__ Few few;": "Few& few = of_block<Few>();",
+    "__shared__ Queue queue;": "Queue& queue = of_block<Queue>();",
+    "__shared__ uint64_t brought[S::STAGES], met;": (
+        "auto& brought = of_block<Barriers>().brought; auto& met = of_block<Barriers>().met;"
+    ),
+}
+ROOM = 1 << 14  # elements around each tensor, which nobody may write
+
+
+def for_blocks(text):
+    for on_gpu, here in SHARED.items() if "whole_layer(" in text else ():
+        assert text.count(on_gpu) == 1
+        text = text.replace(on_gpu, here)
+    return text.replace("extern __shared__", "extern")
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernels' doors; the array of shared memory is the stand-in's."""
+    """The kernels' doors; the arrays of shared memory are the stand-in's."""
     folder = tmp_path_factory.mktemp("layer")
     sources = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
-    return ctypes.CDLL(
-        cpu_kernels.shared_library(
-            folder, "layer.cpp", *sources, change=lambda text: text.replace("extern __shared__", "extern")
-        )
-    )
+    return ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", *sources, change=for_blocks))
 
 
 @pytest.fixture
 def gpu_on_cpu(library, monkeypatch):
-    """Hopper.py with these doors, memory that holds NaN or -1 at first, and a GPU of one multiprocessor."""
+    """Hopper.py with these doors, a GPU of one multiprocessor, and memory of NaN and 77 that nobody writes beside."""
     library.spark_error = lambda number: f"{number} threads wait for ever".encode()
     monkeypatch.setattr(hopper, "library", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    set_processors(1, monkeypatch)
+    guarded = []
     empty = torch.empty
 
-    def poisoned(*sizes, **options):
-        tensor = empty(*sizes, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    def poisoned(*sizes, dtype=torch.float32, device="cpu"):
+        shape = torch.Size(sizes)
+        around = empty(shape.numel() + 2 * ROOM, dtype=dtype, device=device)
+        around.fill_(torch.nan if dtype.is_floating_point else 77)
+        guarded.extend((edge, edge.clone()) for edge in (around[:ROOM], around[-ROOM:]))
+        return around[ROOM:-ROOM].view(shape)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype))
+    yield
+    assert all(torch.equal(edge.view(torch.uint8), before.view(torch.uint8)) for edge, before in guarded)
+
+
+def set_processors(number, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=number))
+
+
+def activations(tokens, hidden):
+    """Return random ones, with NaN behind them that no result may have."""
+    return torch.cat([torch.randn(tokens, hidden), torch.full((99, hidden), torch.nan)]).bfloat16()[:tokens]
 
 
 def run(weights, x, ids, shares, plan, expert_map=None):
@@ -55,12 +86,13 @@ def run(weights, x, ids, shares, plan, expert_map=None):
     [
         (4, 64, 64, 2, 1, "even"), (4, 384, 96, 2, 3, "even"), (3, 96, 480, 3, 2, "uneven"),
         (2, 448, 64, 1, 9, "one"), (40, 32, 32, 8, 5, "even"), (1, 32, 1984, 1, 2, "even"), (8, 32, 64, 4, 9, "even"),
+        (3, 64, 64, 3, 9, "even"), (9, 32, 32, 9, 1, "even"),
     ],
 )  # fmt: skip
 def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate, top_k, tokens, routing, plan):
     torch.manual_seed(hidden + tokens)
     weights = random_weights(experts, hidden, intermediate, "cpu")
-    x = torch.randn(tokens, hidden).bfloat16()
+    x = activations(tokens, hidden)
     ids, shares = random_routing(tokens, experts, top_k, routing, device="cpu")
     got = run(weights, x, ids, shares, plan)
     assert error(got, reference(x, weights, ids, shares)) < BF16
@@ -70,10 +102,38 @@ def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate,
 @pytest.mark.parametrize("here", [[], [1, 3]])
 def test_experts_that_are_elsewhere_count_nothing(here):
     weights = random_weights(4, 64, 96, "cpu")
-    x = torch.randn(3, 64).bfloat16()
+    x = activations(3, 64)
     ids, shares = random_routing(3, 4, 2, device="cpu")
     expert_map = torch.full((4,), -1, dtype=torch.int32)
     expert_map[here] = torch.tensor(here, dtype=torch.int32)
     got = run(weights, x, ids, shares, LayerPlan(1, 1), expert_map)
     wanted = reference(x, weights, ids, shares, here)
     assert error(got, wanted) < BF16 if here else not got.any()
+
+
+# In a block whose items have one row: eight warps multiply, the ninth brings weights, the tenth activations.
+@pytest.mark.usefixtures("gpu_on_cpu")
+@pytest.mark.parametrize(
+    ("blocks", "block", "warp"), [(1, 0, 0), (1, 0, 9), (3, 0, 9), (3, 1, 9), (3, 1, 8), (3, 2, 0), (4, 0, 4)]
+)
+@pytest.mark.parametrize(("sizes", "tokens", "parts"), [((1, 64, 64), 3, 2), ((1, 32, 1984), 2, 1)])
+def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, block, warp, sizes, tokens, parts):
+    set_processors(blocks, monkeypatch)
+    weights, x = random_weights(*sizes, "cpu"), activations(tokens, sizes[1])
+    ids, shares = random_routing(tokens, 1, 1, device="cpu")
+    library.make_slow(block, warp)
+    try:
+        got = run(weights, x, ids, shares, LayerPlan(1, parts))
+    finally:
+        library.make_slow(-1, -1)
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.mark.usefixtures("gpu_on_cpu")
+def test_rows_of_planes_begin_at_multiples_of_eight():
+    ids = torch.tensor([[0], [2], [0], [2], [2]], dtype=torch.int32)
+    weights = pack(random_weights(3, 64, 64, "cpu"))
+    routed = hopper.Routed(activations(5, 64), weights, ids, None, 16, hopper.ROW_MULTIPLE)
+    routed.route(None)
+    assert routed.row_of_pair.tolist() == [0, 8, 1, 9, 10]
+    assert routed.tiles[:2].tolist() == [[0, 0, 2, 0], [2, 8, 3, 0]]

@@ -70,6 +70,7 @@ inline std::deque<Fiber*> runnable;
 inline Fiber* current;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
+inline int slow_block = -1, slow_warp = -1;  // whose fibers go on once in 127 turns, while others can
 
 inline void sleep() { swapcontext(&current->context, &scheduler); }
 inline void wake(std::vector<Fiber*>& waiting) {
@@ -115,9 +116,14 @@ inline int launch(int number, int threads, int bytes, std::function<void()> kern
     makecontext(&f.context, enter, 0);
     runnable.push_back(&f);
   }
-  while (!runnable.empty()) {
+  for (unsigned turn = 0; !runnable.empty();) {
     current = runnable.front();
     runnable.pop_front();
+    const bool slow = current->block == slow_block && current->thread / 32 == slow_warp;
+    if (slow && !runnable.empty() && ++turn % 127 != 0) {
+      runnable.push_back(current);
+      continue;
+    }
     swapcontext(&scheduler, &current->context);
   }
   int stuck = cluster.waiting.size();

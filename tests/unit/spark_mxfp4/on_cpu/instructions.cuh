@@ -1,6 +1,6 @@
-// What instructions.cuh asks of the hardware, for fibers of one block.
+// What instructions.cuh asks of the hardware, for fibers.
 //
-// Shared memory's addresses are distances from the array `raw`. A copy's target holds NaN until its barrier's phase ends,
+// Shared memory's addresses are distances from the array `raw`, which has a part for each block. A copy's target holds NaN until its barrier's phase ends,
 // so whoever reads too early gets wrong sums.
 #pragma once
 #include <map>
@@ -25,6 +25,8 @@ struct Barrier {
 inline std::map<uint32_t, Barrier> barriers;
 inline std::map<int, cpu::Meeting> named_barriers;
 inline int64_t spins = 0;
+inline size_t blocks_arrived = 0;
+constexpr int64_t MOST_SPINS = 10'000'000;
 
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - raw);
@@ -55,7 +57,7 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar, ui
   end_phase(barriers[bar]);
 }
 inline void named_barrier(int id, int threads) {
-  cpu::Meeting& m = named_barriers[id];
+  cpu::Meeting& m = named_barriers[id + 16 * cpu::current->block];
   m.expected = threads;
   if (++m.arrived == threads) {
     m.arrived = 0;
@@ -88,14 +90,17 @@ inline int uniform(int value) { return value; }
 template <int COUNT>
 void pin(uint32_t (&)[COUNT]) {}
 
-// Others go on meanwhile. Who asks a million times in vain is told zeros, so that a test ends.
-inline uint4 load_fresh(const void* from) {
+// Others go on meanwhile. Who asks too often in vain is told zeros, so that a test ends.
+inline bool let_others_go_on() {
   cpu::runnable.push_back(cpu::current);
   cpu::sleep();
-  return ++spins > 1000000 ? uint4{} : *static_cast<const uint4*>(from);
+  return ++spins <= MOST_SPINS;
 }
-inline unsigned arrive_at_grid() { return 0; }  // there is one block
-inline void wait_for_grid(unsigned) {}
+inline uint4 load_fresh(const void* from) { return let_others_go_on() ? *static_cast<const uint4*>(from) : uint4{}; }
+inline unsigned arrive_at_grid() { return ++blocks_arrived, 0; }
+inline void wait_for_grid(unsigned) {
+  while (blocks_arrived < cpu::blocks.size() && let_others_go_on()) {}
+}
 inline void store_shared(uint32_t to, uint32_t a, uint32_t b) {
   const uint32_t words[2] = {a, b};
   std::memcpy(at_address(to), words, 8);
