@@ -27,6 +27,6 @@ def test_every_shape_compiles_without_spills_and_without_waiting(tmp_path, nvcc)
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         kernels = result.stderr.count("Compiling entry function")
-        assert kernels == 2, unit
+        assert kernels == (3 if unit.stem == "layer" else 2), unit
         assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, result.stderr
         assert not WAITING.search(result.stderr), result.stderr
