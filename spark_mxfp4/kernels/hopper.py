@@ -28,7 +28,7 @@ MAX_EXPERTS, MAX_TOP_K = 512, 16
 LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.cuh)
 FEW_PAIRS = 32  # that such a launch sorts by itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
-VECTOR_BYTES = 16
+VECTOR_BYTES = 16  # that the kernel of a whole layer loads at once, from multiples of them
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -184,7 +184,9 @@ def whole_layer(
     part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.rows))
     parts = -(-chunks // part_chunks)
     sort = topk_ids.numel() > FEW_PAIRS
-    rows = routed.route(stream, as_they_are=True) if sort else _aligned(routed.x)
+    rows = routed.route(stream, as_they_are=True) if sort else routed.x
+    if rows.data_ptr() % VECTOR_BYTES:
+        rows = rows.clone()
     hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
@@ -196,10 +198,6 @@ def whole_layer(
     )  # fmt: skip
     _check_launch(library().spark_layer(ctypes.byref(layer), plan.rows, routed.processors, stream))
     return result
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x.clone() if x.data_ptr() % VECTOR_BYTES else x
 
 
 def _rows(x: torch.Tensor, columns: int) -> _Rows:

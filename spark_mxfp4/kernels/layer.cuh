@@ -48,17 +48,17 @@ Result with_shape(int rows, Use use, Result none) {
   return rows == 1 ? use(OneRow()) : rows == 2 ? use(TwoRows()) : rows == 3 ? use(ThreeRows()) : none;
 }
 constexpr int FEW_PAIRS = 32;  // as many as sort_few sorts
-constexpr uint32_t MISSING = ~0u;  // two bf16 or one float32: a NaN that no instruction makes
+constexpr uint32_t MISSING = ~0u;  // the sentinel, two bf16 or one float32: a NaN that no instruction makes
 
 __device__ __forceinline__ bool missing(const uint4& v) {
   return v.x == MISSING || v.y == MISSING || v.z == MISSING || v.w == MISSING;
 }
 
 // Who waits long asks less often: asking costs those who are waited for.
-struct Patience {
-  int asked = 0;
+struct Backoff {
+  int polls = 0;
   __device__ void wait() {
-    if (++asked > 8) __nanosleep(300);
+    if (++polls > 8) __nanosleep(300);
   }
 };
 
@@ -183,23 +183,23 @@ struct Weights {
       copies.weights(ring, chunk), ++on_the_way;
     }
   }
-  __device__ static int take_item(const Layer& l, uint32_t met) {
-    barrier_wait(met, 0);
+  __device__ static int take_item(const Layer& l, uint32_t grid_ready) {
+    barrier_wait(grid_ready, 0);
     return atomicAdd(l.taken, 1);
   }
   // The block's first two items are the same each time; then takes items until there are none.
-  __device__ void bring_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t met) {
+  __device__ void bring_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
     begin(queue, item_at<S>(l, tiles, blockIdx.x));
     while (item.end > 0) {
       const bool take = number > 1, early = take && !item.second;  // the answer takes a while
       int next = blockIdx.x;
-      if (early) next = gridDim.x + take_item(l, met);
+      if (early) next = gridDim.x + take_item(l, grid_ready);
       bring(l);
       if (item.second) {  // is being multiplied before the next is taken, or some blocks would take several too early
         const bool waited = item.end - item.begin > S::STAGES * S::CHUNKS;  // for room in its first stage
         if (!waited) barrier_wait(ring.empty_bar(first.stage), first.parity);
       }
-      if (take && !early) next = gridDim.x + take_item(l, met);
+      if (take && !early) next = gridDim.x + take_item(l, grid_ready);
       const Item another = item_at<S>(l, tiles, gridDim.x + next);
       if (another.end == 0) barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
       begin(queue, another);
@@ -284,12 +284,12 @@ struct Activations {
 };
 
 // All that blocks will compute for each other is missing at first, and no item is taken: no block reads or stores such
-// values, or takes items, before all have done their share of this. `met` says so.
-struct Meeting {
-  uint32_t met, phase;
+// values, or takes items, before all have done their share of this. The block's barrier `grid_ready` says that they have.
+struct GridBarrier {
+  uint32_t grid_ready, phase;
   bool waiting = true;
 
-  __device__ Meeting(const Layer& l, uint32_t met) : met(met) {
+  __device__ GridBarrier(const Layer& l, uint32_t grid_ready) : grid_ready(grid_ready) {
     const int lane = threadIdx.x & 31;
     const int64_t rows = l.first.rows, hidden = rows * l.hidden.stride / 16;
     const int64_t all = hidden + rows * l.parts * l.second.row_tiles * 16;
@@ -305,7 +305,7 @@ struct Meeting {
   __device__ void wait() {
     if (waiting && (threadIdx.x & 31) == 0) {
       wait_for_grid(phase);
-      barrier_arrive(met);
+      barrier_arrive(grid_ready);
     }
     __syncwarp();
     waiting = false;
@@ -314,41 +314,41 @@ struct Meeting {
 
 template <class S, int SHIFT>
 __device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
-                                           Meeting& meeting) {
+                                           GridBarrier& grid) {
   Activations<S, SHIFT> activations(l, tiles, item);
   for (int chunk = item.begin; chunk < item.end; chunk += activations.AT_ONCE * S::CHUNKS) {
     if (item.second) {
-      meeting.wait();
+      grid.wait();
       activations.template load<true, false>(chunk);
-      for (Patience patience; activations.any_missing(); patience.wait()) activations.template load<true, true>(chunk);
+      for (Backoff backoff; activations.any_missing(); backoff.wait()) activations.template load<true, true>(chunk);
     } else {
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    meeting.wait();  // the ring has room for the first ones, whatever other blocks do
+    grid.wait();  // the ring has room for the first ones, whatever other blocks do
   }
 }
 
 // By one warp.
 template <class S>
 __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
-                                                  const Queue& queue, uint32_t met) {
-  Meeting meeting(l, met);
+                                                  const Queue& queue, uint32_t grid_ready) {
+  GridBarrier grid(l, grid_ready);
   for (int number = 0;; ++number) {
     const Item item = queue.pull(number);
     if (item.end == 0) break;
     const int tokens = item.tile.tokens.z;
     if (tokens == 1) {
-      bring_item<S, 0>(l, tiles, item, ring, meeting);
+      bring_item<S, 0>(l, tiles, item, ring, grid);
     } else if (tokens == 2) {
-      bring_item<S, 1>(l, tiles, item, ring, meeting);
+      bring_item<S, 1>(l, tiles, item, ring, grid);
     } else if (tokens <= 4) {
-      bring_item<S, 2>(l, tiles, item, ring, meeting);
+      bring_item<S, 2>(l, tiles, item, ring, grid);
     } else {
-      bring_item<S, 3>(l, tiles, item, ring, meeting);
+      bring_item<S, 3>(l, tiles, item, ring, grid);
     }
   }
-  meeting.wait();
+  grid.wait();
 }
 
 // Multiply one item: leaves this warp's sums in `sum`, 16 rows by 8 tokens, and the ring behind the item's last chunk.
@@ -430,7 +430,7 @@ __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, in
     const float* from = l.partial + (int64_t{row} * l.parts + part - of * l.parts) * width + column;
     const float share = l.shares[pair];
     uint4 bits = load_fresh(from);
-    for (Patience patience; missing(bits); patience.wait()) bits = load_fresh(from);
+    for (Backoff backoff; missing(bits); backoff.wait()) bits = load_fresh(from);
     sum[0] += share * __uint_as_float(bits.x), sum[1] += share * __uint_as_float(bits.y);
     sum[2] += share * __uint_as_float(bits.z), sum[3] += share * __uint_as_float(bits.w);
   }
@@ -446,7 +446,8 @@ __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, in
 }
 
 template <class S>
-__device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const Item& item, float* sums, uint32_t met) {
+__device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const Item& item, float* sums,
+                                     uint32_t grid_ready) {
   const Gemm& g = item.second ? l.second : l.first;
   const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
   const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT, row_tile = item.tile.row_tile + group;
@@ -457,7 +458,7 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   float sum[4];
   multiply_item<S>(item.end - item.begin, ring, group, split, sum);
   if (!combine<S, FEW_TOKENS>(sum, sums, group, split) || !there) return;
-  barrier_wait(met, 0);
+  barrier_wait(grid_ready, 0);
   if (item.second) {
     store_part(l, item, row_tile, sum, bias);
   } else {
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   extern __shared__ uint8_t raw[];
   __shared__ Few few;
   __shared__ Queue queue;
-  __shared__ uint64_t brought[S::STAGES], met;
+  __shared__ uint64_t brought[S::STAGES], grid_ready;
   uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
   LayerRing<S> ring(base, brought);
   constexpr int COPIER = S::GROUPS * 128;  // the first thread that does not multiply
@@ -484,7 +485,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
       barrier_init(ring.brought + 8 * i, 1);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
-    barrier_init(shared_address(&met), 1);
+    barrier_init(shared_address(&grid_ready), 1);
     queue.init();
     fence_barriers();
   }
@@ -493,13 +494,13 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   let_next_kernel_start();
   const Tiles tiles = l.sorted ? Tiles{l.first.tiles, l.first.tile_count, nullptr} : Tiles{few.tiles, &few.count, &few};
   if (threadIdx.x >= COPIER + 32) {
-    bring_activations<S>(l, tiles, ring, queue, shared_address(&met));
+    bring_activations<S>(l, tiles, ring, queue, shared_address(&grid_ready));
     return;
   }
   if (threadIdx.x >= COPIER) {
     if (!l.sorted) sort_into(l.first.routing, few);
     __syncwarp();
-    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, shared_address(&met));
+    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, shared_address(&grid_ready));
     return;
   }
   float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
@@ -507,9 +508,9 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
     barrier_wait(ring.full_bar(), ring.parity);
     const Item item = queue.items[number % QUEUE];
     if (item.end == 0) break;
-    work<S>(l, ring, item, sums, shared_address(&met));
+    work<S>(l, ring, item, sums, shared_address(&grid_ready));
   }
-  barrier_wait(shared_address(&met), 0);
+  barrier_wait(shared_address(&grid_ready), 0);
   for (int unit = blockIdx.x * S::GROUPS + (threadIdx.x >> 7); unit < l.second.row_tiles * l.tokens;
        unit += gridDim.x * S::GROUPS)
     add_parts(l, tiles, unit % l.second.row_tiles, unit / l.second.row_tiles);

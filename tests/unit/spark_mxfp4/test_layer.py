@@ -21,8 +21,8 @@ SHARED = {
     "extern __shared__ uint8_t raw[];": "uint8_t* raw = spark::raw + blockIdx.x * BLOCK_BYTES;",
     "__shared__ Few few;": "Few& few = of_block<Few>();",
     "__shared__ Queue queue;": "Queue& queue = of_block<Queue>();",
-    "__shared__ uint64_t brought[S::STAGES], met;": (
-        "auto& brought = of_block<Barriers>().brought; auto& met = of_block<Barriers>().met;"
+    "__shared__ uint64_t brought[S::STAGES], grid_ready;": (
+        "auto& brought = of_block<Barriers>().brought; auto& grid_ready = of_block<Barriers>().grid_ready;"
     ),
 }
 ROOM = 1 << 14  # elements around each tensor, which nobody may write
@@ -109,6 +109,18 @@ def test_experts_that_are_elsewhere_count_nothing(here):
     got = run(weights, x, ids, shares, LayerPlan(1, 1), expert_map)
     wanted = reference(x, weights, ids, shares, here)
     assert error(got, wanted) < BF16 if here else not got.any()
+
+
+@pytest.mark.usefixtures("gpu_on_cpu")
+def test_activations_may_lie_anywhere(monkeypatch):
+    addresses, rows = [], hopper._rows
+    monkeypatch.setattr(hopper, "_rows", lambda x, columns: addresses.append(x.data_ptr()) or rows(x, columns))
+    weights, (ids, shares) = random_weights(4, 64, 96, "cpu"), random_routing(3, 4, 2, device="cpu")
+    x = torch.randn(1 + 3 * 64).bfloat16()[1:].view(3, 64)
+    assert x.data_ptr() % 16
+    got = run(weights, x, ids, shares, LayerPlan(1, 1))
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+    assert not any(address % 16 for address in addresses)
 
 
 # In a block whose items have one row: eight warps multiply, the ninth brings weights, the tenth activations.

@@ -14,7 +14,7 @@ alignas(1024) uint8_t raw[MOST_BLOCKS * BLOCK_BYTES];
 int memory[64 << 10];
 
 struct Barriers {
-  uint64_t brought[8], met;
+  uint64_t brought[8], grid_ready;
 };
 template <class T>
 T& of_block() {
