@@ -1,15 +1,18 @@
 // Grouped product of MXFP4 weights and bf16 activations for Hopper: weights are the left operand, expanded in registers.
 //
 // A thread block takes one tile of 64·ROW_GROUPS weight rows by up to TOKENS tokens of one expert, walks along the
-// columns, then takes its next tile. One warp brings weights and activations by bulk copies into a ring of STAGES;
-// warpgroups expand 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many
-// warpgroups share a tile's rows and take the columns in turns (layer.cuh). Sums are float32; their order depends on the
-// shape only.
+// columns, then takes its next tile. One warp brings weights and activations into a ring of STAGES; warpgroups expand
+// 64 x 64 weights each from 16 bytes a thread, STEP times, and multiply. With SPLIT above 1 as many warpgroups share a
+// tile's rows and take the columns in turns (layer.cuh). Sums are float32; their order depends on the shape only.
+//
+// Weights come by bulk copies, and so do activations that lie in planes. Shapes for few tokens a tile take the first
+// product's activations from the tokens' rows, by 16 bytes a lane, which saves a kernel that writes planes; for many
+// tokens that was slower (performance.md).
 #pragma once
 #include <cuda_bf16.h>
 
 #include "instructions.cuh"
-#include "routing.cuh"
+#include "overlap.cuh"
 #include "wgmma.cuh"
 
 namespace spark {
@@ -18,18 +21,26 @@ constexpr int CHUNK = 64;                           // columns of a chunk
 constexpr int VALUE_BYTES = 64 * CHUNK / 2;         // 64 rows
 constexpr int CHUNK_BYTES = VALUE_BYTES + 64 * 2;   // and a scale for each row and 32 columns
 constexpr int PLANE_BYTES = CHUNK * 2;              // a row's bytes in one plane of activations
+constexpr int STAGING_BYTES = 4 * 8 * 8 * 2;        // a warp's results on their way to memory
+
+// Columns of a chunk of activations are kept in the order in which a thread's weights of one scale belong to the matrix
+// instruction's steps (layout.py): step, bit 1 of the column, its block of 32, bit 2, bit 0. A vector of 16 bytes is four
+// words, pairs of columns; this is which of the chunk's 32 pairs a word is.
+__device__ __forceinline__ int pair_at(int vector, int word) {
+  return vector / 2 * 4 + (vector & 1) + (word & 1) * 2 + (word >> 1) * 16;
+}
 
 struct Gemm {
   const uint8_t* weight;     // [experts][row tiles][chunks][CHUNK_BYTES], see layout.py
   const float* bias;         // [experts][row tiles · 64] in the weights' order of rows
-  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]
+  const uint8_t* x;          // planes [chunks][rows][PLANE_BYTES]; first of S::GATHERS: [tokens][chunks][PLANE_BYTES]
   __nv_bfloat16* out;        // SWIGLU: planes [row tiles / 2][rows][PLANE_BYTES]; else [rows][columns]
+  const int32_t* token_of_row;  // of the first product
   const int4* tiles;
   const int32_t* tile_count;
   int chunks, row_tiles, columns;
   int64_t rows;
   float alpha, limit;
-  Routing routing;           // of the first product, see first_tile
 };
 
 // Two E8M0 bytes 2^(s - 127), kept as the exponents of 2^(s - 1) by layout.py, as pairs of equal bf16.
@@ -71,6 +82,7 @@ struct Shape {
   static constexpr int ROW_GROUPS = ROW_GROUPS_, SPLIT = SPLIT_, STEP = STEP_, TOKENS = TOKENS_, STAGES = STAGES_;
   static constexpr int BLOCKS = BLOCKS_, REGISTERS = REGISTERS_;
   static constexpr int GROUPS = ROW_GROUPS * SPLIT, THREADS = GROUPS * 128 + (REGISTERS ? 128 : 32);
+  static constexpr bool GATHERS = TOKENS <= 48;
   static constexpr int CHUNKS = SPLIT * STEP;  // of one stage
   static constexpr int X_BYTES = CHUNKS * TOKENS * PLANE_BYTES, W_BYTES = ROW_GROUPS * CHUNKS * CHUNK_BYTES;
   static constexpr int SUM_BYTES = ROW_GROUPS * (SPLIT - 1) * TOKENS * 64 * 4;
@@ -78,7 +90,8 @@ struct Shape {
   // is multiplied; with more chunks a step, that happens within the step.
   static constexpr bool AHEAD = STEP == 1 && GROUPS * BLOCKS < 4;
   // Activations first: their swizzle wants addresses that are multiples of 1024, for which 1008 bytes are spare.
-  static constexpr int SHARED_BYTES = 1024 + STAGES * (X_BYTES + W_BYTES + 16) + SUM_BYTES;
+  static constexpr int SHARED_BYTES =
+      1024 + STAGES * (X_BYTES + W_BYTES + 16) + SUM_BYTES + GROUPS * 4 * STAGING_BYTES;
 };
 
 template <class S>
@@ -113,21 +126,6 @@ __device__ __forceinline__ Tile tile_at(const Gemm& g, int index, int row_blocks
   return {g.tiles[index / row_blocks], index % row_blocks * S::ROW_GROUPS};
 }
 
-// A block's first tile before the kernel that sorts has ended, so that its weights are on their way already: with few
-// pairs each warp finds it among the routing table's entries. False where it cannot, or where there is none.
-template <class S>
-__device__ __forceinline__ bool first_tile(const Gemm& g, int row_blocks, Tile& tile) {
-  Sorted s;
-  if (!sort_few(g.routing, s)) return false;
-  const unsigned mine = __ballot_sync(~0u, s.first && s.tile == static_cast<int>(blockIdx.x) / row_blocks);
-  if (mine == 0) return false;
-  const int owner = __ffs(mine) - 1;
-  tile.tokens.x = __shfl_sync(~0u, s.expert, owner), tile.tokens.y = __shfl_sync(~0u, s.first_row, owner);
-  tile.tokens.z = __shfl_sync(~0u, s.tokens, owner);
-  tile.row_tile = blockIdx.x % row_blocks * S::ROW_GROUPS;
-  return true;
-}
-
 // One tile's copies.
 template <class S>
 struct Copies {
@@ -143,50 +141,118 @@ struct Copies {
     w = g.weight + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile) * w_stride;
     x = g.x + int64_t{tile.tokens.y} * PLANE_BYTES;
   }
-  __device__ void weights(const Ring<S>& ring, int chunk) const {
-    const int here = min(S::CHUNKS, chunks - chunk);
-    barrier_expect(ring.full_bar(), here * (groups * CHUNK_BYTES + x_bytes));
+  __device__ int chunks_at(int chunk) const { return min(S::CHUNKS, chunks - chunk); }
+  // `more_bytes` come to this stage besides, by bulk copies too.
+  __device__ void weights(const Ring<S>& ring, int chunk, int more_bytes) const {
+    const int here = chunks_at(chunk);
+    barrier_expect(ring.full_bar(), here * groups * CHUNK_BYTES + more_bytes);
     for (int r = 0; r < groups; ++r)
       bulk_copy(shared_address(ring.w) + ring.stage * S::W_BYTES + r * S::CHUNKS * CHUNK_BYTES,
                 w + r * w_stride + int64_t{chunk} * CHUNK_BYTES, here * CHUNK_BYTES, ring.full_bar(), once);
   }
-  __device__ void activations(const Ring<S>& ring, int chunk) const {
-    for (int k = 0; k < min(S::CHUNKS, chunks - chunk); ++k)
+  __device__ void planes(const Ring<S>& ring, int chunk) const {
+    for (int k = 0; k < chunks_at(chunk); ++k)
       bulk_copy(ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES, x + (chunk + k) * x_stride, x_bytes,
                 ring.full_bar(), keep);
   }
 };
 
-// The copying thread's walk over all tiles of this block. `ahead`: `tile` is its first one, known before the kernel
-// before this one has ended; its weights fill the ring until then.
+// One tile's activations from the tokens' rows, by the copying warp: four rows at once, 16 bytes a lane. Nothing in `bring`
+// waits for anything, or one copy would wait for the one before.
 template <class S>
-__device__ void produce(const Gemm& g, Ring<S> ring, int row_blocks, bool ahead, const Tile& tile) {
-  const uint64_t once = leave_first(), keep = leave_last();
-  if (ahead) {
-    const Copies<S> copies(g, tile, once, keep);
-    Ring<S> filled = ring;
-    for (int i = 0; i < S::STAGES && i * S::CHUNKS < g.chunks; ++i, filled.next()) copies.weights(filled, i * S::CHUNKS);
+struct GatheredRows {
+  static constexpr int FOURS = S::TOKENS / 4;
+  const uint8_t* x;
+  int width, row, from[FOURS];  // this lane's first row, and of each of its rows the place in x, in 16 bytes
+  uint32_t to;
+
+  __device__ GatheredRows(const Gemm& g, const Tile& tile) : x(g.x), width(matrix_tokens(tile.tokens.z)) {
+    const int lane = threadIdx.x & 31, vector = lane & 7;
+    row = lane / 8;
+    to = row * PLANE_BYTES + (vector ^ row) * 16;
+#pragma unroll
+    for (int j = 0; j < FOURS; ++j)  // the last row again behind the last
+      from[j] = g.token_of_row[tile.tokens.y + min(j * 4 + row, tile.tokens.z - 1)] * g.chunks * 8 + vector;
   }
-  wait_for_previous_kernel();
-  int chunk = 0;
-  if (ahead) {
-    const Copies<S> copies(g, tile, once, keep);
-    for (int i = 0; i < S::STAGES && chunk < g.chunks; ++i, chunk += S::CHUNKS, ring.next())
-      copies.activations(ring, chunk);
-  }
-  const int tile_number = *g.tile_count * row_blocks;
-  for (int index = blockIdx.x; index < tile_number; index += gridDim.x, chunk = 0) {
-    const Copies<S> copies(g, tile_at<S>(g, index, row_blocks), once, keep);
-    for (; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
-      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
-      copies.weights(ring, chunk);
-      copies.activations(ring, chunk);
+  __device__ void bring(const Ring<S>& ring, int chunk, int chunks) const {
+    for (int k = 0; k < chunks; ++k) {
+      const uint32_t first = ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES + to;
+#pragma unroll
+      for (int j = 0; j < FOURS; ++j)
+        copy_16_if(j * 4 + row < width, (first ^ (j * 4 & 7) << 4) + j * 4 * PLANE_BYTES,
+                   x + (int64_t{from[j]} + (chunk + k) * 8) * 16);
     }
+  }
+};
+
+// This block's tile that is `later` tiles behind the one of that index; the last one again behind the last.
+template <class S>
+__device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, int tile_number, int row_blocks) {
+  return tile_at<S>(g, min(index + later * static_cast<int>(gridDim.x), tile_number - 1), row_blocks);
+}
+
+// The copying warp's walk over all tiles of this block, for the first product. What it needs to know of a tile is asked
+// for while the tiles before it are copied, or no weights would be on their way meanwhile.
+template <class S>
+__device__ void produce_gathered(const Gemm& g, Ring<S> ring, int row_blocks) {
+  const uint64_t once = leave_first();
+  const bool brings_weights = threadIdx.x == S::GROUPS * 128;
+  wait_for_previous_kernel();
+  const int tile_number = *g.tile_count * row_blocks;
+  if (static_cast<int>(blockIdx.x) >= tile_number) return;
+  Tile tile = later_tile<S>(g, blockIdx.x, 0, tile_number, row_blocks);
+  Tile next = later_tile<S>(g, blockIdx.x, 1, tile_number, row_blocks);
+  GatheredRows<S> rows(g, tile);
+  for (int index = blockIdx.x; index < tile_number; index += gridDim.x) {
+    const Tile after = later_tile<S>(g, index, 2, tile_number, row_blocks);
+    const GatheredRows<S> next_rows(g, next);
+    const Copies<S> copies(g, tile, once, once);
+    for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
+      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      if (brings_weights) copies.weights(ring, chunk, 0);
+      __syncwarp();
+      rows.bring(ring, chunk, copies.chunks_at(chunk));
+      arrive_when_copied(ring.full_bar());
+    }
+    tile = next, next = after, rows = next_rows;
   }
 }
 
-// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring behind the tile's last chunk.
-template <class S, int N>
+// The copying thread's walk over all tiles of this block, with activations in planes. Where the tiles are known before the
+// kernel before this one has ended, the first tile's weights fill the ring until then.
+template <class S, bool SWIGLU>
+__device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
+  const uint64_t once = leave_first(), keep = leave_last();
+  if constexpr (SWIGLU) wait_for_previous_kernel();
+  const int tile_number = *g.tile_count * row_blocks;
+  if (static_cast<int>(blockIdx.x) >= tile_number) return;
+  const auto weights = [&](const Copies<S>& of, const Ring<S>& at, int chunk) {
+    of.weights(at, chunk, of.chunks_at(chunk) * of.x_bytes);
+  };
+  int chunk = 0;
+  Tile tile = later_tile<S>(g, blockIdx.x, 0, tile_number, row_blocks);
+  if constexpr (!SWIGLU) {
+    const Copies<S> first(g, tile, once, keep);
+    Ring<S> filled = ring;
+    for (int i = 0; i < S::STAGES && i * S::CHUNKS < g.chunks; ++i, filled.next()) weights(first, filled, i * S::CHUNKS);
+    wait_for_previous_kernel();
+    for (int i = 0; i < S::STAGES && chunk < g.chunks; ++i, chunk += S::CHUNKS, ring.next()) first.planes(ring, chunk);
+  }
+  for (int index = blockIdx.x; index < tile_number; index += gridDim.x, chunk = 0) {
+    const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // asked for early, as above
+    const Copies<S> copies(g, tile, once, keep);
+    for (; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
+      barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+      weights(copies, ring, chunk);
+      copies.planes(ring, chunk);
+    }
+    tile = next;
+  }
+}
+
+// Multiply one tile: leaves this warpgroup's sums in `sum` and the ring behind the tile's last chunk. GATHERED says that
+// activations were not brought by bulk copies, so that the matrix instruction sees them behind a fence only.
+template <class S, bool GATHERED, int N>
 __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
   const int thread = threadIdx.x & 127;
   const bool releases = (threadIdx.x & 31) == 0;
@@ -203,13 +269,18 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
     for (int k = 0; k < 4; ++k) Wgmma<N>::run(sum, a + 4 * k, b + 2 * k);  // 16 columns are 32 bytes
     wgmma_commit();
   };
+  const auto wait = [&] {
+    barrier_wait(ring.full_bar(), ring.parity);
+    if constexpr (GATHERED) fence_for_matrix_instruction();
+  };
   const auto release = [&](int stage) {
+    __syncwarp();
     if (releases) barrier_arrive(ring.empty_bar(stage));
   };
   ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
   if constexpr (!S::AHEAD) {
     for (int first = 0; first < g.chunks; first += S::CHUNKS) {
-      barrier_wait(ring.full_bar(), ring.parity);
+      wait();
       if (S::CHUNKS == 1 || first + first_part + S::STEP <= g.chunks) {
         load(even, first_part);
 #pragma unroll
@@ -234,14 +305,14 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
       const int stage = ring.stage;
       ring.next();
       if (more) {
-        barrier_wait(ring.full_bar(), ring.parity);
+        wait();
         load(then, first_part);
       }
       wgmma_wait<0>();
       release(stage);
     };
     static_assert(S::SPLIT == 1);
-    barrier_wait(ring.full_bar(), ring.parity);
+    wait();
     load(even, first_part);
     int chunk = 0;
     for (; chunk + 2 < g.chunks; chunk += 2) {
@@ -258,8 +329,7 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
 }
 
 __device__ __forceinline__ float activation(float gate, float up, const Gemm& g) {
-  gate = gate > g.limit ? g.limit : gate;  // comparisons, not fminf: a NaN stays one
-  up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
+  gate = smaller(gate, g.limit), up = larger(smaller(up, g.limit), -g.limit);
   return __fdividef((up + 1.0f) * gate, 1.0f + __expf(-g.alpha * gate));
 }
 
@@ -268,39 +338,56 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8, tokens 2(l%4) and one more. Rows 0-7 are gates and
-// 8-15 their ups; transposed through registers, each token's eight features leave as 16 bytes.
+// In a 16 x 8 block of sums a thread holds rows l/4 and l/4 + 8, tokens 2(l%4) and one more. Four blocks of 8 x 8 go
+// through the warp's part of shared memory, transposed: each token's eight columns leave as 16 bytes. For the first product
+// rows 0-7 are gates and 8-15 their ups, so the four blocks are 32 tokens; for the second, two blocks are 16 tokens' 32
+// bytes, a whole sector of memory: halves cost as much.
 template <int N>
 __device__ __forceinline__ void store_swiglu(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
-                                             const float (&bias)[2]) {
+                                             const float (&bias)[2], uint8_t* staging) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  const int row_tile = tile.row_tile + group;
-  const int byte = warp * 32 + (lane & 1) * 16 + (row_tile & 1) * 8 + (lane & 2) * 2;  // routing.cuh's column order
+  const int row_tile = tile.row_tile + group, vector = (row_tile & 1) * 4 + warp;  // of the plane's eight, see layout.py
   uint8_t* plane = reinterpret_cast<uint8_t*>(g.out) + int64_t{row_tile / 2} * g.rows * PLANE_BYTES;
+  const auto* staged = reinterpret_cast<const uint4*>(staging) + lane;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    const float low = activation(sum[4 * j] + bias[0], sum[4 * j + 2] + bias[1], g);
-    const float high = activation(sum[4 * j + 1] + bias[0], sum[4 * j + 3] + bias[1], g);
-    const uint32_t pair = transpose_8x8(pack(low, high));
-    const int token = 8 * j + lane / 4;
-    uint8_t* to = plane + int64_t{tile.tokens.y + token} * PLANE_BYTES + (byte ^ ((token & 7) << 4));
-    if (token < tile.tokens.z) *reinterpret_cast<uint32_t*>(to) = pair;
+  for (int first = 0; first < N / 8; first += 4) {
+    uint32_t blocks[4] = {};
+#pragma unroll
+    for (int j = first; j < first + 4 && j < N / 8; ++j) {
+      const float low = activation(sum[4 * j] + bias[0], sum[4 * j + 2] + bias[1], g);
+      const float high = activation(sum[4 * j + 1] + bias[0], sum[4 * j + 3] + bias[1], g);
+      blocks[j - first] = pack(low, high);
+    }
+    store_transposed(shared_address(staged), blocks);
+    __syncwarp();
+    const int token = first * 8 + lane;
+    uint8_t* to = plane + int64_t{tile.tokens.y + token} * PLANE_BYTES + ((vector ^ (token & 7)) << 4);
+    if (token < tile.tokens.z) *reinterpret_cast<uint4*>(to) = *staged;
+    __syncwarp();
   }
 }
 
 template <int N>
 __device__ __forceinline__ void store_plain(const Gemm& g, const Tile& tile, int group, const float (&sum)[N / 2],
-                                            const float (&bias)[2]) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-  const int column = (tile.row_tile + group) * 64 + warp * 16 + (lane & 3) * 2;
+                                            const float (&bias)[2], uint8_t* staging) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, half = lane & 1;
+  const int column = (tile.row_tile + group) * 64 + warp * 16 + half * 8;
+  const auto* staged = reinterpret_cast<const uint4*>(staging) + (lane >> 4) * 16 + half * 8 + (lane >> 1 & 7);
   const bool inside = column < g.columns;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
-    const uint32_t low = transpose_8x8(pack(sum[4 * j] + bias[0], sum[4 * j + 1] + bias[0]));
-    const uint32_t high = transpose_8x8(pack(sum[4 * j + 2] + bias[1], sum[4 * j + 3] + bias[1]));
-    const int token = 8 * j + lane / 4;
-    auto* to = reinterpret_cast<uint32_t*>(g.out + int64_t{tile.tokens.y + token} * g.columns + column);
-    if (inside && token < tile.tokens.z) to[0] = low, to[4] = high;
+  for (int first = 0; first < N / 8; first += 2) {
+    uint32_t blocks[4] = {};
+#pragma unroll
+    for (int j = first; j < first + 2 && j < N / 8; ++j) {
+      blocks[2 * (j - first)] = pack(sum[4 * j] + bias[0], sum[4 * j + 1] + bias[0]);
+      blocks[2 * (j - first) + 1] = pack(sum[4 * j + 2] + bias[1], sum[4 * j + 3] + bias[1]);
+    }
+    store_transposed(shared_address(staging + 16 * lane), blocks);
+    __syncwarp();
+    const int token = first * 8 + lane / 2;
+    __nv_bfloat16* to = g.out + int64_t{tile.tokens.y + token} * g.columns + column;
+    if (inside && token < tile.tokens.z) *reinterpret_cast<uint4*>(to) = *staged;
+    __syncwarp();
   }
 }
 
@@ -327,6 +414,7 @@ __device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int gr
 
 template <class S, bool SWIGLU, int N>
 __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums) {
+  uint8_t* staging = reinterpret_cast<uint8_t*>(sums) + S::SUM_BYTES + uniform(threadIdx.x >> 5) * STAGING_BYTES;
   const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
   const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT;
   float sum[N / 2];
@@ -336,12 +424,12 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
   const float* from = g.bias + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile + (there ? group : 0)) * 64;
   const int row = (thread >> 5) * 16 + (thread & 31) / 4;
   const float bias[2] = {from[row], from[row + 8]};  // before the long loop, to be here after it
-  multiply_tile<S, N>(g, ring, group, split, sum);
+  multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, split, sum);
   if (!combine<S, N>(sum, sums, group, split) || !there) return;
   if constexpr (SWIGLU) {
-    store_swiglu<N>(g, tile, group, sum, bias);
+    store_swiglu<N>(g, tile, group, sum, bias, staging);
   } else {
-    store_plain<N>(g, tile, group, sum, bias);
+    store_plain<N>(g, tile, group, sum, bias, staging);
   }
 }
 
@@ -366,7 +454,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
   Ring<S> ring(base);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.full + 8 * i, SWIGLU && S::GATHERS ? 1 + 32 : 1);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     fence_barriers();
@@ -374,35 +462,21 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
   __syncthreads();
   const int row_blocks = (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS;
   if (uniform(threadIdx.x >> 7) == S::GROUPS) {
-    if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x < S::GROUPS * 128 + 32) {
-      Tile tile{};
-      bool ahead;
-      if constexpr (SWIGLU) {
-        ahead = first_tile<S>(g, row_blocks, tile);
-      } else {  // the tiles were written by the kernel before the one before
-        ahead = static_cast<int>(blockIdx.x) < *g.tile_count * row_blocks;
-        if (ahead) tile = tile_at<S>(g, blockIdx.x, row_blocks);
-      }
-      if (threadIdx.x == S::GROUPS * 128) produce<S>(g, ring, row_blocks, ahead, tile);
+    if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (SWIGLU && S::GATHERS) {
+      produce_gathered<S>(g, ring, row_blocks);
+    } else if (threadIdx.x == S::GROUPS * 128) {
+      produce_planes<S, SWIGLU>(g, ring, row_blocks);
     }
   } else {
     if constexpr (S::REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
-    Tile tile{};
-    bool known = false;
-    if constexpr (SWIGLU) {
-      known = first_tile<S>(g, row_blocks, tile);
-      wait_for_previous_kernel();
-    }  // the second product's multipliers need not wait: what they read comes by copies that did, or was there before
+    // The second product's multipliers need not wait: what they read comes by copies that did, or was there before.
+    if constexpr (SWIGLU) wait_for_previous_kernel();
     let_next_kernel_start();
     float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
-    int tile_number = -1;
-    for (int index = blockIdx.x;; index += gridDim.x, known = false) {
-      if (!known) {
-        if (tile_number < 0) tile_number = uniform(*g.tile_count) * row_blocks;
-        if (index >= tile_number) break;
-        tile = tile_at<S>(g, index, row_blocks);
-      }
+    const int tile_number = uniform(*g.tile_count) * row_blocks;
+    for (int index = blockIdx.x; index < tile_number; index += gridDim.x) {
+      Tile tile = tile_at<S>(g, index, row_blocks);
       tile.tokens.z = uniform(tile.tokens.z);
       consume_width<S, SWIGLU, 8>(g, ring, tile, sums, matrix_tokens(tile.tokens.z));
     }

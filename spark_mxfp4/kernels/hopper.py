@@ -23,12 +23,11 @@ CAPABILITY = (9, 0)
 TARGET = "90a"
 ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
-FUSED_PAIRS = 1024  # up to here every block sorts by itself and copies its rows: one launch instead of two
 MAX_EXPERTS, MAX_TOP_K = 512, 16
 LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.cuh)
 FEW_PAIRS = 32  # that such a launch sorts by itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
-VECTOR_BYTES = 16  # that the kernel of a whole layer loads at once, from multiples of them
+VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -36,21 +35,19 @@ class _Routing(ctypes.Structure):
     _fields_ = (
         ("ids", POINTER), ("map", POINTER), ("ids_are_64_bit", INT), ("pairs", INT), ("top_k", INT), ("experts", INT),
         ("global_experts", INT), ("tile_tokens", INT), ("row_multiple", INT), ("row_of_pair", POINTER),
-        ("tiles", POINTER), ("tile_count", POINTER),
+        ("token_of_row", POINTER), ("tiles", POINTER), ("tile_count", POINTER),
     )  # fmt: skip
 
 
-class _Gather(ctypes.Structure):
-    _fields_ = (
-        ("x", POINTER), ("sorted", POINTER), ("pairs", INT), ("vectors", INT), ("rows", LONG), ("as_they_are", INT),
-    )  # fmt: skip
+class _Ordering(ctypes.Structure):
+    _fields_ = (("x", POINTER), ("ordered", POINTER), ("tokens", INT), ("vectors", INT), ("chunks", INT))
 
 
 class _Gemm(ctypes.Structure):
     _fields_ = (
-        ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER), ("tiles", POINTER),
-        ("tile_count", POINTER), ("chunks", INT), ("row_tiles", INT), ("columns", INT), ("rows", LONG),
-        ("alpha", FLOAT), ("limit", FLOAT), ("routing", _Routing),
+        ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER), ("token_of_row", POINTER),
+        ("tiles", POINTER), ("tile_count", POINTER), ("chunks", INT), ("row_tiles", INT), ("columns", INT),
+        ("rows", LONG), ("alpha", FLOAT), ("limit", FLOAT),
     )  # fmt: skip
 
 
@@ -60,9 +57,9 @@ class _Rows(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("first", _Gemm), ("second", _Gemm), ("x", _Rows), ("hidden", _Rows), ("partial", POINTER), ("taken", POINTER),
-        ("row_of_pair", POINTER), ("shares", POINTER), ("sorted", INT), ("parts", INT), ("part_chunks", INT),
-        ("tokens", INT), ("top_k", INT),
+        ("first", _Gemm), ("second", _Gemm), ("routing", _Routing), ("x", _Rows), ("hidden", _Rows),
+        ("partial", POINTER), ("taken", POINTER), ("shares", POINTER), ("sorted", INT), ("parts", INT),
+        ("part_chunks", INT), ("tokens", INT), ("top_k", INT),
     )  # fmt: skip
 
 
@@ -147,8 +144,15 @@ def grouped_layer(
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
     routed = Routed(x, weights, topk_ids, expert_map, min(map(tile_tokens, shapes)), ROW_MULTIPLE)
-    ordered = routed.route(stream)
-    hidden = routed.hidden(gate_up)
+    row_tiles, chunks = gate_up.weight.shape[1:3]
+    if gathers(shapes[0]):
+        ordered = torch.empty(tokens, chunks * COLUMNS, dtype=x.dtype, device=x.device)
+        routed.sort(stream, ordered, chunks)
+    else:
+        ordered = routed.planes(chunks)
+        routed.sort(stream)
+        routed.write_planes(stream, ordered, chunks)
+    hidden = routed.planes(row_tiles // 2)
     output = torch.empty(routed.rows, x.shape[1], dtype=x.dtype, device=x.device)
     routed.multiply(gate_up, ordered, hidden, shapes[0], stream, swiglu=True)
     routed.multiply(down, hidden, output, shapes[1], stream, swiglu=False)
@@ -184,24 +188,23 @@ def whole_layer(
     part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.rows))
     parts = -(-chunks // part_chunks)
     sort = topk_ids.numel() > FEW_PAIRS
-    rows = routed.route(stream, as_they_are=True) if sort else routed.x
-    if rows.data_ptr() % VECTOR_BYTES:
-        rows = rows.clone()
+    if sort:
+        routed.sort(stream)
     hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
     layer = _Layer(
-        routed.product(gate_up, rows, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
-        _rows(rows, routed.chunks * COLUMNS if sort else x.shape[1]), _rows(hidden, hidden.shape[1]),
-        partial.data_ptr(), taken.data_ptr(), routed.row_of_pair.data_ptr(), shares.data_ptr(), sort,
+        routed.product(gate_up, routed.x, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
+        routed.routing(), _rows(routed.x), _rows(hidden), partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape,
     )  # fmt: skip
     _check_launch(library().spark_layer(ctypes.byref(layer), plan.rows, routed.processors, stream))
     return result
 
 
-def _rows(x: torch.Tensor, columns: int) -> _Rows:
-    return _Rows(x.data_ptr(), columns * x.itemsize, columns * x.itemsize // VECTOR_BYTES)
+def _rows(x: torch.Tensor) -> _Rows:
+    row_bytes = x.shape[1] * x.itemsize
+    return _Rows(x.data_ptr(), row_bytes, row_bytes // VECTOR_BYTES)
 
 
 class LayerPlan(NamedTuple):
@@ -233,7 +236,7 @@ def part_of(chunks: int, parts: int, step: int) -> int:
 
 
 class Routed:
-    """One call's sorted rows on the device: which pair has which row, the tiles, and the activations in that order."""
+    """One call's sorted rows on the device: which pair has which row, which row which token, and the tiles."""
 
     def __init__(
         self,
@@ -245,57 +248,66 @@ class Routed:
         row_multiple: int,
     ) -> None:
         self.x, self.ids = x.contiguous(), topk_ids.contiguous()
+        if self.x.data_ptr() % VECTOR_BYTES:
+            self.x = self.x.clone()
         self.map = None if expert_map is None else expert_map.to(torch.int32).contiguous()
-        self.experts, self.chunks = weights.gate_up.weight.shape[0], weights.gate_up.weight.shape[2]
+        self.experts = weights.gate_up.weight.shape[0]
         self.tokens_of_a_tile, self.row_multiple = tokens_of_a_tile, row_multiple
         pairs, device = topk_ids.numel(), x.device
         spare = min(pairs, self.experts)
         self.rows = -(-(pairs + (row_multiple - 1) * spare) // row_multiple) * row_multiple
         self.row_of_pair = torch.empty(pairs, dtype=torch.int32, device=device)
+        self.token_of_row = torch.empty(self.rows, dtype=torch.int32, device=device)
         self.tiles = torch.empty(spare + pairs // tokens_of_a_tile + 1, 4, dtype=torch.int32, device=device)
         self.tile_count = torch.empty(1, dtype=torch.int32, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def route(self, stream: int, *, as_they_are: bool = False) -> torch.Tensor:
-        """Sort the pairs and return the activations in that order: in planes, or in rows as they are."""
-        vectors = self.chunks * COLUMNS // 8
-        size = (self.chunks * self.rows + SLACK_ROWS) * COLUMNS
-        ordered = torch.empty(size, dtype=self.x.dtype, device=self.x.device)
-        gather = _Gather(self.x.data_ptr(), ordered.data_ptr(), self.x.shape[1] // 2, vectors, self.rows, as_they_are)
-        _check_launch(library().spark_route(ctypes.byref(self._routing()), ctypes.byref(gather), FUSED_PAIRS, stream))
-        return ordered
+    def sort(self, stream: int, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
+        """Sort the pairs by expert, and bring the tokens' columns into the products' order, where `ordered` is given."""
+        routing, ordering = self.routing(), self._ordering(ordered, chunks)
+        _check_launch(library().spark_sort(ctypes.byref(routing), ctypes.byref(ordering), self.processors, stream))
 
-    def _routing(self) -> _Routing:
+    def write_planes(self, stream: int, planes: torch.Tensor, chunks: int) -> None:
+        """Bring the sorted rows' activations into `planes`, of `chunks` times 64 columns."""
+        routing, ordering = self.routing(), self._ordering(planes, chunks)
+        _check_launch(library().spark_planes(ctypes.byref(ordering), ctypes.byref(routing), self.rows, stream))
+
+    def _ordering(self, ordered: torch.Tensor | None, chunks: int) -> _Ordering:
+        tokens, columns = self.x.shape
+        vectors = columns * self.x.itemsize // VECTOR_BYTES
+        return _Ordering(self.x.data_ptr(), None if ordered is None else ordered.data_ptr(), tokens, vectors, chunks)
+
+    def routing(self) -> _Routing:
+        """Return the sorting's arguments."""
         return _Routing(
             self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
             self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
-            self.tokens_of_a_tile, self.row_multiple, self.row_of_pair.data_ptr(), self.tiles.data_ptr(),
-            self.tile_count.data_ptr(),
+            self.tokens_of_a_tile, self.row_multiple, self.row_of_pair.data_ptr(), self.token_of_row.data_ptr(),
+            self.tiles.data_ptr(), self.tile_count.data_ptr(),
         )  # fmt: skip
 
     def multiply(
         self, projection: Projection, x: torch.Tensor, out: torch.Tensor, shape: int, stream: int, *, swiglu: bool
     ) -> None:
-        """Run one grouped product with the kernel of number `shape`, from planes `x` into `out`."""
+        """Run one grouped product with the kernel of number `shape`, from `x` into `out`; see `product`."""
         gemm = self.product(projection, x, out, swiglu=swiglu)
         _check_launch(library().spark_gemm(ctypes.byref(gemm), shape, int(swiglu), self.processors, stream))
 
-    def hidden(self, gate_up: Projection) -> torch.Tensor:
-        """Return room for the first product's result: planes of 64 columns, as `route` makes them."""
-        planes = gate_up.weight.shape[1] // 2
-        return torch.empty((planes * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
+    def planes(self, number: int) -> torch.Tensor:
+        """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
+        return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
     def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> _Gemm:
-        """Return one grouped product's arguments."""
+        """Return one grouped product's arguments: the first one's `x` are tokens', the second's are planes."""
         weight, _, bias = projection
         if bias is None:
             raise ValueError(
                 "weights lack their layout · they were not prepared · pass what HopperKernel.prepare returned"
             )
         return _Gemm(
-            weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.tiles.data_ptr(),
-            self.tile_count.data_ptr(), weight.shape[2], weight.shape[1], 0 if swiglu else out.shape[-1], self.rows,
-            SWIGLU_ALPHA, SWIGLU_LIMIT, self._routing(),
+            weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.token_of_row.data_ptr(),
+            self.tiles.data_ptr(), self.tile_count.data_ptr(), weight.shape[2], weight.shape[1],
+            0 if swiglu else out.shape[-1], self.rows, SWIGLU_ALPHA, SWIGLU_LIMIT,
         )  # fmt: skip
 
 
@@ -312,7 +324,8 @@ def bind(path: str) -> ctypes.CDLL:
     """Load the shared library at `path` and declare its functions."""
     loaded = ctypes.CDLL(path)
     loaded.spark_error.restype = ctypes.c_char_p
-    loaded.spark_route.argtypes = (POINTER, POINTER, INT, POINTER)
+    loaded.spark_sort.argtypes = (POINTER, POINTER, INT, POINTER)
+    loaded.spark_planes.argtypes = (POINTER, POINTER, LONG, POINTER)
     loaded.spark_gemm.argtypes = (POINTER, INT, INT, INT, POINTER)
     loaded.spark_layer.argtypes = (POINTER, INT, INT, POINTER)
     loaded.spark_reduce.argtypes = (POINTER, POINTER, POINTER, POINTER, INT, INT, INT, POINTER)
@@ -323,6 +336,12 @@ def bind(path: str) -> ctypes.CDLL:
 def tile_tokens(shape: int) -> int:
     """Return how many tokens a tile of kernel number `shape` can have."""
     return int(library().spark_shape_tokens(shape))
+
+
+@cache
+def gathers(shape: int) -> bool:
+    """Return whether kernel number `shape` takes activations from the tokens' rows, and not from planes."""
+    return bool(library().spark_shape_gathers(shape))
 
 
 def _check_launch(error: int) -> None:

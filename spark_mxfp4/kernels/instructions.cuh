@@ -30,6 +30,18 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
 }
+__device__ __forceinline__ void copy_16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;}"
+               ::"r"(to), "l"(from), "r"(static_cast<int>(wanted)));
+}
+// Counts this thread at the barrier when all its copies by `copy_16_if` are there, without waiting for them.
+__device__ __forceinline__ void arrive_when_copied(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+// What this thread sees in shared memory, the matrix instruction sees too.
+__device__ __forceinline__ void fence_for_matrix_instruction() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -38,9 +50,26 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
+// Four blocks of 8 x 8, each afterwards 128 bytes at the place that eight lanes name, a row for each lane: columns as rows.
+__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&blocks)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(to), "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3]) : "memory");
+}
 __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t result;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// Unlike fminf and fmaxf, NaN where one of both is.
+__device__ __forceinline__ float smaller(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float larger(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 

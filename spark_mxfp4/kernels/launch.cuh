@@ -4,23 +4,38 @@
 
 namespace spark {
 
-template <int TOGETHER = 0, class Kernel, class... Args>
-cudaError_t launch(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
-  cudaLaunchAttribute attributes[2]{};
+template <class Kernel, class... Args>
+cudaError_t launch_as(cudaLaunchAttribute other, Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream,
+                      Args... args) {
+  cudaLaunchAttribute attributes[2]{{}, other};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeCooperative;
-  attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = 1 + TOGETHER;
+  config.attrs = attributes, config.numAttrs = other.id == cudaLaunchAttributeIgnore ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <class Kernel, class... Args>
+cudaError_t launch(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
+  return launch_as({}, kernel, grid, threads, shared, stream, args...);
 }
 
 // For a kernel whose blocks wait for each other: all of them start, or none does.
 template <class Kernel, class... Args>
 cudaError_t launch_together(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
-  return launch<1>(kernel, grid, threads, shared, stream, args...);
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+  return launch_as(together, kernel, grid, threads, shared, stream, args...);
+}
+
+// For a kernel with clusters of `blocks` blocks, which share their memory.
+template <class Kernel, class... Args>
+cudaError_t launch_clusters(Kernel kernel, int grid, int blocks, int threads, int shared, cudaStream_t stream, Args... args) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  return launch_as(cluster, kernel, dim3(grid), threads, shared, stream, args...);
 }
 
 template <class Kernel>
@@ -28,7 +43,7 @@ cudaError_t allow_shared(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Run one product, or, without one, return how many tokens a tile of this shape can have.
+// Run one product. Without one, return how many tokens a tile of this shape can have, or, with `swiglu`, S::GATHERS.
 using Unit = int (*)(const Gemm*, int swiglu, int processors, cudaStream_t);
 
 template <class S, bool SWIGLU>
@@ -40,7 +55,7 @@ cudaError_t run(const Gemm& g, int processors, cudaStream_t stream) {
 
 template <class S>
 int run_unit(const Gemm* g, int swiglu, int processors, cudaStream_t stream) {
-  if (g == nullptr) return S::TOKENS;
+  if (g == nullptr) return swiglu ? S::GATHERS : S::TOKENS;
   return swiglu ? run<S, true>(*g, processors, stream) : run<S, false>(*g, processors, stream);
 }
 

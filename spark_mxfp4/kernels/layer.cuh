@@ -10,6 +10,7 @@
 // end, always in the same order, whoever computed them. All blocks must run at once: the launch is cooperative.
 #pragma once
 #include "gemm.cuh"
+#include "routing.cuh"
 
 namespace spark {
 
@@ -22,10 +23,10 @@ struct Rows {
 
 struct Layer {
   Gemm first, second;     // second.out is the layer's result [tokens][columns]; `tiles` where sorted
-  Rows x, hidden;         // x [tokens], or [rows] where a kernel before has sorted; hidden [rows] is first.out
+  Routing routing;
+  Rows x, hidden;         // x [tokens]; hidden [rows] is first.out
   float* partial;         // [rows][parts][second.row_tiles · 64]
   int32_t* taken;         // how many items are taken from the counter
-  const int32_t* row_of_pair;  // where a kernel before has sorted
   const float* shares;         // [pairs]
   int sorted;             // by a kernel before
   int parts, part_chunks, tokens, top_k;
@@ -87,15 +88,14 @@ __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
 struct Tiles {
   const int4* at;
   const int32_t* count;
+  const int32_t *token_of_row, *rows_of_pairs;
   const Few* few;  // null where a kernel before has sorted
 
   // The row of l.x that is row `token` of a tile.
   __device__ int row(const int4& tile, int number, int token) const {
-    return few != nullptr ? few->tokens[number][token] : tile.y + token;
+    return few != nullptr ? few->tokens[number][token] : token_of_row[tile.y + token];
   }
-  __device__ int row_of_pair(const Layer& l, int pair) const {
-    return few != nullptr ? few->rows[pair] : l.row_of_pair[pair];
-  }
+  __device__ int row_of_pair(int pair) const { return few != nullptr ? few->rows[pair] : rows_of_pairs[pair]; }
 };
 
 struct Item {
@@ -175,12 +175,12 @@ struct Weights {
   }
   __device__ void bring(const Layer& l) {
     Copies<S> copies(item.second ? l.second : l.first, item.tile, once, once);
-    copies.chunks = item.end, copies.x_bytes = 0;
+    copies.chunks = item.end;
     const int at_once = S::BLOCKS > 1 ? 2 : item.second ? 1 : 3;  // fewer of the second product delay the first less
     for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
       for (; on_the_way >= at_once; --on_the_way, landing.next()) barrier_wait(landing.full_bar(), landing.parity);
-      copies.weights(ring, chunk), ++on_the_way;
+      copies.weights(ring, chunk, 0), ++on_the_way;
     }
   }
   __device__ static int take_item(const Layer& l, uint32_t grid_ready) {
@@ -276,8 +276,7 @@ struct Activations {
         store_shared(to, vectors[u][r].x, vectors[u][r].y);
         store_shared(to + 16, vectors[u][r].z, vectors[u][r].w);
       }
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) barrier_arrive(ring.brought_bar());
+      barrier_arrive(ring.brought_bar());
       ring.next();
     }
   }
@@ -332,8 +331,9 @@ __device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, c
 // By one warp.
 template <class S>
 __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
-                                                  const Queue& queue, uint32_t grid_ready) {
+                                                  const Queue& queue, uint32_t grid_ready, uint32_t sorted) {
   GridBarrier grid(l, grid_ready);
+  barrier_wait(sorted, 0);
   for (int number = 0;; ++number) {
     const Item item = queue.pull(number);
     if (item.end == 0) break;
@@ -401,8 +401,9 @@ __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, i
   const float low = activation(sum[0] + bias[0], sum[2] + bias[1], l.first);
   const float high = activation(sum[1] + bias[0], sum[3] + bias[1], l.first);
   const uint32_t pair = transpose_8x8(pack(low, high));
-  uint8_t* to = reinterpret_cast<uint8_t*>(l.first.out) + (tile.tokens.y + token) * l.hidden.stride;
-  if (token < tile.tokens.z) reinterpret_cast<uint32_t*>(to)[row_tile * 16 + warp * 4 + (lane & 3)] = pair;
+  auto* to = reinterpret_cast<uint32_t*>(l.first.out) + (tile.tokens.y + token) * (l.hidden.stride / 4);
+  const int vector = (row_tile & 1) * 4 + warp;  // of the plane's eight, see layout.py
+  if (token < tile.tokens.z) to[row_tile / 2 * 32 + pair_at(vector, lane & 3)] = pair;
 }
 
 __device__ __forceinline__ void store_part(const Layer& l, const Item& item, int row_tile, const float (&sum)[4],
@@ -425,7 +426,7 @@ __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, in
   float sum[4] = {};
   for (int part = lane >> 2; part < l.top_k * l.parts; part += 8) {
     const int of = l.parts == 1 ? part : l.parts == 2 ? part >> 1 : part / l.parts, pair = token * l.top_k + of;
-    const int row = tiles.row_of_pair(l, pair);
+    const int row = tiles.row_of_pair(pair);
     if (row < 0) continue;
     const float* from = l.partial + (int64_t{row} * l.parts + part - of * l.parts) * width + column;
     const float share = l.shares[pair];
@@ -475,31 +476,35 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   extern __shared__ uint8_t raw[];
   __shared__ Few few;
   __shared__ Queue queue;
-  __shared__ uint64_t brought[S::STAGES], grid_ready;
+  __shared__ uint64_t brought[S::STAGES], grid_ready, sorted;
   uint8_t* base = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
   LayerRing<S> ring(base, brought);
   constexpr int COPIER = S::GROUPS * 128;  // the first thread that does not multiply
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.brought + 8 * i, 1);
+      barrier_init(ring.brought + 8 * i, 32);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     barrier_init(shared_address(&grid_ready), 1);
+    barrier_init(shared_address(&sorted), 32);
     queue.init();
     fence_barriers();
   }
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const Tiles tiles = l.sorted ? Tiles{l.first.tiles, l.first.tile_count, nullptr} : Tiles{few.tiles, &few.count, &few};
+  const Routing& r = l.routing;
+  const Tiles tiles = l.sorted ? Tiles{r.tiles, r.tile_count, r.token_of_row, r.row_of_pair, nullptr}
+                               : Tiles{few.tiles, &few.count, nullptr, nullptr, &few};
   if (threadIdx.x >= COPIER + 32) {
-    bring_activations<S>(l, tiles, ring, queue, shared_address(&grid_ready));
+    bring_activations<S>(l, tiles, ring, queue, shared_address(&grid_ready), shared_address(&sorted));
     return;
   }
   if (threadIdx.x >= COPIER) {
-    if (!l.sorted) sort_into(l.first.routing, few);
+    if (!l.sorted) sort_into(r, few);
     __syncwarp();
+    barrier_arrive(shared_address(&sorted));
     if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, shared_address(&grid_ready));
     return;
   }
@@ -511,6 +516,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
     work<S>(l, ring, item, sums, shared_address(&grid_ready));
   }
   barrier_wait(shared_address(&grid_ready), 0);
+  barrier_wait(shared_address(&sorted), 0);
   for (int unit = blockIdx.x * S::GROUPS + (threadIdx.x >> 7); unit < l.second.row_tiles * l.tokens;
        unit += gridDim.x * S::GROUPS)
     add_parts(l, tiles, unit % l.second.row_tiles, unit / l.second.row_tiles);

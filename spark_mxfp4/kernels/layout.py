@@ -107,8 +107,10 @@ def _tiles(rows: int, *, paired: bool) -> int:
 def _row_order(rows: int, tiles: int, *, paired: bool) -> torch.Tensor:
     """Return for each row of the layout the source's row; `rows`, one behind the last, stands for padding."""
     order = torch.arange(tiles * ROWS)
-    if paired:  # [tile, warp, gate or up, feature] from the source's [tile, warp, feature, gate or up]
-        order = order.view(tiles, 4, 8, 2).transpose(2, 3).reshape(-1)
+    if paired:  # a warp's eight features are one vector of gemm.cuh's order of columns
+        # [chunk; tile and warp: v/2, v%2; gate or up; half, pair, column]
+        # from [chunk; half, v/2, pair, v%2, column; gate or up]
+        order = order.view(-1, 2, 4, 2, 2, 2, 2).permute(0, 2, 4, 6, 1, 3, 5).reshape(-1)
     return order.clamp(max=rows)
 
 

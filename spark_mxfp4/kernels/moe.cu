@@ -10,6 +10,9 @@ namespace {
 
 #define SPARK_UNIT(number, ...) unit_##number,
 constexpr Unit UNITS[] = {SPARK_SHAPES};
+constexpr int ROUTE_BLOCKS = 8;  // of one cluster that sorts; 8 are portable
+constexpr int FEW_TO_SORT = 1024;  // pairs that one block sorts
+constexpr int MANY_TOKENS = 1024;
 constexpr int UNIT_NUMBER = sizeof(UNITS) / sizeof(Unit);
 
 }  // namespace
@@ -18,19 +21,21 @@ extern "C" {
 
 int spark_shape_number() { return UNIT_NUMBER; }
 int spark_shape_tokens(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? UNITS[shape](nullptr, 0, 0, nullptr) : 0; }
+int spark_shape_gathers(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? UNITS[shape](nullptr, 1, 0, nullptr) : 0; }
 const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-int spark_route(const Routing* r, const Gather* g, int fused_pairs, void* stream_) {
-  const auto stream = static_cast<cudaStream_t>(stream_);
-  const bool fused = r->pairs <= fused_pairs;
-  const int shared = (ROUTE_WARPS * r->experts + ROUTE_WARPS + (fused ? r->pairs : 0)) * 4;
-  if (fused) {
-    if (const cudaError_t error = allow_shared(route_and_gather, shared)) return error;
-    return launch(route_and_gather, dim3(min((r->pairs + 3) / 4, 128)), ROUTE_THREADS, shared, stream, *r, *g);
-  }
-  if (const cudaError_t error = allow_shared(route_only, shared)) return error;
-  if (const cudaError_t error = launch(route_only, dim3(1), ROUTE_THREADS, shared, stream, *r)) return error;
-  return launch(gather, dim3(r->pairs), 128, 0, stream, static_cast<const int32_t*>(r->row_of_pair), r->top_k, *g);
+int spark_sort(const Routing* r, const Ordering* o, int processors, void* stream) {
+  const int blocks = r->pairs > FEW_TO_SORT ? ROUTE_BLOCKS : 1;
+  const int others = o->ordered == nullptr ? 0 : max(1, min(o->tokens, processors - blocks) / blocks) * blocks;
+  const int shared = ((ROUTE_WARPS + blocks) * r->experts + ROUTE_WARPS) * 4;
+  if (const cudaError_t error = allow_shared(sort_pairs, shared)) return error;
+  return launch_clusters(sort_pairs, blocks + others, blocks, ROUTE_THREADS, shared, static_cast<cudaStream_t>(stream), *r, *o);
+}
+
+int spark_planes(const Ordering* o, const Routing* r, int64_t rows, void* stream) {
+  const int width = o->chunks * 8, parts = (width + 255) / 256, threads = ((width + parts - 1) / parts + 31) / 32 * 32;
+  return launch(write_planes, dim3(o->tokens, parts), threads, 0, static_cast<cudaStream_t>(stream), *o,
+                static_cast<const int32_t*>(r->row_of_pair), r->top_k, rows);
 }
 
 int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* stream) {
@@ -46,8 +51,14 @@ int spark_layer(const Layer* l, int rows, int processors, void* stream) {
 int spark_reduce(const void* output, const int32_t* row_of_pair, const float* shares, void* result, int tokens,
                  int top_k, int columns, void* stream) {
   const int vectors = columns / 8;
-  return launch(reduce, dim3(tokens, (vectors + 127) / 128), 128, 0, static_cast<cudaStream_t>(stream),
-                static_cast<const uint4*>(output), row_of_pair, shares, static_cast<uint4*>(result), top_k, vectors);
+  const auto run = [&](auto kernel, int at_once) {
+    return launch(kernel, dim3((tokens + at_once - 1) / at_once, (vectors + 127) / 128), 128, 0,
+                  static_cast<cudaStream_t>(stream), static_cast<const uint4*>(output), row_of_pair, shares,
+                  static_cast<uint4*>(result), tokens, top_k, vectors);
+  };
+  // Several tokens a thread where few experts leave it little to load, if there are tokens for all processors.
+  if (tokens < MANY_TOKENS) return run(reduce<1, 4>, 1);
+  return top_k > 4 ? run(reduce<1, 8>, 1) : top_k > 2 ? run(reduce<2, 4>, 2) : run(reduce<4, 2>, 4);
 }
 
 }  // extern "C"

@@ -1,115 +1,212 @@
-// The kernels around the two products: sort, bring activations into rows, add up a token's experts.
+// The kernels around the two products: one sorts pairs of token and expert, two bring activations into the products' order
+// of columns, one adds up a token's experts.
 #pragma once
 #include <cuda_bf16.h>
 
+#include "overlap.cuh"
 #include "routing.cuh"
+#include "warp.cuh"
 
 namespace spark {
 
-struct Gather {
-  const uint32_t* x;  // [tokens][pairs]: two columns each
-  uint4* sorted;      // planes, or rows of `vectors`
-  int pairs, vectors;
-  int64_t rows;
-  int as_they_are;    // rows, not planes
+constexpr int ROUTE_THREADS = 1024;
+constexpr int ROUTE_WARPS = ROUTE_THREADS / 32;
+
+// Inclusive sum over the first MAX_EXPERTS threads of the block; every thread of the block must call it.
+__device__ __forceinline__ int block_sum(int value, int* scratch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  if (lane == 31) scratch[warp] = value;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) value += scratch[w];
+  __syncthreads();
+  return value;
+}
+
+// Call `each(pair, expert)` for pair, pair + 32, ... below end, together with the other lanes; eight loads at a time.
+template <class Each>
+__device__ __forceinline__ void for_each_pair(const Routing& r, int pair, int end, Each each) {
+  constexpr int AT_ONCE = 8;
+  for (; __any_sync(~0u, pair < end); pair += 32 * AT_ONCE) {
+    int experts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) experts[i] = pair + 32 * i < end ? local_expert(r, pair + 32 * i) : -1;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) each(pair + 32 * i, experts[i]);
+  }
+}
+
+// Activations in the order of columns in which the first product takes them, see pair_at.
+struct Ordering {
+  const uint4* x;  // [tokens][vectors]: eight columns each
+  uint4* ordered;  // [tokens][chunks of 64 columns][8], or planes; zeros behind the last column; null: nobody needs them
+  int tokens, vectors, chunks;
 };
 
-__device__ __forceinline__ void bring_row(const Gather& g, int token, int row, int lane, int lanes) {
-  const uint32_t* from = g.x + int64_t{token} * g.pairs;
-  if (g.as_they_are) {
-    copy_row_as_it_is(from, g.sorted, row, g.pairs, g.vectors, lane, lanes);
-  } else {
-    copy_row(from, g.sorted, row, g.pairs, g.vectors, g.rows, lane, lanes);
-  }
+// Eight lanes have the 128 bytes of a token's chunk as they are; each gets one vector of the chunk's order: two words of
+// vector/2 and two of the one four further, words 0 and 2 or 1 and 3. By whole warps.
+__device__ __forceinline__ uint4 in_order(const uint4& mine) {
+  const int vector = threadIdx.x & 7, low = (threadIdx.x & 24) + vector / 2, high = low + 4;
+  const auto word = [&](int lane, uint32_t even, uint32_t odd) {
+    const uint32_t a = __shfl_sync(~0u, even, lane), b = __shfl_sync(~0u, odd, lane);
+    return vector & 1 ? b : a;
+  };
+  return {word(low, mine.x, mine.y), word(low, mine.z, mine.w), word(high, mine.x, mine.y), word(high, mine.z, mine.w)};
 }
 
-// Few pairs: every block sorts all of them again, which is cheaper than another launch, and copies its own rows.
-__global__ void __launch_bounds__(ROUTE_THREADS) route_and_gather(Routing r, Gather g) {
-  extern __shared__ int memory[];
-  int *counts = memory, *scratch = counts + ROUTE_WARPS * r.experts, *row_of_pair = scratch + ROUTE_WARPS;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const bool writer = blockIdx.x == 0;
-  if (threadIdx.x < 32) {
-    Sorted s;
-    const bool few = sort_few(r, s);
-    if (threadIdx.x == 0) scratch[0] = few;
-    if (few) {
-      const int tiles = __popc(__ballot_sync(~0u, s.first)), lane = threadIdx.x;
-      if (lane < r.pairs) row_of_pair[lane] = s.expert < 0 ? -1 : s.first_row + s.place;
-      if (writer && s.first) r.tiles[s.tile] = make_int4(s.expert, s.first_row, s.tokens, 0);
-      if (writer && lane == 0) *r.tile_count = tiles;
-    }
-  }
-  __syncthreads();
-  const bool few = scratch[0] != 0;
-  __syncthreads();
-  if (!few) route(r, counts, scratch, row_of_pair, writer);
-  __syncthreads();
-  if (writer) {
-    for (int pair = threadIdx.x; pair < r.pairs; pair += ROUTE_THREADS) r.row_of_pair[pair] = row_of_pair[pair];
-  }
-  // Groups of 256 threads take one row each.
-  const int group = threadIdx.x / 256, groups = ROUTE_THREADS / 256;
-  for (int pair = blockIdx.x * groups + group; pair < r.pairs; pair += gridDim.x * groups) {
-    const int row = row_of_pair[pair];
-    if (row >= 0) bring_row(g, pair / r.top_k, row, threadIdx.x % 256, 256);
-  }
-}
-
-__global__ void __launch_bounds__(ROUTE_THREADS) route_only(Routing r) {
-  extern __shared__ int memory[];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  route(r, memory, memory + ROUTE_WARPS * r.experts, r.row_of_pair, true);
-}
-
-__global__ void gather(const int32_t* row_of_pair, int top_k, Gather g) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int row = row_of_pair[blockIdx.x];
-  if (row >= 0) bring_row(g, blockIdx.x / top_k, row, threadIdx.x, blockDim.x);
-}
-
-// result[t] = sum over j of share[t, j] * output[row of pair (t, j)], in the order of j: equal on every run.
-__global__ void reduce(const uint4* output, const int32_t* row_of_pair, const float* shares, uint4* result, int top_k,
-                       int vectors) {
+// By `blocks` blocks, of which this one is number `block`; each has whole tokens.
+__device__ __forceinline__ void order_columns(const Ordering& o, int block, int blocks) {
   constexpr int AT_ONCE = 4;
-  const int token = blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x;
-  float sum[8] = {};
-  for (int first = 0; first < top_k; first += AT_ONCE) {
-    int rows[AT_ONCE];  // written two kernels ago, so they may be read before the last one has ended
-    float factors[AT_ONCE];
-    uint4 bits[AT_ONCE];
+  const int width = o.chunks * 8, share = (o.tokens + blocks - 1) / blocks, first = block * share;
+  const int end = max(0, min(share, o.tokens - first)) * width;
+  for (int i = threadIdx.x; __any_sync(~0u, i < end); i += AT_ONCE * ROUTE_THREADS) {
+    uint4 vectors[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      const bool there = first + j < top_k;
-      rows[j] = there ? row_of_pair[token * top_k + first + j] : -1;
-      factors[j] = there ? shares[token * top_k + first + j] : 0;
+    for (int u = 0; u < AT_ONCE; ++u) {
+      const int at = i + u * ROUTE_THREADS, token = first + at / width, vector = at % width;
+      vectors[u] = at < end && vector < o.vectors ? o.x[int64_t{token} * o.vectors + vector] : uint4{};
     }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      const int at = i + u * ROUTE_THREADS;
+      vectors[u] = in_order(vectors[u]);
+      if (at < end) o.ordered[int64_t{first} * width + at] = vectors[u];
+    }
+  }
+}
+
+// A token's activations into the planes of its experts' rows: [chunks][rows][8 vectors], swizzled.
+__global__ void write_planes(Ordering o, const int32_t* row_of_pair, int top_k, int64_t rows) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int token = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x, width = o.chunks * 8;
+  const uint4 ordered = in_order(i < o.vectors ? o.x[int64_t{token} * o.vectors + i] : uint4{});
+  for (int j = 0; i < width && j < top_k; ++j) {
+    const int row = row_of_pair[token * top_k + j];
+    if (row >= 0) o.ordered[(i / 8 * rows + row) * 8 + (i & 7 ^ row & 7)] = ordered;
+  }
+}
+
+// Sort all pairs by expert, tokens in order within each, by the first cluster of blocks, which share the work. The other
+// clusters order columns.
+__global__ void __launch_bounds__(ROUTE_THREADS) sort_pairs(Routing r, Ordering o) {
+  int* counts = reinterpret_cast<int*>(shared_floats());  // [ROUTE_WARPS][experts]
+  int *scratch = counts + ROUTE_WARPS * r.experts, *totals = scratch + ROUTE_WARPS;  // [ROUTE_WARPS], [blocks][experts]
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, me = threadIdx.x;
+  const int block = blockIdx.x, blocks = blocks_of_cluster();
+  if (block >= blocks) return order_columns(o, block - blocks, gridDim.x - blocks);
+  arrive_at_cluster();  // its blocks run: their shared memory is there
+  const int all_warps = blocks * ROUTE_WARPS, share = (r.pairs + all_warps * 32 - 1) / (all_warps * 32) * 32;
+  const int first = block * ROUTE_WARPS * share, begin = first + warp * share, end = min(begin + share, r.pairs);
+  const int warps = max(0, min(ROUTE_WARPS, (r.pairs - first + share - 1) / share));  // that have pairs
+  int* mine = counts + warp * r.experts;
+  for (int i = me; i < warps * r.experts; i += ROUTE_THREADS) counts[i] = 0;
+  __syncthreads();
+  for_each_pair(r, begin + lane, end, [&](int pair, int expert) {
+    const unsigned same = __match_any_sync(~0u, expert);
+    const int before = __popc(same & ((1u << lane) - 1));
+    const int earlier = expert >= 0 ? mine[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && before == 0) mine[expert] = earlier + __popc(same);
+    __syncwarp();
+    if (pair < end) r.row_of_pair[pair] = earlier + before;  // among this warp's pairs of the expert, for now
+  });
+  __syncthreads();
+  int tokens = 0, earlier = 0;  // of this thread's expert: in this block, then in all; in blocks before this one
+  if (me < r.experts) {
+    for (int w = 0; w < warps; ++w) {
+      const int here = counts[w * r.experts + me];
+      counts[w * r.experts + me] = tokens;
+      tokens += here;
+    }
+  }
+  wait_for_cluster();
+  if (me < r.experts) {
+    for (int other = 0; other < blocks; ++other) store_in_block(totals + block * r.experts + me, other, tokens);
+  }
+  arrive_at_cluster();
+  wait_for_cluster();
+  tokens = 0;
+  for (int other = 0; me < r.experts && other < blocks; ++other) {
+    if (other == block) earlier = tokens;
+    tokens += totals[other * r.experts + me];
+  }
+  const int padded = padded_rows(r, tokens);
+  const int tile_number = (tokens + r.tile_tokens - 1) / r.tile_tokens;
+  const int first_row = block_sum(padded, scratch) - padded;
+  const int last_tile = block_sum(tile_number, scratch);
+  if (me < r.experts) {
+    for (int w = 0; w < warps; ++w) counts[w * r.experts + me] += first_row + earlier;
+  }
+  if (block == 0) {
+    if (me == r.experts - 1) *r.tile_count = last_tile;
+    // Tiles of one expert are about equal: 260 tokens are two tiles of 136, not 256 and 4.
+    const int size = tile_number > 0 ? ((tokens + tile_number - 1) / tile_number + 7) & ~7 : 0;
+    for (int i = 0; i < tile_number; ++i)
+      r.tiles[last_tile - tile_number + i] = make_int4(me, first_row + i * size, min(size, tokens - i * size), 0);
+  }
+  __syncthreads();
+  for_each_pair(r, begin + lane, end, [&](int pair, int expert) {
+    if (pair >= end) return;
+    const int row = expert >= 0 ? mine[expert] + r.row_of_pair[pair] : -1;
+    r.row_of_pair[pair] = row;
+    if (row >= 0) r.token_of_row[row] = pair / r.top_k;
+  });
+}
+
+// result[t] = sum over j of share[t, j] * output[row of pair (t, j)], in the order of j: equal on every run. A thread has
+// one vector of TOKENS tokens and AT_ONCE experts, so that enough loads are on their way.
+template <int TOKENS, int AT_ONCE>
+__global__ void reduce(const uint4* output, const int32_t* row_of_pair, const float* shares, uint4* result, int tokens,
+                       int top_k, int vectors) {
+  const int token = blockIdx.x * TOKENS, vector = blockIdx.y * blockDim.x + threadIdx.x;
+  float sum[TOKENS][8] = {};
+  for (int first = 0; first < top_k; first += AT_ONCE) {
+    int rows[TOKENS][AT_ONCE];  // written two kernels ago, so they may be read before the last one has ended
+    float factors[TOKENS][AT_ONCE];
+    uint4 bits[TOKENS][AT_ONCE];
+    const auto each = [&](auto use) {
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) use(t, j, (token + t) * top_k + first + j);
+    };
+    each([&](int t, int j, int pair) {
+      const bool there = first + j < top_k && token + t < tokens;
+      rows[t][j] = there ? row_of_pair[pair] : -1;
+      factors[t][j] = there ? shares[pair] : 0;
+    });
     if (first == 0) wait_for_previous_kernel();
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j)
-      if (rows[j] >= 0 && vector < vectors) bits[j] = output[int64_t{rows[j]} * vectors + vector];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      if (rows[j] < 0) continue;
-      const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits[j]);
+    each([&](int t, int j, int) {
+      if (rows[t][j] >= 0 && vector < vectors) bits[t][j] = output[int64_t{rows[t][j]} * vectors + vector];
+    });
+    each([&](int t, int j, int) {
+      if (rows[t][j] < 0) return;
+      const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits[t][j]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 two = __bfloat1622float2(pairs[i]);
-        sum[2 * i] += factors[j] * two.x;
-        sum[2 * i + 1] += factors[j] * two.y;
+        sum[t][2 * i] += factors[t][j] * two.x;
+        sum[t][2 * i + 1] += factors[t][j] * two.y;
       }
-    }
+    });
   }
   let_next_kernel_start();
   if (vector >= vectors) return;
-  uint4 total;
-  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&total);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-  result[int64_t{token} * vectors + vector] = total;
+  for (int t = 0; t < TOKENS; ++t) {
+    if (token + t >= tokens) break;
+    uint4 total;
+    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&total);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(sum[t][2 * i], sum[t][2 * i + 1]);
+    result[int64_t{token + t} * vectors + vector] = total;
+  }
 }
 
 }  // namespace spark

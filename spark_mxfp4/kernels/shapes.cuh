@@ -7,7 +7,7 @@
   SPARK_UNIT(3, 3, 1, 3, 64, 4, 1)         \
   SPARK_UNIT(4, 2, 1, 1, 96, 6, 2)         \
   SPARK_UNIT(5, 3, 1, 1, 144, 9, 1, 152)   \
-  SPARK_UNIT(6, 3, 1, 1, 192, 6, 1, 160)
+  SPARK_UNIT(6, 3, 1, 1, 192, 6, 1, 152)
 
 namespace spark {
 #define SPARK_UNIT(number, ...) int unit_##number(const Gemm*, int, int, cudaStream_t);

@@ -25,11 +25,14 @@ __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Store into the shared memory of block `rank` of this cluster, where this block has `to`.
-__device__ __forceinline__ void store_in_block(float* to, int rank, float value) {
+__device__ __forceinline__ void store_in_block(int* to, int rank, int value) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_in_block(float* to, int rank, float value) {
+  store_in_block(reinterpret_cast<int*>(to), rank, __float_as_int(value));
 }
 __device__ __forceinline__ float* shared_floats() {
   extern __shared__ __align__(16) float memory[];

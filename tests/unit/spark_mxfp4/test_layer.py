@@ -21,8 +21,8 @@ SHARED = {
     "extern __shared__ uint8_t raw[];": "uint8_t* raw = spark::raw + blockIdx.x * BLOCK_BYTES;",
     "__shared__ Few few;": "Few& few = of_block<Few>();",
     "__shared__ Queue queue;": "Queue& queue = of_block<Queue>();",
-    "__shared__ uint64_t brought[S::STAGES], grid_ready;": (
-        "auto& brought = of_block<Barriers>().brought; auto& grid_ready = of_block<Barriers>().grid_ready;"
+    "__shared__ uint64_t brought[S::STAGES], grid_ready, sorted;": (
+        "auto& [brought, grid_ready, sorted] = of_block<Barriers>();"
     ),
 }
 ROOM = 1 << 14  # elements around each tensor, which nobody may write
@@ -47,6 +47,7 @@ def library(tmp_path_factory):
 def gpu_on_cpu(library, monkeypatch):
     """Hopper.py with these doors, a GPU of one multiprocessor, and memory of NaN and 77 that nobody writes beside."""
     library.spark_error = lambda number: f"{number} threads wait for ever".encode()
+    library.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     monkeypatch.setattr(hopper, "library", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
     set_processors(1, monkeypatch)
@@ -114,7 +115,7 @@ def test_experts_that_are_elsewhere_count_nothing(here):
 @pytest.mark.usefixtures("gpu_on_cpu")
 def test_activations_may_lie_anywhere(monkeypatch):
     addresses, rows = [], hopper._rows
-    monkeypatch.setattr(hopper, "_rows", lambda x, columns: addresses.append(x.data_ptr()) or rows(x, columns))
+    monkeypatch.setattr(hopper, "_rows", lambda x: addresses.append(x.data_ptr()) or rows(x))
     weights, (ids, shares) = random_weights(4, 64, 96, "cpu"), random_routing(3, 4, 2, device="cpu")
     x = torch.randn(1 + 3 * 64).bfloat16()[1:].view(3, 64)
     assert x.data_ptr() % 16
@@ -141,11 +142,53 @@ def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, bl
     assert error(got, reference(x, weights, ids, shares)) < BF16
 
 
-@pytest.mark.usefixtures("gpu_on_cpu")
-def test_rows_of_planes_begin_at_multiples_of_eight():
-    ids = torch.tensor([[0], [2], [0], [2], [2]], dtype=torch.int32)
-    weights = pack(random_weights(3, 64, 64, "cpu"))
-    routed = hopper.Routed(activations(5, 64), weights, ids, None, 16, hopper.ROW_MULTIPLE)
-    routed.route(None)
-    assert routed.row_of_pair.tolist() == [0, 8, 1, 9, 10]
-    assert routed.tiles[:2].tolist() == [[0, 0, 2, 0], [2, 8, 3, 0]]
+def vectors(x, chunks):
+    """Return `x` [T, H] as vectors [T, chunks, 8, 8] in the first product's order of columns, gemm.cuh's pair_at."""
+    pairs = [8 * (v // 2) + 2 * (v % 2) + w % 2 * 4 + w // 2 * 32 for v in range(8) for w in range(4)]
+    columns = torch.tensor([first + i for first in pairs for i in range(2)])
+    padded = torch.zeros(x.shape[0], chunks * 64, dtype=x.dtype)
+    padded[:, : x.shape[1]] = x
+    return padded.view(x.shape[0], chunks, 64)[..., columns].view(-1, chunks, 8, 8)
+
+
+@pytest.fixture(params=[(5, 3, 96), (9, 4, 64), (70, 9, 160)])
+def sorted_pairs(request, gpu_on_cpu):
+    """What some tokens, with top-2, are sorted into: by one block up to 64 pairs, by two for more."""
+    tokens, experts, hidden = request.param
+    x = activations(tokens, hidden)
+    ids, _ = random_routing(tokens, experts, 2, device="cpu")
+    weights = pack(random_weights(experts, hidden, 64, "cpu"))
+    return x, ids, hopper.Routed(x, weights, ids, None, 16, hopper.ROW_MULTIPLE), weights.gate_up.weight.shape[2]
+
+
+def test_pairs_are_sorted_by_expert_and_each_experts_rows_begin_at_a_multiple_of_eight(sorted_pairs):
+    x, ids, routed, chunks = sorted_pairs
+    ordered = torch.empty(len(x), chunks * 64, dtype=x.dtype)
+    routed.sort(None, ordered, chunks)
+    assert torch.equal(ordered.view(-1, chunks, 8, 8), vectors(x, chunks))
+    row, tiles = 0, []
+    for expert in range(int(ids.max()) + 1):
+        pairs = (ids.flatten() == expert).nonzero().flatten()
+        rows = range(row, row + len(pairs))
+        assert routed.row_of_pair[pairs].tolist() == list(rows)
+        assert routed.token_of_row[row : row + len(pairs)].tolist() == (pairs // 2).tolist()
+        number = -(-len(pairs) // 16)
+        size = -(-len(pairs) // max(number, 1) // 8) * 8
+        tiles += [[expert, row + i * size, min(size, len(pairs) - i * size), 0] for i in range(number)]
+        row += -(-len(pairs) // 8) * 8
+    assert routed.tile_count.item() == len(tiles)
+    assert routed.tiles[: len(tiles)].tolist() == tiles
+
+
+def test_planes_have_each_pairs_activations_in_the_order_of_the_matrix_instruction(sorted_pairs):
+    x, _, routed, chunks = sorted_pairs
+    planes = routed.planes(chunks)
+    routed.sort(None)
+    routed.write_planes(None, planes, chunks)
+    written = planes[: chunks * routed.rows * 64].view(chunks, routed.rows, 8, 8)
+    wanted = vectors(x, chunks)
+    for pair, row in enumerate(routed.row_of_pair.tolist()):
+        for vector in range(8):
+            assert torch.equal(written[:, row, vector ^ row % 8], wanted[pair // 2, :, vector])
+    nobodys = set(range(routed.rows)) - set(routed.row_of_pair.tolist())
+    assert all(written[:, row].isnan().all() for row in nobodys)

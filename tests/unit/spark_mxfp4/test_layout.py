@@ -38,7 +38,7 @@ def test_a_layer_comes_back():
 
 
 def as_the_kernel_reads(chunk):
-    """One chunk [2176] as values [64 rows, 64 columns], by gemm.cuh and routing.cuh written out in plain Python."""
+    """One chunk [2176] as values [64 rows, 64 columns], by gemm.cuh written out in plain Python."""
     values = torch.zeros(64, 64)
     magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     raw = chunk.tolist()
@@ -57,7 +57,7 @@ def as_the_kernel_reads(chunk):
                 for nibble in range(2):
                     half = (word >> (16 * nibble)) & 0xFFFF
                     position = 2 * (lane % 4) + 8 * (pair // 2) + nibble
-                    # copy_row: vector 2 * step + position // 8 holds the pairs of columns 8s + 2v + {0, 4, 32, 36}.
+                    # pair_at: vector 2 * step + position // 8 holds the pairs of columns 8s + 2v + {0, 4, 32, 36}.
                     column = 8 * step + 2 * (position // 8) + (0, 4, 32, 36)[position % 8 // 2] + nibble
                     sign = -1 if half & 0x8000 else 1
                     values[row, column] = sign * magnitudes[(half >> 6) & 7] * 2.0 ** (scale - 126 - 127)
@@ -76,16 +76,18 @@ def test_gates_and_ups_lie_eight_rows_apart_and_padding_is_zero():
     stored = projection(1, 64, 64, scales=120)  # 32 gates and their ups: half of the padded rows
     packed = pack_projection(stored, paired=True)
     assert packed.weight.shape[1] == 2
-    assert not packed.weight[0, 1, :, :VALUE_BYTES].any()
-    assert not packed.bias[0, 64:].any()
     dense = dequantize(stored.weight.unflatten(-1, (-1, 16)), stored.scales)[0]
-    got = as_the_kernel_reads(packed.weight[0, 0, 0])
-    for feature in range(32):
-        row = feature // 8 * 16 + feature % 8
-        assert torch.equal(got[row], dense[2 * feature])
-        assert torch.equal(got[row + 8], dense[2 * feature + 1])
-        assert packed.bias[0, row] == stored.bias[0, 2 * feature]
-        assert packed.bias[0, row + 8] == stored.bias[0, 2 * feature + 1]
+    got = torch.cat([as_the_kernel_reads(tile) for tile in packed.weight[0, :, 0]])
+    bias = packed.bias[0]
+    for feature in range(32):  # column of the next product's chunk: its block of 32 is the first half of each vector
+        vector, position = feature // 8 * 2 + feature % 4 // 2, feature % 2 + feature // 4 % 2 * 2
+        for up in range(2):
+            row = vector * 16 + position + 8 * up
+            assert torch.equal(got[row], dense[2 * feature + up])
+            assert bias[row] == stored.bias[0, 2 * feature + up]
+            got[row], bias[row] = 0, 0
+    assert not got.any()
+    assert not bias.any()
 
 
 def test_scales_that_do_not_fit_and_dense_weights_are_refused():

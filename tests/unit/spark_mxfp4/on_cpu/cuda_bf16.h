@@ -66,6 +66,7 @@ struct Fiber {
 };
 inline std::vector<Block> blocks;
 inline Cluster cluster;
+inline int cluster_size = 0;  // blocks of the first cluster, which is the only one that meets; 0: all blocks
 inline std::deque<Fiber*> runnable;
 inline Fiber* current;
 inline ucontext_t scheduler;
@@ -99,7 +100,7 @@ inline void enter() { body(), sleep(); }
 
 inline int launch(int number, int threads, int bytes, std::function<void()> kernel) {
   blocks.assign(number, Block{});
-  cluster = Cluster{number * threads};
+  cluster = Cluster{(cluster_size > 0 ? cluster_size : number) * threads};
   body = std::move(kernel);
   std::vector<Fiber> fibers(static_cast<size_t>(number) * threads);
   for (Block& b : blocks) {

@@ -56,6 +56,14 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar, ui
   barriers[bar].bytes -= bytes;
   end_phase(barriers[bar]);
 }
+// Of the grouped products, which only have to compile.
+void copy_16_if(bool wanted, uint32_t to, const void* from);
+void arrive_when_copied(uint32_t bar);
+void fence_for_matrix_instruction();
+void store_transposed(uint32_t to, const uint32_t (&blocks)[4]);
+
+inline float smaller(float a, float b) { return std::isnan(a) || a < b ? a : b; }
+inline float larger(float a, float b) { return std::isnan(a) || a > b ? a : b; }
 inline void named_barrier(int id, int threads) {
   cpu::Meeting& m = named_barriers[id + 16 * cpu::current->block];
   m.expected = threads;

@@ -2,7 +2,6 @@
 #include "warp.cuh"
 #include "instructions.cuh"
 
-#define __shared__ static  // of the one block that sorts; test_layer.py gives each block of the other kernel its own
 #define __grid_constant__
 #define __host__
 using cudaStream_t = void*;
@@ -11,10 +10,9 @@ namespace spark {
 
 constexpr int MOST_BLOCKS = 4, BLOCK_BYTES = 256 << 10;
 alignas(1024) uint8_t raw[MOST_BLOCKS * BLOCK_BYTES];
-int memory[64 << 10];
 
 struct Barriers {
-  uint64_t brought[8], grid_ready;
+  uint64_t brought[8], grid_ready, sorted;
 };
 template <class T>
 T& of_block() {
@@ -50,9 +48,17 @@ void make_slow(int block, int warp) { cpu::slow_block = block, cpu::slow_warp = 
 int spark_layer_chunks(int rows) {
   return with_shape(rows, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
 }
-int spark_route(const Routing* r, const Gather* g, int, void*) {
-  std::memset(memory, 0xFF, sizeof(memory));
-  return cpu::launch(1, ROUTE_THREADS, 0, [&] { route_and_gather(*r, *g); });
+int spark_sort(const Routing* r, const Ordering* o, int, void*) {
+  cpu::cluster_size = r->pairs > 64 ? 2 : 1;
+  const int others = o->ordered == nullptr ? 0 : 2 * cpu::cluster_size;
+  const int bytes = ((ROUTE_WARPS + cpu::cluster_size) * r->experts + ROUTE_WARPS) * 4;
+  const int stuck = cpu::launch(cpu::cluster_size + others, ROUTE_THREADS, bytes, [&] { sort_pairs(*r, *o); });
+  cpu::cluster_size = 0;
+  return stuck;
+}
+int spark_planes(const Ordering* o, const Routing* r, int64_t rows, void*) {
+  const int threads = (o->chunks * 8 + 31) / 32 * 32;
+  return cpu::launch(o->tokens, threads, 0, [&] { write_planes(*o, r->row_of_pair, r->top_k, rows); });
 }
 int spark_layer(const Layer* l, int rows, int blocks, void*) {
   return with_shape(rows, [&](auto shape) { return run<decltype(shape)>(*l, blocks); }, 1);

@@ -27,7 +27,9 @@ inline unsigned largest_of_warp(unsigned value) {
   for (int i = 0; i < 32; ++i) largest = all[i * 8] > largest ? all[i * 8] : largest;
   return largest;
 }
-inline int blocks_of_cluster() { return static_cast<int>(cpu::blocks.size()); }
+inline int blocks_of_cluster() {
+  return cpu::cluster_size > 0 ? cpu::cluster_size : static_cast<int>(cpu::blocks.size());
+}
 inline void arrive_at_cluster() {
   cpu::Cluster& c = cpu::cluster;
   if (++c.arrived == c.expected) c.arrived = 0, ++c.number, cpu::wake(c.waiting);
@@ -39,6 +41,9 @@ inline void wait_for_cluster() {
 inline float* shared_floats() { return cpu::block().shared.data(); }
 inline void store_in_block(float* to, int rank, float value) {
   cpu::blocks[rank].shared[to - shared_floats()] = value;
+}
+inline void store_in_block(int* to, int rank, int value) {
+  std::memcpy(&cpu::blocks[rank].shared[reinterpret_cast<float*>(to) - shared_floats()], &value, 4);
 }
 
 }  // namespace spark
