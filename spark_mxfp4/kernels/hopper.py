@@ -263,7 +263,7 @@ class Routed:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def sort(self, stream: int, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
-        """Sort the pairs by expert, and bring the tokens' columns into the products' order, where `ordered` is given."""
+        """Sort the pairs by expert, and bring the tokens' columns into the products' order, in `ordered`."""
         routing, ordering = self.routing(), self._ordering(ordered, chunks)
         _check_launch(library().spark_sort(ctypes.byref(routing), ctypes.byref(ordering), self.processors, stream))
 
