@@ -1,9 +1,9 @@
 """The mixture of experts for Hopper GPUs (compute capability 9.0): kernels in CUDA C++.
 
 For up to 32 pairs of token and expert one launch does everything (layer.cuh); for some more another sorts them before
-it and brings their activations in that order (rows.cuh). For more tokens four launches, five for many: sort, first
-product with bias and activation, second product with bias (gemm.cuh), weighted sum. Nothing waits for the device, so
-CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once by `prepare`.
+it (rows.cuh). For more tokens four launches: sort, first product with bias and activation, second product with bias
+(gemm.cuh), weighted sum; for many a fifth writes activations in the order of the sorted pairs. Nothing waits for the
+device, so CUDA graphs hold it, and the same inputs give the same bits. Weights are laid out once by `prepare`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ cudaError_t allow_shared(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Run one product. Without one, return how many tokens a tile of this shape can have, or, with `swiglu`, S::GATHERS.
+// Run one product.
 using Unit = int (*)(const Gemm*, int swiglu, int processors, cudaStream_t);
 
 template <class S, bool SWIGLU>
@@ -55,7 +55,6 @@ cudaError_t run(const Gemm& g, int processors, cudaStream_t stream) {
 
 template <class S>
 int run_unit(const Gemm* g, int swiglu, int processors, cudaStream_t stream) {
-  if (g == nullptr) return swiglu ? S::GATHERS : S::TOKENS;
   return swiglu ? run<S, true>(*g, processors, stream) : run<S, false>(*g, processors, stream);
 }
 

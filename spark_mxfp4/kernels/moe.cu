@@ -10,6 +10,13 @@ namespace {
 
 #define SPARK_UNIT(number, ...) unit_##number,
 constexpr Unit UNITS[] = {SPARK_SHAPES};
+#undef SPARK_UNIT
+#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::TOKENS,
+constexpr int TOKENS[] = {SPARK_SHAPES};
+#undef SPARK_UNIT
+#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::GATHERS,
+constexpr bool GATHERS[] = {SPARK_SHAPES};
+#undef SPARK_UNIT
 constexpr int ROUTE_BLOCKS = 8;  // of one cluster that sorts; 8 are portable
 constexpr int FEW_TO_SORT = 1024;  // pairs that one block sorts
 constexpr int MANY_TOKENS = 1024;
@@ -20,8 +27,8 @@ constexpr int UNIT_NUMBER = sizeof(UNITS) / sizeof(Unit);
 extern "C" {
 
 int spark_shape_number() { return UNIT_NUMBER; }
-int spark_shape_tokens(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? UNITS[shape](nullptr, 0, 0, nullptr) : 0; }
-int spark_shape_gathers(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? UNITS[shape](nullptr, 1, 0, nullptr) : 0; }
+int spark_shape_tokens(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? TOKENS[shape] : 0; }
+int spark_shape_gathers(int shape) { return shape >= 0 && shape < UNIT_NUMBER && GATHERS[shape]; }
 const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 int spark_sort(const Routing* r, const Ordering* o, int processors, void* stream) {
