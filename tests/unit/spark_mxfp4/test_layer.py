@@ -151,24 +151,29 @@ def vectors(x, chunks):
     return padded.view(x.shape[0], chunks, 64)[..., columns].view(-1, chunks, 8, 8)
 
 
-@pytest.fixture(params=[(5, 3, 96), (9, 4, 64), (70, 9, 160)])
+@pytest.fixture(params=[(5, 3, 96, ()), (9, 4, 64, (0, 2)), (30, 9, 160, ()), (600, 9, 64, (4,))])
 def sorted_pairs(request, gpu_on_cpu):
-    """What some tokens, with top-2, are sorted into: by one block up to 64 pairs, by two for more."""
-    tokens, experts, hidden = request.param
+    """What some tokens, with top-2 and some experts elsewhere, are sorted into: by one block, for 600 by two."""
+    tokens, experts, hidden, elsewhere = request.param
     x = activations(tokens, hidden)
     ids, _ = random_routing(tokens, experts, 2, device="cpu")
-    weights = pack(random_weights(experts, hidden, 64, "cpu"))
-    return x, ids, hopper.Routed(x, weights, ids, None, 16, hopper.ROW_MULTIPLE), weights.gate_up.weight.shape[2]
+    here = [expert for expert in range(experts) if expert not in elsewhere]
+    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map[here] = torch.arange(len(here), dtype=torch.int32)
+    weights = pack(random_weights(len(here), hidden, 64, "cpu"))
+    routed = hopper.Routed(x, weights, ids, expert_map if elsewhere else None, 16, hopper.ROW_MULTIPLE)
+    return x, expert_map[ids.flatten().long()], routed, weights.gate_up.weight.shape[2]
 
 
 def test_pairs_are_sorted_by_expert_and_each_experts_rows_begin_at_a_multiple_of_eight(sorted_pairs):
-    x, ids, routed, chunks = sorted_pairs
+    x, local, routed, chunks = sorted_pairs
     ordered = torch.empty(len(x), chunks * 64, dtype=x.dtype)
     routed.sort(None, ordered, chunks)
     assert torch.equal(ordered.view(-1, chunks, 8, 8), vectors(x, chunks))
+    assert (routed.row_of_pair[local < 0] == -1).all()
     row, tiles = 0, []
-    for expert in range(int(ids.max()) + 1):
-        pairs = (ids.flatten() == expert).nonzero().flatten()
+    for expert in range(int(local.max()) + 1):
+        pairs = (local == expert).nonzero().flatten()
         rows = range(row, row + len(pairs))
         assert routed.row_of_pair[pairs].tolist() == list(rows)
         assert routed.token_of_row[row : row + len(pairs)].tolist() == (pairs // 2).tolist()
@@ -188,7 +193,7 @@ def test_planes_have_each_pairs_activations_in_the_order_of_the_matrix_instructi
     written = planes[: chunks * routed.rows * 64].view(chunks, routed.rows, 8, 8)
     wanted = vectors(x, chunks)
     for pair, row in enumerate(routed.row_of_pair.tolist()):
-        for vector in range(8):
+        for vector in range(8 if row >= 0 else 0):
             assert torch.equal(written[:, row, vector ^ row % 8], wanted[pair // 2, :, vector])
     nobodys = set(range(routed.rows)) - set(routed.row_of_pair.tolist())
     assert all(written[:, row].isnan().all() for row in nobodys)

@@ -49,7 +49,7 @@ int spark_layer_chunks(int rows) {
   return with_shape(rows, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
 }
 int spark_sort(const Routing* r, const Ordering* o, int, void*) {
-  cpu::cluster_size = r->pairs > 64 ? 2 : 1;
+  cpu::cluster_size = r->pairs > 1024 ? 2 : 1;  // with fewer the second block would have none
   const int others = o->ordered == nullptr ? 0 : 2 * cpu::cluster_size;
   const int bytes = ((ROUTE_WARPS + cpu::cluster_size) * r->experts + ROUTE_WARPS) * 4;
   const int stuck = cpu::launch(cpu::cluster_size + others, ROUTE_THREADS, bytes, [&] { sort_pairs(*r, *o); });
