@@ -179,7 +179,7 @@ struct GatheredRows {
       const uint32_t first = ring.x + ring.stage * S::X_BYTES + k * S::TOKENS * PLANE_BYTES + to;
 #pragma unroll
       for (int j = 0; j < FOURS; ++j)
-        copy_16_if(j * 4 + row < width, (first ^ (j * 4 & 7) << 4) + j * 4 * PLANE_BYTES,
+        copy_16_if(j * 4 + row < width, (first ^ (j & 1) * 64) + j * 4 * PLANE_BYTES,
                    x + (int64_t{from[j]} + (chunk + k) * 8) * 16);
     }
   }

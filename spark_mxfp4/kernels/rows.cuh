@@ -86,7 +86,7 @@ __global__ void write_planes(Ordering o, const int32_t* row_of_pair, int top_k, 
   const uint4 ordered = in_order(i < o.vectors ? o.x[int64_t{token} * o.vectors + i] : uint4{});
   for (int j = 0; i < width && j < top_k; ++j) {
     const int row = row_of_pair[token * top_k + j];
-    if (row >= 0) o.ordered[(i / 8 * rows + row) * 8 + (i & 7 ^ row & 7)] = ordered;
+    if (row >= 0) o.ordered[(i / 8 * rows + row) * 8 + ((i ^ row) & 7)] = ordered;
   }
 }
 
