@@ -3,7 +3,15 @@
 Importing it also registers the experts implementation `spark_mxfp4` for `model.set_experts_implementation`.
 """
 
+RELEASE = "5.19"  # of transformers, whose classes these derive from; pyproject.toml's extra `hf` says the same
+
 try:
+    import transformers
+
+    if not transformers.__version__.startswith(f"{RELEASE}."):
+        raise ImportError(  # noqa: TRY301 (the sentence below has this one in it)
+            f"transformers {transformers.__version__} is installed, and it needs {RELEASE}"
+        )
     from spark_mxfp4.hf.experts import PackedExperts
     from spark_mxfp4.hf.model import convert_and_replace, load_packed
 except ImportError as error:

@@ -106,6 +106,21 @@ def test_it_works_from_a_bare_folder_and_each_door_says_what_to_install(installe
     assert ours == "[]"
 
 
+@pytest.mark.parametrize("version", ["5.17.0", "5.190.1"])
+def test_another_release_of_transformers_is_refused_by_name(installed, tmp_path, version):
+    (tmp_path / "transformers.py").write_text(f"__version__ = {version!r}\n")
+    program = tmp_path / "example.py"
+    program.write_text(
+        f"import sys; sys.path[:0] = [{str(installed)!r}, {str(tmp_path)!r}]\n"
+        "try:\n    import spark_mxfp4.hf\nexcept ImportError as error:\n    print(error)\n"
+    )
+    result = python("-P", program, cwd=tmp_path)
+    assert result.stdout == (
+        f"spark_mxfp4.hf cannot be used · transformers {version} is installed, and it needs 5.19 · "
+        "pip install 'spark-mxfp4[hf]'\n"
+    ), result.stderr
+
+
 def test_the_version_has_one_home(built):
     [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
     assert wheel.name.startswith(f"spark_mxfp4-{VERSION}-")
