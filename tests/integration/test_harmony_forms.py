@@ -441,7 +441,7 @@ def test_a_response_that_is_not_stored_cannot_be_continued(served):
 
 def test_a_background_response_is_kept_while_it_runs(scripted_server, served):
     running = served.responses.create(
-        model=MODEL, input=CUE_OF["final"], background=True, extra_body={"ignore_eos": True}, max_output_tokens=2000
+        model=MODEL, input=CUE_OF["final"], background=True, extra_body={"ignore_eos": True}, max_output_tokens=3500
     )
     for _ in range(scripted_server.stored_responses + 1):
         respond(served, "final")
