@@ -263,7 +263,11 @@ class Routed:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def sort(self, stream: int, ordered: torch.Tensor | None = None, chunks: int = 0) -> None:
-        """Sort the pairs by expert, and bring the tokens' columns into the products' order, in `ordered`."""
+        """Sort the pairs by expert.
+
+        `ordered` [T, 64 · chunks], where it is given, gets the tokens' activations in the first product's order of
+        columns.
+        """
         routing, ordering = self.routing(), self._ordering(ordered, chunks)
         _check_launch(library().spark_sort(ctypes.byref(routing), ctypes.byref(ordering), self.processors, stream))
 
@@ -298,7 +302,10 @@ class Routed:
         return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
     def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> _Gemm:
-        """Return one grouped product's arguments: the first one's `x` are tokens', the second's are planes."""
+        """Return one grouped product's arguments.
+
+        `x` are planes; for the first product of a shape that gathers they are what `sort` wrote to `ordered`.
+        """
         weight, _, bias = projection
         if bias is None:
             raise ValueError(
