@@ -255,7 +255,6 @@ __device__ void produce_planes(const Gemm& g, Ring<S> ring, int row_blocks) {
 template <class S, bool GATHERED, int N>
 __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int group, int split, float (&sum)[N / 2]) {
   const int thread = threadIdx.x & 127;
-  const bool releases = (threadIdx.x & 31) == 0;
   const int first_part = split * S::STEP;
   uint32_t even[16], odd[16];
   const auto load = [&](uint32_t (&a)[16], int part) {
@@ -273,10 +272,8 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
     barrier_wait(ring.full_bar(), ring.parity);
     if constexpr (GATHERED) fence_for_matrix_instruction();
   };
-  const auto release = [&](int stage) {
-    __syncwarp();
-    if (releases) barrier_arrive(ring.empty_bar(stage));
-  };
+  // By every lane: each has read for itself, and ptxas leaves out a __syncwarp before one lane's arrival.
+  const auto release = [&](int stage) { barrier_arrive(ring.empty_bar(stage)); };
   ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
   if constexpr (!S::AHEAD) {
     for (int first = 0; first < g.chunks; first += S::CHUNKS) {
@@ -325,6 +322,15 @@ __device__ __forceinline__ void multiply_tile(const Gemm& g, Ring<S>& ring, int 
     } else {
       step(even, odd, false);
     }
+  }
+}
+
+// What a warpgroup does that has none of a tile's rows.
+template <class S>
+__device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
+  for (int chunk = 0; chunk < g.chunks; chunk += S::CHUNKS, ring.next()) {
+    barrier_wait(ring.full_bar(), ring.parity);
+    barrier_arrive(ring.empty_bar(ring.stage));
   }
 }
 
@@ -391,6 +397,23 @@ __device__ __forceinline__ void store_plain(const Gemm& g, const Tile& tile, int
   }
 }
 
+// Warpgroups that store their results one after the other come to their tiles' ends at different times from then on, so that
+// the matrix units have work meanwhile. The first tile costs waiting, so it is for many tiles; and no warpgroup may come
+// to its next turn before the others had this one, for which the ring must be shorter than a tile.
+template <class S>
+__device__ __forceinline__ bool take_turns(const Gemm& g, int tile_number) {
+  constexpr int MANY_TILES = 4;  // of a block
+  return S::AHEAD && g.chunks > S::STAGES && tile_number > MANY_TILES * static_cast<int>(gridDim.x);
+}
+template <class S>
+__device__ __forceinline__ void begin_turn(int group) {
+  if (group > 0) named_barrier(group, 256);
+}
+template <class S>
+__device__ __forceinline__ void end_turn(int group) {
+  if (group + 1 < S::GROUPS) named_barrier_arrive(group + 1, 256);
+}
+
 // Add up the sums of the warpgroups that share rows, always in the same order; true for the one that has the result.
 template <class S, int N>
 __device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int group, int split) {
@@ -413,7 +436,7 @@ __device__ __forceinline__ bool combine(float (&sum)[N / 2], float* sums, int gr
 }
 
 template <class S, bool SWIGLU, int N>
-__device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums) {
+__device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, bool turns) {
   uint8_t* staging = reinterpret_cast<uint8_t*>(sums) + S::SUM_BYTES + uniform(threadIdx.x >> 5) * STAGING_BYTES;
   const int warpgroup = uniform(threadIdx.x >> 7), thread = threadIdx.x & 127;
   const int group = warpgroup / S::SPLIT, split = warpgroup % S::SPLIT;
@@ -424,25 +447,34 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
   const float* from = g.bias + (int64_t{tile.tokens.x} * g.row_tiles + tile.row_tile + (there ? group : 0)) * 64;
   const int row = (thread >> 5) * 16 + (thread & 31) / 4;
   const float bias[2] = {from[row], from[row + 8]};  // before the long loop, to be here after it
-  multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, split, sum);
-  if (!combine<S, N>(sum, sums, group, split) || !there) return;
-  if constexpr (SWIGLU) {
-    store_swiglu<N>(g, tile, group, sum, bias, staging);
+  if (there) {
+    multiply_tile<S, SWIGLU && S::GATHERS, N>(g, ring, group, split, sum);
   } else {
-    store_plain<N>(g, tile, group, sum, bias, staging);
+    pass_tile<S>(g, ring);
   }
+  if (!combine<S, N>(sum, sums, group, split)) return;
+  if (turns) begin_turn<S>(group);
+  if (there) {
+    if constexpr (SWIGLU) {
+      store_swiglu<N>(g, tile, group, sum, bias, staging);
+    } else {
+      store_plain<N>(g, tile, group, sum, bias, staging);
+    }
+  }
+  if (turns) end_turn<S>(group);
 }
 
 // The matrix instruction's width is part of its name: choose the code for this tile's number of tokens.
 template <class S, bool SWIGLU, int N>
-__device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, int width) {
+__device__ __forceinline__ void consume_width(const Gemm& g, Ring<S>& ring, const Tile& tile, float* sums, bool turns,
+                                              int width) {
   if constexpr (N >= S::TOKENS) {
-    consume<S, SWIGLU, S::TOKENS>(g, ring, tile, sums);
+    consume<S, SWIGLU, S::TOKENS>(g, ring, tile, sums, turns);
   } else {
     if (width <= N) {
-      consume<S, SWIGLU, N>(g, ring, tile, sums);
+      consume<S, SWIGLU, N>(g, ring, tile, sums, turns);
     } else {
-      consume_width<S, SWIGLU, next_width<N>()>(g, ring, tile, sums, width);
+      consume_width<S, SWIGLU, next_width<N>()>(g, ring, tile, sums, turns, width);
     }
   }
 }
@@ -455,7 +487,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, SWIGLU && S::GATHERS ? 1 + 32 : 1);
-      barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
+      barrier_init(ring.empty_bar(i), 128 * S::GROUPS);
     }
     fence_barriers();
   }
@@ -475,10 +507,14 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) grouped_gemm(const __gr
     let_next_kernel_start();
     float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
     const int tile_number = uniform(*g.tile_count) * row_blocks;
+    if (static_cast<int>(blockIdx.x) >= tile_number) return;
+    Tile tile = later_tile<S>(g, blockIdx.x, 0, tile_number, row_blocks);
+    const bool turns = take_turns<S>(g, tile_number);
     for (int index = blockIdx.x; index < tile_number; index += gridDim.x) {
-      Tile tile = tile_at<S>(g, index, row_blocks);
+      const Tile next = later_tile<S>(g, index, 1, tile_number, row_blocks);  // asked for early here too
       tile.tokens.z = uniform(tile.tokens.z);
-      consume_width<S, SWIGLU, 8>(g, ring, tile, sums, matrix_tokens(tile.tokens.z));
+      consume_width<S, SWIGLU, 8>(g, ring, tile, sums, turns, matrix_tokens(tile.tokens.z));
+      tile = next;
     }
   }
 }

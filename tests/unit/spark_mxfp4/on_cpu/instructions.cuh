@@ -64,15 +64,19 @@ void store_transposed(uint32_t to, const uint32_t (&blocks)[4]);
 
 inline float smaller(float a, float b) { return std::isnan(a) || a < b ? a : b; }
 inline float larger(float a, float b) { return std::isnan(a) || a > b ? a : b; }
-inline void named_barrier(int id, int threads) {
+// Tells whether this thread was the last.
+inline bool named_barrier_arrive(int id, int threads) {
   cpu::Meeting& m = named_barriers[id + 16 * cpu::current->block];
   m.expected = threads;
-  if (++m.arrived == threads) {
-    m.arrived = 0;
-    cpu::wake(m.waiting);
-  } else {
-    m.waiting.push_back(cpu::current), cpu::sleep();
-  }
+  if (++m.arrived < threads) return false;
+  m.arrived = 0;
+  cpu::wake(m.waiting);
+  return true;
+}
+inline void named_barrier(int id, int threads) {
+  if (named_barrier_arrive(id, threads)) return;
+  named_barriers[id + 16 * cpu::current->block].waiting.push_back(cpu::current);
+  cpu::sleep();
 }
 // Each lane has two values of one row, two columns from 2 (l%4) on; afterwards of one column as a row.
 inline uint32_t transpose_8x8(uint32_t pair) {
