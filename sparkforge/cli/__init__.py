@@ -79,6 +79,7 @@ for _collection in (
         measure.compare,
         measure.accept,
         measure.bakeoff,
+        measure.shards,
         measure.formats,
         measure.leaderboard,
         measure.export,

@@ -250,6 +250,19 @@ def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") 
 
 
 @task(
+    example="./inv bench.shards --tokens 1,64",
+    output="JSON file for the figures; default bench/results/shards.json in the checkout",
+    python="interpreter with torch and triton; default: ours",
+    tokens="with commas; default 1 to 4096",
+)
+def shards(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
+    """Time one layer's experts on two GPUs of this host, against one."""
+    from sparkforge.bench.kernels.layer import main
+
+    main(caller_path(output) or "bench/results/shards.json", caller_path(python), tokens, module="measure_shards")
+
+
+@task(
     example="./inv bench.formats --python .sparkforge/envs/embedded/bin/python",
     output="JSON file for the figures; default bench/results/formats.json in the checkout",
     python="interpreter with torch; default: the embedded device's",

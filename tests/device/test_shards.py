@@ -9,29 +9,12 @@ from torch.cuda import nccl
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
+from spark_mxfp4.kernels.measure_shards import GPUS, SPLITS, part
 
 pytestmark = pytest.mark.device
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast: the host's other guests use the same switches
-EXPERTS, SIZE, TOP_K, GPUS = 128, 2880, 4, 2
+EXPERTS, SIZE, TOP_K = 128, 2880, 4
 BF16, SUMMED = 0.006, 0.01  # of one part; of two parts, each rounded to bf16, and their sum rounded again
-SPLITS = ("tensor", "expert")
-
-
-def part(weights, split, rank):
-    """Return a rank's experts, as vLLM's loader cuts them, and its expert map: half of each expert, or half of them."""
-    if split == "expert":
-        own = slice(rank * EXPERTS // GPUS, (rank + 1) * EXPERTS // GPUS)
-        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        expert_map[own] = torch.arange(EXPERTS // GPUS, dtype=torch.int32)
-        return ExpertWeights(*(Projection(*(tensor[own] for tensor in p)) for p in weights)), expert_map
-    gate_up, down = weights
-
-    def half(tensor, axis):
-        return tensor.chunk(GPUS, axis)[rank].contiguous()
-
-    bias = down.bias if rank == 0 else torch.zeros_like(down.bias)  # else it would be added twice
-    rows = Projection(*(half(tensor, 1) for tensor in gate_up))
-    return ExpertWeights(rows, Projection(half(down.weight, 2), half(down.scales, 2), bias)), None
 
 
 def on(device, weights):

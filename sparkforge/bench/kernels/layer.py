@@ -1,4 +1,4 @@
-"""`./inv bench.kernels` and `bench.linear`: our kernels on this GPU, by the library's measurements, and the machine.
+"""`./inv bench.kernels`, `bench.linear`, `bench.shards`: the library's measurements of our kernels, and the machine.
 
 The measurement runs in a process of its own, because a GPU machine's torch is often another than this environment's.
 """
@@ -36,8 +36,9 @@ def main(
 
     `peer_cutlass` times FlashInfer's CUTLASS kernel too, which the interpreter must have.
 
-    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_linear` for dense products,
-    `measure_formats` for the accuracy of their formats, which needs no GPU; `shapes` are some of the latter's matrices.
+    `module` is one of spark_mxfp4.kernels: `measure` for the experts, `measure_shards` for them on two GPUs,
+    `measure_linear` for dense products, `measure_formats` for the accuracy of their formats, which needs no GPU;
+    `shapes` are some of the latter's matrices.
 
     Raises ProcessError where there is no GPU, torch or triton.
     """
