@@ -4,9 +4,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from spark_mxfp4.kernels import precompile
 
+BF16 = 0.006  # the most error of a layer whose activations between the products are bf16
 STAND_INS = Path(__file__).parent / "unit" / "spark_mxfp4" / "on_cpu"
 
 
@@ -26,3 +31,13 @@ def shared_library(folder: Path, unit: str, *sources: str, change: Callable[[str
     result = subprocess.run([*command, "-o", library], cwd=folder, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return str(library)
+
+
+def set_processors(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the GPU that hopper.py sees one of so many multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=number))
+
+
+def activations(tokens: int, hidden: int) -> torch.Tensor:
+    """Return random ones, with NaN behind them that no result may have."""
+    return torch.cat([torch.randn(tokens, hidden), torch.full((99, hidden), torch.nan)]).bfloat16()[:tokens]

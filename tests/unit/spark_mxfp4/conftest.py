@@ -1,7 +1,9 @@
 """Small gpt-oss models in memory, whose experts hold values that MXFP4 holds exactly."""
 
+import ctypes
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ else:
 
     from spark_mxfp4.mxfp4 import dequantize
 
+ROOM = 1 << 14  # elements around each tensor, which nobody may write
 IDS = [[3, 17, 99, 4, 4, 60, 127, 0, 31, 5]]
 
 
@@ -28,6 +31,38 @@ def one_thread():
 def no_choice(monkeypatch):
     for name in ("SPARK_MXFP4_KERNEL", "SPARK_MXFP4_TRUST_REMOTE_CODE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def gpu_on_cpu(library, monkeypatch):
+    """Hopper.py with the module's `library`, a GPU of one multiprocessor, and memory of NaN and 77 between guards."""
+    from cpu_kernels import set_processors
+
+    from spark_mxfp4.kernels import hopper
+
+    library.spark_error = lambda number: f"{number} threads wait for ever".encode()
+    monkeypatch.setattr(hopper, "library", lambda: library)
+    for cached in ("tile_tokens", "gathers"):
+        monkeypatch.setattr(hopper, cached, getattr(hopper, cached).__wrapped__)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
+    set_processors(1, monkeypatch)
+    library.add_tensor.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.add_tensor(None, 0)
+    guarded = []
+    empty = torch.empty
+
+    def poisoned(*sizes, dtype=torch.float32, device="cpu"):
+        shape = torch.Size(sizes)
+        around = empty(shape.numel() + 2 * ROOM, dtype=dtype, device=device)
+        around.fill_(torch.nan if dtype.is_floating_point else 77)
+        guarded.extend((edge, edge.clone()) for edge in (around[:ROOM], around[-ROOM:]))
+        library.add_tensor(around[ROOM:-ROOM].data_ptr(), shape.numel() * around.itemsize)
+        return around[ROOM:-ROOM].view(shape)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype))
+    yield
+    assert all(torch.equal(edge.view(torch.uint8), before.view(torch.uint8)) for edge, before in guarded)
 
 
 @pytest.fixture

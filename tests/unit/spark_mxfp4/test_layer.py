@@ -1,11 +1,11 @@
 """The kernels of a layer of few tokens, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
 
 import ctypes
-from types import SimpleNamespace
 
 import cpu_kernels
 import pytest
 import torch
+from cpu_kernels import BF16, activations
 
 from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
@@ -13,8 +13,6 @@ from spark_mxfp4.kernels.hopper import LayerPlan
 from spark_mxfp4.kernels.layout import pack
 
 pytestmark = pytest.mark.needs("c++")
-BF16 = 0.006
-
 
 # What one block has in a GPU's shared memory, and who has it here.
 SHARED = {
@@ -25,7 +23,6 @@ SHARED = {
         "auto& [brought, grid_ready, sorted] = of_block<Barriers>();"
     ),
 }
-ROOM = 1 << 14  # elements around each tensor, which nobody may write
 
 
 def for_blocks(text):
@@ -40,40 +37,9 @@ def library(tmp_path_factory):
     """The kernels' doors; the arrays of shared memory are the stand-in's."""
     folder = tmp_path_factory.mktemp("layer")
     sources = ("layer.cuh", "gemm.cuh", "routing.cuh", "rows.cuh")
-    return ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", *sources, change=for_blocks))
-
-
-@pytest.fixture
-def gpu_on_cpu(library, monkeypatch):
-    """Hopper.py with these doors, a GPU of one multiprocessor, and memory of NaN and 77 that nobody writes beside."""
-    library.spark_error = lambda number: f"{number} threads wait for ever".encode()
-    library.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    monkeypatch.setattr(hopper, "library", lambda: library)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
-    set_processors(1, monkeypatch)
-    guarded = []
-    empty = torch.empty
-
-    def poisoned(*sizes, dtype=torch.float32, device="cpu"):
-        shape = torch.Size(sizes)
-        around = empty(shape.numel() + 2 * ROOM, dtype=dtype, device=device)
-        around.fill_(torch.nan if dtype.is_floating_point else 77)
-        guarded.extend((edge, edge.clone()) for edge in (around[:ROOM], around[-ROOM:]))
-        return around[ROOM:-ROOM].view(shape)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype))
-    yield
-    assert all(torch.equal(edge.view(torch.uint8), before.view(torch.uint8)) for edge, before in guarded)
-
-
-def set_processors(number, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=number))
-
-
-def activations(tokens, hidden):
-    """Return random ones, with NaN behind them that no result may have."""
-    return torch.cat([torch.randn(tokens, hidden), torch.full((99, hidden), torch.nan)]).bfloat16()[:tokens]
+    loaded = ctypes.CDLL(cpu_kernels.shared_library(folder, "layer.cpp", *sources, change=for_blocks))
+    loaded.spark_planes.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return loaded
 
 
 def run(weights, x, ids, shares, plan, expert_map=None):
@@ -131,7 +97,7 @@ def test_activations_may_lie_anywhere(monkeypatch):
 )
 @pytest.mark.parametrize(("sizes", "tokens", "parts"), [((1, 64, 64), 3, 2), ((1, 32, 1984), 2, 1)])
 def test_no_warp_has_to_keep_up_with_the_others(library, monkeypatch, blocks, block, warp, sizes, tokens, parts):
-    set_processors(blocks, monkeypatch)
+    cpu_kernels.set_processors(blocks, monkeypatch)
     weights, x = random_weights(*sizes, "cpu"), activations(tokens, sizes[1])
     ids, shares = random_routing(tokens, 1, 1, device="cpu")
     library.make_slow(block, warp)

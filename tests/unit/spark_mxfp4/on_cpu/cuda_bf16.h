@@ -23,7 +23,7 @@ struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct Index { int x, y = 0; };
+struct Index { int x = 0, y = 0; };
 struct __nv_bfloat16 { uint16_t bits; };
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline float __uint_as_float(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
@@ -45,14 +45,14 @@ using std::isnan;
 namespace cpu {
 
 struct Fiber;
-struct Meeting {  // of `expected` fibers; what each brings is kept for two meetings in turn
-  int expected = 0, arrived = 0, number = 0;
+struct Meeting {  // of `expected` fibers; what each brings, `words` at most, is kept for two meetings in turn
+  int expected = 0, words = 8, arrived = 0, number = 0;
   std::vector<Fiber*> waiting;
   std::vector<uint32_t> brought[2];
 };
 struct Block {
   Meeting all;
-  std::vector<Meeting> warps;
+  std::vector<Meeting> warps, warpgroups;
   std::vector<float> shared;
 };
 struct Cluster {
@@ -63,17 +63,25 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   int thread, block, cluster_waits = 0;
+  bool done = false;
+  bool copies_fenced = true, registers_fenced = false;  // for the warpgroup's matrix instruction
 };
 inline std::vector<Block> blocks;
 inline Cluster cluster;
 inline int cluster_size = 0;  // blocks of the first cluster, which is the only one that meets; 0: all blocks
-inline std::deque<Fiber*> runnable;
+inline std::deque<Fiber*> runnable, late;  // late: who goes on when nobody else can, one at a time
 inline Fiber* current;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
 inline int slow_block = -1, slow_warp = -1;  // whose fibers go on once in 127 turns, while others can
 
 inline void sleep() { swapcontext(&current->context, &scheduler); }
+inline void sleep_long() { late.push_back(current), sleep(); }
+inline void wake_late() {
+  if (late.empty()) return;
+  runnable.push_back(late.front());
+  late.pop_front();
+}
 inline void wake(std::vector<Fiber*>& waiting) {
   for (Fiber* fiber : waiting) runnable.push_back(fiber);
   waiting.clear();
@@ -81,8 +89,8 @@ inline void wake(std::vector<Fiber*>& waiting) {
 // Brings `size` words; returns what everybody brought.
 inline const uint32_t* meet(Meeting& m, int me, const uint32_t* words, int size) {
   std::vector<uint32_t>& brought = m.brought[m.number % 2];
-  brought.resize(m.expected * 8);
-  std::memcpy(brought.data() + me * 8, words, 4 * size);
+  brought.resize(m.expected * m.words);
+  std::memcpy(brought.data() + me * m.words, words, 4 * size);
   const uint32_t* result = brought.data();
   if (++m.arrived == m.expected) {
     m.arrived = 0, ++m.number;
@@ -95,17 +103,22 @@ inline const uint32_t* meet(Meeting& m, int me, const uint32_t* words, int size)
 }
 inline Block& block() { return blocks[current->block]; }
 inline Meeting& warp() { return block().warps[current->thread / 32]; }
+inline Meeting& warpgroup() { return block().warpgroups[current->thread / 128]; }
 inline int lane() { return current->thread % 32; }
-inline void enter() { body(), sleep(); }
+inline void enter() { body(), current->done = true, sleep(); }
 
+// Returns how many fibers wait for others that never come.
 inline int launch(int number, int threads, int bytes, std::function<void()> kernel) {
   blocks.assign(number, Block{});
   cluster = Cluster{(cluster_size > 0 ? cluster_size : number) * threads};
   body = std::move(kernel);
+  late.clear();
   std::vector<Fiber> fibers(static_cast<size_t>(number) * threads);
   for (Block& b : blocks) {
     b.all.expected = threads, b.warps.resize(threads / 32), b.shared.assign(bytes / 4, NAN);
+    b.warpgroups.resize(threads / 128);
     for (Meeting& w : b.warps) w.expected = 32;
+    for (Meeting& w : b.warpgroups) w.expected = 128, w.words = 16;
   }
   constexpr size_t STACK = 24 << 10;
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -117,25 +130,26 @@ inline int launch(int number, int threads, int bytes, std::function<void()> kern
     makecontext(&f.context, enter, 0);
     runnable.push_back(&f);
   }
-  for (unsigned turn = 0; !runnable.empty();) {
+  for (unsigned turn = 0; !runnable.empty() || !late.empty();) {
+    if (runnable.empty()) wake_late();
     current = runnable.front();
     runnable.pop_front();
     const bool slow = current->block == slow_block && current->thread / 32 == slow_warp;
-    if (slow && !runnable.empty() && ++turn % 127 != 0) {
+    if (slow && !(runnable.empty() && late.empty()) && ++turn % 127 != 0) {
       runnable.push_back(current);
+      wake_late();
       continue;
     }
     swapcontext(&scheduler, &current->context);
   }
-  int stuck = cluster.waiting.size();
-  for (Block& b : blocks) {
-    stuck += b.all.waiting.size();
-    for (Meeting& w : b.warps) stuck += w.waiting.size();
-  }
-  return stuck;  // fibers that wait for others that never come
+  return static_cast<int>(std::count_if(fibers.begin(), fibers.end(), [](const Fiber& f) { return !f.done; }));
 }
 
 }  // namespace cpu
+
+extern "C" inline __attribute__((used)) void make_slow(int block, int warp) {
+  cpu::slow_block = block, cpu::slow_warp = warp;
+}
 
 #define threadIdx (Index{cpu::current->thread})
 #define blockIdx (Index{cpu::current->block})

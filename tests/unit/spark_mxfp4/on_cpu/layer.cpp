@@ -32,18 +32,14 @@ namespace {
 template <class S>
 int run(const Layer& l, int blocks) {
   static_assert(S::SHARED_BYTES <= BLOCK_BYTES);
-  std::memset(raw, 0xFF, sizeof(raw));
-  barriers.clear(), named_barriers.clear(), spins = 0, blocks_arrived = 0;
-  int stuck = cpu::launch(blocks, LAYER_THREADS<S>, 0, [&] { whole_layer<S>(l); });
-  for (const auto& [address, barrier] : barriers) stuck += barrier.waiting.size();
+  forget_blocks(sizeof(raw));
+  const int stuck = cpu::launch(blocks, LAYER_THREADS<S>, 0, [&] { whole_layer<S>(l); });
   return stuck + static_cast<int>(spins > MOST_SPINS);
 }
 
 }  // namespace
 
 extern "C" {
-
-void make_slow(int block, int warp) { cpu::slow_block = block, cpu::slow_warp = warp; }
 
 int spark_layer_chunks(int rows) {
   return with_shape(rows, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);

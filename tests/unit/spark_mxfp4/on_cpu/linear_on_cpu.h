@@ -1,4 +1,4 @@
-// Stands in for CUDA where linear.cu is compiled for a CPU: its launches run here, block after block.
+// Stands in for CUDA where linear.cu is compiled for a CPU.
 //
 // Copies that a GPU makes in the background are made as late as they may be: when somebody waits for them. Until then
 // their target holds NaN, so that a kernel that reads too early, or asks for a copy too early, gives wrong sums.
@@ -7,23 +7,17 @@
 #include <unordered_map>
 
 #include "overlap.cuh"
+#include "runtime.h"
 #include "warp.cuh"
 
-#define __shared__
 #define __align__(bytes)
-#undef blockIdx
-#undef gridDim
-#undef blockDim
-#define blockIdx (Index{cpu::block_number})
-inline Index gridDim, blockDim;
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace spark {
 
-constexpr int MOST_BYTES = 232448;  // of a block, compute capability 9.0
-alignas(16) uint8_t shared[MOST_BYTES];  // of the block that runs
+alignas(16) uint8_t shared[cpu::MOST_BYTES];  // of the block that runs
 
 }  // namespace spark
 
@@ -35,7 +29,6 @@ struct Copy {
 };
 using Group = std::vector<Copy>;
 inline std::unordered_map<const Fiber*, std::vector<Group>> groups;  // cp.async's of each thread, the last one is open
-inline int block_number, bytes_of_block = spark::MOST_BYTES;
 
 inline std::vector<Group>& my_groups() {
   std::vector<Group>& mine = groups[current];
@@ -43,16 +36,9 @@ inline std::vector<Group>& my_groups() {
   return mine;
 }
 
-// Returns 0, or how many threads of a block wait for ever.
-template <class... Parameters, class... Arguments>
-int run(void (*kernel)(Parameters...), int blocks, int threads, int bytes, const Arguments&... arguments) {
-  gridDim.x = blocks, blockDim.x = threads;
-  for (block_number = 0; block_number < blocks; ++block_number) {
-    groups.clear();
-    std::memset(spark::shared, 0xFF, bytes);
-    if (const int stuck = launch(1, threads, 0, [&] { kernel(arguments...); })) return stuck;
-  }
-  return 0;
+void begin_block(int bytes) {
+  groups.clear();
+  std::memset(spark::shared, 0xFF, bytes);
 }
 
 }  // namespace cpu
@@ -85,36 +71,3 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 }
 
 }  // namespace spark
-
-// The part of CUDA's runtime that linear.cu calls.
-using cudaStream_t = void*;
-using cudaError_t = int;
-enum { cudaSuccess, cudaErrorInvalidValue };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeProgrammaticStreamSerialization };
-struct dim3 {
-  int x = 1;
-  dim3() = default;
-  explicit dim3(int x) : x(x) {}
-};
-struct cudaLaunchAttribute {
-  int id;
-  struct { int programmaticStreamSerializationAllowed; } val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  int dynamicSmemBytes, numAttrs;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-};
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, int, int bytes) {
-  return bytes > cpu::bytes_of_block ? cudaErrorInvalidValue : cudaSuccess;
-}
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return "threads that wait for ever"; }
-template <class Kernel, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Arguments&... arguments) {
-  return cpu::run(kernel, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, arguments...);
-}
-
-extern "C" inline __attribute__((used)) void choose_bytes_of_block(int bytes) { cpu::bytes_of_block = bytes; }
