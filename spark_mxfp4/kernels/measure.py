@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,18 @@ from spark_mxfp4.kernel import MoeKernel
 from spark_mxfp4.kernels import hopper
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
-from spark_mxfp4.kernels.timing import LAYERS, REPLAYS, Layer, LayerSizes, count_of, figures, graph_time, print_row
+from spark_mxfp4.kernels.timing import (
+    LAYERS,
+    REPLAYS,
+    Layer,
+    LayerSizes,
+    count_of,
+    figures,
+    graph_time,
+    output_file,
+    print_row,
+    token_counts,
+)  # fmt: skip
 
 MOST_SHARE = 4.0  # tokens an expert up to which `tune` times the kernel of a whole layer
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -170,11 +180,11 @@ def chosen_models(experts: str) -> dict[str, LayerSizes]:
 def main() -> None:
     """Measure what the flags ask for and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output", required=True, type=Path, help="JSON file for the figures")
+    flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
     flags.add_argument("--peer", help="folder that holds triton_kernels")
     flags.add_argument("--peer-cutlass", action="store_true", help="time FlashInfer's CUTLASS kernel too")
     flags.add_argument("--tune", action="store_true", help="time every pair of shapes instead")
-    flags.add_argument("--tokens", help="with commas; default: 1 to 8192")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 8192")
     flags.add_argument("--experts", default="", help="only the models with so many experts, with commas; default: all")
     arguments = flags.parse_args()
     try:
@@ -183,7 +193,7 @@ def main() -> None:
         sys.exit(str(error))
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
-    tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else TOKENS
+    tokens = arguments.tokens
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "layers_in_turn": LAYERS, "replays": REPLAYS, "ceilings": ceilings(),

@@ -28,7 +28,7 @@ from triton.language.extra import cuda
 from spark_mxfp4.kernels.check import error
 from spark_mxfp4.kernels.linear import Format, Weight, reference, run
 from spark_mxfp4.kernels.measure import ceilings
-from spark_mxfp4.kernels.timing import REPLAYS, graph_time, print_row
+from spark_mxfp4.kernels.timing import REPLAYS, graph_time, output_file, print_row, token_counts
 from spark_mxfp4.mxfp4 import E4M3_LARGEST
 
 SHAPES = {  # rows by columns, gpt-oss-120b
@@ -242,8 +242,8 @@ def _named(names: str | None) -> Iterable[str]:
 def main() -> None:
     """Measure what the flags ask for and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output", required=True, help="JSON file for the figures")
-    flags.add_argument("--tokens", help="with commas; default: 1 to 64")
+    flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 64")
     flags.add_argument(
         "--shapes", help="with commas, of qkv, o and head; default: these, and those of one of two devices"
     )
@@ -251,7 +251,6 @@ def main() -> None:
     names = _named(arguments.shapes)
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
-    tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else TOKENS
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "replays": REPLAYS, "ceilings": ceilings(), "shapes": {},
@@ -261,7 +260,7 @@ def main() -> None:
         rows, columns = SHAPES[name]
         figures: list[Row] = []
         result["shapes"][name] = {"rows": rows, "columns": columns, "figures": figures}
-        for row in measure(rows, columns, tokens, result["ceilings"]["copy_gbs"]):
+        for row in measure(rows, columns, arguments.tokens, result["ceilings"]["copy_gbs"]):
             figures.append(row)
             _print(f"{name}, {row['name']}", row)
         torch.cuda.empty_cache()
@@ -277,8 +276,8 @@ def _print(title: str, row: Row) -> None:
         print_row(title, {key: value for key, value in row.items() if key != "name"})
 
 
-def _save(output: str, result: dict[str, Any]) -> None:
-    Path(output).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def _save(output: Path, result: dict[str, Any]) -> None:
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`python -m spark_mxfp4.kernels.measure_shards`: gpt-oss-120b's experts on two GPUs of one host, against one GPU.
 
-`tensor` halves each expert, `expert` halves their number. Both GPUs compute their part of a layer and NCCL adds the
-parts; `products_us` is without that sum. A time is the slower GPU's median of CUDA graph replays, with several layers
+`tensor` halves each expert, `expert` halves their number. Both GPUs compute their shard of a layer and NCCL adds
+them; `products_us` is without that sum. A time is the slower GPU's median of CUDA graph replays, with several layers
 in turn, as in `measure`. NVLink's multicast stays off: it takes a share of switches that a host's other guests use.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +22,16 @@ from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
 from spark_mxfp4.kernels.measure import MODELS
-from spark_mxfp4.kernels.timing import LAYERS, REPLAYS, Layer, count_of, print_row
+from spark_mxfp4.kernels.timing import (
+    LAYERS,
+    REPLAYS,
+    Layer,
+    count_of,
+    graph_time,
+    output_file,
+    print_row,
+    token_counts,
+)
 
 GPUS, DEVICE = 2, "cuda"
 ONE, SPLITS = "one", ("tensor", "expert")
@@ -34,16 +42,17 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 Rows = dict[str, list[dict[str, float]]]
 
 
-def part(weights: ExpertWeights, split: str, rank: int) -> tuple[ExpertWeights, torch.Tensor | None]:
+def shard(weights: ExpertWeights, split: str, rank: int) -> tuple[ExpertWeights, torch.Tensor | None]:
     """Return what GPU `rank` has of `weights`, as vLLM's loader cuts them, and its expert map, int32 [E].
 
     For `tensor` that is half of each expert, without a map; for `expert` half of the experts; else the whole. The sum
-    of the parts' outputs is the layer's.
+    of the shards' outputs is the layer's.
     """
     gate_up, down = weights
     if split == "tensor":
-        # The second product's bias counts once.
-        bias = None if down.bias is None else down.bias * (rank == 0)
+        bias = down.bias
+        if bias is not None and rank > 0:  # it counts once
+            bias = torch.zeros_like(bias)
         first = Projection(*(_half(tensor, 1, rank) for tensor in gate_up))
         return ExpertWeights(first, Projection(_half(down.weight, 2, rank), _half(down.scales, 2, rank), bias)), None
     if split == "expert":
@@ -59,11 +68,11 @@ def _half(tensor: torch.Tensor | None, axis: int, rank: int) -> Any:
     return None if tensor is None else tensor.chunk(GPUS, axis)[rank].contiguous()
 
 
-def measure_rank(rank: int, meeting: str, tokens: tuple[int, ...], output: str) -> None:
-    """Measure as GPU `rank`; both meet at the file `meeting`, and the first saves JSON as `output`."""
+def measure_rank(rank: int, rendezvous: str, tokens: tuple[int, ...], output: str) -> None:
+    """Measure as GPU `rank`; both meet at the file `rendezvous`, and the first saves JSON as `output`."""
     torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "nccl", init_method=f"file://{meeting}", rank=rank, world_size=GPUS, device_id=torch.device("cuda", rank)
+        "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=GPUS, device_id=torch.device("cuda", rank)
     )
     rows: Rows = {}
     for split in (ONE, *SPLITS):
@@ -79,7 +88,7 @@ def _measure(split: str, rank: int, tokens: tuple[int, ...]) -> list[dict[str, f
     """Return a row for each number of tokens: this GPU's products, and the layer with NCCL's sum and its error."""
     torch.manual_seed(0)  # both GPUs have the same weights, tokens and routings
     kernel, plain = GpuKernel(), random_weights(MODEL.experts, MODEL.hidden, MODEL.intermediate, DEVICE)
-    own, expert_map = part(plain, split, rank)
+    own, expert_map = shard(plain, split, rank)
     layers = [kernel.prepare(own) for _ in range(LAYERS)]
     rows = []
     for number in tokens:
@@ -87,7 +96,7 @@ def _measure(split: str, rank: int, tokens: tuple[int, ...]) -> list[dict[str, f
         routes = [random_routing(number, MODEL.experts, MODEL.top_k, device=DEVICE) for _ in range(LAYERS)]
 
         def products(i: int, x: torch.Tensor = x, routes: Any = routes) -> torch.Tensor:
-            """This GPU's part of a layer."""
+            """This GPU's shard of a layer."""
             return kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS], expert_map)
 
         def summed(i: int, products: Any = products) -> torch.Tensor:
@@ -107,33 +116,16 @@ def _measure(split: str, rank: int, tokens: tuple[int, ...]) -> list[dict[str, f
 
 def _time(once: Layer, tokens: int) -> float:
     """Return the slower GPU's median time of `once(i)` in µs; both GPUs call this at the same time."""
-    count = count_of(tokens)
-    once(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog, a thread of its own, asks for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for i in range(count):
-            once(i)
-    times = []
-    for _ in range(REPLAYS + 1):  # the first one warms up
-        distributed.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    slower = torch.tensor(statistics.median(times[1:]), device=DEVICE)
+    slower = torch.tensor(graph_time(once, count_of(tokens), before=distributed.barrier), device=DEVICE)
     distributed.all_reduce(slower, distributed.ReduceOp.MAX)
-    return float(slower) * 1e3 / count
+    return float(slower)
 
 
 def _compared(rows: Rows) -> Rows:
-    """Return `rows`, the split ones with one GPU's time over theirs."""
+    """Return `rows`, those of two GPUs with one GPU's time over theirs."""
     alone = {row["tokens"]: row["products_us"] for row in rows[ONE]}
     return {
-        split: [row if split == ONE else {**row, "one_over_two": alone[row["tokens"]] / row["us"]} for row in measured]
+        split: [row if split == ONE else {**row, "speedup": alone[row["tokens"]] / row["us"]} for row in measured]
         for split, measured in rows.items()
     }
 
@@ -149,8 +141,8 @@ def _facts() -> dict[str, Any]:
 def main() -> None:
     """Measure on the first two GPUs and save JSON."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output", required=True, type=Path, help="JSON file for the figures")
-    flags.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="with commas; default: %(default)s")
+    flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 4096")
     arguments = flags.parse_args()
     if torch.cuda.device_count() < GPUS:
         sys.exit(
@@ -158,9 +150,10 @@ def main() -> None:
             "for one, run python -m spark_mxfp4.kernels.measure --output FILE"
         )
     os.environ.update(NO_MULTICAST)
-    tokens = tuple(map(int, arguments.tokens.split(",")))
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(measure_rank, (f"{folder}/meeting", tokens, str(arguments.output)), nprocs=GPUS)
+        multiprocessing.spawn(
+            measure_rank, (f"{folder}/rendezvous", arguments.tokens, str(arguments.output)), nprocs=GPUS
+        )
 
 
 if __name__ == "__main__":

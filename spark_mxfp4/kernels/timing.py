@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,18 +35,25 @@ class LayerSizes(NamedTuple):
 Layer = Callable[[int], object]
 
 
-def graph_time(once: Layer, count: int, replays: int = REPLAYS) -> float:
-    """Return the median time of `once(i)` in µs, for i below `count` in one CUDA graph, replayed."""
+def graph_time(
+    once: Layer, count: int, replays: int = REPLAYS, *, before: Callable[[], object] = lambda: None
+) -> float:
+    """Return the median time of `once(i)` in µs, for i below `count` in one CUDA graph, replayed.
+
+    `before` is called before each replay, untimed.
+    """
     once(0)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may use the GPU meanwhile: NCCL's watchdog asks for events.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(count):
             once(i)
     graph.replay()
     times = []
     for _ in range(replays):
         begin, end = _event(), _event()
+        before()
         begin.record()
         graph.replay()
         end.record()
@@ -64,6 +73,20 @@ def figures(model: LayerSizes, tokens: int, touched: float, us: float) -> dict[s
         "weights_gbs": round(model.weight_bytes(touched) / us / 1e3),
         "tflops": round(model.operations(tokens) / us / 1e6, 1),
     }  # fmt: skip
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of tokens of a command line, given with commas. Raises what argparse prints as one line."""
+    if not all(word.isdecimal() and int(word) for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0 · give them as in 1,64")
+    return tuple(map(int, text.split(",")))
+
+
+def output_file(text: str) -> Path:
+    """Return a command line's file for figures. Raises what argparse prints as one line."""
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is in no folder that exists · mkdir -p {Path(text).parent}")
+    return Path(text)
 
 
 def count_of(tokens: int) -> int:

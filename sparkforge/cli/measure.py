@@ -225,15 +225,17 @@ def kernels(
     tokens: str = "",
 ) -> None:
     """Time one layer's experts on this GPU, for five models."""
+    _on_gpus("kernels", "measure", output, python, tokens, peer=caller_path(peer), peer_cutlass=peer_cutlass)
+
+
+def _on_gpus(name: str, module: str, output: str, python: str, tokens: str, **options: Any) -> None:
+    """Run `layer.main` for `bench.NAME`. Raises UsageError for tokens that are no numbers."""
     from sparkforge.bench.kernels.layer import main
 
-    main(
-        caller_path(output) or "bench/results/kernels.json",
-        caller_path(python),
-        tokens,
-        peer=caller_path(peer),
-        peer_cutlass=peer_cutlass,
-    )
+    for word in listed(tokens):
+        whole_number("--tokens", word)
+    output = caller_path(output) or f"bench/results/{name}.json"
+    main(output, caller_path(python), ",".join(listed(tokens)), module=module, **options)
 
 
 @task(
@@ -244,9 +246,7 @@ def kernels(
 )
 def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
     """Time dense products with 4 and 8 bit weights, beside torch's."""
-    from sparkforge.bench.kernels.layer import main
-
-    main(caller_path(output) or "bench/results/linear.json", caller_path(python), tokens, module="measure_linear")
+    _on_gpus("linear", "measure_linear", output, python, tokens)
 
 
 @task(
@@ -257,9 +257,7 @@ def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") 
 )
 def shards(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
     """Time one layer's experts on two GPUs of this host, against one."""
-    from sparkforge.bench.kernels.layer import main
-
-    main(caller_path(output) or "bench/results/shards.json", caller_path(python), tokens, module="measure_shards")
+    _on_gpus("shards", "measure_shards", output, python, tokens)
 
 
 @task(

@@ -9,10 +9,10 @@ from torch.cuda import nccl
 from spark_mxfp4.experts import ExpertWeights, Projection
 from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
 from spark_mxfp4.kernels.gpu import GpuKernel
-from spark_mxfp4.kernels.measure_shards import GPUS, SPLITS, part
+from spark_mxfp4.kernels.measure_shards import GPUS, NO_MULTICAST, SPLITS, shard
 
 pytestmark = pytest.mark.device
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast: the host's other guests use the same switches
+os.environ.update(NO_MULTICAST)
 EXPERTS, SIZE, TOP_K = 128, 2880, 4
 BF16, SUMMED = 0.006, 0.01  # of one part; of two parts, each rounded to bf16, and their sum rounded again
 
@@ -46,7 +46,7 @@ def test_each_part_is_right_on_each_gpu_and_nccls_sum_is_one_gpus_output(weights
     outputs = []
     for rank in range(GPUS):
         device = devices[rank % len(devices)]
-        own, expert_map = part(weights, split, rank)
+        own, expert_map = shard(weights, split, rank)
         own, inputs = on(device, own), [tensor.to(device) for tensor in (x, ids, shares)]
         got = run(device, own, *inputs, None if expert_map is None else expert_map.to(device))
         local = None if expert_map is None else (expert_map >= 0).nonzero().flatten().tolist()

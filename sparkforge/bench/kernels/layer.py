@@ -18,8 +18,12 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
 
 FIX = "run it on a machine with an NVIDIA GPU, and name an interpreter that has torch and triton: --python PATH"
+SHARDS_FIX = (
+    "run it on a machine with two NVIDIA GPUs, and name an interpreter that has torch and triton: --python PATH"
+)
 
 FORMATS_FIX = "name an interpreter that has torch: --python PATH"
+NEEDS = {"measure_formats": ("torch", FORMATS_FIX), "measure_shards": ("torch, triton", SHARDS_FIX)}
 
 
 def main(
@@ -43,7 +47,7 @@ def main(
     Raises ProcessError where there is no GPU, torch or triton.
     """
     interpreter = python or sys.executable
-    needed, fix = ("torch", FORMATS_FIX) if module == "measure_formats" else ("torch, triton", FIX)
+    needed, fix = NEEDS.get(module, ("torch, triton", FIX))
     probe = run([interpreter, "-c", f"import {needed}"], cwd=ROOT, fix=fix, check=False)
     if probe.returncode:
         why = (probe.stderr.strip().splitlines() or [f"it ended with code {probe.returncode}"])[-1]

@@ -1,6 +1,7 @@
 """What `./inv bench.kernels` runs: the library's measurement, in the interpreter that was named."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,3 +48,23 @@ def test_an_interpreter_without_torch_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(layer, "run", lambda *_, **__: failed)
     with pytest.raises(ProcessError, match="cannot measure kernels"):
         layer.main(str(tmp_path / "k.json"), "python", "")
+
+
+@pytest.mark.parametrize("name", ["kernels", "linear", "shards"])
+def test_tokens_that_are_no_numbers_are_refused_before_anything_runs(commands, capsys, name):
+    assert program.main([f"bench.{name}", "--tokens", "1,x"]) != 0
+    assert "--tokens 'x' is no number" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_a_refusal_of_two_gpus_says_what_machine_is_needed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(layer, "facts", dict)
+    code = "import sys; sys.exit('torch sees 1 NVIDIA GPUs' if '-m' in sys.argv else 0)"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+    python.chmod(0o755)
+    assert program.main(["bench.shards", "--python", str(python), "--output", str(tmp_path / "s.json")]) != 0
+    printed = capsys.readouterr().err
+    assert "torch sees 1 NVIDIA GPUs" in printed
+    assert "a machine with two NVIDIA GPUs" in printed
+    assert not (tmp_path / "s.json").exists()

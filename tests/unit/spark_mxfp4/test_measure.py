@@ -1,6 +1,7 @@
 """The measurement of the experts without a GPU: which models and peers, and FlashInfer's layout through a stand-in."""
 
 import contextlib
+import importlib
 import json
 import sys
 from argparse import Namespace
@@ -166,3 +167,24 @@ def test_the_stand_in_is_the_reference(cutlass):
     weights = random_weights(2, 128, 128, device="cpu")
     x, routing = torch.randn(3, 128).bfloat16(), random_routing(3, 2, 1, device="cpu")
     assert error(cutlass.peer.run(x, cutlass.peer.prepare(weights), *routing), reference(x, weights, *routing)) < 0.01
+
+
+@pytest.mark.parametrize("tokens", ["1,x", "0", "1,,4", "", "-1", "1.5"])
+@pytest.mark.parametrize("module", ["measure", "measure_linear", "measure_shards"])
+def test_tokens_that_are_no_numbers_above_zero_are_one_line(monkeypatch, capsys, module, tokens):
+    measurement = importlib.import_module(f"spark_mxfp4.kernels.{module}")
+    monkeypatch.setattr(sys, "argv", [module, "--output", "f.json", f"--tokens={tokens}"])
+    with pytest.raises(SystemExit) as refused:
+        measurement.main()
+    assert refused.value.code == 2
+    assert f"{tokens!r} is no list of whole numbers above 0 · give them as in 1,64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["measure", "measure_linear", "measure_shards"])
+def test_a_folder_that_is_not_there_is_one_line_before_the_measurement(monkeypatch, capsys, tmp_path, module):
+    measurement = importlib.import_module(f"spark_mxfp4.kernels.{module}")
+    monkeypatch.setattr(sys, "argv", [module, "--output", str(tmp_path / "none" / "f.json")])
+    with pytest.raises(SystemExit) as refused:
+        measurement.main()
+    assert refused.value.code == 2
+    assert f"mkdir -p {tmp_path / 'none'}" in capsys.readouterr().err
