@@ -51,8 +51,8 @@ def test_an_interpreter_without_torch_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["kernels", "linear", "shards"])
-def test_tokens_that_are_no_numbers_are_refused_before_anything_runs(commands, capsys, name):
-    assert program.main([f"bench.{name}", "--tokens", "1,x"]) != 0
+def test_tokens_that_are_no_numbers_are_refused_before_anything_runs(commands, capsys, tmp_path, name):
+    assert program.main([f"bench.{name}", "--tokens", "1,x", "--output", str(tmp_path / "f.json")]) != 0
     assert "--tokens 'x' is no number" in capsys.readouterr().err
     assert commands == []
 
