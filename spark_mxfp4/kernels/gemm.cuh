@@ -121,11 +121,6 @@ struct Tile {
   int row_tile;
 };
 
-template <class S>
-__device__ __forceinline__ Tile tile_at(const Gemm& g, int index, int row_blocks) {
-  return {g.tiles[index / row_blocks], index % row_blocks * S::ROW_GROUPS};
-}
-
 // One tile's copies.
 template <class S>
 struct Copies {
@@ -188,7 +183,8 @@ struct GatheredRows {
 // This block's tile that is `later` tiles behind the one of that index; the last one again behind the last.
 template <class S>
 __device__ __forceinline__ Tile later_tile(const Gemm& g, int index, int later, int tile_number, int row_blocks) {
-  return tile_at<S>(g, min(index + later * static_cast<int>(gridDim.x), tile_number - 1), row_blocks);
+  const int wanted = min(index + later * static_cast<int>(gridDim.x), tile_number - 1);
+  return {g.tiles[wanted / row_blocks], wanted % row_blocks * S::ROW_GROUPS};
 }
 
 // The copying warp's walk over all tiles of this block, for the first product. What it needs to know of a tile is asked
@@ -405,7 +401,6 @@ __device__ __forceinline__ bool take_turns(const Gemm& g, int tile_number) {
   constexpr int MANY_TILES = 4;  // of a block
   return S::AHEAD && g.chunks > S::STAGES && tile_number > MANY_TILES * static_cast<int>(gridDim.x);
 }
-template <class S>
 __device__ __forceinline__ void begin_turn(int group) {
   if (group > 0) named_barrier(group, 256);
 }
@@ -453,7 +448,7 @@ __device__ __forceinline__ void consume(const Gemm& g, Ring<S>& ring, const Tile
     pass_tile<S>(g, ring);
   }
   if (!combine<S, N>(sum, sums, group, split)) return;
-  if (turns) begin_turn<S>(group);
+  if (turns) begin_turn(group);
   if (there) {
     if constexpr (SWIGLU) {
       store_swiglu<N>(g, tile, group, sum, bias, staging);
