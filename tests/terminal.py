@@ -50,7 +50,7 @@ class Terminal:
         self._seen = self.text.index(text, self._seen) + len(text)
 
     def type(self, text):
-        """Type a text; "\\r" is Enter, "\\x03" Ctrl-C, "\\x04" Ctrl-D."""
+        """Type a text; "\\r" is Enter, "\\x03" Ctrl-C, "\\x04" Ctrl-D; before the prompt the kernel drops a Ctrl-D."""
         os.write(self._master, text.encode())
 
     def end(self, again=None):

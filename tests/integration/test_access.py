@@ -146,8 +146,10 @@ def test_a_conversation_on_a_terminal_and_the_figures_of_what_it_cost(served, ca
             before = prompt_tokens(served)
         terminal.type("/reset\r")
         terminal.expect("forgotten")
+        terminal.expect("> ")
         terminal.type("Good morning\r")
         terminal.expect("the answer was cut")
+        terminal.expect("> ")
         lengths.append(prompt_tokens(served) - before)
         terminal.type("\x04")
         assert terminal.end() == 0

@@ -150,8 +150,11 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
 
 
 def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
-    for pid in left(nodes, "a"):
-        os.kill(pid, signal.SIGKILL)
+    """All its processes at once, as a machine that loses its power: none is left to say a word."""
+    victims = left(nodes, "a")
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in reversed(victims):  # children first: the kernel tells them of a parent's end
+            os.kill(pid, number)
     wait_for(lambda: not left(nodes, "b"), END_SECONDS, "parts of the worker are left")
     end = json.loads((nodes.work / "b/cluster.end.json").read_text())
     assert end["node"] == "head"

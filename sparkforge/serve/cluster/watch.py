@@ -33,6 +33,7 @@ LONGEST_LINE = 4096  # bytes; a longer one is not of ours
 ENDED = 24  # sparkforge.core.errors.ServerError's code
 TOKEN = "SPARKFORGE_CLUSTER_TOKEN"  # noqa: S105 - a variable's name
 MEMORY = "its memory guard ended it"  # serve/supervise.py sends SIGURG first, which whoever does not know it ignores
+ORPHANED = "its supervisor was killed"  # the kernel sends SIGTERM then: serve/supervise.py asks for it
 STOPPED = "it was stopped"  # by a signal: somebody's wish, or a machine that shuts down in order
 END = "cluster.end.json"  # in SPARKFORGE_STATE: which other node ended this one's part
 # Read by people, and by the doctor.
@@ -178,6 +179,7 @@ def run(options: argparse.Namespace, token: str) -> int:
     watch = NodeWatch(options, token)
     stopped: list[int] = []
     short: list[int] = []
+    supervisor = os.getppid()
     signal.signal(signal.SIGURG, lambda received, _frame: short.append(received))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopped.append(received))
@@ -187,7 +189,8 @@ def run(options: argparse.Namespace, token: str) -> int:
     while child.poll() is None:
         if stopped and not passed_on:
             passed_on = True
-            watch.tell(options.node, MEMORY if short else STOPPED)
+            why = STOPPED if os.getppid() == supervisor else ORPHANED
+            watch.tell(options.node, MEMORY if short else why)
             child.send_signal(stopped[0])
         if loss := loss or (None if passed_on else watch.turn()):
             break

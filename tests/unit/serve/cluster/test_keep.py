@@ -185,7 +185,7 @@ def test_a_node_tells_a_wish_from_a_death(healthy):
     record.write(record.Server(over.pid, 1.0, "127.0.0.1", 8000, "m", "m", "embedded", "log"))
     request = node.NodeRequest(action="status", name="spark", config=healthy.config)
     assert node.status(request)["asked"] is False
-    for why, asked in ((watch.STOPPED, True), ("its connection broke", False)):
+    for why, asked in ((watch.STOPPED, True), (watch.ORPHANED, False), ("its connection broke", False)):
         node.end_path().write_text(json.dumps({"node": "spark2", "why": why}))
         assert node.status(request) | {"left": 0} == {
             "state": "ended", "why": f"node spark2: {why}", "asked": asked, "left": 0,

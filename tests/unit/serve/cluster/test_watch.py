@@ -119,6 +119,15 @@ def test_an_end_by_the_memory_guard_is_no_wish(start):
     assert head.wait(15) == 24
 
 
+def test_an_end_by_a_killed_supervisor_is_no_wish(start):
+    """The kernel sends the watch SIGTERM then, as a wish would."""
+    head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
+    wait_for(lambda: connected(head.port), "they do not meet")
+    head.kill()
+    assert worker.wait(15) == 24
+    assert end(worker) | {"time": 0} == {"node": "head", "why": "its supervisor was killed", "time": 0}
+
+
 @pytest.mark.slow
 def test_a_frozen_node_is_noticed(both):
     head, worker = both
