@@ -214,7 +214,7 @@ def start_network_manager(host, daemons):
     for index, command in enumerate(commands):
         with (host.files / f"daemon{index}.log").open("w") as log:
             daemons.append(subprocess.Popen(host.command(*command), env=host.environment, stdout=log, stderr=log))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while host.run("nmcli", "--terse", "general", "status").returncode:
         assert time.monotonic() < deadline, (host.files / "daemon1.log").read_text()
         time.sleep(0.05)

@@ -283,7 +283,11 @@ def put_interface_back(name: str, saved: Answer) -> None:
         return
     for address in saved["ours"]:
         if address in now["addresses"]:
-            run("ip", "addr", "del", address, "dev", name)
+            try:
+                run("ip", "addr", "del", address, "dev", name)
+            except ValueError:  # the network's program, which works on after its command, was faster
+                if address in interface(name)["addresses"]:
+                    raise
     if now["mtu"] != saved["before"]["mtu"]:
         run("ip", "link", "set", name, "mtu", str(saved["before"]["mtu"]))
 

@@ -289,6 +289,32 @@ def test_a_second_setup_killed_before_its_first_file_is_undone_too(root, monkeyp
     assert tree(root) == before
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_address_that_another_program_takes_away_first_is_no_failure(tmp_path, monkeypatch, gone):
+    """NetworkManager deactivates a deleted connection behind its command."""
+    addresses = tmp_path / "addresses"
+    addresses.write_text(json.dumps([{"family": "inet", "local": "192.168.100.10", "prefixlen": 24}]))
+    ip = tmp_path / "ip"
+    ip.write_text(f"""#!/bin/sh
+if [ "$1" = -j ]; then
+    echo "[{{\\"mtu\\": 1500, \\"addr_info\\": $(cat {addresses})}}]"
+else
+    {f"echo '[]' > {addresses}" if gone else ":"}
+    echo 'Error: ipv4: Address not found.' >&2
+    exit 2
+fi
+""")
+    ip.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    saved = {"before": {"mtu": 1500}, "ours": ["192.168.100.10/24"]}
+    if gone:
+        change.put_interface_back("link0", saved)
+        assert change.interface("link0")["addresses"] == []
+    else:
+        with pytest.raises(ValueError, match="Address not found"):
+            change.put_interface_back("link0", saved)
+
+
 def test_netplan_judges_the_file_before_anything_changes(root, tmp_path, monkeypatch):
     programs = tmp_path / "bin"
     programs.mkdir()
