@@ -309,9 +309,15 @@ def respond(served, form, **options):
 
 
 def respond_long(served, **options):
-    """Start a response in the background that runs until it is cancelled, for all that a test does meanwhile."""
-    more = {"background": True, "max_output_tokens": 3500, "extra_body": {"ignore_eos": True}}
-    return served.responses.create(model=MODEL, input=CUE_OF["final"], **more, **options)
+    """Start a response in the background that goes on for seconds if nobody cancels it."""
+    return served.responses.create(
+        model=MODEL,
+        input=CUE_OF["final"],
+        background=True,
+        max_output_tokens=3500,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
 
 
 def respond_streamed(served, form, **options):

@@ -285,7 +285,7 @@ def put_interface_back(name: str, saved: Answer) -> None:
         if address in now["addresses"]:
             try:
                 run("ip", "addr", "del", address, "dev", name)
-            except ValueError:  # the network's program, which works on after its command, was faster
+            except ValueError:  # the network's program goes on after its command has ended, and can be first
                 if address in interface(name)["addresses"]:
                     raise
     if now["mtu"] != saved["before"]["mtu"]:
