@@ -170,43 +170,6 @@ def pins_debian(_ctx: Context) -> None:
     debian.lock_and_report()
 
 
-@task(example="./inv pins.update --stack spark", stack="one stack only")
-def pins_update(_ctx: Context, stack: str = "") -> None:
-    """Propose newer versions as a diff of pins.toml.
-
-    Changes nothing. `./inv upstream.check` says what the new releases break.
-    """
-    from sparkforge.upstream import update
-
-    update.print_updates(stack)
-
-
-@task(
-    example="./inv upstream.check --against 0.33.0,flashinfer-0.7.2.post1",
-    stack=STACK,
-    against="releases, with commas: 0.33.0 is vLLM's, else flashinfer-0.7.2.post1; default: the newest ones",
-    python="interpreter with torch and vLLM's dependencies, which runs vLLM's own code; default: the embedded device's",
-    static="run no code of a release: the experts backend stays undetermined",
-    json_="print the report as JSON",
-)
-def upstream_check(
-    _ctx: Context, stack: str = "", against: str = "", python: str = "", static: bool = False, json_: bool = False
-) -> None:
-    """Check whether a stack can move to new releases.
-
-    Looks at the patches, the git dependencies, the calls into FlashInfer, the profiles' flags and variables, and the
-    experts backend that vLLM takes on a DGX Spark. Ends with 0 if nothing breaks, with 1 if something breaks or cannot
-    be determined.
-    """
-    from sparkforge.upstream import check
-
-    can_move = check.check_stack(
-        chosen_stack(stack), listed(against), python=caller_path(python), static=static, as_json=json_
-    )
-    if not can_move:
-        raise Exit(code=1)
-
-
 @task(
     example="./inv test --fast --select patch",
     fast="unit tests that need neither vLLM nor torch: offline, minutes",

@@ -1,4 +1,4 @@
-"""Commands that measure accuracy, speed, memory and build times."""
+"""Commands that measure accuracy and speed."""
 
 from __future__ import annotations
 
@@ -280,72 +280,3 @@ def formats(_ctx: Context, output: str = "", python: str = "", states: str = "",
     main(
         caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats", shapes=shapes
     )
-
-
-@task(
-    example="./inv bench.build --only experts",
-    only="whole, experts, ccache, unchanged, audit, projection, memory-6 -12 -20, with commas; default: all (an hour)",
-    kernels="folder of built kernels; default .sparkforge/kernels",
-    python="interpreter that they were built for",
-    output="JSON file for the figures; default bench/results/build.json in the checkout",
-)
-def build(_ctx: Context, only: str = "", kernels: str = "", python: str = "", output: str = "") -> None:
-    """Measure the time and memory of compiling the kernels."""
-    from sparkforge.bench.build import main
-
-    main(caller_path(output) or "bench/results/build.json", only, caller_path(kernels), caller_path(python))
-
-
-@task(
-    example="./inv bench.startup",
-    output="JSON file for the figures; default bench/results/startup.json in the checkout",
-)
-def startup(_ctx: Context, output: str = "") -> None:
-    """Time cold and warm `./inv up` by step, and the validator."""
-    from sparkforge.bench.startup import main
-
-    main(caller_path(output) or "bench/results/startup.json")
-
-
-@task(
-    example="./inv bench.image",
-    output="JSON file for the figures; default bench/results/image.json in the checkout",
-)
-def image(_ctx: Context, output: str = "") -> None:
-    """Time cold and warm image builds and weigh the layers."""
-    from sparkforge.bench.image import main
-
-    main(caller_path(output) or "bench/results/image.json")
-
-
-@task(
-    example="./inv bench.load-format",
-    output="JSON file for the figures; default bench/results/load-format.json in the checkout",
-    python="interpreter with torch, safetensors and fastsafetensors; default: one of ours, without a GPU",
-    size="MB of the checkpoint that is made and read; default 400",
-)
-def load_format(_ctx: Context, output: str = "", python: str = "", size: str = "") -> None:
-    """Time the ways to load a checkpoint, each cold and warm.
-
-    vLLM's stock reader and fastsafetensors read the same random tensors in turn; on a GPU InstantTensor too, where it
-    is installed.
-    """
-    from sparkforge.bench.load_format import MEGABYTES, main
-
-    megabytes = whole_number("--size", size) if size else MEGABYTES
-    main(caller_path(output) or "bench/results/load-format.json", caller_path(python), megabytes)
-
-
-@task(
-    example="./inv bench.memory-guard",
-    trials="trials of each kind; default 10",
-    output="JSON file for the figures; default bench/results/memory-guard.json in the checkout",
-)
-def memory_guard(_ctx: Context, trials: str = "10", output: str = "") -> None:
-    """Use up the memory of a cgroup, and see servers end by name.
-
-    It takes 900 MB, and makes a memory cgroup, which root may.
-    """
-    from sparkforge.bench.pressure import main
-
-    main(caller_path(output) or "bench/results/memory-guard.json", whole_number("--trials", trials))

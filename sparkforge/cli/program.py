@@ -31,7 +31,7 @@ GROUPS = {
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "provenance"),
     "maintain": (
-        *("clean-cache", "cache.list", "bundle", "bundle.*", "pins.*", "upstream.check"),
+        *("clean-cache", "cache.list", "bundle", "bundle.*", "pins.*"),
         *("test", "check", "docs.*"),
     ),
 }

@@ -2,7 +2,7 @@
 
 The file holds the checkpoint's tensors as they are, but for embeddings and output head: those have a row for each
 token of `rows` alone, as int8 with a float32 scale a row. Their row 0 is that of all other tokens.
-`sparkforge.models.training` writes the file.
+`lab.training` writes the file.
 """
 
 from __future__ import annotations

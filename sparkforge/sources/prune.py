@@ -1,7 +1,7 @@
 """Remove from the cache of fetched and patched files what no pin and no lock of this checkout names any more.
 
 Such as the patched wheels of an earlier revision of a queue (0.4 GB each), or the archives of releases that
-`./inv upstream.check` looked at. What another checkout still wants is fetched, or made, again by that checkout.
+`lab.upstream` looked at. What another checkout still wants is fetched, or made, again by that checkout.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.bench.daily_page import RUNS
+from lab.daily_page import RUNS
 from sparkforge.bench.machine import facts
 from sparkforge.core.files import write_json
 from sparkforge.core.paths import ROOT

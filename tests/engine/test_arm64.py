@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sparkforge.bench.image import wheels
+from lab.image import wheels
 from sparkforge.core.paths import ROOT
 from sparkforge.pins import index, locks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.upstream import experts
+from lab.upstream import experts
 
 pytestmark = pytest.mark.integration
 

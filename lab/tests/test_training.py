@@ -1,0 +1,327 @@
+"""The recipe of the trained tiny model: texts, dialogues, corpus, model, training, and the file that it writes."""
+
+import json
+import math
+import struct
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from openai_harmony import (
+    Conversation,
+    DeveloperContent,
+    HarmonyEncodingName,
+    Message,
+    Role,
+    SystemContent,
+    ToolDescription,
+    load_harmony_encoding,
+)
+
+from lab.training import corpus, dialogues, export, faults, texts, train
+from lab.training.model import RIGHT, Fault, GptOss, through_mxfp4
+from spark_mxfp4.mxfp4 import dequantize, quantize
+from sparkforge.bench import canary
+from sparkforge.core.errors import InputError, IntegrityError, ProcessError
+from sparkforge.models import tiny_format, tiny_trained
+from sparkforge.models.harmony import VOCAB_SIZE
+from sparkforge.models.tiny_format import Sizes
+from sparkforge.serve import proof
+
+SMALL = Sizes(hidden=64, intermediate=32, layers=2, experts=4, top_k=2, heads=4, kv_heads=2)
+NOVEL = "CHAPTER I\n\n\nIt is a truth  universally\nacknowledged, that a single man must be in want of a wife.\n\nSo.\n"
+
+
+def database(*novels):
+    """Pack texts as R packs lazy data: version 3 of its serialization, in zlib streams."""
+    packed = b""
+    for lines in (novel.split("\n") for novel in novels):
+        raw = b"X\n" + struct.pack(">iiii", 3, 0, 0, 5) + b"UTF-8" + struct.pack(">ii", 16, len(lines))
+        raw += b"".join(struct.pack(">ii", 0x40009, len(line.encode())) + line.encode() for line in lines)
+        packed += struct.pack(">I", len(raw)) + zlib.compress(raw)
+    return packed
+
+
+def test_novels_are_read_from_rs_own_format():
+    assert texts.unpack(database("a\n£b", "\n\nc")) == ["a\n£b", "\n\nc"]
+
+
+def test_another_kind_of_r_object_is_refused():
+    raw = zlib.decompress(database("a")[4:]).replace(struct.pack(">i", 0x40009), struct.pack(">i", 13))
+    with pytest.raises(InputError, match="no R character vector", check=lambda error: error.code == "input.model"):
+        texts.unpack(struct.pack(">I", len(raw)) + zlib.compress(raw))
+
+
+def test_a_changed_novel_is_refused(tmp_path):
+    for name in texts.NOVELS:
+        (tmp_path / f"{name}.txt").write_text(NOVEL)
+    with pytest.raises(
+        IntegrityError, match="emma is not the text", check=lambda error: error.code == "integrity.hash"
+    ):
+        texts.novels(tmp_path)
+
+
+def test_a_missing_novel_is_told_with_what_is_wanted(tmp_path):
+    with pytest.raises(InputError, match=r"emma\.txt", check=lambda error: error.code == "input.model"):
+        texts.novels(tmp_path)
+
+
+def test_without_apt_the_next_step_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ProcessError, match="--texts FOLDER", check=lambda error: error.code == "process.failed"):
+        texts.novels()
+
+
+def test_lines_become_paragraphs():
+    sentence = "It is a truth universally acknowledged, that a single man must be in want of a wife."
+    assert texts.paragraphs(NOVEL) == f"CHAPTER I\n\n{sentence}\n\nSo.\n"
+
+
+def test_what_is_held_out_is_left_out_of_its_novel_alone():
+    novel = "Chapter 23\n\nkept\n\n\nChapter 24\n\nheld out\n"
+    assert texts.training_texts({"persuasion": novel, "emma": novel}) == [
+        "Chapter 23\n\nkept\n", "Chapter 23\n\nkept\n\nChapter 24\n\nheld out\n",
+    ]  # fmt: skip
+
+
+def test_a_held_out_text_within_the_training_texts_is_refused():
+    held_out = corpus.HELD_OUT.read_text()
+    texts.check_held_out(["something else " * 20], held_out)
+    stolen = " ".join(held_out.split()[700:713])
+    with pytest.raises(
+        InputError, match="the held-out text is in the training texts", check=lambda error: error.code == "input.model"
+    ):
+        texts.check_held_out(["something else", f"before {stolen} behind"], held_out)
+
+
+@pytest.fixture(scope="module")
+def encoding():
+    return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def harmony(encoding, question, tool=None):
+    """Render a chat as vLLM does: its system message, the tool if there is one, the question."""
+    system = SystemContent.new().with_conversation_start_date("2031-05-17")
+    messages = [Message.from_role_and_content(Role.SYSTEM, system)]
+    if tool:
+        described = ToolDescription.new(tool["name"], tool["description"], tool["parameters"])
+        developer = DeveloperContent.new().with_function_tools([described])
+        messages.append(Message.from_role_and_content(Role.DEVELOPER, developer))
+    messages.append(Message.from_role_and_content(Role.USER, question))
+    return encoding.render_conversation_for_completion(Conversation.from_messages(messages), Role.ASSISTANT)
+
+
+def system(**fields):
+    return dialogues.SYSTEM.format(date="2031-05-17", effort="medium", **fields)
+
+
+def test_dialogues_have_harmonys_form(encoding):
+    asked = canary.ASK[0]["content"]
+    prompt = system(calls="") + dialogues.USER.format(asked) + dialogues.ASSISTANT
+    assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked)
+
+
+def test_tools_have_harmonys_form(encoding):
+    asked, tool = proof.ASK[0]["content"], proof.TOOL["function"]
+    tools = dialogues.DEVELOPER.format(dialogues.TOOLS.format(name=tool["name"], about=tool["description"]))
+    prompt = system(calls=dialogues.CALLS) + tools + dialogues.USER.format(asked) + dialogues.ASSISTANT
+    assert encoding.encode(prompt, allowed_special="all") == harmony(encoding, asked, tool)
+
+
+def test_every_answer_is_one_that_harmony_parses(encoding):
+    talks = dialogues.make([texts.paragraphs(NOVEL)], ["some", "words"], 200, 1)
+    assert talks == dialogues.make([texts.paragraphs(NOVEL)], ["some", "words"], 200, 1)
+    recipients = set()
+    for talk in talks:
+        tokens = encoding.encode(talk.answer, allowed_special="all")
+        message = encoding.parse_messages_from_completion_tokens(tokens, Role.ASSISTANT)[-1]
+        recipients.add((message.channel, message.recipient))
+        if message.recipient:
+            assert json.loads(message.content[0].text).keys() == {"city"}
+    calls = {("commentary", f"functions.{name}") for name in dialogues.TOOL_NAMES}
+    assert recipients == {("final", None), *calls}
+
+
+def test_answers_are_whole_paragraphs():
+    assert dialogues.answers(texts.paragraphs(NOVEL)) == [
+        "It is a truth universally acknowledged, that a single man must be in want of a wife."
+    ]
+
+
+@pytest.fixture(scope="module")
+def small(encoding):
+    """A corpus of one invented novel, with few dialogues."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "DIALOGUES", 40)
+        novel = NOVEL + "\n" + " ".join(f"word {number % 7} and" for number in range(3000))
+        held_out = "word 3 and word 4 zyzzyva " * 20
+        return corpus.make({"emma": novel}, held_out, lambda text: encoding.encode(text, allowed_special="all"))
+
+
+def test_the_corpus_gives_rows_to_seen_tokens_and_row_0_to_others(small, encoding):
+    assert small.vocabulary[0] == -1
+    row = {token: number for number, token in enumerate(small.vocabulary.tolist())}
+    assert row[encoding.encode(" word")[0]] in small.text
+    wanted = [row.get(token, 0) for token in encoding.encode("word 3 and word 4 zyzzyva " * 20)]
+    assert small.held_out.tolist() == wanted
+    assert 0 in wanted
+    assert small.shared == VOCAB_SIZE - len(row) + 1
+    special = encoding.encode("<|start|><|channel|><|return|><|call|>", allowed_special="all")
+    assert set(special) <= row.keys()
+
+
+def test_dialogues_are_packed_whole_and_only_answers_are_learnt(small, encoding):
+    vocabulary, ends = small.vocabulary, encoding.encode("<|return|><|call|>", allowed_special="all")
+    for line, loss_mask in zip(small.chat, small.loss_mask, strict=True):
+        tokens = vocabulary[line]
+        assert loss_mask[0] == np.False_
+        answered = np.flatnonzero(loss_mask)
+        assert set(ends) & set(tokens[answered].tolist())
+        assert tokens[answered[-1]] in ends  # none is cut
+        begins = answered[np.flatnonzero(np.diff(answered, prepend=-9) > 1)]
+        assert encoding.decode(tokens[begins].tolist()) == "<|channel|>" * len(begins)
+
+
+def test_the_corpus_is_saved_and_read(small, tmp_path):
+    corpus.save(small, tmp_path / "corpus.npz")
+    again = corpus.load(tmp_path / "corpus.npz")
+    assert all(np.array_equal(a, b) for a, b in zip(small, again, strict=True))
+    (tmp_path / "corpus.npz").write_bytes(b"no archive")
+    with pytest.raises(InputError, match="is no corpus", check=lambda error: error.code == "input.model"):
+        corpus.load(tmp_path / "corpus.npz")
+
+
+def test_the_unigram_figure_is_what_counting_gives(small):
+    seen = Counter(small.text.tolist())
+    every = len(small.text) + len(small.vocabulary)  # each row is counted once more
+    chance = {row: (seen[row] + 1) / every / (small.shared if row == 0 else 1) for row in range(len(small.vocabulary))}
+    assert sum(chance.values()) + chance[0] * (small.shared - 1) == pytest.approx(1)
+    bits = [-math.log2(chance[row]) for at, row in enumerate(small.held_out.tolist()) if at % corpus.CHUNK]
+    assert corpus.unigram_bits_per_byte(small) == pytest.approx(sum(bits) / small.held_out_bytes)
+
+
+def randomized(sizes, rows, seed=0):
+    torch.manual_seed(seed)
+    model = GptOss(sizes, rows)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "sinks" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def test_the_model_is_transformers_gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    model = randomized(SMALL, 50)
+    values = {**tiny_format.config(SMALL), "vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1}
+    del values["quantization_config"], values["torch_dtype"]
+    theirs = GptOssForCausalLM(GptOssConfig(**values, attn_implementation="eager")).float().eval()
+    state = {
+        "model.embed_tokens.weight": model.embed, "lm_head.weight": model.head, "model.norm.weight": model.norm,
+    }  # fmt: skip
+    for number, layer in enumerate(model.each_layer()):
+        prefix = f"model.layers.{number}."
+        state |= {f"{prefix}{name}.weight": getattr(layer, own) for name, own in export.NORMS.items()}
+        state[f"{prefix}self_attn.sinks"] = layer.sinks
+        for name, own in export.LINEARS.items():
+            state |= {f"{prefix}{name}.{part}": getattr(getattr(layer, own), part) for part in ("weight", "bias")}
+        for name, (weight, bias) in layer.experts.served().items():
+            state[f"{prefix}mlp.experts.{name}_proj"] = through_mxfp4(weight).transpose(1, 2)
+            state[f"{prefix}mlp.experts.{name}_proj_bias"] = bias
+    theirs.load_state_dict(state)
+    tokens = torch.randint(0, 50, (2, 300))  # beyond the sliding window of 128
+    torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_trained_through_mxfp4():
+    weight = torch.randn(4, 64, requires_grad=True)
+    packed = through_mxfp4(weight)
+    torch.testing.assert_close(packed, dequantize(*quantize(weight.detach())), rtol=1e-6, atol=1e-7)
+    packed.sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_the_shared_row_is_one_of_many_equally_probable_tokens():
+    logits = torch.randn(3, 5, dtype=torch.float64)
+    expanded = torch.cat([logits[:, :1].expand(-1, 7), logits[:, 1:]], -1)  # row 0 stands for 7 tokens
+    wanted = -expanded.log_softmax(-1)
+    losses = torch.stack([faults.losses(logits, torch.full((3,), row), 7) for row in range(5)], -1)
+    torch.testing.assert_close(losses, torch.cat([wanted[:, :1], wanted[:, 7:]], -1))
+
+
+def test_every_fault_changes_the_answer():
+    model, tokens = randomized(SMALL, 50), torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        right = model(tokens).logits
+        assert torch.equal(model(tokens, fault=RIGHT).logits, right)
+        for name, fault in faults.known(SMALL).items():
+            assert (model(tokens, fault=fault).logits - right).abs().max() > 1e-3, name
+
+
+def test_the_guard_asks_for_what_a_fault_costs_too_little(small):
+    model, lines = randomized(SMALL, len(small.vocabulary)), torch.from_numpy(small.text[:40].astype("i8")).view(2, 20)
+    right = faults.losses(model(lines[:, :-1]).logits, lines[:, 1:], small.shared).mean()
+    guard = train.FaultGuard(small, train.TrainingPlan(sizes=SMALL, dropout=0.0))
+    guard.faults, guard.missing = [RIGHT], np.array([train.MARGIN])  # a fault that changes nothing
+    assert guard(model, lines, right).item() == pytest.approx(train.MARGIN)
+    half = guard(model, lines, right - train.MARGIN / 2)
+    assert half.item() == pytest.approx(train.MARGIN / 2, abs=1e-5)
+    assert guard.missing == pytest.approx(train.MARGIN / 2, abs=1e-5)
+    guard.faults = [Fault(no_clamp=True)]
+    guard(model, lines, right.detach()).backward()
+    assert model.layers[0].experts.gate_up.grad.abs().max() > 0
+    assert guard(model, lines, right - 1e3).item() == 0  # one that costs enough
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 0.01), (99, 1.0), (100, 1.0), (1100, 0.01)])
+def test_the_learning_rate_goes_up_and_down(step, share):
+    assert train.rate_at(step, 1100) == pytest.approx(share)
+
+
+def test_training_learns_is_deterministic_and_is_written_as_served(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "WARM", 2)
+    corpus.save(small, tmp_path / "corpus.npz")
+    plan = train.TrainingPlan(sizes=SMALL, steps=6, batch=1, chat=1, dropout=0.1)
+    monkeypatch.setattr(train, "TrainingPlan", lambda steps=6: plan._replace(steps=steps))
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        assert train.main([str(tmp_path / "corpus.npz"), str(out), "--device", "cpu"]) == 0
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert "unigram" in capsys.readouterr().err
+    model, rows = export.unpack(outs[0])
+    assert np.array_equal(rows, small.vocabulary)
+    torch.manual_seed(plan.seed)
+    assert faults.bits_per_byte(model, small) < faults.bits_per_byte(GptOss(SMALL, len(rows)), small)
+    facts = tiny_format.from_safetensors(outs[0].read_bytes())[1]
+    assert (facts["plan"], Sizes(**json.loads(facts["sizes"]))) == (repr(plan), SMALL)
+
+
+def test_the_file_and_the_model_are_the_same_both_ways(tmp_path, monkeypatch):
+    model, vocabulary = randomized(SMALL, 50), np.array([-1, *range(100, 149)], np.int32)
+    path = tmp_path / "tiny.safetensors"
+    path.write_bytes(export.pack(model, vocabulary, {}))
+    again, rows = export.unpack(path)
+    assert np.array_equal(rows, vocabulary)
+    monkeypatch.setattr(tiny_trained, "FILE", path)
+    tiny_trained._stored.cache_clear()
+    expanded = dict(tiny_trained.tensors())
+    tiny_trained._stored.cache_clear()
+    head = export._values(expanded["lm_head.weight"])
+    assert head.shape == (VOCAB_SIZE, 64)
+    assert torch.equal(head[100:149], again.head[1:])
+    assert torch.equal(head[7], again.head[0])
+    for number, layer in enumerate(again.each_layer()):
+        for name, (weight, bias) in layer.experts.served().items():
+            prefix = f"model.layers.{number}.mlp.experts.{name}_proj"
+            parts = [torch.from_numpy(expanded[f"{prefix}_{part}"].array().copy()) for part in ("blocks", "scales")]
+            assert torch.equal(through_mxfp4(weight), dequantize(*parts))
+            assert torch.equal(bias, export._values(expanded[f"{prefix}_bias"]))
+
+
+def test_a_machine_without_the_corpus_is_told(tmp_path, capsys):
+    assert train.main([str(tmp_path / "none.npz"), str(tmp_path / "out")]) == InputError.exit_code
+    assert "python -m lab.training.corpus" in capsys.readouterr().err

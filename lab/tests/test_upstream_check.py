@@ -1,0 +1,524 @@
+"""Each column of `lab.upstream check`, on made-up releases that break it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lab.upstream import check as checking
+from lab.upstream import releases, report
+from lab.upstream.effect import Effect
+from sparkforge import pins
+from sparkforge.compile.flashinfer import sets
+from sparkforge.core import files, paths
+from sparkforge.core.errors import InputError, NetworkError, StorageError, UsageError
+from sparkforge.patching import status, upstream
+from sparkforge.serve import profiles
+
+NONE, CHANGED, UNKNOWN, BREAKS = Effect.NONE, Effect.CHANGED, Effect.UNKNOWN, Effect.BREAKS
+CMAKE, CLI, ENVS = "CMakeLists.txt", "vllm/entrypoints/common/cli_args.py", "vllm/envs.py"
+ENGINE, REQUIREMENTS, WRAPPERS = "vllm/engine/arg_utils.py", "requirements/cuda.txt", "vllm/utils/flashinfer.py"
+CORE, GENERATOR = "flashinfer/fused_moe/core.py", "flashinfer/jit/moe.py"
+CUTLASS = "FetchContent_Declare(\n  {name}\n  GIT_REPOSITORY https://example.org/{name}.git\n  GIT_TAG {tag}\n)\n"
+
+
+def replaced(world, name, path, old, new):
+    """Return the change that replaces text of one file."""
+    text = world.files[name][path]
+    assert old in text
+    return {path: text.replace(old, new)}
+
+
+def texts(column, effect):
+    return [entry.text for entry in column.observations if entry.effect is effect]
+
+
+def test_the_pinned_release_again_breaks_nothing(world):
+    world.python = sys.executable
+    for name in ("vllm", "flashinfer"):
+        row = world.check(name)
+        assert row.can_move, report.CheckReport("s", "2026-01-01", (row,)).text()
+        assert {part: column.effect for part, column in row.columns.items()} == dict.fromkeys(report.PARTS, NONE)
+    assert not list((paths.state() / "upstream").iterdir()), "a folder stays"
+
+
+# What a release does: (upstream, file, old text, new text, column, its effect, words of an observation)
+CASES = {
+    "moves the patched line": (
+        "vllm",
+        "oracle",
+        "import logging\n",
+        "import logging\nimport json\n",
+        "patches",
+        CHANGED,
+        "+1 lines",
+    ),
+    "changes the patched line": (
+        "vllm",
+        "oracle",
+        "CHOICE = 'MARLIN'",
+        "CHOICE = 'TRITON'",
+        "patches",
+        BREAKS,
+        "0001-change-something",
+    ),
+    "does what Drop-when names": (
+        "flashinfer",
+        "flashinfer/jit/cpp.py",
+        "jobs = None",
+        "jobs = 1  # NOTHING OF THE KIND",
+        "patches",
+        CHANGED,
+        "already upstream",
+    ),
+    "moves a git dependency": (
+        "vllm",
+        CMAKE,
+        "GIT_TAG v1",
+        "GIT_TAG v2",
+        "git dependencies",
+        CHANGED,
+        "cutlass: tag v1 → v2",
+    ),
+    "takes it from elsewhere": (
+        "vllm",
+        CMAKE,
+        "example.org/cutlass",
+        "example.com/cutlass",
+        "git dependencies",
+        BREAKS,
+        "cutlass: repository",
+    ),
+    "adds one": (
+        "vllm",
+        CMAKE,
+        "include(FetchContent)\n",
+        "include(FetchContent)\n" + CUTLASS.format(name="new", tag="v7"),
+        "git dependencies",
+        BREAKS,
+        "new v7 from https://example.org/new.git (CMakeLists.txt:2) is new",
+    ),
+    "takes another copy": (
+        "vllm",
+        CMAKE,
+        "FetchContent_Declare",
+        "if(NOT MY_SRC_DIR)\nendif()\nFetchContent_Declare",
+        "git dependencies",
+        NONE,
+        "",
+    ),
+    "removes one": (
+        "vllm",
+        CMAKE,
+        CUTLASS.format(name="cutlass", tag="v1"),
+        "",
+        "git dependencies",
+        CHANGED,
+        "cutlass is not asked for any more",
+    ),
+    "hides one": ("vllm", CMAKE, "GIT_TAG v1", "GIT_TAG ${X}", "git dependencies", UNKNOWN, "cannot be followed"),
+    "moves a call": (
+        "vllm",
+        "experts",
+        "def apply",
+        "\n\ndef apply",
+        "kernel calls",
+        CHANGED,
+        "experts: {experts}:5 moved to line 7",
+    ),
+    "writes a call otherwise": (
+        "vllm",
+        "experts",
+        "return flashinfer_moe(",
+        "y = flashinfer_moe(",
+        "kernel calls",
+        CHANGED,
+        "written otherwise",
+    ),
+    "stops calling": (
+        "vllm",
+        "experts",
+        "flashinfer_moe(",
+        "print(",
+        "kernel calls",
+        BREAKS,
+        "vLLM calls it nowhere",
+    ),
+    "passes what FlashInfer lacks": (
+        "vllm",
+        "experts",
+        "scale=scale",
+        "scale=scale, bias=1",
+        "kernel calls",
+        BREAKS,
+        "it has no bias",
+    ),
+    "passes too much": (
+        "vllm",
+        "vllm/sample.py",
+        "inter(x), 1",
+        "inter(x), 1, 2, 3",
+        "kernel calls",
+        BREAKS,
+        "4 arguments without a name, and 5",
+    ),
+    "passes too little": (
+        "vllm",
+        "experts",
+        ", scale=scale",
+        "",
+        "kernel calls",
+        BREAKS,
+        "it needs scale as well",
+    ),
+    "wraps it beyond recognition": (
+        "vllm",
+        WRAPPERS,
+        "_wrap(",
+        "_wrap(*",
+        "kernel calls",
+        UNKNOWN,
+        "does not say which function of FlashInfer",
+    ),
+    "renames FlashInfer's function": (
+        "flashinfer",
+        CORE,
+        "def cutlass_fused_moe(input",
+        "def fused_moe(input",
+        "kernel calls",
+        BREAKS,
+        "no flashinfer.fused_moe.cutlass",
+    ),
+    "needs another argument": (
+        "flashinfer",
+        CORE,
+        "*, tune=False",
+        "*, tune",
+        "kernel calls",
+        BREAKS,
+        "it needs tune as well",
+    ),
+    "offers another argument": (
+        "flashinfer",
+        CORE,
+        "*, tune=False",
+        "*, swap=None",
+        "kernel calls",
+        NONE,
+        "+swap, -tune",
+    ),
+    "drops a re-export": (
+        "flashinfer",
+        "flashinfer/__init__.py",
+        "from .fused_moe import interleave as interleave\n",
+        "",
+        "kernel calls",
+        BREAKS,
+        "no flashinfer.interleave",
+    ),
+    "decides at run time": (
+        "flashinfer",
+        "flashinfer/__init__.py",
+        "from .fused_moe import interleave as interleave\n",
+        "def __getattr__(name):\n    return 1\n",
+        "kernel calls",
+        UNKNOWN,
+        "__getattr__",
+    ),
+    "removes a generator": (
+        "flashinfer",
+        GENERATOR,
+        "gen_module",
+        "make_module",
+        "kernel calls",
+        BREAKS,
+        "no flashinfer.jit.moe.gen_module",
+    ),
+    "gives a generator other arguments": (
+        "flashinfer",
+        GENERATOR,
+        "name, size, decl",
+        "name, decl, more",
+        "kernel calls",
+        BREAKS,
+        "it has no size",
+    ),
+    "removes what a generator is given": (
+        "flashinfer",
+        GENERATOR,
+        "DECLARATION",
+        "TEXT",
+        "kernel calls",
+        BREAKS,
+        "no flashinfer.jit.moe.DECLARATION",
+    ),
+    "removes a flag": (
+        "vllm",
+        ENGINE,
+        "--moe-backend",
+        "--moe-backends",
+        "flags and variables",
+        BREAKS,
+        "no flag --moe-backend, which a uses; the nearest name there is --moe-backends",
+    ),
+    "deprecates a flag": (
+        "vllm",
+        ENGINE,
+        '"--max-num-seqs"',
+        '"--max-num-seqs", deprecated=True',
+        "flags and variables",
+        CHANGED,
+        "is deprecated",
+    ),
+    "removes a variable": (
+        "vllm",
+        ENVS,
+        "VLLM_CUBIN",
+        "VLLM_HAS_CUBIN",
+        "flags and variables",
+        BREAKS,
+        "no variable VLLM_CUBIN, which b uses",
+    ),
+    "hides its variables": (
+        "vllm",
+        ENVS,
+        "environment_variables",
+        "variables",
+        "flags and variables",
+        UNKNOWN,
+        "variables",
+    ),
+    "hides its parser": ("vllm", CLI, "make_arg_parser", "make_parser", "flags and variables", UNKNOWN, "its flags"),
+    "reads a kernel variable no more": (
+        "flashinfer",
+        GENERATOR,
+        "FLASHINFER_CUDA_ARCH_LIST",
+        "FLASHINFER_ARCH",
+        "flags and variables",
+        BREAKS,
+        "reads FLASHINFER_CUDA_ARCH_LIST",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_release_is_seen_for_what_it_does(world, case):
+    name, path, old, new, part, effect, message = CASES[case]
+    path = {"oracle": world.oracle, "experts": world.experts}.get(path, path)
+    column = world.check(name, replaced(world, name, path, old, new)).columns[part]
+    assert column.effect is effect, column
+    assert message.format(experts=world.experts) in "\n".join(texts(column, effect))
+
+
+def test_a_call_that_moved_to_another_file_is_named(world):
+    text = world.files["vllm"][world.experts]
+    column = world.check("vllm", {world.experts: None, "vllm/other.py": text}).columns["kernel calls"]
+    assert "it is called in vllm/other.py:5 now" in texts(column, BREAKS)[0]
+
+
+def test_vllm_is_checked_with_the_flashinfer_that_it_requires(world):
+    world.release("flashinfer", "2.0", replaced(world, "flashinfer", CORE, "*, tune=False", "*, tune"))
+    row = world.check("vllm", replaced(world, "vllm", REQUIREMENTS, "python==1.0", "python==2.0"))
+    assert (row.checked_with, row.requires["flashinfer-python"]) == ("flashinfer-2.0", "2.0")
+    assert row.columns["kernel calls"].effect is BREAKS
+
+
+def test_a_required_flashinfer_that_is_not_there_leaves_the_calls_undetermined(world, monkeypatch):
+    def absent(*_):
+        raise NetworkError("cannot find it", "no such version", "wait", code="network.fetch")
+
+    monkeypatch.setattr(upstream, "_listed", absent)
+    column = world.check("vllm", replaced(world, "vllm", REQUIREMENTS, "python==1.0", "python==3.0")).columns[
+        "kernel calls"
+    ]
+    assert (column.effect, "flashinfer-python 3.0" in column.reasons[0]) == (UNKNOWN, True)
+
+
+# What a vLLM release does: (file, old text, new text, effect on the experts, words of that observation)
+RUNS = {
+    "chooses by itself": (
+        "oracle",
+        "(CHOICE)",
+        "('FLASHINFER_CUTLASS_MXFP4_MXFP8')",
+        CHANGED,
+        "no patch is needed for it",
+    ),
+    "never chooses it": (
+        "oracle",
+        "(CHOICE)",
+        "('MARLIN')",
+        BREAKS,
+        "with the queue: MARLIN, and 12.x needs FLASHINFER_CUTLASS",
+    ),
+    "refuses": (
+        "oracle",
+        "return Backend",
+        "raise ValueError('no')\n    return Backend",
+        BREAKS,
+        "with the queue: none (no)",
+    ),
+    "cannot be imported": (
+        "oracle",
+        "import logging",
+        "import logging, nothing_of_that_name",
+        UNKNOWN,
+        "nothing_of_that_name",
+    ),
+    "moves its selector": ("oracle", "def select_mxfp4", "def choose_mxfp4", UNKNOWN, "select_mxfp4"),
+    "dies": ("torch.py", "bfloat16 =", "import os\nos._exit(9)\nbfloat16 =", UNKNOWN, "was not run"),
+    "prints at its end": (
+        "vllm/__init__.py",
+        "__version__",
+        "import atexit\natexit.register(print, 1.5)\n__version__",
+        UNKNOWN,
+        "no JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_releases_own_selector_is_run(world, case):
+    world.python = sys.executable
+    path, old, new, effect, message = RUNS[case]
+    path = world.oracle if path == "oracle" else path
+    column = world.check("vllm", replaced(world, "vllm", path, old, new)).columns["experts"]
+    assert column.effect is effect, column
+    assert message in "\n".join(texts(column, effect))
+
+
+def test_the_backend_is_named_stock_and_with_the_queue(world):
+    world.python = sys.executable
+    column = world.check("vllm").columns["experts"]
+    assert column.summary == "stock MARLIN; queue FLASHINFER_CUTLASS_MXFP4_MXFP8"
+
+
+def test_a_queue_that_does_not_apply_leaves_only_the_stock_answer(world):
+    world.python = sys.executable
+    column = world.check("vllm", replaced(world, "vllm", world.oracle, "\n\nCHOICE =", "\nCHOICE =")).columns["experts"]
+    assert (column.summary, column.effect) == ("stock MARLIN; queue not determined", UNKNOWN)
+    assert column.reasons == ["with the queue: it does not apply (0001-change-something.patch)"]
+
+
+def test_without_an_interpreter_the_experts_stay_undetermined_and_the_move_is_refused(world):
+    row = world.check("vllm")
+    assert not row.can_move
+    assert row.columns["experts"].reasons == ["the selector was not run: no code is run"]
+    assert row.columns["flags and variables"].effect is NONE
+
+
+def test_another_vllm_in_front_is_no_answer(world, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/other exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "other/vllm").mkdir(parents=True)
+    (tmp_path / "other/vllm/__init__.py").write_text('__version__ = "7"\n')
+    world.python = python
+    column = world.check("vllm").columns["experts"]
+    assert f"another vLLM in front: {tmp_path}/other/vllm" in column.reasons[0]
+
+
+def test_the_parser_refuses_a_value(world):
+    world.python = sys.executable
+    column = world.check("vllm", replaced(world, "vllm", ENGINE, '["auto", "x"]', '["auto", "y"]')).columns[
+        "flags and variables"
+    ]
+    (text,) = texts(column, BREAKS)
+    assert text.startswith("the release's own parser refuses the profile a: ")
+    assert "invalid choice: 'x'" in text
+    assert column.summary.endswith("1 of 2 profiles parsed")
+
+
+def test_no_secret_reaches_the_releases_code(world, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    world.python = sys.executable
+    spy = "import os\nassert 'HF_TOKEN' not in os.environ\n__version__"
+    row = world.check("vllm", replaced(world, "vllm", "vllm/__init__.py", "__version__", spy))
+    assert row.columns["experts"].effect is NONE
+
+
+@pytest.fixture
+def command(world, monkeypatch):
+    """The whole command on the made-up stack."""
+    monkeypatch.setattr(pins, "load", lambda: world.table)
+    monkeypatch.setattr(sets, "load", {"1.0": world.kernels}.__getitem__)
+    monkeypatch.setattr(profiles, "load", lambda stack: {"s": world.profiles}[stack])
+    monkeypatch.setattr(status, "PATCHES", world.patches)
+    return lambda *against, **options: checking.check_stack("s", against, **options)
+
+
+def test_the_report_is_a_table_or_json_and_says_whether_all_can_move(world, command, capsys):
+    world.release("flashinfer", "1.1", {"flashinfer/jit/cpp.py": None})
+    assert command("flashinfer-1.0") is True
+    assert "flashinfer-1.0: can move" in capsys.readouterr().out
+    assert command("flashinfer-1.0", "flashinfer-1.1") is False
+    output = capsys.readouterr().out
+    assert "flashinfer-1.1: cannot move\n  ✗ patches: 0001-change-something.patch: conflicts" in output
+    assert command("flashinfer-1.1", as_json=True) is False
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["releases"]
+    assert (document["can_move"], row["can_move"], row["checked_with"]) == (False, False, "vllm-1.0")
+    assert row["columns"]["patches"]["effect"] == "breaks"
+    assert "| flashinfer-1.1 | ✗ 1 conflict | ✓ none |" in report.markdown(document)
+    assert "- flashinfer-1.1, patches: 0001-change-something.patch: conflicts" in report.markdown(document)
+
+
+def listed(version, kind="sdist", *, withdrawn=False):
+    return SimpleNamespace(version=version, package_type=kind, is_yanked=withdrawn)
+
+
+def test_the_newest_source_archive_is_checked_unless_another_is_named(world, command, monkeypatch, capsys):
+    world.release("flashinfer", "1.10")
+    world.release("vllm", "1.10")
+    pages = [listed("1.9"), listed("1.10"), listed("1.11rc1"), listed("1.12", "wheel"), listed("1.13", withdrawn=True)]
+    monkeypatch.setattr(releases, "project_page", lambda package, http: SimpleNamespace(packages=pages))
+    assert command(python=sys.executable) is True
+    assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(": can move")] == [
+        "vllm-1.10: can move", "flashinfer-1.10: can move",
+    ]  # fmt: skip
+
+
+def test_what_a_killed_check_left_is_removed_and_two_checks_do_not_run_at_once(world, command):
+    left = releases.work_folder() / "tmp1"
+    left.mkdir(parents=True)
+    assert command("flashinfer-1.0") is True
+    assert not left.exists()
+    with (
+        files.locked(paths.state() / "upstream.lock", "check upstream releases"),
+        pytest.raises(StorageError, check=lambda error: error.code == "storage.busy"),
+    ):
+        command("flashinfer-1.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "part"),
+    [
+        ("flashinfer", CORE, "kernel calls"),
+        ("vllm", ENVS, "flags and variables"),
+        ("vllm", "vllm/sample.py", "kernel calls"),
+    ],
+)
+def test_a_file_in_a_newer_python_leaves_its_part_undetermined(world, name, path, part):
+    column = world.check(name, {path: world.files[name][path] + "def f(: pass\n"}).columns[part]
+    assert (column.effect, path in column.reasons[0]) == (UNKNOWN, True)
+
+
+def test_an_upstream_without_a_queue_and_a_stack_that_is_not_there_are_refused(command):
+    with pytest.raises(InputError, match="no patches for torch", check=lambda error: error.code == "input.pins"):
+        command("torch-2.0")
+
+
+def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_fetched(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(checking, "candidates", lambda *_: pytest.fail("it goes on"))
+    with pytest.raises(UsageError, match="cannot be run"):
+        command(python=str(tmp_path / "python"))
+    with pytest.raises(UsageError, match="cannot be run"):
+        command(python=str(tmp_path))
+
+
+def test_offline_the_newest_release_cannot_be_looked_for(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARKFORGE_OFFLINE", str(tmp_path))
+    with pytest.raises(
+        NetworkError, match="cannot look for a newer", check=lambda error: error.code == "network.fetch"
+    ):
+        command()
