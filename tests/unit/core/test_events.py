@@ -1,0 +1,90 @@
+"""What a log says: levels, exceptions with their causes, deaths, orderly ends, and what a server survived."""
+
+import pytest
+
+from sparkforge.core import events
+
+TRACEBACK = """\
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]   File "a.py", line 3, in run
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]     raise ValueError("CUDA error: this is source")
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] KeyError: 'weights'
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] The above exception was the direct cause of the following exception:
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] vllm.x.LoadError: cannot load
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'E': 1}
+"""
+
+
+def test_the_decisive_line_is_the_last_exception_that_is_no_consequence_with_its_chain():
+    event = events.read_text(TRACEBACK)
+    assert event.decisive.text == "vllm.x.LoadError: cannot load"
+    assert [line.exception for line in event.chain(event.decisive)] == ["KeyError", "vllm.x.LoadError"]
+    assert not [line for line in event.lines if "this is source" in line.text]
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "level"),
+    [
+        ("vllm-1  | (APIServer pid=1) ERROR 11-24 10:00:00 [a.py:1] boom", "boom", "ERROR"),
+        ("2026-11-24T10:00:00.5Z (Worker_TP0 pid=2) INFO 11-24 10:00:00 [a.py:1] error", "error", "INFO"),
+        ("Nov 24 22:01:17 spark kernel: NVRM: Xid (PCI:0:1:0): 79, lost", "NVRM: Xid (PCI:0:1:0): 79, lost", "KERNEL"),
+        ("Nov 24 22:01:17 spark earlyoom[9]: killing", "earlyoom: killing", ""),
+        ("[  481.22] watchdog: BUG", "watchdog: BUG", "KERNEL"),
+        ("[rank1]:[E1124 10:30:00.1 P.cpp:688] failed", "failed", "ERROR"),
+        ("2026-11-24 10:00:00,123 - vllm - ERROR - failed", "failed", "ERROR"),
+        ("ERROR:    [Errno 98] in use", "[Errno 98] in use", "ERROR"),
+        ("#12 4.21 Killed", "Killed", ""),
+    ],
+)
+def test_prefixes_are_taken_off_and_levels_are_read(line, text, level):
+    parsed = events.parse(line)
+    assert (parsed.text, parsed.level) == (text, level)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "signal"),
+    [
+        ("vllm-1 exited with code 137", 137, 9),
+        ("vllm.service: Main process exited, code=killed, status=9/KILL", 9, 9),
+        ("vllm.service: Main process exited, code=exited, status=1/FAILURE", 1, None),
+        ('"ExitCode": 139,', 139, 11),
+        ("Failed core proc(s): {'EngineCore': -9}", -9, 9),
+        ("vllm-1 exited with code 143", 143, None),
+    ],
+)
+def test_how_a_process_ended_is_read(text, code, signal):
+    line = events.parse(text)
+    assert (line.code, line.signal) == (code, signal)
+
+
+READY = "(APIServer pid=1) INFO:     Application startup complete.\n"
+BANNER = "(APIServer pid=1) INFO 11-21 07:30:52 [a.py:1] non-default args: {}\n"
+FAILED = "(APIServer pid=1) ERROR 11-21 07:30:52 [a.py:1] the cache could not be read\n"
+DEAD = "(APIServer pid=1) ERROR 11-21 07:30:52 [a.py:1] EngineCore encountered a fatal error.\n"
+END = "(APIServer pid=1) INFO 11-21 07:30:52 [launcher.py:254] [shutdown] API server: shutdown triggered\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "faults"),
+    [
+        (READY, 0),
+        (FAILED, 1),
+        (FAILED + READY, 0),  # survived
+        (FAILED + BANNER + READY, 1),  # ended, and was started again
+        (DEAD + READY, 1),
+        (READY + END + DEAD, 0),
+        (READY + DEAD + END, 1),
+        ("INFO 11-21 07:30:52 [logger.py:1] Received request: prompt: 'CUDA error: illegal memory access'\n", 0),
+    ],
+)
+def test_what_a_server_survived_is_no_fault_and_a_death_is(log, faults):
+    assert len(events.read_text(log).faults) == faults
+
+
+def test_lines_that_differ_in_long_numbers_only_are_one_line():
+    text = "".join(f"ERROR 11-21 07:30:{i % 60:02} [a.py:1] request {10_000 + i} failed\n" for i in range(5000))
+    (line,) = events.read_text(text).lines
+    assert line.count == 5000
