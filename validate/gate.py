@@ -19,6 +19,7 @@ from validate.profiles import Profile, named
 GROUPS = (
     machine.READINGS,
     gpu.SMI_READINGS,
+    gpu.STATE_READINGS,
     gpu.CUDA_READINGS,
     software.READINGS,
     patches.READINGS,

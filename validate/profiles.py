@@ -34,6 +34,7 @@ SPARK = Profile(
         "driver-version",
         "cuda-version",
         "memory-unified",
+        "serve-arguments",
         "disk-space",
         "port-free",
         "python-version",
@@ -53,8 +54,9 @@ SPARK = Profile(
         "numerics",
         "model-files",
         "model-format",
+        "measured-speed",
     ),
-    advised=("shared-memory", "remove-ipc", "sm121-modules", "offline-hub", "measured-speed"),
+    advised=("gpu-clock", "shared-memory", "remove-ipc", "sm121-modules", "offline-hub"),
 )
 EMBEDDED = Profile(
     "embedded",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparkforge.core.bounded import ProbeError, ask, require
 
@@ -27,6 +31,115 @@ def query(*fields: str, units: bool = True, env: Mapping[str, str] | None = None
 def number(text: str) -> float | None:
     """Return a field's text as a number; None for [N/A] and [Not Supported]."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
+
+
+# What `state` asks for. A Spark reports no limit of its power, and a driver before 535 knows no clocks_event_reasons.
+STATE_FIELDS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "utilization.gpu",
+    "clocks_event_reasons.active",
+)
+BUSY = 0.5  # share of the last second in which a kernel ran; an idle GPU lowers its clock, and rightly
+HALF = (
+    0.5  # of the highest SM clock. A Spark in good order keeps about 2,400 of 3,003 MHz under load (docs/hardware.md)
+)
+IDLE = 0x1
+POWER_CYCLE = (
+    "sudo poweroff, pull the power supply from the wall and from the machine for 60 s, and start again; "
+    "see docs/hardware.md#power-and-clocks"
+)
+COOL = "let it cool and free its air inlets; then: nvidia-smi -q -d TEMPERATURE,PERFORMANCE"
+SETTING = "sudo nvidia-smi -rgc   # removes a limit that somebody set"
+
+
+class ClockReason(NamedTuple):
+    """A bit of nvidia-smi's clocks_event_reasons; `alone`: worth a warning whatever the clock is."""
+
+    name: str
+    fix: str
+    alone: bool = False
+
+
+# nvml.h, nvmlClocksEventReasons.
+REASONS = {
+    IDLE: ClockReason("idle", ""),
+    0x2: ClockReason("clock setting", SETTING),
+    0x4: ClockReason("software power cap", POWER_CYCLE),
+    0x8: ClockReason("hardware slowdown", POWER_CYCLE, alone=True),
+    0x10: ClockReason("sync boost", SETTING),
+    0x20: ClockReason("software thermal slowdown", COOL, alone=True),
+    0x40: ClockReason("hardware thermal slowdown", COOL, alone=True),
+    0x80: ClockReason("hardware power brake", POWER_CYCLE, alone=True),
+    0x100: ClockReason("display clock setting", SETTING),
+}
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """Clocks (MHz), power (W), temperature (°C) and load (0 to 1) of a GPU; None where the driver has no figure."""
+
+    clock: float | None
+    max_clock: float | None
+    power: float | None
+    power_limit: float | None
+    temperature: float | None
+    busy: float | None
+    reasons: int
+
+    @classmethod
+    def read(cls, row: Mapping[str, object]) -> GpuState:
+        """Return the state that a row of STATE_FIELDS describes, whatever is missing in it."""
+        *texts, mask = (str(row.get(field)) for field in STATE_FIELDS)
+        clock, max_clock, power, power_limit, temperature, busy = map(number, texts)
+        reasons = int(mask, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", mask) else 0
+        busy = None if busy is None else busy / 100
+        return cls(clock, max_clock, power, power_limit, temperature, busy, reasons)
+
+    @property
+    def active(self) -> list[ClockReason]:
+        """What lowers the clock, by the driver."""
+        return [reason for bit, reason in REASONS.items() if self.reasons & bit]
+
+    def describe(self) -> str:
+        """Return what is known in one line; empty if nothing is."""
+        clock = f"SM clock {self.clock:.0f}" if self.clock is not None else ""
+        clock += f" of {self.max_clock:.0f}" if clock and self.max_clock is not None else ""
+        limit = f" of {self.power_limit:.0f}" if self.power_limit is not None else ""
+        parts = [f"{clock} MHz"] if clock else []
+        parts += [f"{self.power:.0f}{limit} W"] if self.power is not None else []
+        parts += [f"{self.temperature:.0f} °C"] if self.temperature is not None else []
+        parts += [f"busy {self.busy:.0%}"] if self.busy is not None else []
+        return ", ".join(parts)
+
+    def fault(self) -> tuple[str, str]:
+        """Return what holds the clock down and the next command; two empty texts if nothing does.
+
+        A low clock counts only under load. The power delivery of a Spark can hold it down without any reason of the
+        driver's.
+        """
+        slow = self.clock is not None and self.max_clock is not None and self.clock < HALF * self.max_clock
+        low = slow and self.busy is not None and self.busy >= BUSY and not self.reasons & IDLE
+        causes = [reason for reason in self.active if reason.fix and (low or reason.alone)]
+        if not low and not causes:
+            return "", ""
+        names = ", ".join(reason.name for reason in causes) or "the driver names no reason"
+        kept = "the clock is below half of its highest under load" if low else "the driver lowers the clock"
+        return f"{kept} ({names}): {self.describe()}", causes[0].fix if causes else POWER_CYCLE
+
+
+def states(env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """Return a row of STATE_FIELDS for each GPU, without units, for `GpuState.read`. Raises ProbeError as `query`."""
+    try:
+        return query(*STATE_FIELDS, units=False, env=env)
+    except ProbeError as error:
+        if "not a valid field" not in str(error):
+            raise
+        return query(*STATE_FIELDS[:-1], units=False, env=env)

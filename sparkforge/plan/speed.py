@@ -29,9 +29,10 @@ Milliseconds = Annotated[float, Field(gt=0, lt=10**9, strict=True)]
 
 
 class SpeedThreshold(Record):
-    """A bound, the reason for it, and the usual causes of a speed beyond it."""
+    """A bound beyond which a speed warns, one beyond which it refuses, the reason for them, and the usual causes."""
 
     value: float = Field(gt=0)
+    refuse: float | None = Field(default=None, gt=0)
     why: str = Field(min_length=1)
     causes: str = Field(min_length=1)
 
@@ -56,9 +57,9 @@ class CitedFormat(Record):
 
 
 class SpeedThresholds(Record):
-    """Both bounds."""
+    """Those of decoding by a word of the GPU's name, `other` for the rest, and those of the first token."""
 
-    decode: SpeedThreshold
+    decode: dict[str, SpeedThreshold]
     first_token: SpeedThreshold
 
 
@@ -140,12 +141,16 @@ class Measured:
 
 
 class Comparison(Record):
-    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under."""
+    """A measured figure and its computed bound, with a sentence about both; `causes` only where it is far under.
+
+    `refused`: it is so far under that a server must not start before the cause is gone.
+    """
 
     told: str
     measured: float
     computed: float
     causes: str = ""
+    refused: bool = False
 
 
 def judging() -> Judging:
@@ -198,8 +203,10 @@ def compare(model: Architecture, device: Device, measured: Measured) -> Iterator
         speed = 1000.0 / measured.tpot_ms
         kept = "" if measured.dense == BF16 else f" with dense layers in {measured.dense.name}"
         sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}{kept}"
-        causes = bounds.decode.causes if speed < bounds.decode.value * best else ""
-        yield Comparison(told=sentence, measured=speed, computed=best, causes=causes)
+        bound = next((bounds.decode[name] for name in device.names if name in bounds.decode), bounds.decode["other"])
+        causes = bound.causes if speed < bound.value * best else ""
+        refused = speed < (bound.refuse or 0) * best
+        yield Comparison(told=sentence, measured=speed, computed=best, causes=causes, refused=refused)
     floor = roofline.first_token_seconds(
         model, device, measured.prompt, measured.concurrency, measured.batched, measured.kv, measured.dense
     )

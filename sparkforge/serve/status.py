@@ -25,7 +25,7 @@ from pydantic import Field
 from sparkforge.core import http, memory, paths
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import SparkforgeError
-from sparkforge.core.gpus import number, query
+from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.process import session_members
 from sparkforge.core.tables import Record
 from sparkforge.serve import client, failure, metrics, proof
@@ -62,7 +62,7 @@ class HostMemory(Record):
     server: int | None = Field(description="resident memory of the server's processes; null for a container")
 
 
-class GpuMemory(Record):
+class GpuStatus(Record):
     """A GPU by nvidia-smi; memory in bytes. Unified memory, as a DGX Spark has, is the host's: both are null then."""
 
     name: str
@@ -70,6 +70,15 @@ class GpuMemory(Record):
     total: int | None
     used: int | None
     busy: float | None = Field(description="part of the last second in which a kernel ran, 0 to 1")
+    clock_mhz: float | None = Field(default=None, description="of the SMs, now")
+    max_clock_mhz: float | None = Field(default=None, description="the highest of the SMs")
+    power_watts: float | None = None
+    power_limit_watts: float | None = Field(default=None, description="a DGX Spark reports none")
+    temperature_celsius: float | None = None
+    clock_reasons: list[str] = Field(default=[], description="what lowers the clock, by the driver")
+    warning: str = Field(
+        default="", description="what holds the clock down, and the next command; empty if nothing does"
+    )
 
 
 class LastError(Record):
@@ -106,7 +115,7 @@ class StatusReport(Record):
     time: str = Field(description="UTC by ISO 8601")
     server: ServerStatus | None
     host: HostMemory
-    gpus: list[GpuMemory]
+    gpus: list[GpuStatus]
     last_error: LastError | None
 
     def document(self) -> dict[str, object]:
@@ -176,7 +185,7 @@ def _report(served: ServerStatus | None, resident: int | None, last: LastError |
     return StatusReport(time=_iso(time.time()), server=served, host=host, gpus=gpus(), last_error=last)
 
 
-def gpus() -> list[GpuMemory]:
+def gpus() -> list[GpuStatus]:
     """Return the GPUs that nvidia-smi lists; none where it is absent, fails or hangs.
 
     On a DGX Spark it has no figures for the memory, which is the host's (by NVIDIA's known issues; not seen by us).
@@ -185,14 +194,34 @@ def gpus() -> list[GpuMemory]:
         rows = query("name", "memory.total", "memory.used", "utilization.gpu", units=False)
     except ProbeError:
         return []
+    clocks: list[dict[str, str]] = []
+    with suppress(ProbeError):
+        clocks = states()
     memories = []
-    for row in rows:
+    for row, clock in zip(rows, [*clocks, *({} for _ in rows)], strict=False):
         name, *figures = row.values()
         total, used, busy = map(number, figures)
         unified = total is None
         sizes = [None if unified or size is None else int(size * 2**20) for size in (total, used)]
         busy_part = None if busy is None else busy / 100
-        memories.append(GpuMemory(name=name, unified=unified, total=sizes[0], used=sizes[1], busy=busy_part))
+        state = GpuState.read(clock)
+        why, fix = state.fault()
+        memories.append(
+            GpuStatus(
+                name=name,
+                unified=unified,
+                total=sizes[0],
+                used=sizes[1],
+                busy=busy_part,
+                clock_mhz=state.clock,
+                max_clock_mhz=state.max_clock,
+                power_watts=state.power,
+                power_limit_watts=state.power_limit,
+                temperature_celsius=state.temperature,
+                clock_reasons=[reason.name for reason in state.active],
+                warning=f"{why}. Next: {fix}" if why else "",
+            )
+        )
     return memories
 
 
@@ -214,6 +243,7 @@ def lines(report: StatusReport) -> list[str]:
         shown += [" · ".join(parts)] if parts else []
         shown.append(f"now: {_describe_load(served.load)}")
     shown.append(f"memory: {_memory(report)}")
+    shown += [line for gpu in report.gpus for line in _clock_lines(gpu)]
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
         text, also, failed = error.text.partition(proof.ALSO)  # the names of all calls that failed stay
@@ -234,7 +264,8 @@ def line(report: StatusReport) -> str:
     served = report.server
     health = "no server" if served is None else "healthy" if served.healthy else "not healthy"
     load = f" · {_describe_load(served.load)}" if served else ""
-    return f"{report.time} · {health}{load} · {_memory(report)}"
+    warnings = "".join(f" · warning: {gpu.warning}" for gpu in report.gpus if gpu.warning)
+    return f"{report.time} · {health}{load} · {_memory(report)}{warnings}"
 
 
 def _describe_load(load: Load | None) -> str:
@@ -256,6 +287,13 @@ def _memory(report: StatusReport) -> str:
         elif gpu.total is not None and gpu.used is not None:
             parts.append(f"{gpu.name} {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB used{busy}")
     return " · ".join(parts)
+
+
+def _clock_lines(gpu: GpuStatus) -> list[str]:
+    figures = (gpu.clock_mhz, gpu.max_clock_mhz, gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius)
+    described = GpuState(*figures, busy=None, reasons=0).describe()
+    warning = [f"warning: {gpu.name}: {gpu.warning}"] if gpu.warning else []
+    return [f"{gpu.name}: {described}", *warning] if described else warning
 
 
 def _duration(seconds: float) -> str:

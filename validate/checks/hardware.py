@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
+from sparkforge.core.gpus import GpuState
 from sparkforge.core.memory import in_gib as gib
 from sparkforge.plan import devices, thresholds
 from sparkforge.plan.budget import HOST_WORKING_BYTES, most_tokens, share_lines
@@ -74,6 +75,22 @@ def _gpu_capability(view: View) -> CheckResult:
     if smi != cuda:
         return failed(f"nvidia-smi says {smi}, CUDA says {cuda}", "sudo reboot   # driver and libraries differ")
     return judged(cuda == "12.1", f"compute capability {cuda}, wanted 12.1")
+
+
+@CHECKS.add(
+    "gpu-clock",
+    "Nothing holds the GPU's clock down: neither heat, nor power, nor a limit that somebody set.",
+    needs=("gpu.state", "numerics.loaded"),
+    fix="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE",
+)
+def _gpu_clock(view: View) -> CheckResult:
+    now = GpuState.read(view.table("gpu.state"))
+    loaded = None if view.is_none("numerics.loaded") else GpuState.read(view.table("numerics.loaded"))
+    for state in (loaded, now):
+        if state is not None and (fault := state.fault())[0]:
+            return warned(*fault)
+    described = now.describe() or "nvidia-smi has no figures"
+    return passed(f"{described}; under load: {loaded.describe() if loaded else 'not measured'}")
 
 
 @CHECKS.add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparkforge.plan import speed
 from sparkforge.plan.devices import by_gpu
-from validate.checks.finding import CheckList, CheckResult, FactMissing, View, passed, warned
+from validate.checks.finding import CheckList, CheckResult, FactMissing, View, failed, passed, warned
 from validate.checks.serving import architecture, load
 
 MOST = 10_000_000  # tokens, or requests at once
@@ -14,6 +14,7 @@ NOTHING = (
     "./inv plan MODEL --device this, on the host, compares that"
 )
 DOCTOR = "./inv doctor   # then ./inv bench.perf again"
+REMOVE = "./inv doctor; then, to start and measure again: find .sparkforge/bench -name {} -delete"
 
 CHECKS = CheckList()
 
@@ -27,6 +28,7 @@ CHECKS = CheckList()
         "serve.args",
         "serve.dense_format",
         "measured.file",
+        "measured.before_boot",
         "measured.prompt",
         "measured.answer",
         "measured.concurrency",
@@ -55,4 +57,11 @@ def _measured_speed(view: View) -> CheckResult:
     comparisons = list(speed.compare(model, device, measured))
     evidence = f"{view.text('measured.file')}: {'; '.join(comparison.told for comparison in comparisons)}"
     causes = "; ".join(comparison.causes for comparison in comparisons if comparison.causes)
-    return warned(f"{evidence}. Likely: {causes}", DOCTOR) if causes else passed(evidence)
+    if not causes:
+        return passed(evidence)
+    if any(comparison.refused for comparison in comparisons):
+        # A machine that was started since may be well again (its power supply was pulled): only a new figure tells.
+        if not view.flag("measured.before_boot"):
+            return failed(f"{evidence}. Likely: {causes}", REMOVE.format(view.text("measured.file")))
+        evidence += "; the machine was started since"
+    return warned(f"{evidence}. Likely: {causes}", DOCTOR)

@@ -98,6 +98,13 @@ SMI_READINGS = (
     *(_smi(field) for field in SMI_FIELDS),
     Reading("gpu.count", "nvidia-smi --query-gpu=name", lambda target: len(nvidia_smi(target))),
 )
+STATE_READINGS = (
+    Reading(
+        "gpu.state",
+        f"nvidia-smi --query-gpu={','.join(gpus.STATE_FIELDS)}",
+        lambda target: gpus.states(target.options.environ)[0],
+    ),
+)
 CUDA_READINGS = (
     _cuda("cuda.driver_api", "api", "cuDriverGetVersion"),
     _cuda("cuda.device_count", "count", "cuDeviceGetCount"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from sparkforge.plan import speed
 from sparkforge.plan.speed import Measured
@@ -31,4 +34,20 @@ def _reading(name: str) -> Reading:
     return Reading(f"measured.{name}", SOURCE, read)
 
 
-READINGS = tuple(_reading(name) for name in NAMES)
+def before_boot(target: Target) -> bool | None:
+    """Whether it was measured before this machine was started; None if nothing was measured.
+
+    A time that cannot be read counts as since: what speaks against a start must not be lost by it.
+    """
+    if (measured := last(target)) is None:
+        return None
+    try:
+        return datetime.fromisoformat(measured.at).timestamp() < psutil.boot_time()
+    except (ValueError, OverflowError):
+        return False
+
+
+READINGS = (
+    *(_reading(name) for name in NAMES),
+    Reading("measured.before_boot", f"{SOURCE}; /proc/stat btime", before_boot),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparkforge.core import gpus
 from validate.facts import software
 from validate.facts.child import run_child
 from validate.facts.fact import Fact
@@ -11,7 +12,7 @@ from validate.facts.target import Target
 
 CHILD = Path(__file__).with_name("numerics_child.py")
 SOURCE = "a small MXFP4 MoE layer, run by validate/facts/numerics_child.py"
-NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference")
+NAMES = ("state", "kernel", "device", "tolerance", "difference", "graph_difference", "loaded")
 RAN, NOT_COMPILED = "ran", "not compiled"
 EAGER = "cuda, eager"  # the child's word for a GPU with a kernel that no CUDA graph can hold
 PLUGIN, VLLM = "plugin", "vllm"  # whose kernel runs the experts: our plugin's, or the one that vLLM selects
@@ -22,7 +23,9 @@ def gather(target: Target) -> dict[str, Fact]:
     way = way_of(target)
     if way == VLLM and not _compiled(target):
         return {f"numerics.{name}": Fact(NOT_COMPILED if name == "state" else None, SOURCE) for name in NAMES}
-    entries, why = run_child(CHILD, target, "the layer", target.options.numerics_seconds, way=way)
+    entries, why = run_child(
+        CHILD, target, "the layer", target.options.numerics_seconds, way=way, gpu_fields=gpus.STATE_FIELDS
+    )
     missing = {f"numerics.{name}": Fact(None, SOURCE, why) for name in NAMES}
     computed = {name: Fact(entry["value"], SOURCE) for name, entry in entries.items()}
     return {**missing, "numerics.state": Fact(RAN, SOURCE), **computed}

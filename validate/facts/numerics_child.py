@@ -1,7 +1,8 @@
 """Runs in the interpreter that will serve: one small MXFP4 MoE layer through the kernel that will serve, then judged.
 
 `python -P numerics_child.py REQUEST ANSWERS` with REQUEST = JSON {"way": "plugin" or "vllm", "model": DIR or null,
-"serve_args": [...]}; each fact is one JSON line in ANSWERS. Standard library only, besides torch and what is judged.
+"serve_args": [...], "gpu_fields": [...] of nvidia-smi}; each fact is one JSON line in ANSWERS. Standard library only,
+besides torch and what is judged.
 The reference is written out here in float64 from the format's specification: it shares no line with any kernel.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,7 @@ ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0
 TOLERANCE = {"bf16": 0.02, "mxfp8": 0.10}
 
 
+LOAD_SECONDS, SMI_SECONDS = 1.5, 5.0  # utilization.gpu is that of the last second, at most
 EAGER = "cuda, eager"  # a GPU with a kernel that no CUDA graph can hold; the plugin refuses it where graphs are on
 
 
@@ -235,6 +239,35 @@ def graph_difference(run: Run, eager: torch.Tensor) -> float | None:
     return float((captured.float() - eager.float()).abs().max())
 
 
+def loaded_state(fields: list[str]) -> dict[str, str] | None:
+    """Return what nvidia-smi says of the GPU under LOAD_SECONDS of products; None without a GPU or an answer.
+
+    An idle GPU lowers its clock, so only a load shows one that cannot be raised.
+    """
+    if not torch.cuda.is_available():
+        return None
+    square = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    query: subprocess.Popen[str] | None = None
+    started = time.monotonic()
+    while (passed := time.monotonic() - started) < LOAD_SECONDS + SMI_SECONDS:
+        for _ in range(8):
+            torch.mm(square, square)
+        torch.cuda.synchronize()
+        if query is None and passed >= LOAD_SECONDS:
+            command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+            try:
+                query = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            except OSError:
+                return None
+        if query is not None and query.poll() is not None:
+            break
+    if query is None or query.poll() is None:  # it hangs, as with a broken driver: it ends with this process
+        return None
+    lines = query.communicate()[0].splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else None
+
+
 WAYS = {"plugin": by_plugin, "vllm": by_vllm}
 
 
@@ -255,6 +288,7 @@ def main(request: str, answers: str) -> None:
     out = run.call()
     write("difference", difference(out, reference(layer)))
     write("graph_difference", graph_difference(run, out.clone()))
+    write("loaded", loaded_state(arguments["gpu_fields"]))
 
 
 if __name__ == "__main__":

@@ -185,6 +185,26 @@ def test_a_gpu_by_nvidia_smi(server, tmp_path, monkeypatch, capsys, text, unifie
     assert message in shown(capsys)
 
 
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        ("2405, 3003, 60.1, [N/A], 70, 96, 0x0", "NVIDIA GB10: SM clock 2405 of 3003 MHz, 60 W, 70 °C"),
+        ("700, 3003, 14.2, [N/A], 45, 96, 0x0", "warning: NVIDIA GB10: the clock is below half"),
+    ],
+)
+def test_a_slow_gpu_is_a_warning(server, tmp_path, monkeypatch, capsys, clock, message):
+    smi(tmp_path, monkeypatch, "")
+    asked = f"case \"$*\" in *clocks.sm*) echo '{clock}';; *) echo 'NVIDIA GB10, [N/A], [N/A], 96';; esac"
+    (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{asked}\n")
+    screen.show_status(server)
+    output = shown(capsys)
+    assert message in output
+    assert ("warning:" in output) == message.startswith("warning:")
+    [gpu] = status.report_of_none().gpus
+    assert gpu.clock_mhz == float(clock.partition(",")[0])
+    assert gpu.temperature_celsius is not None
+
+
 def test_watch_prints_a_line_each_or_an_object(server, no_gpu, capsys):
     assert program.main(["status", "--watch", "--count", "3"]) == 0
     lines = shown(capsys).splitlines()

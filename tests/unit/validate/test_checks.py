@@ -127,6 +127,39 @@ def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_valu
         assert "our plugin runs the experts by spark_mxfp4 triton, not on the FP4 tensor cores" in warning.evidence
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], Status.PASS, ""),
+        (["--max-model-len", "131072", "--kv-cache-dtype=auto", "--tool-call-parser", "openai"], Status.PASS, ""),
+        (["--tensor-parallel-size", "1", "--cpu-offload-gb=0", "--load-format", "fastsafetensors"], Status.PASS, ""),
+        (["--tensor-parallel-size", "2", "--nnodes", "2"], Status.PASS, ""),
+        (["--enable-sleep-mode"], Status.FAIL, "waking up ended the engine"),
+        (["--enable_sleep"], Status.FAIL, "--enable-sleep-mode"),
+        (["--enable-lora"], Status.FAIL, "MARLIN"),
+        (["--lora-modules", "a=/b"], Status.FAIL, "MARLIN"),
+        (["--max-model-len", "262144"], Status.FAIL, "made for 131072 tokens"),
+        (["--max_model_len=256K"], Status.FAIL, "made for 131072 tokens"),
+        (["--tensor-parallel-size=2"], Status.FAIL, "a Spark has one GPU"),
+        (["--cpu-offload-gb", "8"], Status.FAIL, "one memory"),
+        (["--kv-cache-dtype", "nvfp4"], Status.FAIL, "refuses this KV cache"),
+        (["--kv-cache-dtype", "fp8_e4m3"], Status.WARN, "sinks"),
+        (["--speculative-config", '{"method": "eagle3", "model": "x"}'], Status.WARN, "draft"),
+        (["--speculative-config.model=x"], Status.WARN, "draft"),
+        (["-sc", "{}"], Status.WARN, "draft"),
+        (["--spec-model", "x"], Status.WARN, "draft"),
+        (["--tool-call-parser", "hermes"], Status.WARN, "Harmony"),
+        (["--load-format=dummy", "--enable-lora"], Status.FAIL, "random"),
+        (["--max-model-len", "x"], Status.FAIL, "no number"),
+    ],
+)
+def test_arguments_are_judged(good, with_values, arguments, status, message):
+    facts = with_values(good("spark"), {"serve.args": arguments})
+    finding = evaluate(CHECKS["serve-arguments"], facts, required=True)
+    assert finding.status is status, finding
+    assert message in finding.evidence
+
+
 def test_a_bug_in_a_check_is_a_fail():
     def bug(_view: View):
         raise ZeroDivisionError("oops")

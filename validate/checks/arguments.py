@@ -1,0 +1,153 @@
+"""The check of the server's arguments: what a Spark's user may ask for, and should not, beside memory and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sparkforge.core.arguments import flag_value, meant
+from validate.checks import serving
+from validate.checks.finding import CheckList, CheckResult, Status, View, passed
+
+CHECKS = CheckList()
+
+
+class ArgumentRule(NamedTuple):
+    """What is wrong with an argument and what to do. `applies` gets its value; a flag alone has an empty one."""
+
+    flags: tuple[str, ...]
+    status: Status
+    why: str
+    fix: str
+    applies: Callable[[str], bool] = lambda _value: True
+
+
+def _above_one(value: str) -> bool:
+    return value.strip() not in ("", "1")
+
+
+def _other_than(*names: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().lower() not in names
+
+
+PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+RULES = (
+    ArgumentRule(
+        ("--enable-sleep-mode",),
+        Status.FAIL,
+        "CPU and GPU share one memory, so a sleeping server frees none of its weights' bytes, and waking up ended the "
+        "engine and hung whole Sparks (vLLM issue 50011)",
+        "leave --enable-sleep-mode out; ./inv down frees the memory",
+    ),
+    ArgumentRule(
+        ("--enable-lora", "--lora-modules"),
+        Status.FAIL,
+        "with LoRA vLLM runs gpt-oss's experts by MARLIN, without the FP4 tensor cores",
+        "merge the adapter into the weights, or leave LoRA out",
+    ),
+    ArgumentRule(
+        ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"),
+        Status.WARN,
+        "a draft (EAGLE, MTP, n-gram) was never tried with gpt-oss on 12.1; its weights and KV cache are not in the "
+        "memory plan, and each step checks several tokens, whose experts are read too",
+        "measure without it first: ./inv bench.perf, then with it; and ./inv bench.acc for its answers",
+    ),
+    ArgumentRule(
+        ("--kv-cache-dtype",),
+        Status.WARN,
+        "nothing tests an FP8 KV cache with attention sinks on 12.1 (docs/hardware.md), and it changes answers",
+        "./inv bench.acc with it and with --kv-cache-dtype auto",
+        lambda value: value.lower().startswith("fp8"),
+    ),
+    ArgumentRule(
+        ("--kv-cache-dtype",),
+        Status.FAIL,
+        "vLLM's attention refuses this KV cache with gpt-oss's sinks and heads of 64 on 12.1 (docs/hardware.md)",
+        "--kv-cache-dtype auto",
+        lambda value: not value.lower().startswith(("fp8", "auto", "bfloat16")),
+    ),
+    ArgumentRule(
+        ("--cpu-offload-gb", "--kv-offloading-size"),
+        Status.FAIL,
+        "CPU and GPU share one memory: what is moved to the CPU's side stays in the same memory",
+        "leave it out; a larger --gpu-memory-utilization or a smaller --max-model-len: ./inv plan",
+        _other_than("", "0", "0.0"),
+    ),
+    ArgumentRule(
+        ("--kv-cache-memory-bytes",),
+        Status.WARN,
+        "it takes the place of --gpu-memory-utilization, by which memory was judged",
+        "leave it out, or compare with: ./inv plan",
+    ),
+    ArgumentRule(
+        ("--load-format",),
+        Status.WARN,
+        "the weights are random, so every answer is nonsense",
+        "leave --load-format dummy out",
+        lambda value: value == "dummy",
+    ),
+    ArgumentRule(
+        ("--tool-call-parser",),
+        Status.WARN,
+        "gpt-oss's tool calls are Harmony's, which only the parser openai reads: they would come as text",
+        "--tool-call-parser openai",
+        _other_than("openai"),
+    ),
+    ArgumentRule(
+        ("--reasoning-parser",),
+        Status.WARN,
+        "gpt-oss's reasoning is Harmony's, which only the parser openai_gptoss reads",
+        "leave --reasoning-parser out; vLLM chooses it by the model",
+        _other_than("openai_gptoss"),
+    ),
+    ArgumentRule(
+        ("--trust-remote-code",),
+        Status.WARN,
+        "gpt-oss needs no code from its checkpoint, and this would run whatever a checkpoint brings",
+        "leave --trust-remote-code out",
+    ),
+)
+FLAGS = sorted({flag for rule in RULES for flag in rule.flags} | set(PARALLEL))
+
+
+def _values(arguments: Sequence[str]) -> dict[str, str]:
+    """Return flag → value of those of FLAGS that are set, abbreviated ones and `--speculative-config.model` too."""
+    values: dict[str, str] = {}
+    for index, argument in enumerate(arguments):
+        name, equals, inline = argument.partition("=")
+        flag = "--speculative-config" if name == "-sc" else meant(name.partition(".")[0], FLAGS)
+        following = next(iter(arguments[index + 1 : index + 2]), "")
+        if flag:
+            values[flag] = inline if equals else "" if following.startswith("-") else following
+    return values
+
+
+@CHECKS.add(
+    "serve-arguments",
+    "No argument asks for what gpt-oss or a Spark cannot do, or what nobody tried there.",
+    needs=("serve.args", "model.config"),
+    fix="leave the argument out",
+)
+def _serve_arguments(view: View) -> CheckResult:
+    arguments, model = view.names("serve.args"), serving.architecture(view)
+    values = _values(arguments)
+    problems = [
+        (rule.status, f"{flag}{f' {values[flag]}' if values[flag] else ''}: {rule.why}", rule.fix)
+        for rule in RULES
+        for flag in rule.flags
+        if flag in values and rule.applies(values[flag])
+    ]
+    longest = serving.longest(arguments, model.longest)
+    if longest > model.longest:
+        why = f"--max-model-len {longest}: the model was made for {model.longest} tokens, and vLLM refuses more"
+        problems.append((Status.FAIL, why, f"--max-model-len {model.longest}"))
+    if flag_value(arguments, "--nnodes") in (None, "1"):
+        for flag in PARALLEL:
+            if _above_one(values.get(flag, "")):
+                why = f"{flag} {values[flag]}: a Spark has one GPU"
+                problems.append((Status.FAIL, why, f"leave {flag} out; several Sparks: ./inv cluster.up"))
+    if not problems:
+        return passed(f"{len(arguments)} arguments, none of them known to do harm")
+    worst = Status.FAIL if any(status is Status.FAIL for status, _, _ in problems) else Status.WARN
+    problems.sort(key=lambda problem: problem[0] is not Status.FAIL)
+    return CheckResult(worst, "; ".join(why for _, why, _ in problems), "; ".join(fix for _, _, fix in problems))
