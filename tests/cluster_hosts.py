@@ -1,59 +1,24 @@
-"""Two hosts as network namespaces, each with its own /etc, /var/lib and home, and a cable that nothing has configured.
+"""Two hosts as network namespaces, each with its own /etc, /var/lib and home, and a cable without addresses.
 
-A second cable is the network by which they are reached at first. Where netplan and systemd-networkd are installed, they
-are the real ones, and programs in place of systemd's start and end each host's networkd. Elsewhere STAND_IN stands for
-netplan: it gives the interfaces of our file their addresses by `ip`.
+A second cable is the network by which they are reached.
 """
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import cluster_nodes as namespaces
 import pytest
-import yaml
 
 from sparkforge.core.paths import ROOT
 from sparkforge.serve.cluster import start
 
 MANAGEMENT, LINKS = ("10.78.0.1", "10.78.0.2"), ("link0", "link1")
-BUS, CONNECTIONS = "DBUS_SYSTEM_BUS_ADDRESS", "NetworkManager/system-connections"
-NETWORKD = Path("/lib/systemd/systemd-networkd")
-REAL = shutil.which("netplan") if NETWORKD.exists() else None
-STAND_IN = f"""#!{sys.executable}
-import subprocess, sys
-if sys.argv[1] == "generate":
-    sys.exit()
-import pathlib, yaml
-for file in pathlib.Path("/etc/netplan").glob("90-sparkforge-cluster.yaml"):
-    for name, entry in yaml.safe_load(file.read_text())["network"]["ethernets"].items():
-        subprocess.run(["ip", "link", "set", name, "mtu", str(entry["mtu"]), "up"], check=True)
-        for address in entry.get("addresses", []):
-            subprocess.run(["ip", "addr", "replace", address, "dev", name], check=True)
-"""
-# netplan asks networkctl first, which needs D-Bus, and then systemctl. With /sys read-only networkd does not wait for
-# udev, as in a container.
-SYSTEMD = {
-    "netplan": f'exec {REAL} "$@"',
-    "networkctl": "exit 1",
-    "udevadm": "exit 0",
-    "systemctl": f"""case "$*" in
-*"restart "*systemd-networkd*)
-    [ ! -e FILES/networkd.pid ] || kill "$(cat FILES/networkd.pid)"
-    setsid unshare --mount sh -c 'mount -o remount,ro /sys && exec {NETWORKD}' < /dev/null >> FILES/networkd.log 2>&1 &
-    echo $! > FILES/networkd.pid ;;
-*is-*) exit 3 ;;
-esac""",
-}
-ENTER = """mount --bind "$0/etc" /etc && mount --bind "$0/lib" /var/lib && mkdir -p /run/systemd &&
-mount --bind "$0/run" /run/systemd && exec "$@"
-"""
+ENTER = 'mount --bind "$0/etc" /etc && mount --bind "$0/lib" /var/lib && exec "$@"'
 
 
 @dataclass
@@ -97,25 +62,12 @@ class Host:
         file.chmod(0o755)
         return file
 
-    def snapshot(self):
-        """Every file's bytes and mode below the folders of the network's programs, /etc/sysctl.d and the home."""
-        roots = (self.etc / "netplan", self.etc / CONNECTIONS, self.etc / "sysctl.d", self.home)
-        files = [file for root in roots for file in root.rglob("*") if file.is_file()]
-        return {file: (file.read_bytes(), file.stat().st_mode) for file in files}
-
-    def addresses(self, link):
-        addresses = self.run("ip", "-o", "-4", "addr", "show", "dev", link)
-        mtu = self.run("cat", f"/sys/class/net/{link}/mtu")
-        return [line.split()[3] for line in addresses.stdout.splitlines()], int(mtu.stdout)
-
 
 def files_of(work, name):
     """Make a host's files: a small /etc in which root's home is a folder of ours."""
     files = work / name
-    for folder in ("etc/netplan", "etc/sysctl.d", "etc/ssh", "lib", "home/.ssh", "bin", "state", "run/netif"):
+    for folder in ("etc/ssh", "lib", "home/.ssh", "bin", "state"):
         (files / folder).mkdir(parents=True)
-    if REAL:
-        shutil.chown(files / "run/netif", "systemd-network", "systemd-network")
     for copied in (
         "group",
         "nsswitch.conf",
@@ -134,20 +86,15 @@ def files_of(work, name):
     accounts = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
     lines = [":".join([*a[:5], str(files / "home"), *a[6:]] if a[0] == "root" else a) for a in accounts]
     (files / "etc/passwd").write_text("\n".join(lines) + "\n")
-    (files / "etc/netplan/01-network-manager-all.yaml").write_text("network:\n  version: 2\n")
-    (files / "etc/netplan/01-network-manager-all.yaml").chmod(0o600)
     return files
 
 
-def running_hosts(work, network_manager=False):
-    """Yield both hosts, the first one with an ssh client that the second one's sshd lets in.
-
-    netplan configures their networks, or NetworkManager, each with a message bus of its own.
-    """
-    hosts, server, daemons = [], None, []
+def running_hosts(work):
+    """Yield both hosts, the first one with an ssh client that the second one's sshd lets in."""
+    hosts, server = [], None
     try:
         for letter in "ab":
-            space = f"sfh{os.getpid()}{'n' * network_manager}{letter}"
+            space = f"sfh{os.getpid()}{letter}"
             try:
                 namespaces.ip("netns", "add", space)
             except (OSError, subprocess.CalledProcessError) as error:
@@ -165,59 +112,14 @@ def running_hosts(work, network_manager=False):
         for space, address, end in zip(spaces, MANAGEMENT, ("mgmt0", "mgmt1"), strict=True):
             namespaces.ip("-n", space, "link", "set", "lo", "up")
             namespaces.ip("-n", space, "addr", "add", f"{address}/24", "dev", end)
-        for host in hosts:
-            start_network_manager(host, daemons) if network_manager else start_netplan(host)
         server = start_sshd(*hosts)
         yield hosts
     finally:
-        for daemon in filter(None, (server, *daemons[::-1])):
-            daemon.terminate()
-            daemon.wait(20)
+        if server:
+            server.terminate()
+            server.wait(20)
         for host in hosts:
-            with suppress(FileNotFoundError, ProcessLookupError):
-                os.kill(int((host.files / "networkd.pid").read_text()), signal.SIGTERM)
             subprocess.run([namespaces.IP, "netns", "del", host.space], check=False, capture_output=True)
-
-
-def start_netplan(host):
-    """Give a host the real netplan with programs in place of systemd's, or a stand-in for netplan."""
-    for name, script in SYSTEMD.items() if REAL else ():
-        host.stand_in(name, f"#!/bin/sh\n{script.replace('FILES', str(host.files))}\n")
-    if not REAL:
-        host.stand_in("netplan", STAND_IN)
-
-
-def start_network_manager(host, daemons):
-    """Start a host's message bus and NetworkManager, add them to `daemons`, and wait until it answers."""
-    shutil.rmtree(host.etc / "netplan")
-    bus, folder = f"unix:path={host.files}/bus", host.etc / "NetworkManager"
-    (host.etc / CONNECTIONS).mkdir(parents=True)
-    (host.files / "lib/NetworkManager").mkdir()
-    (folder / "NetworkManager.conf").write_text(
-        "[main]\nplugins=keyfile\nauth-polkit=false\ndns=none\nrc-manager=unmanaged\n"
-        "[keyfile]\nunmanaged-devices=interface-name:mgmt*\n"
-    )
-    (host.files / "bus.conf").write_text(
-        '<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"'
-        ' "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">'
-        f"<busconfig><type>system</type><listen>{bus}</listen><auth>EXTERNAL</auth><policy context='default'>"
-        "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/></policy>"
-        "</busconfig>"
-    )
-    host.environment[BUS] = bus
-    # With /sys read-only it does not wait for udev, as in a container; its run folder is its own.
-    own = "mount -o remount,ro /sys && mkdir -p /run/NetworkManager && mount -t tmpfs none /run/NetworkManager"
-    commands = (
-        ("dbus-daemon", f"--config-file={host.files}/bus.conf", "--nofork", "--nopidfile"),
-        ("sh", "-c", f"{own} && exec NetworkManager --no-daemon"),
-    )
-    for index, command in enumerate(commands):
-        with (host.files / f"daemon{index}.log").open("w") as log:
-            daemons.append(subprocess.Popen(host.command(*command), env=host.environment, stdout=log, stderr=log))
-    deadline = time.monotonic() + 60
-    while host.run("nmcli", "--terse", "general", "status").returncode:
-        assert time.monotonic() < deadline, (host.files / "daemon1.log").read_text()
-        time.sleep(0.05)
 
 
 def start_sshd(head, worker):
@@ -232,8 +134,7 @@ def start_sshd(head, worker):
         folder.chmod(0o700)
     (worker.etc / "ssh/sshd_config").write_text(
         "HostKey /etc/ssh/ssh_host_ed25519_key\nStrictModes no\nPasswordAuthentication no\nPidFile none\n"
-        f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nSetEnv PATH={worker.environment['PATH']}"
-        f"{f' {BUS}={worker.environment[BUS]}' if BUS in worker.environment else ''}\n"
+        f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nSetEnv PATH={worker.environment['PATH']}\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     log = worker.files / "sshd.log"
@@ -267,8 +168,3 @@ def checkout(host):
     interpreter.parent.mkdir(parents=True, exist_ok=True)
     interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
-
-
-def ethernets(host):
-    """What our netplan file says."""
-    return yaml.safe_load((host.etc / "netplan/90-sparkforge-cluster.yaml").read_text())["network"]["ethernets"]

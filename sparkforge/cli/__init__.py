@@ -49,8 +49,6 @@ for _collection in (
         discover=cluster.cluster_discover,
         check=cluster.cluster_check,
         measure=cluster.cluster_measure,
-        setup=cluster.cluster_setup,
-        restore=cluster.cluster_restore,
         sync=cluster.cluster_sync,
         up=cluster.cluster_up,
         status=cluster.cluster_status,

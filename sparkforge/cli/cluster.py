@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from sparkforge.core.console import echo, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
-    from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+    from sparkforge.serve.cluster.config import ClusterConfig
 
 CONFIG = "the cluster's file; default: cluster.toml in the checkout"
 
@@ -33,7 +32,8 @@ def cluster_discover(
 ) -> None:
     """Propose a cluster.toml from what machines say of their networks.
 
-    It asks over ssh, and changes nothing on any machine. Not verified on a DGX Spark.
+    It asks over ssh, and changes nothing on any machine. Where a cable has no addresses it prints the commands that
+    configure it. Not verified on a DGX Spark.
     """
     from sparkforge.core import paths
     from sparkforge.serve.cluster import check, config
@@ -153,48 +153,6 @@ def cluster_down(_ctx: Context, config: str = "") -> None:
     start.down(cluster)
 
 
-NODES = "names for ssh, the head first; local is this machine; default: the nodes of cluster.toml"
-
-
-@task(
-    example="./inv cluster.setup --nodes local,spark-2 --dry-run",
-    nodes=NODES,
-    config=CONFIG,
-    subnets="one for each half of the port",
-    dry_run="show what would be changed, change nothing",
-    yes="do not ask",
-)
-def cluster_setup(
-    _ctx: Context, nodes: str = "", config: str = "", subnets: str = "", dry_run: bool = False, yes: bool = False
-) -> None:
-    """Configure the link between the nodes.
-
-    Two machines, or several at a switch: each gets an address on both halves of its port, MTU 9000, kernel settings and
-    an ssh key of the head's for the link. It shows every change and asks; ./inv cluster.restore undoes it. Not verified
-    on a DGX Spark.
-    """
-    from sparkforge.serve.cluster import setup
-
-    setup.setup(_nodes(nodes, config), subnets or setup.SUBNETS, dry_run=dry_run, yes=yes)
-
-
-@task(
-    example="./inv cluster.restore --nodes local,spark-2",
-    nodes=NODES,
-    config=CONFIG,
-    dry_run="show what would be undone, change nothing",
-    yes="do not ask",
-)
-def cluster_restore(_ctx: Context, nodes: str = "", config: str = "", dry_run: bool = False, yes: bool = False) -> None:
-    """Undo what cluster.setup changed on every node.
-
-    Each node has a record of how it was. A file that somebody else has changed since stays, and is named.
-    """
-    from sparkforge.serve.cluster import setup
-
-    setup.restore(_nodes(nodes, config), dry_run=dry_run, yes=yes)
-
-
 @task(
     example="./inv cluster.sync",
     config=CONFIG,
@@ -214,14 +172,6 @@ def cluster_sync(_ctx: Context, config: str = "", model: str = "", image: bool =
     sync.send_model(cluster, caller_path(model), dry_run=dry_run)
     if image:
         sync.send_image(cluster, dry_run=dry_run)
-
-
-def _nodes(names: str, path: str) -> Sequence[ClusterNode]:
-    from sparkforge.serve.cluster import check
-
-    if names and path:
-        raise UsageError("--nodes goes without --config", "both name the machines", "leave one of them out")
-    return check.named_nodes(listed(names)) if names else _read(path).nodes
 
 
 def _read(path: str) -> ClusterConfig:

@@ -35,12 +35,8 @@ def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[d
     raises.
     """
     asked = named_nodes(destinations)
-    answers = facts.gather(asked, {})
-    for answer in answers.values():
-        if isinstance(answer, SparkforgeError):
-            raise answer
-    known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
-    for line in discover.describe(known):
+    known = remote.on_every(asked, lambda node: facts.ask(node, {}))
+    for line in (*discover.describe(known), *discover.link_commands(known)):
         say(line)
     try:
         return known, discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)

@@ -143,6 +143,27 @@ def describe(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
             yield f"  port {entry.port}: {entry.name} ({rdma}), {state}, MTU {entry.mtu}, {addresses}"
 
 
+def link_commands(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
+    """Yield the commands that configure each port that has a cable, unless each half has a subnet of its own.
+
+    The addresses are those of NVIDIA's playbook Connect Two Sparks; the MTU is ours. Each half answers ARP requests for
+    its own address only (arp_ignore and arp_announce in Documentation/networking/ip-sysctl.rst of Linux).
+    """
+    for rank, (name, node) in enumerate(facts.items()):
+        halves = sorted((entry for entry in node.interfaces or () if entry.port and entry.carrier), key=_order)
+        if len({network for entry in halves for network in entry.networks}) >= len(halves):
+            continue
+        yield f"{name}: {' and '.join(entry.name for entry in halves)} need subnets of their own. Run there:"
+        yield "sudo tee /etc/netplan/40-cx7.yaml <<'EOF'"
+        yield "network:\n  version: 2\n  ethernets:"
+        for number, entry in enumerate(halves):
+            yield f"    {entry.name}: {{addresses: [192.168.{100 + number}.{10 + rank}/24], dhcp4: no, mtu: 9000}}"
+        yield "EOF\nsudo tee /etc/sysctl.d/40-cx7.conf <<'EOF'"
+        for entry in halves:
+            yield f"net.ipv4.conf.{entry.name}.arp_ignore = 1\nnet.ipv4.conf.{entry.name}.arp_announce = 2"
+        yield "EOF\nsudo chmod 600 /etc/netplan/40-cx7.yaml && sudo netplan apply && sudo sysctl --system"
+
+
 def pairs(config: ClusterConfig, facts: Mapping[str, NodeFacts]) -> Sequence[tuple[str, str, str, str]]:
     """Return (node, its address, other node, its address) for every subnet that two nodes share."""
     shared_pairs = []

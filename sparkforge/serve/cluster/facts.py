@@ -120,11 +120,6 @@ def ask(node: ClusterNode, options: Mapping[str, Any]) -> NodeFacts:
     )
 
 
-def gather(nodes: Sequence[ClusterNode], options: Mapping[str, Any]) -> dict[str, NodeFacts | SparkforgeError]:
-    """Ask all nodes at the same time; a node that does not answer has its error."""
-    return remote.on_all(nodes, lambda node: ask(node, options))
-
-
 def reach(
     sender: ClusterNode, receiver: ClusterNode, ports: Sequence[int], mtu: int, addresses: tuple[str, str] | None = None
 ) -> Reach:

@@ -82,3 +82,12 @@ def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) 
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return dict(zip((node.name for node in nodes), pool.map(attempt, nodes), strict=True))
+
+
+def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
+    """Call a function as `on_all` does. Raises the first node's error, after all have ended."""
+    answers = on_all(nodes, call)
+    for answer in answers.values():
+        if isinstance(answer, SparkforgeError):
+            raise answer
+    return {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}

@@ -171,8 +171,4 @@ def _all(
     config: ClusterConfig, nodes: Sequence[ClusterNode], action: str, token: str, seconds: float
 ) -> dict[str, dict[str, Any]]:
     """Ask several nodes at the same time. Raises the first one's error."""
-    answers = remote.on_all(nodes, lambda node: ask(config, node, action, seconds, token=token))
-    for answer in answers.values():
-        if isinstance(answer, SparkforgeError):
-            raise answer
-    return {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}
+    return remote.on_every(nodes, lambda node: ask(config, node, action, seconds, token=token))

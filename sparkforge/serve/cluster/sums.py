@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pwd
 import shutil
 import sys
 from fnmatch import fnmatchcase
@@ -24,11 +23,10 @@ from typing import Any
 
 CHUNK = 1 << 20
 SUFFIX = ".sparkforge-sync"
-KEY = ".ssh/sparkforge_cluster"
 
 
 def listing(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the files, where they are, the free bytes there, and the user's home and key for the link."""
+    """Return the files, where they are, and the free bytes there."""
     folder = Path(options["folder"])
     path = folder if folder.is_dir() else staged(folder)
     files = {}
@@ -39,14 +37,11 @@ def listing(options: dict[str, Any]) -> dict[str, Any]:
             total = options.get("known", {}).get(file.name) or (sha256(file) if size == wanted else "")
             files[file.name] = {"size": size, "sha256": total}
     existing = next(part for part in (path, *path.parents) if part.exists())
-    home = pwd.getpwuid(os.getuid()).pw_dir
     return {
         "files": files,
         "path": str(path),
         "whole": folder.is_dir(),
         "free": shutil.disk_usage(existing).free,
-        "home": home,
-        "key": Path(home, KEY).is_file(),
     }
 
 

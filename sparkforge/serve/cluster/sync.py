@@ -33,7 +33,6 @@ from sparkforge.models.hub import WANTED
 from sparkforge.models.hub_source import NOTE
 from sparkforge.serve.cluster import probe, remote, sums
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.setup import HOSTS, KEY, all_of
 
 SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
 HASH_SECONDS = 3600.0
@@ -57,8 +56,6 @@ class NodeFiles(Record):
     path: str
     whole: bool
     free: int
-    home: str
-    key: bool
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
@@ -78,7 +75,7 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     head_files = _head_files(config.head, folder)
     total = sum(file.size for file in head_files.files.values())
     say(f"{config.head.name} has {len(head_files.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
-    all_of(config.workers, lambda node: _send_files(config.head, node, folder, head_files, dry_run=dry_run))
+    remote.on_every(config.workers, lambda node: _send_files(config.head, node, folder, head_files, dry_run=dry_run))
 
 
 def _head_files(head: ClusterNode, folder: str) -> NodeFiles:
@@ -115,8 +112,8 @@ def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: N
             f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full"
         )
     _program(node, {"mode": "stage", "folder": folder})
-    shell = ssh_command(head_files)
-    destination = f"{_login(node)}@{node.address}:{node_files.path}/"
+    shell, login = ssh_command(node)
+    destination = f"{login}:{node_files.path}/"
     tails = [name for name in different if _size(node_files, name) < sizes[name]]
     _rsync(head, node, shell, TAIL, tails, f"{folder}/", destination)
     _rsync(head, node, shell, MEND, [name for name in different if name not in tails], f"{folder}/", destination)
@@ -165,31 +162,17 @@ def _program(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(answer)
 
 
-def ssh_command(head_files: NodeFiles) -> list[str]:
-    """Return the ssh with which the head reaches another node at the link: by the key of `cluster.setup` if it has one.
+def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
+    """Return the ssh command with which the head reaches a node at the link, and whom it logs in as.
 
-    `head_files` is what the head said about itself.
+    User, key and port are those of `ssh NODE`; the host key is the one that is known by that name.
     """
     command = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
-    if not head_files.key:
-        return command
-    return [
-        *command,
-        "-i",
-        f"{head_files.home}/{KEY}",
-        "-o",
-        "IdentitiesOnly=yes",
-        "-o",
-        f"UserKnownHostsFile={head_files.home}/{HOSTS}",
-    ]
-
-
-def _login(node: ClusterNode) -> str:
-    """Return the user that ssh logs in there, which the user's configuration for ssh may name."""
     if not node.ssh:
-        return getpass.getuser()
-    lines = run(["ssh", "-G", node.ssh], seconds=SILENT_SECONDS).stdout.splitlines()
-    return next(line.partition(" ")[2] for line in lines if line.startswith("user "))
+        return command, f"{getpass.getuser()}@{node.address}"
+    settings = run(["ssh", "-G", node.ssh], seconds=SILENT_SECONDS).stdout.splitlines()
+    host = next(line.partition(" ")[2] for line in settings if line.startswith("hostname "))
+    return [*command, "-o", f"HostKeyAlias={host}", "-o", f"HostName={node.address}"], node.ssh
 
 
 def _rsync(
@@ -223,7 +206,7 @@ def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
         fix = f"sudo apt install rsync   # on the head and on {node.name}"
         return ProcessError("rsync or docker is missing", last, fix, code="process.failed")
     if re.search(r"Host key verification failed|Permission denied \(", error.why):
-        fix = "./inv cluster.setup   # it makes a key for the link"
+        fix = f"ssh-copy-id {node.ssh}   # on the head"
         return NetworkError(f"the head cannot log in on {node.name} at {node.address}", last, fix, code="network.node")
     return NetworkError(f"sending to {node.name} was cut off", last, AGAIN, code="network.node")
 
@@ -246,8 +229,8 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
         say(f"{node.name}: gets {name}, {wanted[:19]}")
         if dry_run:
             continue
-        shell = shlex.join([*ssh_command(_list(config.head, str(paths.ROOT))), f"{_login(node)}@{node.address}"])
-        pipe = f"docker save {shlex.quote(name)} | {shell} docker load"
+        shell, login = ssh_command(node)
+        pipe = f"docker save {shlex.quote(name)} | {shlex.join([*shell, login])} docker load"
         try:
             remote.output(config.head, ["bash", "-o", "pipefail", "-c", pipe], seconds=SEND_SECONDS)
         except ProcessError as error:

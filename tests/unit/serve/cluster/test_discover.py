@@ -1,6 +1,10 @@
 """cluster.toml from facts: the documents' own examples of two Sparks, a mesh and a ring, and what is no cluster."""
 
+import re
+import subprocess
+
 import pytest
+import yaml
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.serve.cluster import check, config, discover, facts
@@ -95,14 +99,14 @@ def test_what_is_proposed_is_read_again_as_it_was(sheet, tmp_path):
 
 @pytest.mark.parametrize("names", [["a", "a"], ["u@h", "root@h"], ["local", "local"]])
 def test_one_machine_named_twice_is_refused_before_it_is_asked(monkeypatch, names):
-    monkeypatch.setattr(facts, "gather", lambda *_: pytest.fail("it asked"))
+    monkeypatch.setattr(facts, "ask", lambda *_: pytest.fail("it asked"))
     with pytest.raises(UsageError, match="twice"):
         check.find_nodes(names, "docker", "")
 
 
 def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
     spark = sheet("two-from-eugr")["spark"]
-    monkeypatch.setattr(facts, "gather", lambda *_: {"a": spark, "b": spark})
+    monkeypatch.setattr(facts, "ask", lambda *_: spark)
     with pytest.raises(UsageError, match="two nodes have the same address"):
         check.find_nodes(["a", "b"], "docker", "")
 
@@ -151,3 +155,21 @@ def test_a_file_that_makes_no_sense_is_refused_with_the_key(tmp_path, old, new, 
     assert message in str(refused.value)
     with pytest.raises(UsageError, match="there is no"):
         config.read(tmp_path / "none.toml")
+
+
+def test_a_port_whose_halves_share_a_subnet_gets_the_commands_that_configure_it(sheet, tmp_path):
+    facts = sheet("two-from-nvidia-playbook")
+    assert list(discover.link_commands(facts)) == []
+    bare = {
+        name: node.model_copy(
+            update={"interfaces": tuple(e.model_copy(update={"addresses": ()}) for e in node.interfaces)}
+        )
+        for name, node in facts.items()
+    }
+    script = "\n".join(line for line in discover.link_commands(bare) if not line.endswith("Run there:"))
+    files = re.findall(r"sudo tee /etc/(\S+) <<'EOF'\n(.*?)EOF\n", script, re.DOTALL)
+    links = [yaml.safe_load(text)["network"]["ethernets"] for path, text in files if path.startswith("netplan")]
+    assert [[entry["addresses"] for entry in link.values()] for link in links] == [
+        [["192.168.100.10/24"], ["192.168.101.10/24"]], [["192.168.100.11/24"], ["192.168.101.11/24"]],
+    ]  # fmt: skip
+    assert subprocess.run(["/bin/sh", "-n"], input=script, text=True, check=False).returncode == 0

@@ -22,7 +22,7 @@ esac
 """
 # ssh's place is taken by a shell that has the other node's engine: the address says which.
 STAND_IN_SSH = """#!/bin/sh
-case "$*" in *-G*) echo "user nvidia"; exit;; esac
+case "$*" in *-G*) echo "hostname 10.0.0.2"; exit;; esac
 echo "ssh $*" >> "$CALLS"
 export ENGINE="$WORKER"
 while [ "${1#-}" != "$1" ]; do [ "$1" = -- ] && { shift; break; }; shift 2; done
@@ -64,7 +64,7 @@ def test_an_image_goes_over_the_links_address_and_only_once(cluster, tmp_path):
     sync.send_image(cluster)
     assert image(tmp_path, "worker") == "sha256:aaaa"
     calls = (tmp_path / "calls").read_text()
-    assert "nvidia@192.168.100.11 docker load" in calls
+    assert "-o HostKeyAlias=10.0.0.2 -o HostName=192.168.100.11 nvidia@spark-2 docker load" in calls
     assert calls.count("docker load") == 1
     sync.send_image(cluster)
     assert (tmp_path / "calls").read_text().count("docker load") == 1
@@ -120,7 +120,7 @@ def test_what_rsync_says_is_named_with_the_next_command(cluster, said, error, me
 def listed(cluster, monkeypatch):
     """Return what each node has, which a test changes, and what rsync was called for."""
     whole = {"config.json": {"size": 9, "sha256": "a"}, "m.safetensors": {"size": 10**9, "sha256": "b"}}
-    base = {"path": "/models/x", "whole": True, "free": 10**12, "home": "/home/nvidia", "key": True}
+    base = {"path": "/models/x", "whole": True, "free": 10**12}
     have, sent = {"head": {**base, "files": whole}, "worker": {**base, "files": {}, "whole": False}}, []
 
     def program(node, _source, options, **_):
@@ -155,8 +155,8 @@ def test_files_that_stay_different_are_sent_again_once_and_then_an_error(cluster
         (False, "config.json\nm.safetensors\n"),
     ]
     shell = next(word for word in sent[0][0] if word.startswith("--rsh="))
-    assert "-i /home/nvidia/.ssh/sparkforge_cluster" in shell
-    assert sent[0][0][-1] == "nvidia@192.168.100.11:/models/x/"
+    assert "HostName=192.168.100.11" in shell
+    assert sent[0][0][-1] == "nvidia@spark-2:/models/x/"
 
 
 def test_a_folder_without_a_model_is_refused(cluster, listed):

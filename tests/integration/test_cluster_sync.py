@@ -1,10 +1,9 @@
-"""cluster.setup, cluster.restore and cluster.sync between two network namespaces with an sshd."""
+"""cluster.sync and the start of containers between two network namespaces with an sshd."""
 
 import os
 import re
 import shutil
 import sys
-from contextlib import contextmanager
 
 import cluster_hosts
 import pytest
@@ -18,105 +17,10 @@ def hosts(tmp_path_factory):
     yield from cluster_hosts.running_hosts(tmp_path_factory.mktemp("hosts"))
 
 
-@pytest.fixture
-def config(hosts):
-    return cluster_hosts.config(hosts)
-
-
-def states(hosts):
-    return [(host.snapshot(), host.addresses(link)) for host, link in zip(hosts, cluster_hosts.LINKS, strict=True)]
-
-
-def test_the_link_is_configured_once_and_taken_back_to_the_byte(hosts, config):
+def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts):
     head, worker = hosts
-    before = states(hosts)
-    shown = head.inv("cluster.setup", "--config", config, "--dry-run")
-    assert shown.returncode == 0, shown.stderr
-    assert "worker: write /etc/netplan/90-sparkforge-cluster.yaml (mode 600)" in shown.stdout
-    assert "worker: link1 gets 192.168.100.11/24, MTU 9000 (now no address, MTU 1500)" in shown.stdout
-    assert states(hosts) == before
-    refused = head.inv("cluster.setup", "--config", config)  # no terminal to ask on
-    assert refused.returncode == 2
-    assert states(hosts) == before
-
-    result = head.inv("cluster.setup", "--config", config, "--yes")
-    assert result.returncode == 0, result.stderr
     for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
-        assert host.addresses(link) == ([f"{address}/24"], 9000)
-        assert cluster_hosts.ethernets(host)[link]["addresses"] == [f"{address}/24"]
-    key = ["-i", f"{head.home}/.ssh/sparkforge_cluster", "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
-    known = ["-o", f"UserKnownHostsFile={head.home}/.ssh/sparkforge_cluster_hosts"]
-    assert head.run("ssh", *key, *known, f"root@{ADDRESSES[1]}", "true").returncode == 0
-    elsewhere = head.run("ssh", *key, f"root@{cluster_hosts.MANAGEMENT[1]}", "true")
-    assert "Permission denied" in elsewhere.stderr  # the key is good for the link only
-
-    configured = states(hosts)
-    again = head.inv("cluster.setup", "--config", config, "--yes")
-    assert "nothing to change" in again.stderr, again.stdout
-    assert again.stdout == ""
-    assert states(hosts) == configured
-
-    # A line of somebody else's stays; a file of ours that somebody edited stays too, and is named.
-    file, keys = worker.etc / "netplan/90-sparkforge-cluster.yaml", worker.home / ".ssh/authorized_keys"
-    file.write_text(file.read_text() + "# mine\n")
-    with keys.open("a") as opened:
-        opened.write("ssh-ed25519 AAAA another\n")
-    restored = head.inv("cluster.restore", "--config", config, "--yes")
-    assert restored.returncode == 24
-    assert "90-sparkforge-cluster.yaml on worker stays" in restored.stderr
-    assert keys.read_bytes() == before[1][0][keys][0] + b"ssh-ed25519 AAAA another\n"
-    file.unlink()
-    keys.write_bytes(before[1][0][keys][0])
-    restored = head.inv("cluster.restore", "--config", config, "--yes")
-    assert restored.returncode == 0, restored.stderr
-    assert states(hosts) == before
-    assert "nothing to undo" in head.inv("cluster.restore", "--config", config, "--yes").stderr
-
-
-def test_a_setup_that_is_refused_or_killed_goes_on_and_is_undone(hosts, config):
-    head, worker = hosts
-    before = states(hosts)
-    kept = (worker.programs / "netplan").read_text()
-    worker.stand_in("netplan", "#!/bin/sh\necho 'Error in network definition' >&2\nexit 1\n")
-    refused = head.inv("cluster.setup", "--config", config, "--yes")
-    assert refused.returncode == 41
-    assert "Error in network definition" in refused.stderr
-    assert states(hosts)[1] == before[1]
-    worker.stand_in("netplan", '#!/bin/sh\n[ "$1" != apply ] || kill -KILL $PPID\n')
-    killed = head.inv("cluster.setup", "--config", config, "--yes")
-    worker.stand_in("netplan", kept)
-    assert killed.returncode == 11, killed.stderr  # to ssh a program that was killed is a connection that ended
-    assert (worker.etc / "netplan/90-sparkforge-cluster.yaml").exists()
-    assert worker.addresses("link1") == ([], 1500)  # netplan never read it
-    goes_on = head.inv("cluster.setup", "--config", config, "--yes")
-    assert goes_on.returncode == 0, goes_on.stderr
-    assert worker.addresses("link1") == ([f"{ADDRESSES[1]}/24"], 9000)
-    assert head.inv("cluster.restore", "--config", config, "--yes").returncode == 0
-    assert states(hosts) == before
-
-
-@pytest.mark.needs("NetworkManager", "dbus-daemon", "nmcli")
-def test_networkmanager_takes_the_connections_and_gives_them_back(tmp_path):
-    with contextmanager(cluster_hosts.running_hosts)(tmp_path, network_manager=True) as hosts:
-        head = hosts[0]
-        config, before = cluster_hosts.config(hosts), states(hosts)
-        result = head.inv("cluster.setup", "--config", config, "--yes")
-        assert result.returncode == 0, result.stderr
-        for host, link, address in zip(hosts, cluster_hosts.LINKS, ADDRESSES, strict=True):
-            assert host.addresses(link) == ([f"{address}/24"], 9000)
-            active = host.run("nmcli", "--terse", "--fields", "DEVICE,STATE,CONNECTION", "device").stdout
-            assert f"{link}:connected:sparkforge-cluster-{link}" in active.splitlines()
-        configured = states(hosts)
-        assert "nothing to change" in head.inv("cluster.setup", "--config", config, "--yes").stderr
-        assert states(hosts) == configured
-        restored = head.inv("cluster.restore", "--config", config, "--yes")
-        assert restored.returncode == 0, restored.stderr
-        assert states(hosts) == before
-
-
-def test_a_model_is_sent_resumed_and_mended_over_the_link(hosts, config, tmp_path):
-    head, worker = hosts
-    assert head.inv("cluster.setup", "--config", config, "--yes").returncode == 0
+        assert host.run("ip", "addr", "add", f"{address}/24", "dev", link).returncode == 0
     config = cluster_hosts.config(hosts, ADDRESSES)
     # Both hosts see one file system; the worker's /var/lib is its own.
     folder, theirs = head.files / "lib/models/tiny", worker.files / "lib/models/tiny"
