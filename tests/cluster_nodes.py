@@ -214,7 +214,7 @@ def made(work, count=2, own=False, variables=({}, {}, {})):
         except (OSError, subprocess.CalledProcessError) as error:
             why = f"no network namespace can be made: {getattr(error, 'stderr', error)}"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
-        (cable if count == 2 else switch_and_mesh)(nodes, switch)
+        (cable if count == 2 else at_a_switch)(nodes, switch)
         for index, _ in enumerate(spaces):
             nodes.ip(index, "link", "set", "lo", "up")
             nodes.ip(index, "addr", "add", f"{ADDRESSES[index]}/24", "dev", CABLES[index])
@@ -237,17 +237,10 @@ def cable(nodes, _switch):
     nodes.ip(0, "link", "add", CABLES[0], "type", "veth", *peer)
 
 
-def switch_and_mesh(nodes, switch):
-    """Connect all namespaces by a bridge, and each two by a veth pair: mesh01 in the first goes to mesh10."""
+def at_a_switch(nodes, switch):
+    """Connect all namespaces by a bridge."""
     ip("-n", switch, "link", "add", "switch", "mtu", "9000", "type", "bridge")
     ip("-n", switch, "link", "set", "switch", "up")
     for index, _ in enumerate(nodes.spaces):
         nodes.ip(index, "link", "add", CABLES[index], "type", "veth", "peer", "name", f"port{index}", "netns", switch)
         ip("-n", switch, "link", "set", f"port{index}", "mtu", "9000", "master", "switch", "up")
-        for other in range(index):
-            ends = {index: f"mesh{index}{other}", other: f"mesh{other}{index}"}
-            peer = ("peer", "name", ends[other], "netns", nodes.spaces[other])
-            nodes.ip(index, "link", "add", ends[index], "type", "veth", *peer)
-            for end, name in ends.items():
-                nodes.ip(end, "addr", "add", f"10.77.{10 * other + index}.{end + 1}/24", "dev", name)
-                nodes.ip(end, "link", "set", name, "mtu", "9000", "up")

@@ -48,7 +48,6 @@ for _collection in (
         "cluster",
         discover=cluster.cluster_discover,
         check=cluster.cluster_check,
-        measure=cluster.cluster_measure,
         sync=cluster.cluster_sync,
         up=cluster.cluster_up,
         status=cluster.cluster_status,

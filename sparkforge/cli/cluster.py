@@ -77,19 +77,6 @@ def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool
     check.require_fine(findings)
 
 
-@task(example="./inv cluster.measure", config=CONFIG, json_="print the figures as JSON")
-def cluster_measure(_ctx: Context, config: str = "", json_: bool = False) -> None:
-    """Measure all-reduces between all nodes.
-
-    The interpreter that serves runs torch.distributed on every node, with NCCL where there is a GPU and Gloo otherwise,
-    and compares every sum. So far on the embedded device only.
-    """
-    from sparkforge.serve.cluster import start
-
-    answer = start.measure(_read(config))
-    echo_json(answer) if json_ else start.show_measured(answer)
-
-
 @task(
     example="./inv cluster.up",
     config=CONFIG,

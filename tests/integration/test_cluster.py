@@ -8,20 +8,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import cluster_nodes as namespaces
 import pytest
 
-from sparkforge.core.process import terminate_session
 from sparkforge.serve.cluster import config, facts, watch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
-
-RAY = shutil.which("ray")
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +49,6 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
     assert code == 0
     assert checks["firewall"]["evidence"] == "2 ways between nodes"
-
-
-def test_an_all_reduce_runs_over_the_link(nodes):
-    result = nodes.inv("cluster.measure", "--config", str(nodes.config()), "--json")
-    assert result.returncode == 0, result.stderr
-    measured = json.loads(result.stdout)
-    assert measured["backend"] == "gloo"
-    assert [row["bytes"] for row in measured["sizes"]] == [8192, 65536, 1 << 20, 16 << 20]
-    assert all(row["microseconds"] > 0 and row["gigabytes_a_second"] > 0 for row in measured["sizes"])
-    show = nodes.inside(1, "cat", f"/sys/class/net/{namespaces.CABLES[1]}/statistics/tx_bytes")
-    sent = subprocess.run(show, check=True, capture_output=True, text=True).stdout
-    assert int(sent) > 20 * (16 << 20)  # the worker sent its part of each round over the cable
 
 
 def test_a_smaller_mtu_at_the_other_end_is_named(nodes):
@@ -200,48 +183,3 @@ def test_a_host_that_is_not_known_is_an_error_and_no_question(nodes):
     assert result.returncode == 11
     assert "Host key verification failed" in result.stderr
     assert socket.gethostname() not in result.stdout
-
-
-# vLLM on the head, which Ray's cluster of both nodes waits for; Ray comes from an environment of its own.
-VLLM_ON_RAY = """
-import sys, time, ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-deadline = time.monotonic() + 30
-while len([node for node in ray.nodes() if node["Alive"]]) < 2 and time.monotonic() < deadline:
-    time.sleep(0.2)
-print(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
-sys.path.append(sys.argv[2])
-from vllm.config import ParallelConfig
-from vllm.v1.executor.ray_utils import initialize_ray_cluster
-initialize_ray_cluster(ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray"))
-"""
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not RAY, reason="pip install ray, in an environment of its own with the same Python, on PATH")
-def test_rays_commands_join_both_nodes_and_vllms_cpu_build_refuses_it(nodes):
-    file = nodes.config(engine='"ray"', model='"/models/gpt"')
-    refused = nodes.inv("cluster.up", "--config", str(file))
-    assert refused.returncode == 2
-    lines = [line.partition(": ")[2] for line in refused.stderr.splitlines() if " ray start " in line]
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())  # pytest's paths are too long for Ray's sockets
-        small = " --num-cpus=1 --object-store-memory=80000000"
-        lines = [f"{lines[0]}{small} --include-dashboard=false --temp-dir={folder}", f"{lines[1]}{small}"]
-        for index, line in enumerate(lines):
-            command = nodes.inside(index, "sh", "-c", f"exec env {line}")
-            part = stack.enter_context(subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL))
-            stack.callback(terminate_session, part.pid)
-            end = time.monotonic() + 60
-            connect = f"import socket; socket.create_connection(('{namespaces.HEAD}', 29500), 5)"
-            while subprocess.run(
-                nodes.inside(1, "python3", "-c", connect), check=False, capture_output=True
-            ).returncode:
-                assert part.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.5)
-        vllm = next(path for path in sys.path if Path(path, "vllm").is_dir())
-        argv = (str(Path(RAY).with_name("python")), "-c", VLLM_ON_RAY, f"{namespaces.HEAD}:29500", vllm)
-        result = subprocess.run(nodes.inside(0, *argv), check=False, capture_output=True, text=True, timeout=120)
-    assert str([namespaces.HEAD, namespaces.WORKER]) in result.stdout, result.stderr
-    assert "ValueError: current platform cpu does not support ray." in result.stderr

@@ -117,7 +117,7 @@ def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[
         # that vLLM compiled for two GPUs of one host name device 1, which a host with one GPU does not have.
         cache = Path.home() / ".cache" / "vllm-of-two-hosts" / node.name
         own = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_HOSTID": node.name, "VLLM_CACHE_ROOT": str(cache)}
-        environment = {**engine.environment(config, node), **SOCKETS_ONLY, **own}
+        environment = {**engine.environment(node), **SOCKETS_ONLY, **own}
         host_parts.append(HostPart(engine.arguments(config, node), environment, host.inside if gpu else ()))
     return host_parts[0], host_parts[1]
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 
-from sparkforge.core.errors import RefusalError, SparkforgeError
+from sparkforge.core.errors import SparkforgeError
 from sparkforge.plan import cluster as plan
 from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
-from sparkforge.serve.cluster import discover
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
 from validate.checks.finding import CheckResult, Finding, Status, failed, judged, passed, warned
@@ -55,8 +54,7 @@ class Situation:
     def used(self) -> Iterator[tuple[ClusterNode, NetworkInterface]]:
         """Yield the interfaces that carry the model: those of the RDMA devices, and the control network's."""
         for node, facts in self.nodes():
-            names = {node.interface} if not node.hcas or self.config.topology in ("two", "switch") else set[str]()
-            names |= {device.interface for name in node.hcas if (device := facts.device(name))}
+            names = {node.interface} | {device.interface for name in node.hcas if (device := facts.device(name))}
             yield from ((node, entry) for entry in facts.interfaces or () if entry.name in names)
 
     def unknown(self, name: str) -> str:
@@ -204,26 +202,6 @@ def _link(situation: Situation) -> CheckResult:
             has = ", ".join(interface.hosts) or "no address"
             problems.append(f"{node.interface} of {node.name} has {has}, not {node.address}")
     return judged(not problems, "; ".join(problems) or "up on every node")
-
-
-@add(
-    "cables",
-    "In a mesh every two nodes share a cable's subnet; in a ring each node shares one with two others.",
-    "connect the cable, give both ends addresses of its own subnet, then ./inv cluster.discover",
-)
-def _cables(situation: Situation) -> CheckResult:
-    wanted = situation.config.topology
-    if wanted not in ("mesh", "ring"):
-        return passed("all nodes share one network")
-    if len(situation.facts) < len(situation.config.nodes):
-        return failed("not every node answered")
-    try:
-        topology, _ = discover.shape(situation.facts)
-    except RefusalError as error:
-        return failed(error.why)
-    return judged(
-        topology == wanted, topology if topology == wanted else f"they are connected as {topology}, not as {wanted}"
-    )
 
 
 @add(

@@ -27,7 +27,6 @@ Destination = Annotated[
 ]
 Folder = Annotated[str, StringConstraints(pattern=r"^(/.*)?$")]  # absolute: no shell expands a ~ in it
 Port = Annotated[int, Field(ge=1024, le=65535)]
-Topology = Literal["two", "switch", "mesh", "ring"]
 
 
 class ClusterNode(Record):
@@ -60,9 +59,7 @@ class ClusterConfig(Record):
 
     schema_: Literal[1] = Field(alias="schema")
     mode: Literal["split", "replicas"] = "split"
-    engine: Literal["native", "ray"] = "native"
     device: Literal["docker", "docker-cpu", "embedded"] = "docker"
-    topology: Topology = "two"
     model: str = ""
     profile: str = ""
     flags: tuple[str, ...] = ()
@@ -86,8 +83,6 @@ class ClusterConfig(Record):
                 raise ValueError(f"two nodes have the same {key}")
         if self.mode == "replicas":
             self._fits_replicas()
-            if self.engine != "native":
-                raise ValueError("replicas share nothing: engine is native")
         elif self.tensor * self.pipeline != len(self.nodes):
             split = f"tensor {self.tensor} x pipeline {self.pipeline}"
             raise ValueError(f"{split} is not the number of nodes, {len(self.nodes)}: each has one GPU")
@@ -167,9 +162,7 @@ def text(config: ClusterConfig) -> str:
 
 COMMENTS = {
     "mode": "split: one model over all nodes; replicas: a server on each node behind one endpoint",
-    "engine": "native: vLLM's own multi-node engine; ray: started by hand, with what cluster.up prints",
     "device": "docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container",
-    "topology": "two, switch, mesh (three nodes) or ring",
     "model": "a folder, the same on every node; empty: what the device serves by itself",
     "profile": "a table of sparkforge/serve/profiles.toml; empty: the device's own",
     "flags": "vLLM's own, which win over the profile's",

@@ -68,7 +68,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     )
     return {
         **container.variables(config.model, config.profile, config.port, key_file, stack=config.stack),
-        **engine.environment(config, node),
+        **engine.environment(node),
         container.FLAGS: shlex.join(flags),
         entrypoint.CLUSTER: json.dumps(watching),
         watch.TOKEN: token,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Network
 
 from sparkforge.core.errors import RefusalError
-from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode, Topology
+from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts
 
 GUIDE = "docs/guide/two-machines.md, The link"
@@ -21,11 +20,9 @@ def propose(
 
     Raises RefusalError if two of them share no network that can carry a model.
     """
-    topology, control = shape(facts)
+    control = control_network(facts)
     nodes = [_node(name, facts[name], control[name], destinations[name], folder) for name in facts]
-    return ClusterConfig.model_validate(
-        {"schema": 1, "device": device, "topology": topology, **split(len(nodes)), "nodes": nodes}
-    )
+    return ClusterConfig.model_validate({"schema": 1, "device": device, **split(len(nodes)), "nodes": nodes})
 
 
 def split(nodes: int) -> dict[str, int]:
@@ -33,30 +30,23 @@ def split(nodes: int) -> dict[str, int]:
     return {"tensor": nodes, "pipeline": 1} if nodes & (nodes - 1) == 0 else {"tensor": 1, "pipeline": nodes}
 
 
-def shape(facts: Mapping[str, NodeFacts]) -> tuple[Topology, dict[str, tuple[NetworkInterface, str]]]:
-    """Return how the nodes are connected, and each one's interface and address on the control network.
+def control_network(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkInterface, str]]:
+    """Return each node's interface and address on a network that all nodes share.
 
     Raises RefusalError, which names the nodes without a common network.
     """
     fast = {name: shared(facts, name) for name in facts}
-    common = set.intersection(*(set(networks) for networks in fast.values()))
-    if common:
+    if common := set.intersection(*(set(networks) for networks in fast.values())):
         network = min(common, key=lambda network: _order(fast[next(iter(facts))][network]))
-        control = {name: fast[name][network] for name in facts}
-        return ("two" if len(facts) == 2 else "switch"), {
-            name: (interface, _host(interface, network)) for name, interface in control.items()
-        }
-    neighbours = {
-        name: {other for other in facts if other != name and set(fast[name]) & set(fast[other])} for name in facts
-    }
-    if len(facts) > 2 and all(len(others) == 2 for others in neighbours.values()) and _is_connected(neighbours):
-        return ("mesh" if len(facts) == 3 else "ring"), _out_of_band(facts)
+        return {name: (networks[network], _host(networks[network], network)) for name, networks in fast.items()}
     apart = [
-        f"{first} and {second}" for first, second in itertools.combinations(facts, 2) if second not in neighbours[first]
+        f"{first} and {second}"
+        for first, second in itertools.combinations(facts, 2)
+        if not set(fast[first]) & set(fast[second])
     ]
     raise RefusalError(
-        f"{len(facts)} nodes are not connected by a network that can carry a model",
-        f"no wired interface that is up has a subnet in common: {', '.join(apart[:4])}",
+        f"{len(facts)} nodes share no network that can carry a model",
+        f"no wired interface that is up has a subnet in common: {', '.join(apart[:4]) or 'all of them together'}",
         f"connect the cable, give both halves of the port addresses, then the same command again ({GUIDE})",
         code="validation.cluster",
     )
@@ -83,35 +73,6 @@ def _order(interface: NetworkInterface) -> tuple[str, str]:
 
 def _host(interface: NetworkInterface, network: IPv4Network) -> str:
     return interface.hosts[interface.networks.index(network)]
-
-
-def _is_connected(neighbours: Mapping[str, set[str]]) -> bool:
-    reached, waiting = set[str](), [next(iter(neighbours))]
-    while waiting:
-        name = waiting.pop()
-        if name not in reached:
-            reached.add(name)
-            waiting += neighbours[name]
-    return len(reached) == len(neighbours)
-
-
-def _out_of_band(facts: Mapping[str, NodeFacts]) -> dict[str, tuple[NetworkInterface, str]]:
-    """Return the wired interface that all nodes share beside the cables of a mesh or ring. Raises RefusalError."""
-    networks = defaultdict[IPv4Network, dict[str, NetworkInterface]](dict)
-    for name, node in facts.items():
-        for interface in node.interfaces or ():
-            if interface.up and not (interface.wireless or interface.bridge or interface.port):
-                for network in interface.networks:
-                    networks[network][name] = interface
-    for network, interfaces in networks.items():
-        if len(interfaces) == len(facts):
-            return {name: (interface, _host(interface, network)) for name, interface in interfaces.items()}
-    raise RefusalError(
-        "the nodes of a mesh or ring share no wired network for control",
-        "each cable connects two of them only, and WiFi is too slow and too unsteady",
-        f"connect their 10 GbE ports to one switch, then the same command again ({GUIDE})",
-        code="validation.cluster",
-    )
 
 
 def _node(

@@ -7,7 +7,6 @@ and messages for people go to stderr. It uses what serves one machine: validator
   begin     start a worker and return at once
   start     start the head's part, or a replica, and wait until it has answered its first requests
   balance   start the endpoint of replicas and wait until one of them answers through it
-  reduce    measure all-reduces with the other nodes, by the interpreter that serves
   status    say whether this node's part runs, and how it ended
   logs      the last `lines` of its log
   down      end it, and what a killed one left
@@ -34,14 +33,13 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
 from sparkforge.serve import access, client, embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import allreduce, balancer, containers, engine, watch
+from sparkforge.serve.cluster import balancer, containers, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.settings import TINY_ID
 
 LINES = 400
-REDUCE_SECONDS = 60.0
 BALANCE_SECONDS = 30.0
 
 
@@ -98,7 +96,7 @@ def describe(request: NodeRequest) -> Launch:
         listen=is_head,
         end=end_path(),
     )
-    variables = {**described.environment, **engine.environment(config, node), watch.TOKEN: request.token}
+    variables = {**described.environment, **engine.environment(node), watch.TOKEN: request.token}
     return replace(described, command=command, environment=variables)
 
 
@@ -190,23 +188,6 @@ def lost() -> Mapping[str, str] | None:
     return None
 
 
-def reduce(request: NodeRequest) -> dict[str, Any]:
-    """Measure all-reduces with the other nodes; all must be asked at the same time. Raises ProcessError."""
-    config, node = request.config, request.node
-    options = {
-        "rank": config.nodes.index(node),
-        "nodes": len(config.nodes),
-        "address": config.head.address,
-        "port": config.master_port,
-        "seconds": REDUCE_SECONDS,
-    }
-    command: list[str | Path] = [_interpreter(node), "-P", allreduce.__file__, json.dumps(options)]
-    fix = "./inv cluster.check"
-    result = run(command, env=engine.environment(config, node), fix=fix, seconds=2 * REDUCE_SECONDS)
-    answer: dict[str, Any] = parse_json(result.stdout.strip().splitlines()[-1], "the all-reduce's answer")
-    return answer
-
-
 def _interpreter(node: ClusterNode) -> Path:
     return Path(node.python) if node.python else environment.prepare(Steps(1)).python
 
@@ -247,7 +228,6 @@ ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
     "begin": begin,
     "start": start,
     "balance": balance,
-    "reduce": reduce,
     "status": status,
     "logs": tail,
     "down": down,

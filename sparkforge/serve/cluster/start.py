@@ -13,7 +13,7 @@ from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
-from sparkforge.serve.cluster import balancer, check, engine, remote
+from sparkforge.serve.cluster import balancer, check, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.node import LINES
 
@@ -34,11 +34,6 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
     _refuse_access(os.environ)
-    if config.engine == "ray":
-        why = "\n        ".join(
-            ("vLLM's CPU build refuses Ray, and the default image has none; by hand:", *engine.by_hand(config))
-        )
-        raise UsageError("cluster.up does not start Ray", why, 'engine = "native" in cluster.toml')
     steps, token = Steps(4), secrets.token_hex(16)
     if config.mode == "replicas" and not config.head.ssh:
         balancer.program()  # known at once, not after minutes
@@ -85,21 +80,6 @@ def renew(config: ClusterConfig, node: ClusterNode) -> None:
         ask(config, node, "start", REPLICA_SECONDS)
     else:
         ask(config, node, "balance", BEGIN_SECONDS)
-
-
-def measure(config: ClusterConfig) -> dict[str, Any]:
-    """Return what all-reduces between all nodes take, as the head measured them. Raises the first node's error."""
-    if config.in_containers:
-        why = "it runs in the interpreter that serves without a container"
-        raise UsageError(f"device {config.device} cannot be measured", why, "docs/guide/two-machines.md, State")
-    return _all(config, config.nodes, "reduce", "", VALIDATE_SECONDS)[config.head.name]
-
-
-def show_measured(answer: Mapping[str, Any]) -> None:
-    """Print a line for each size."""
-    for row in answer["sizes"]:
-        size, speed = f"{row['bytes'] >> 10} KiB", f"{row['gigabytes_a_second']:.3f} GB/s"
-        echo(f"all-reduce by {answer['backend']}  {size:>9}  {row['microseconds']:>9.1f} µs  {speed}")
 
 
 def _refuse_access(environment: Mapping[str, str]) -> None:

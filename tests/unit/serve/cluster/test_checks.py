@@ -67,7 +67,6 @@ BROKEN = [
     ("link", lambda s: nodes(s, address="192.168.177.99"), "not 192.168.177.99"),
     ("control-network", lambda s: nodes(s, interface="wlP9s9", address="192.168.0.32"), "WiFi carries"),
     ("control-network", lambda s: nodes(s, interface=HALF, address="192.168.178.12"), "2 subnets"),
-    ("cables", lambda s: replace(s, config=s.config.model_copy(update={"topology": "mesh"})), "as two, not as mesh"),
     ("rdma", lambda s: nodes(s, hcas=()), "NCCL takes TCP"),
     ("rdma", lambda s: nodes(s, hcas=("mlx5_0",)), "spark2 has no mlx5_0"),
     ("rdma", lambda s: device(s, "rocep1s0f1", state="DOWN"), "rocep1s0f1 of spark2 is DOWN"),

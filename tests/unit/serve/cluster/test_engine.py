@@ -6,13 +6,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from pydantic import ValidationError
 
 from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import launch
-from sparkforge.serve.cluster import check, discover, engine, node, remote, start
-from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.cluster import check, engine, node, remote, start
+from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
 
 pytestmark = pytest.mark.slow  # real programs in most of them
@@ -31,41 +30,20 @@ def test_each_node_gets_its_rank_and_only_workers_are_headless(config):
     assert "--enable-expert-parallel" in engine.arguments(config.model_copy(update={"expert": True}), config.head)
 
 
-def test_with_ray_the_start_is_refused_with_the_commands_of_every_node(config):
-    ray = config.model_copy(update={"engine": "ray", "model": "/models/gpt"})
-    with pytest.raises(UsageError, match="does not start Ray") as refused:
-        start.up(ray)
-    _, head, worker, vllm = refused.value.why.splitlines()
-    assert "ray start --head --port=29500 --node-ip-address=192.168.177.11" in head
-    assert "ray start --address=192.168.177.11:29500 --node-ip-address=192.168.177.12" in worker
-    assert "GLOO_SOCKET_IFNAME=enp1s0f1np1" in worker
-    flags = "--tensor-parallel-size=2 --pipeline-parallel-size=1 --distributed-executor-backend=ray --port=8000"
-    assert vllm.endswith(f"vllm serve /models/gpt {flags}")
-    assert not {"--headless", "--nnodes=2"} & set(engine.arguments(ray, ray.head))
-    with pytest.raises(ValidationError, match="engine is native"):
-        ClusterConfig.model_validate(
-            {**ray.model_dump(by_alias=True), "mode": "replicas", "device": "embedded", "tensor": 1, "key_file": "/k"}
-        )
-
-
 def test_a_worker_is_started_by_the_command_that_has_headless():
     command = ServerCommand("/m", "m", "127.0.0.1", 8000, extra_arguments=("--headless",)).command("python")
     assert command[:4] == ("python", "-m", "vllm.entrypoints.cli.main", "serve")
     assert ServerCommand("/m", "m", "127.0.0.1", 8000).command("python")[2] == "vllm.entrypoints.openai.api_server"
 
 
-def test_nccl_and_gloo_take_the_control_network_and_both_halves(config, sheet):
-    variables = engine.environment(config, config.workers[0])
+def test_nccl_and_gloo_take_the_control_network_and_both_halves(config):
+    variables = engine.environment(config.workers[0])
     assert variables == {
         "VLLM_HOST_IP": "192.168.177.12",
         "GLOO_SOCKET_IFNAME": "enp1s0f1np1",
         "NCCL_SOCKET_IFNAME": "=enp1s0f1np1",
         "NCCL_IB_HCA": "=rocep1s0f1,roceP2p1s0f1",
     }
-    ring = discover.propose(sheet("ring-from-eugr"), dict.fromkeys(sheet("ring-from-eugr"), "x"))
-    variables = engine.environment(ring, ring.head)
-    assert (variables["NCCL_ALGO"], variables["NCCL_IB_MERGE_NICS"]) == ("Ring", "0")
-    assert variables["GLOO_SOCKET_IFNAME"] == "enP7s7"
 
 
 def ask(request):
@@ -186,13 +164,6 @@ def test_a_profile_that_is_not_for_this_device_is_refused_before_an_environment_
     )
     with pytest.raises(UsageError, match="no-such-profile"):
         node.validate(request)
-
-
-def test_a_measurement_of_containers_is_refused_before_anything_is_asked(asked):
-    config, questions, _ = asked
-    with pytest.raises(UsageError, match="docker"):
-        start.measure(config.model_copy(update={"device": "docker"}))
-    assert questions == []
 
 
 def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):
