@@ -21,50 +21,27 @@ TEXT = 2000  # characters of a line that are kept
 SHOWN = 300  # characters of a line that are shown
 WINDOW = (400, 800)  # bytes before and after a word in a line that is longer than TEXT
 KEPT = 1500  # different lines that are kept of the begin of a log, and as many of its end
+SHORT = 500  # different lines
 REMEMBERED = 20_000  # different lines that are recognised when they come again
 BLOCK_LINES = 40  # after the first line of an error of ours, in which its `next:` must come
 
 COLOUR = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 NUMBERS = re.compile(rb"\d[\d.:,/-]{3,}")
-# A line without any of these words, in lower case, says nothing about a fault and is not parsed.
+# After SHORT different lines, one without any of these words, in lower case, is not parsed: it says nothing of a fault.
 WORDS = tuple(
     word.encode()
-    for word in (
-        *("error", "exception", "fail", "fatal", "critical", "panic", "traceback", "xid", "nvrm", "kill", "abort"),
-        *("segfault", "segmentation", "core dumped", "signal", "oom", "memory", "space", "quota", "denied", "found"),
-        *("no such", "not ", "cannot", "can't", "couldn't", "unable", "unsupported", "mismatch", "invalid", "unknown"),
-        *("unrecognized", "unexpected", "undefined", "incompatible", "timeout", "timed out", "lockup", "stuck", "hang"),
-        *("refused", "unreachable", "reset", "already", "exited", "exit code", "exitcode", "status=", "code=", "bug:"),
-        *("marlin", "jit", "lock", "waiting", "warn", "!!!!", "throttl", "slowdown", "power", "clock", "watchdog"),
-        *("pcie", "too ", "larger", "greater", "less than", "exceed", "insufficient", "disabled", "missing"),
-        *(
-            "no module",
-            "require",
-            "socket",
-            "net/",
-            "null",
-            "✗",
-            "shutdown",
-            "shutting",
-            "sigterm",
-            "startup",
-            "200 ok",
-        ),
-        *(
-            "non-default",
-            "uvicorn",
-            "bus ",
-            "deadline",
-            "expired",
-            "limit",
-            "collect",
-            "broken",
-            "died",
-            "dead",
-            "lost",
-        ),
-        *("interrupt", "vocab", "capability", "multiprocessing", "assert", "nan", "conflict", "out of", "closed"),
+    for line in (
+        "error|exception|fail|fatal|critical|panic|traceback|xid|nvrm|kill|abort|segfault|segmentation",
+        "core dumped|signal|oom|memory|space|quota|denied|found|no such|not |no match|cannot|can't|couldn't",
+        "unable|unsupported|mismatch|invalid|unknown|unrecognized|unexpected|undefined|incompatible|timeout",
+        "timed out|lockup|stuck|hang|refused|unreachable|reset|already|exited|exit code|exitcode|status=|code=",
+        "bug:|marlin|jit|lock|waiting|warn|!!!!|throttl|slowdown|power|clock|mhz|watchdog|pcie|too |larger",
+        "greater|less than|exceed|insufficient|disabled|missing|no module|no kernel|available|require|socket|net/",
+        "null|✗|shutdown|shutting|sigterm|startup|200 ok|non-default|uvicorn|bus |deadline|expired|limit|collect",
+        "broken|died|dead|lost|interrupt|vocab|capability|multiprocessing|assert|nan|conflict|out of|closed",
+        "version|manifest|platform|yaml|capturing|gated",
     )
+    for word in line.split("|")
 )
 
 # What programs put before a line: Compose, Docker's and journald's times, dmesg, BuildKit, torchrun.
@@ -141,7 +118,7 @@ DEATH = re.compile(
 # What a death leads to: never the reason of it.
 CONSEQUENCE = re.compile(
     r"EngineDeadError|Engine core initialization failed|EngineCore (?:failed to start|encountered a fatal error)|"
-    r"Engine core process|died unexpectedly|WorkerProc (?:initialization failed|hit an exception)|"
+    r"Engine core proc|died unexpectedly|WorkerProc (?:initialization failed|hit an exception)|"
     r"^(?:ChildFailedError|torch\.distributed\.elastic\S*ChildFailedError)|AsyncLLM output_handler failed|"
     r"Worker failed with error|[Ss]ee (?:stack trace|root cause)|stack trace above|Call to \w+ method failed|"
     r"Dumping (?:input data|scheduler output)|non-zero exit status|ninja: build stopped|Exception in ASGI application|"
@@ -157,7 +134,7 @@ NOISE = re.compile(
     r"opentelemetry|Failed to export|client disconnected|ClientDisconnect|BrokenPipe|ConnectionResetError|"
     r"VLLMValidationError|VLLMNotFoundError|RequestValidationError|HTTPException|tool (?:call|parser).*(?:pars|JSON)|"
     r"error(?:s|_count|_rate)?\s*[:=]\s*(?:0|None|null|\"\"|'')\b|errors?=0|\b0 errors?\b|No errors|not an error|"
-    r"usage_lib|usage stats"
+    r"usage_lib|usage stats|^Failed requests:"
 )
 # The server took requests again; a new start of the server.
 ALIVE = re.compile(r"Application startup complete|\"(?:POST /\S+|GET /health) HTTP/[\d.]+\" 200")
@@ -351,7 +328,7 @@ class _Reader:
     def _parse(self, number: int, index: int, lines: list[bytes]) -> Line | None:
         raw = lines[index]
         lower = raw.lower()
-        if not any(word in lower for word in WORDS) and b"FAIL " not in raw:
+        if len(self.seen) > SHORT and not any(word in lower for word in WORDS) and b"FAIL " not in raw:
             return None
         if len(raw) > TEXT:
             raw = _windows(raw, lower)

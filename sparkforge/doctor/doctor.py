@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparkforge import __version__
-from sparkforge.core import paths
+from sparkforge.core import events, paths
 from sparkforge.core.console import console, echo, echo_json, say
 from sparkforge.core.errors import RefusalError, SparkforgeError, UsageError
+from sparkforge.core.events import Event, Line
+from sparkforge.core.redact import for_support
 from sparkforge.core.tables import Record
 from sparkforge.core.urls import without_passwords
 from sparkforge.doctor import evidence as evidences
-from sparkforge.doctor import logscan, signatures
+from sparkforge.doctor import signatures
 from sparkforge.doctor.evidence import Evidence
-from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, Seen, Severity, Signature
+from sparkforge.doctor.signatures import AUDIT, ENGINE, EVERY, LAST, UNKNOWN, Seen, Severity, Signature
 from validate.checks.finding import Status
 from validate.checks.software import reinstall
 from validate.report import one_line
 
-SCHEMA = 1
-MARKS = {Severity.ERROR: "✗", Severity.WARNING: "!", Severity.NOTE: "·"}
+SCHEMA = 2  # 2: severities are fatal, slow, harmless; places have a context
+MARKS = {Severity.FATAL: "✗", Severity.SLOW: "!", Severity.HARMLESS: "·"}
 PLACES = 3  # of a problem that are printed
+BLOB = re.compile(r"\s*[\w+/=-]{20,}\s*")  # may be part of a key, and explains no error
 LONGEST = 400  # characters of a text that comes from a file
+# For problems that facts show: how to read the logs of this checkout.
+LOGS = {"log": "./inv logs", "file": ".sparkforge/logs/server.log"}
 CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
 PACKAGE = "patched-package"
 
 
 class Place(Record):
-    """Where a problem shows: a log and its line, or the source of a fact; the text there, and how often it occurs."""
+    """Where a problem shows: a log and its line, or the source of a fact; the text there, and how often it occurs.
+
+    `context` are the lines around a fault, redacted.
+    """
 
     source: str
     line: int = 0
     text: str
     count: int = 1
+    context: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"{self.source}:{self.line}" if self.line else self.source
@@ -57,7 +67,7 @@ class Problem(Record):
 
 
 def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
-    """Print the problems, and write the archive if asked. Raises RefusalError for anything worse than a note.
+    """Print the problems, and write the archive if asked. Raises RefusalError if one is fatal.
 
     Raises UsageError for a folder that is none or a wrong archive name, StorageError for a log that cannot be read.
     """
@@ -74,7 +84,7 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
         from sparkforge.doctor import support  # noqa: PLC0415 - only for an archive
 
         support.write(archive, document(problems, evidence), evidence)
-    worst = [problem for problem in problems if problem.severity is not Severity.NOTE]
+    worst = [problem for problem in problems if problem.severity is Severity.FATAL]
     if worst:
         count = f"{len(worst)} problems were found; first" if len(worst) > 1 else "one problem was found"
         raise RefusalError(f"{count}: {worst[0].what}", worst[0].why, worst[0].fix, code="validation.problems")
@@ -147,10 +157,12 @@ def lines(problems: Sequence[Problem]) -> Iterator[str]:
         yield f"{number:>2} {MARKS[problem.severity]} {problem.what}   [{problem.id}]"
         yield f"     why:  {problem.why}"
         yield from (f"     at:   {occurrence}" for occurrence in problem.places[:PLACES])
+        if problem.id == UNKNOWN:
+            yield from (f"     | {text}" for text in problem.places[0].context)
         yield f"     next: {problem.fix}"
         if problem.causes:
             yield f"     follows from {', '.join(str(numbers[cause]) for cause in problem.causes)}, most likely"
-        yield from (f"     read: {seen.where} ({seen.date})" for seen in problem.seen)
+        yield from (f"     read: {seen}" for seen in problem.seen)
 
 
 def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
@@ -160,16 +172,22 @@ def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
         echo(line)
     if not problems:
         echo("nothing that is known to go wrong was found")
+    elif all(problem.severity is not Severity.FATAL for problem in problems):
+        echo("none of this is fatal: the server runs with it")
 
 
 def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
     """Read every log to its end, and yield what it shows."""
     for log in evidence.logs:
         with console().status(f"reading {log.name}"):
-            hits = logscan.scan(log.chunks(), known)
+            event = events.read(log.chunks())
+            hits, unknown = signatures.recognise(event, known)
         for hit in hits:
-            occurrence = Place(source=log.name, line=hit.line, text=_short(hit.text), count=hit.count)
-            yield _of_signature(hit.signature, hit.groups, occurrence)
+            place = _place(log, event, hit.line, hit.count)
+            given = {**hit.groups, "log": log.command, "file": log.name}
+            yield _of_signature(hit.signature, given, place, hit.signature.advice(event.vllm))
+        if unknown and log.kind != evidences.UNIT:  # a build says itself which unit failed
+            yield _unknown(log, event, unknown)
         if log.broken:
             evidence.add_source(log.name, f"read to byte {log.size} only: {log.broken}", read=False)
 
@@ -179,10 +197,33 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
         if signature.holds(evidence.facts):
             text = ", ".join(f"{name} = {evidence.facts[name]}" for name in signature.facts)
             source = one_line(evidence.fact_sources[next(iter(signature.facts))])
-            yield _of_signature(signature, {}, Place(source=source, text=_short(text)))
+            yield _of_signature(signature, LOGS, Place(source=source, text=_short(text)), signature.fix)
 
 
-def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place) -> Problem:
+def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
+    """Return where a line stands; for a fault with the exceptions that led to it and its neighbours."""
+    context: tuple[str, ...] = ()
+    if line.is_fault:
+        chain = [entry.shown for entry in event.chain(line)[:-1]]
+        quoted = for_support("\n".join((*chain, *line.before, line.text, *line.after)))
+        context = tuple(_short(text) for text in quoted.split("\n") if text and not BLOB.fullmatch(text))
+    return Place(source=log.name, line=line.number, text=_short(line.shown), count=count, context=context)
+
+
+def _unknown(log: evidences.Log, event: Event, line: Line) -> Problem:
+    """Return the problem of a log that ends in a fault which no signature knows."""
+    again = f"--log {shlex.quote(log.name)} " if log.kind == evidences.NAMED else ""
+    return Problem(
+        id=UNKNOWN,
+        severity=Severity.FATAL,
+        what=f"unknown: {_short(for_support(line.shown))}",
+        why="no known problem has this error, and nothing else in the log explains it",
+        fix=f"./inv doctor {again}--bundle support.tar.gz   # attach it to a bug report in this repository's issues",
+        places=(_place(log, event, line, line.count),),
+    )
+
+
+def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: Place, fix: str) -> Problem:
     def filled(text: str) -> str:
         """Replace each `{name}` by its group; one that did not match is empty."""
         return _short(re.sub(r"\{(\w+)\}", lambda match: groups.get(match[1], ""), text))
@@ -192,7 +233,7 @@ def _of_signature(signature: Signature, groups: Mapping[str, str], occurrence: P
         severity=signature.severity,
         what=filled(signature.what),
         why=filled(signature.why) or "it does not say why",
-        fix=filled(signature.fix),
+        fix=filled(fix),
         places=(occurrence,),
         follows=signature.follows,
         seen=signature.seen,
@@ -208,11 +249,11 @@ def _failed_checks(evidence: Evidence) -> Iterator[Problem]:
                 continue
             check, status = _short(finding.get("check")), finding.get("status")
             if status == Status.FAIL:
-                severity, verb = Severity.ERROR, "failed"
+                severity, verb = Severity.FATAL, "failed"
             elif status == Status.SKIPPED and finding.get("required") is True:
-                severity, verb = Severity.ERROR, "was not run"
+                severity, verb = Severity.FATAL, "was not run"
             elif status == Status.WARN:
-                severity, verb = Severity.NOTE, "warns"
+                severity, verb = Severity.HARMLESS, "warns"
             else:
                 continue
             yield Problem(
@@ -233,7 +274,7 @@ def _refused_audits(evidence: Evidence) -> Iterator[Problem]:
             rule = _short(first.get("rule"))
             yield Problem(
                 id=AUDIT,
-                severity=Severity.ERROR,
+                severity=Severity.FATAL,
                 what=f"the audit refused what was built: {len(violations)} times, first {rule}",
                 why=_short(first.get("detail")),
                 fix=_short(first.get("fix")) or "./inv build",
@@ -248,7 +289,7 @@ def _changed_packages(evidence: Evidence) -> Iterator[Problem]:
             number = f"; and {len(wheel.problems) - 1} more" if len(wheel.problems) > 1 else ""
             yield Problem(
                 id=PACKAGE,
-                severity=Severity.ERROR,
+                severity=Severity.FATAL,
                 what="an installed package is not as in our patched wheel",
                 why=_short(f"{wheel.problems[0]}{number}"),
                 fix=reinstall([Path(wheel.path).name.partition("-")[0].replace("_", "-")]),
@@ -259,7 +300,7 @@ def _changed_packages(evidence: Evidence) -> Iterator[Problem]:
 def _of_error(name: str, error: SparkforgeError, source: str) -> Problem:
     return Problem(
         id=name,
-        severity=Severity.ERROR,
+        severity=Severity.FATAL,
         what=_short(error.what),
         why=_short(error.why),
         fix=_short(error.fix),
@@ -283,7 +324,7 @@ def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
     """Return the ids of the problems that lead to this one; EVERY means every error that does not follow EVERY."""
     causes = {*problem.follows} - {EVERY, problem.id}
     if EVERY in problem.follows:
-        causes |= {p.id for p in problems if p.severity is Severity.ERROR and EVERY not in p.follows}
+        causes |= {p.id for p in problems if p.severity is Severity.FATAL and EVERY not in p.follows}
     return tuple(dict.fromkeys(p.id for p in problems if p.id in causes))
 
 

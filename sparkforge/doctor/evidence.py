@@ -6,6 +6,7 @@ Files are read, never changed. What cannot be read is noted in `sources`; no con
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -48,8 +49,8 @@ STAGES = {
     "build.kernels_finished": ("kernels", "kernels/*.manifest.json"),
     "build.vllm_finished": ("build/vllm", "vllm-overlay.manifest.json"),
 }
-STDIN = "-"
-EMBEDDED, UNIT, OTHER = "embedded server", "compiler", "other"  # kinds of logs
+STDIN, STDIN_NAME = "-", "stdin"
+EMBEDDED, UNIT, NAMED, OTHER = "embedded server", "compiler", "named", "other"  # kinds of logs
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ class Log:
         self.name, self._chunks, self.kind, self.written = name, chunks, kind, written
         self.head = self.tail = b""
         self.size, self.broken = 0, ""
+
+    @property
+    def command(self) -> str:
+        """The command that prints the log."""
+        if self.kind == EMBEDDED:
+            return "./inv logs"
+        if self.name == STDIN_NAME:
+            return "cat"  # of the same pipe
+        return self.name if self.name.startswith("docker logs ") else f"cat {shlex.quote(self.name)}"
 
     @classmethod
     def of_file(cls, path: Path, kind: str = OTHER) -> Log:
@@ -146,14 +156,14 @@ class Evidence:
 def open_log(name: str) -> Log:
     """Return the log that a user named; `-` is stdin. Raises StorageError if it cannot be opened or is no file."""
     if name == STDIN:
-        return Log("stdin", lambda: iter(lambda: sys.stdin.buffer.read(CHUNK), b""))
+        return Log(STDIN_NAME, lambda: iter(lambda: sys.stdin.buffer.read(CHUNK), b""))
     path = paths.typed(name)
     try:
         _open_file(path).close()
     except OSError as error:
         why = "it is a folder" if isinstance(error, IsADirectoryError) else error.strerror or str(error)
         raise StorageError(f"cannot read {path}", why, f"ls -ld {path}", code="storage.access") from error
-    return Log.of_file(path)
+    return Log.of_file(path, NAMED)
 
 
 def collect_state(state: Path) -> Evidence:

@@ -1,29 +1,40 @@
-"""Known problems: `sparkforge/doctor/signatures.toml`, a table of signs, what they mean, and the next command.
+'''Known problems: `sparkforge/doctor/signatures.toml`, a table of rules over an event (sparkforge/core/events.py).
 
 [[signature]]
 id = "kebab-case"
-severity = "error"          # error: does not serve, or answers wrongly; warning: serves worse; note: worth knowing
-signs = ["text"]            # a line of a log shows the problem if it holds one of these (bytes are compared: fast)
-regex = '''…(?P<name>…)'''  # optional: what such a line must match as well; what, why and fix may use its groups
-until = "text"              # optional: from the first line that holds this on, it is no problem (an orderly end)
-block = true                # the lines after it hold `why:` and `next:`, which become groups (our own errors)
+kind = "cuda"               # a heading of docs/reference/problems.md
+severity = "fatal"          # fatal: does not serve, or answers wrongly; slow: serves worse, or soon not; or harmless
+# A line shows the problem if all of these that are given hold for it:
+line = """…(?P<name>…)"""   # regex, searched in the line without prefixes; what, why and fix may use its groups
+exception = """…"""         # regex, searched in the type of the exception
+xid = [79]                  # the number of an Xid
+code = [137]                # how a process ended, with a signal's number as well
+signal = [9]
+unless = """…"""            # regex, searched in the same line: it is something else
+also = """…"""              # regex, which another line of the log must match
+warning = true              # lines logged as WARNING count, too (they always do for what is not fatal)
+info = true                 # lines logged as INFO and DEBUG count, too
+orderly = true              # after the server was asked to end it is no problem
+alone = true                # only if the log shows no other cause
+block = true                # the line begins an error of ours; `why` and `next` become groups
 facts = {"container.oom_killed" = true, "container.restarts" = {at_least = 2}}   # or: all of these hold
 what = "what failed"
 why = "the cause"
-fix = "the next command"
-follows = ["id", …]         # its causes, which are listed before it; ["*"]: every other error
-examples = ["a line"]       # each must show this signature (tests)
+fix = "the next command"    # {log} is the command that shows the log, {file} the log's name
+before = {vllm = "0.32.0", fix = "advice for a log of an older vLLM"}
+follows = ["id", …]         # its causes, which are listed before it; ["*"]: every other cause
 [[signature.seen]]
-where = "URL of an upstream issue, or a page of ours"
-date = 2026-11-21           # when that was written
-"""
+where = "URL of an upstream issue or document, or a page of ours"
+date = 2026-11-21           # when that was written, if it says so
+'''
 
 from __future__ import annotations
 
 import datetime as dt
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -33,20 +44,23 @@ from pydantic import Field, field_validator, model_validator
 from sparkforge.core import tables
 from sparkforge.core.console import echo
 from sparkforge.core.errors import InputError
+from sparkforge.core.events import CONSEQUENCE, NOISE, Event, Line
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("signatures.toml")
 EVERY = "*"
 # Ids of problems that come from no signature (sparkforge/doctor/doctor.py).
-AUDIT, ENGINE, LAST = "audit", "docker-engine", "last-up"
+AUDIT, ENGINE, LAST, UNKNOWN = "audit", "docker-engine", "last-up", "unknown"
+DIFFERENT = 5  # hits of one signature with different groups that are kept, such as two unknown variables
+GIVEN = {"log", "file"}  # groups that the doctor fills
 
 
 class Severity(StrEnum):
     """How bad a problem is, worst first."""
 
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
+    FATAL = "fatal"
+    SLOW = "slow"
+    HARMLESS = "harmless"
 
     @property
     def rank(self) -> int:
@@ -54,11 +68,32 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
+class Kind(StrEnum):
+    """What a problem is about, in the order of docs/reference/problems.md."""
+
+    CUDA = "CUDA"
+    GPU = "GPU"
+    DRIVER = "driver"
+    HOST = "host"
+    MEMORY = "memory"
+    BUILD = "build"
+    ENVIRONMENT = "environment"
+    ARGUMENTS = "arguments"
+    MODEL = "model and hub"
+    NETWORK = "network"
+    DOCKER = "Docker"
+    SERVING = "serving"
+    OURS = "Sparkforge"
+
+
 class Seen(Record):
     """Where a problem is described: a URL or a page of ours, and the date of that description."""
 
     where: str
-    date: dt.date
+    date: dt.date | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.date})" if self.date else self.where
 
 
 class FactCondition(Record):
@@ -83,21 +118,37 @@ class FactCondition(Record):
         return (self.at_least is None or value >= self.at_least) and (self.below is None or value < self.below)
 
 
+class Before(Record):
+    """The advice for logs of a vLLM older than `vllm`."""
+
+    vllm: str = Field(pattern=r"^\d+(\.\d+){1,2}$")
+    fix: str
+
+
 class Signature(Record):
-    """One known problem. `signs` are bytes of a line; `pattern` is what the line must match as well."""
+    """One known problem; the module's docstring describes the fields."""
 
     id: str
+    kind: Kind
     severity: Severity
-    signs: tuple[bytes, ...] = ()
-    pattern: re.Pattern[str] | None = Field(default=None, alias="regex")
-    until: bytes = b""
+    line: re.Pattern[str] | None = None
+    exception: re.Pattern[str] | None = None
+    xid: tuple[int, ...] = ()
+    code: tuple[int, ...] = ()
+    signal: tuple[int, ...] = ()
+    unless: re.Pattern[str] | None = None
+    also: re.Pattern[str] | None = None
+    warning: bool = False
+    info: bool = False
+    orderly: bool = False
+    alone: bool = False
     block: bool = False
     facts: dict[str, FactCondition] = Field(default_factory=dict)
     what: str
     why: str
     fix: str
+    before: Before | None = None
     follows: tuple[str, ...] = ()
-    examples: tuple[str, ...] = ()
     seen: tuple[Seen, ...] = ()
 
     @field_validator("facts", mode="before")
@@ -108,26 +159,54 @@ class Signature(Record):
     @model_validator(mode="after")
     def _refuse_unusable(self) -> Self:
         """Raise ValueError for what would fail, or match every line, only when somebody needs the answer."""
-        if not self.signs and not self.facts:
-            raise ValueError(f"{self.id} has neither signs nor facts")
-        if b"" in self.signs:
-            raise ValueError(f"{self.id} has an empty sign, which every line holds")
-        groups = {*(self.pattern.groupindex if self.pattern else ()), *(("why", "next") if self.block else ())}
-        for text in (self.what, self.why, self.fix):
+        if not self.reads_logs and not self.facts:
+            raise ValueError(f"{self.id} has neither a condition for lines nor facts")
+        if self.line and self.line.search(""):
+            raise ValueError(f"{self.id}: `line` matches every line")
+        groups = {*(self.line.groupindex if self.line else ()), *(("why", "next") if self.block else ()), *GIVEN}
+        for text in (self.what, self.why, self.fix, self.before.fix if self.before else ""):
             if unknown := sorted(set(re.findall(r"\{(\w*)\}", text)) - groups):
                 raise ValueError(f"{self.id}: no group fills {{{unknown[0]}}}")
         return self
 
-    def match(self, line: str) -> dict[str, str] | None:
-        """Return the named groups of a line that holds a sign; None if the line is not about this."""
-        if self.pattern is None:
-            return {}
-        match = self.pattern.search(line)
-        return None if match is None else {name: value or "" for name, value in match.groupdict().items()}
+    @property
+    def reads_logs(self) -> bool:
+        """Whether it has a condition for the lines of a log."""
+        return bool(self.line or self.exception or self.xid or self.code or self.signal)
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it can be the reason why a server died."""
+        return self.severity is Severity.FATAL and EVERY not in self.follows
+
+    def match(self, line: Line) -> dict[str, str] | None:
+        """Return the named groups of a line that shows this; None if the line is about something else."""
+        if not self._reads(line) or (self.block and "next" not in line.parts):
+            return None
+        numbers = ((self.xid, line.xid), (self.code, line.code), (self.signal, line.signal))
+        if any(wanted and number not in wanted for wanted, number in numbers):
+            return None
+        if self.exception and not self.exception.search(line.exception):
+            return None
+        match = self.line.search(line.text) if self.line else None
+        if (self.line and match is None) or (self.unless and self.unless.search(line.text)):
+            return None
+        return {name: value or "" for name, value in match.groupdict().items()} if match else {}
+
+    def _reads(self, line: Line) -> bool:
+        """Tell whether lines of that level count."""
+        if self.info or self.severity is not Severity.FATAL:
+            return self.info or not line.quiet
+        return not (line.quiet or (line.level == "WARNING" and not self.warning) or NOISE.search(line.text))
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
         """Tell whether the facts show this."""
         return bool(self.facts) and all(condition.holds(facts.get(name)) for name, condition in self.facts.items())
+
+    def advice(self, vllm: str) -> str:
+        """Return the next command for a log of that vLLM; an unknown one counts as new."""
+        older = self.before and vllm and _numbers(vllm) < _numbers(self.before.vllm)
+        return self.before.fix if self.before and older else self.fix
 
 
 class SignatureTable(Record):
@@ -146,6 +225,16 @@ class SignatureTable(Record):
         return self
 
 
+@dataclass
+class Hit:
+    """A signature that a log shows: the first line, the groups of that line, and how often."""
+
+    signature: Signature
+    line: Line
+    groups: dict[str, str] = field(default_factory=dict)
+    count: int = 1
+
+
 def load(path: Path = TABLE) -> tuple[Signature, ...]:
     """Read every signature. Raises InputError for a file that cannot be read or is malformed."""
     try:
@@ -156,21 +245,71 @@ def load(path: Path = TABLE) -> tuple[Signature, ...]:
         ) from error
 
 
+def recognise(event: Event, known: Sequence[Signature]) -> tuple[list[Hit], Line | None]:
+    """Return what an event shows, by line, and the decisive line if it shows a fault and no known cause."""
+    hits = sorted((hit for signature in known for hit in _hits(event, signature)), key=lambda hit: hit.line.number)
+    hits = [
+        hit for hit in hits if not any(h.line is hit.line and h.signature.id in hit.signature.follows for h in hits)
+    ]
+    decisive = event.decisive
+    caused = any(hit.signature.is_cause and not hit.signature.alone for hit in hits)
+    named = any(hit.line is decisive and hit.signature.severity is Severity.FATAL for hit in hits)
+    unknown = None if caused or named or decisive is None or CONSEQUENCE.search(decisive.text) else decisive
+    if caused or unknown:
+        hits = [hit for hit in hits if not hit.signature.alone]
+    elif any(hit.signature.alone for hit in hits):  # the death itself is all there is
+        hits = [hit for hit in hits if hit.signature.alone or EVERY not in hit.signature.follows]
+    elif decisive and not any(hit.signature.severity is Severity.FATAL for hit in hits):
+        unknown = decisive
+    return hits, unknown
+
+
+def _hits(event: Event, signature: Signature) -> Iterator[Hit]:
+    if not signature.reads_logs:
+        return
+    found: dict[tuple[str, ...], Hit] = {}
+    for line in event.lines:
+        if signature.orderly and event.ended and line.number > event.ended:
+            continue
+        groups = signature.match(line)
+        if groups is None:
+            continue
+        if signature.also and not any(signature.also.search(other.text) for other in event.lines if other is not line):
+            return
+        groups |= line.parts if signature.block else {}
+        key = tuple(groups.values())
+        if key in found:
+            found[key].count += line.count
+        elif len(found) < DIFFERENT:
+            found[key] = Hit(signature, line, groups, line.count)
+    yield from found.values()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
 def markdown() -> str:
-    """Return the table of docs/reference/problems.md, which a test compares with the page."""
-    rows = ["| id | what it says | read on |", "| --- | --- | --- |"]
-    for signature in load():
-        mark = "" if signature.severity is Severity.ERROR else f" *({signature.severity})*"
-        links = ", ".join(_link(seen) for seen in signature.seen)
-        headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
-        rows.append(f"| `{signature.id}`{mark} | {headline} | {links} |")
-    return "\n".join(rows)
+    """Return the tables of docs/reference/problems.md, which a test compares with the page."""
+    known, parts = load(), list[str]()
+    for kind in Kind:
+        rows = [f"## {kind[0].upper()}{kind[1:]}", "", "| id | what it says | read on |", "| --- | --- | --- |"]
+        for signature in (signature for signature in known if signature.kind is kind):
+            mark = "" if signature.severity is Severity.FATAL else f" *({signature.severity})*"
+            links = ", ".join(_link(seen) for seen in signature.seen)
+            headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
+            rows.append(f"| `{signature.id}`{mark} | {headline} | {links} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
 
 
 def _link(seen: Seen) -> str:
+    when = f" ({seen.date})" if seen.date else ""
     if thread := re.fullmatch(r"https://github\.com/[\w.-]+/([\w.-]+)/\w+/(\d+)", seen.where):
-        return f"[{thread[1]} {thread[2]}]({seen.where}) ({seen.date})"
-    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')})"
+        return f"[{thread[1]} {thread[2]}]({seen.where}){when}"
+    if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
+        return f"[{page[1]} {page[2]}]({seen.where}){when}"
+    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')}){when}"
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ from sparkforge.audit.report import audit_files
 from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
-from sparkforge.core import manifest, redact
+from sparkforge.core import events, manifest, redact
 from sparkforge.core.errors import IntegrityError, ServerError
 from sparkforge.core.paths import ROOT
-from sparkforge.doctor import logscan, signatures
+from sparkforge.doctor import signatures
 from sparkforge.models import hub
 from sparkforge.models import table as models
 from sparkforge.models.hub_mirror import Mirror
@@ -641,7 +641,7 @@ def _signatures() -> Sequence[signatures.Signature]:
 
 
 def _read_log(data: bytes, _scratch: Path) -> None:
-    logscan.scan([data[:7], data[7:]], _signatures())
+    signatures.recognise(events.read([data[:7], data[7:]]), _signatures())
 
 
 def _read_secrets(data: bytes, _scratch: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -130,7 +131,7 @@ def test_a_mild_cause_counts_as_severe_as_what_follows_from_it(state):
 
 def test_findings_that_cause_each_other_do_not_make_it_hang():
     def problem(name, *follows):
-        return doctor.Problem(id=name, severity=Severity.ERROR, what=name, why="", fix="", follows=follows)
+        return doctor.Problem(id=name, severity=Severity.FATAL, what=name, why="", fix="", follows=follows)
 
     problems = doctor.ranked([problem("a", "c"), problem("b", "a"), problem("c", "b"), problem("z", "*")])
     assert {entry.id for entry in problems} == {"a", "b", "c", "z"}
@@ -141,9 +142,9 @@ def test_a_report_tells_what_failed_what_was_skipped_and_what_warns(state):
     put(state, "validation.json", json.dumps(REPORT))
     problems = look()[0]
     assert [(problem.what, problem.severity) for problem in problems] == [
-        ("the validator's check memory-host failed", Severity.ERROR),
-        ("the validator's check numerics was not run", Severity.ERROR),
-        ("the validator's check shared-memory warns", Severity.NOTE),
+        ("the validator's check memory-host failed", Severity.FATAL),
+        ("the validator's check numerics was not run", Severity.FATAL),
+        ("the validator's check shared-memory warns", Severity.HARMLESS),
     ]
     assert (problems[0].why, problems[0].fix) == ("2 GiB", "ps aux")
 
@@ -246,7 +247,7 @@ def test_the_machines_facts_are_read():
 def test_little_disk_is_a_warning(monkeypatch):
     monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1_000_000})())
     (problem,) = look()[0]
-    assert (problem.id, problem.severity) == ("disk-nearly-full", Severity.WARNING)
+    assert (problem.id, problem.severity) == ("disk-nearly-full", Severity.SLOW)
     assert problem.places[0].text == "disk.state_free_bytes = 1000000"
 
 
@@ -432,6 +433,61 @@ def test_a_wrong_argument_is_named(arguments, error):
         run(**arguments)
 
 
+UNKNOWN_FAULT = """\
+INFO 11-21 07:30:52 [a.py:1] loading /home/anna/secret-model with HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]   File "/home/anna/x.py", line 1, in y
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] KeyError: 'layers.7'
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] The above exception was the direct cause of the following exception:
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1]
+(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] vllm.new.LoadError: never seen before
+"""
+
+
+def test_a_fault_that_no_rule_knows_is_quoted_with_its_neighbours_and_where_to_report_it(tmp_path, capsys):
+    log = put(tmp_path, "it's a log.txt", UNKNOWN_FAULT)
+    with pytest.raises(RefusalError, check=lambda error: error.code == "validation.problems"):
+        run(log=str(log))
+    output = capsys.readouterr().out
+    assert " 1 ✗ unknown: vllm.new.LoadError: never seen before   [unknown]\n" in output
+    assert "     | KeyError: 'layers.7'" in output  # its cause
+    assert (
+        f"next: ./inv doctor --log {shlex.quote(str(log))} --bundle support.tar.gz   # attach it to a bug report"
+        in output
+    )
+    for secret in ("anna", "hf_abcdefgh"):
+        assert secret not in output.replace(str(log), "")
+
+
+def test_a_next_command_of_a_named_log_reads_that_log(tmp_path, monkeypatch):
+    dead = "ValueError: new\nRuntimeError: Engine core initialization failed. Failed core proc(s): {'E': 1}"
+    log = put(tmp_path, "a log", dead)
+    problem = next(problem for problem in look(log=str(log))[0] if problem.id == "engine-core-failed")
+    assert problem.fix.startswith(f"cat {shlex.quote(str(log))} | grep ")
+    command = ["/bin/sh", "-c", problem.fix]
+    assert "Failed core proc" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def test_what_is_slow_or_harmless_is_explained_and_no_failure(state, capsys):
+    lines = [
+        "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.",
+        "INFO 11-21 10:00:00 [x.py:1] Using 'MARLIN' Mxfp4",
+    ]
+    put(state, "logs/server.log", "\n".join(lines))
+    run()
+    output = capsys.readouterr().out
+    assert " 1 ! the experts run with Marlin" in output
+    assert " 2 · torch warns that it was not built for 12.1" in output
+    assert output.endswith("none of this is fatal: the server runs with it\n")
+
+
+def test_a_fault_in_a_compilers_log_is_left_to_the_build(state):
+    put(state, "kernels/kernels-gpt-oss.env.manifest.json", "{}")
+    put(state, "kernels/logs/unit.log", "x.cu(3): error: something new\n")
+    assert ids() == []
+
+
 # What is told
 
 
@@ -462,8 +518,8 @@ def test_json_has_the_findings_their_places_and_what_was_read(state, capsys):
     assert set(document) == {"schema", "sparkforge", "problems", "sources"}
     first = document["problems"][0]
     assert set(first) == {"id", "severity", "what", "why", "fix", "places", "follows", "seen", "causes"}
-    assert set(first["places"][0]) == {"source", "line", "text", "count"}
-    assert first["severity"] == "error"
+    assert set(first["places"][0]) == {"source", "line", "text", "count", "context"}
+    assert first["severity"] == "fatal"
 
 
 def inv(*arguments, **env):

