@@ -96,7 +96,7 @@ class CitedFigure(Record):
 
 
 class Board(Record):
-    """The leaderboard of one shape."""
+    """The competition's board of one shape."""
 
     isl: int
     osl: int

@@ -30,7 +30,6 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "to": ("", "where to post: a URL, or board for the competition's; without it nothing leaves this machine"),
     "form": ("", "json, or the competition's gradio or gradio-gsm8k; default json, for --to board gradio"),
     "result": ("", "post this result, run nothing"),
-    "title": ("", "of the page"),
     "profiles": ("", "serve profiles with commas: each is started, gated, loaded and stopped"),
     "device": ("auto", "with --profiles: auto, embedded, docker or docker-cpu, as with ./inv up"),
     "stack": ("", "with --profiles: a stack of pins.toml; default: the device's"),

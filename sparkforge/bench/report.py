@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sparkforge.bench import page
 from sparkforge.bench.baselines import Baselines, CitedFigure, missing_figures
-from sparkforge.bench.chart import latency_chart, speed_chart
-from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import Cell, SortableTable
 from sparkforge.bench.schema import Result, ServedModel
 from sparkforge.core.files import write_atomic
@@ -18,7 +16,6 @@ MEASURED = (
     *("isl/osl", "conc", "verdict", "output tok/s", page.PER_GPU, "output tok/s/user"),
     *("TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "E2E ms", "p99", "requests"),
 )
-PHASES = ("test", "t/s (total)", "t/s (req)", "±", "ttfr ms")
 RATIOS = ("shape", "quantity", "ours / theirs", "", "theirs", "source", "date")
 CITED = ("published by", "shape", "quantity", "cited", "source", "date")
 
@@ -31,7 +28,6 @@ def write(path: Path, results: Sequence[Result], baselines: Baselines) -> None:
 def render(results: Sequence[Result], baselines: Baselines) -> str:
     """Return the page. Measured and cited figures never share a table."""
     first = results[0]
-    shapes = [(f"{result.config.isl}/{result.config.osl}", result) for result in results if result.passed]
     return page.render(
         "report.html.jinja",
         f"{first.config.model}: benchmark",
@@ -47,8 +43,6 @@ def render(results: Sequence[Result], baselines: Baselines) -> str:
         measured=SortableTable(
             "latencies: median, then 99th percentile", MEASURED, [_measured(result) for result in results]
         ),
-        charts=[chart for chart in (speed_chart(shapes), latency_chart(shapes)) if chart],
-        phases=_phases(results),
         ratios=_ratios(results),
         missing=missing_figures(results, baselines),
         cited=_cited(baselines.figures),
@@ -66,12 +60,6 @@ def _measured(result: Result) -> list[Cell]:
     for latency in (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms):
         cells += [latency.median, latency.p99] if latency else [None, None]
     return [*cells, metrics.completed]
-
-
-def _phases(results: Sequence[Result]) -> SortableTable:
-    speeds = [speed for result in results for speed in phase_speeds(result)]
-    rows = [[s.test, s.total, s.per_request, s.deviation, s.first_token_ms] for s in speeds]
-    return SortableTable("pp holds the wait in the queue; see c1", PHASES, rows)
 
 
 def _ratios(results: Sequence[Result]) -> SortableTable:

@@ -1,4 +1,4 @@
-"""Posts a result to a leaderboard: only to a URL that was given, only what passed, redacted, and never twice.
+"""Posts a result to a board: only to a URL that was given, only what passed, redacted, and never twice.
 
 A post that may have arrived is tried again only where the receiver can tell that it is the same: our JSON carries its
 digest as Idempotency-Key, the competition's Gradio form does not. Whatever happens, the result's file stays.

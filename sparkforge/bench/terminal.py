@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sparkforge.bench.baselines import CitedFigure
-from sparkforge.bench.exchange import phase_speeds
 from sparkforge.bench.page import format_figure, format_optional
 from sparkforge.bench.schema import Result
 from sparkforge.core.console import console
@@ -19,7 +18,7 @@ COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user"
 
 
 def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Sequence[str] = ()) -> None:
-    """Print measured figures, the pp/tg table, ratios, and in a table of their own what others published.
+    """Print measured figures, ratios, and in a table of their own what others published.
 
     `missing` are sentences about figures that nobody has published.
     """
@@ -27,13 +26,6 @@ def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], mis
     for result in results:
         measured.add_row(*_measured(result))
     tables: list[RenderableType] = [measured]
-    if speeds := [speed for result in results for speed in phase_speeds(result)]:
-        phases = Table("test", "t/s (total)", "t/s (req)", "ttfr ms", title="llama-benchy style")
-        for speed in speeds:
-            total = "" if speed.total is None else f"{speed.total:.2f}"
-            first = "" if speed.first_token_ms is None else f"{speed.first_token_ms:.2f}"
-            phases.add_row(speed.test, total, f"{speed.per_request:.2f} ± {speed.deviation:.2f}", first)
-        tables.append(phases)
     if any(result.ratios for result in results):
         ratios = Table("isl/osl conc", "quantity", "ours / theirs", "", "theirs", title="ratios")
         for result in results:

@@ -234,10 +234,10 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
             _write(comparison)
     comparison = comparison.model_copy(update={"complete": True})
     _write(comparison)
-    bakeoff.show(comparison.ranking, folder, "profile")
+    bakeoff.show(comparison.ranking, folder)
     say(f"record:  {record_path()}")
     if comparison.ranking[0].score is None:
-        raise bakeoff.nobody_passed(comparison.ranking, "profile", _reasons(comparison))
+        raise bakeoff.nobody_passed(comparison.ranking, _reasons(comparison))
     context = request.variables.get(CONTEXT_VARIABLE, "")
     arguments = [
         "./inv",

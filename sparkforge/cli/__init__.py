@@ -78,8 +78,6 @@ for _collection in (
         measure.bakeoff,
         measure.shards,
         measure.formats,
-        measure.leaderboard,
-        measure.export,
         measure.profile,
         measure.kernels,
         measure.linear,

@@ -11,7 +11,7 @@ from invoke.context import Context
 
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER, START
 from sparkforge.cli.build import build_image
-from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task, whole_number
+from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task, whole_number
 from sparkforge.cli.serve import ServeOptions, requested
 from sparkforge.core.errors import UsageError
 
@@ -22,19 +22,14 @@ PATHS: dict[str, Callable[[str], str]] = {
     "tokenizer": caller_path,
     "output": caller_path,
     "result": caller_path,
-    "file": caller_path,
-    "folder": caller_path,
     "text": name_or_path,
 }
 
 
 def with_options(
-    names: tuple[str, ...], *positional: str, example: str, optional: str = ""
+    names: tuple[str, ...], *positional: str, example: str
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
-    """Make a command with the options `names` of the table, which its function gets as one mapping.
-
-    `optional` is the positional parameter that may be left out.
-    """
+    """Make a command with the options `names` of the table, which its function gets as one mapping."""
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
         """Return the command that calls `function`."""
@@ -48,7 +43,7 @@ def with_options(
         signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
         body.__signature__ = signature  # type: ignore[attr-defined]
         body.__name__, body.__doc__ = function.__name__, function.__doc__
-        return task(example, optional=optional, **{name: OPTIONS[name][1] for name in names})(body)
+        return task(example, **{name: OPTIONS[name][1] for name in names})(body)
 
     return decorate
 
@@ -125,23 +120,20 @@ def accept(_ctx: Context, result: str) -> None:
     accept_result(caller_path(result))
 
 
-@with_options((*LOAD, *START), "file", example="./inv bench.bakeoff --profiles safe,fast", optional="file")
+@with_options((*LOAD, *START), example="./inv bench.bakeoff --profiles safe,fast")
 def bakeoff(options: Options) -> None:
-    """Gate, load and rank serve profiles, or a TOML file of servers.
+    """Gate, load and rank serve profiles.
 
     They run one after another; those that fail the gate are not ranked. ./inv up --profile auto takes the profile that
-    won. An interrupted bake-off of profiles goes on with the same command.
+    won. An interrupted bake-off goes on with the same command.
     """
-    from sparkforge.bench import bakeoff, trials
+    from sparkforge.bench import trials
     from sparkforge.serve.start import start
 
     names = listed(options.get("profiles", ""))
-    if bool(names) == bool(options["file"]):
-        why = "it compares serve profiles or the servers of a file"
-        raise UsageError("name profiles or a file", why, "./inv bench.bakeoff --profiles safe,fast")
     if not names:
-        bakeoff.main(options, _python())
-        return
+        why = "a bake-off compares serve profiles"
+        raise UsageError("no profiles are named", why, "./inv bench.bakeoff --profiles safe,fast")
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
     request = requested(
@@ -151,31 +143,6 @@ def bakeoff(options: Options) -> None:
         )
     )  # fmt: skip
     trials.run(names, options, request, lambda wanted: start(wanted, build_image), _python())
-
-
-@with_options(("output", "title"), "folder", example="./inv bench.leaderboard results")
-def leaderboard(options: Options) -> None:
-    """Write one static page about a folder of results."""
-    from sparkforge.bench.leaderboard import main
-
-    main(options["folder"], options["output"], options["title"])
-
-
-@task(
-    example="./inv bench.export results --form llama-benchy-csv",
-    results="result files with commas, or the folder of a batch",
-    form="llama-benchy (JSON), llama-benchy-csv, llama-benchy-md, or spark-arena (a folder of three files)",
-    output="file, or folder for spark-arena; default: beside the results",
-    profile="spark-arena: the serve profile that the server was started with",
-)
-def export(_ctx: Context, results: str, form: str = "llama-benchy", output: str = "", profile: str = "safe") -> None:
-    """Write results in the formats that Spark users exchange.
-
-    Nothing is sent.
-    """
-    from sparkforge.bench.exchange import main
-
-    main([str(path) for path in caller_paths(results)], form, caller_path(output), profile)
 
 
 @task(

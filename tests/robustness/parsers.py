@@ -33,7 +33,7 @@ from sparkforge.audit import elf, sass
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
-from sparkforge.bench import baselines, endpoint, leaderboard, schema, settings, trace
+from sparkforge.bench import baselines, endpoint, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import events, manifest, redact
@@ -537,7 +537,6 @@ def _results(_scratch: Path) -> list[bytes]:
 
 def _read_result(data: bytes, scratch: Path) -> None:
     file = write(scratch / "out/result.json", data)
-    leaderboard.gather(file.parent)
     schema.read(file)
 
 

@@ -35,12 +35,7 @@ COMMANDS = {
     "audit.whl": lambda path: ("audit", {"paths": str(path)}),
     "bench.compare.json": lambda path: ("bench.compare", {"before": str(path), "after": str(path)}),
     "bench.accept.json": lambda path: ("bench.accept", {"result": str(path)}),
-    "bench.bakeoff.toml": lambda path: ("bench.bakeoff", {"file": str(path)}),
     "bench.submit.json": lambda path: ("bench.submit", {"team": "a", "result": str(path)}),
-    "bench.leaderboard.json": lambda path: (
-        "bench.leaderboard",
-        {"folder": str(path.parent), "output": str(path.parent / "out"), "title": ""},
-    ),
     "doctor.log": lambda path: ("doctor", {"log": str(path)}),
 }
 STATE = {

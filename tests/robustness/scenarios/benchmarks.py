@@ -1,4 +1,4 @@
-"""A batch of benchmarks that goes on where a killed one stopped: results, summary, report, leaderboard."""
+"""A batch of benchmarks that goes on where a killed one stopped: results, summary, report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from robustness.scenario import Scenario, write
-from sparkforge.bench import baselines, batch, leaderboard, report, schema
+from sparkforge.bench import baselines, batch, report, schema
 from sparkforge.bench.measure import Bench
 from sparkforge.bench.schema import Config, Result
 
@@ -54,13 +54,11 @@ def _place(work: Path) -> Path:
 
 def _act(work: Path) -> None:
     if b'"complete": true' in (_place(work) / batch.PLAN).read_bytes():
-        folder = _place(work)
-    else:
-        folder = batch.folder(work / "out", PLAN, fresh=False)
-        results = batch.run(BENCH, CONFIGS, folder)
-        report.write(folder / "report.html", results, baselines.load())
-        batch.finish(folder)
-    leaderboard.main(str(folder), "", "Board")
+        return
+    folder = batch.folder(work / "out", PLAN, fresh=False)
+    results = batch.run(BENCH, CONFIGS, folder)
+    report.write(folder / "report.html", results, baselines.load())
+    batch.finish(folder)
 
 
 def _judge(work: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.bench import exchange, judge, measure, samples, terminal, vllm_client
+from sparkforge.bench import judge, measure, samples, terminal, vllm_client
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.core.errors import BenchmarkError
 
@@ -136,36 +135,6 @@ def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, config, endpoint, s
     assert reason in caught.value.why
     if "boom" in script:
         assert "boom" in caught.value.why
-
-
-def test_pp_and_tg_are_tokens_over_their_own_time(make_result):
-    prefill, decode = exchange.phase_speeds(make_result(speed=1.0, count=4))
-    assert prefill.test == "pp1024 (c4)"
-    assert prefill.per_request == pytest.approx(1024 / 0.2, rel=0.05)
-    assert decode.per_request == pytest.approx(100, rel=0.05)
-    assert decode.total == pytest.approx(4 * 1023 / (0.3 + 10.23), rel=0.05)
-    assert math.isfinite(prefill.deviation)
-
-
-def test_a_result_without_its_requests_has_no_phases(make_result):
-    assert exchange.phase_speeds(make_result().model_copy(update={"requests": []})) == []
-
-
-@pytest.mark.parametrize(("conc", "count"), [(4, 4), (4, 40), (1, 3)])
-def test_the_terminals_table_has_the_figures_of_the_export(make_result, capsys, table, conc, count):
-    """Of several rounds llama-benchy's total is not defined, and empty in both."""
-    result = make_result(conc=conc, count=count)
-    (run,) = exchange.report([result]).benchmarks
-    prefill, decode = exchange.phase_speeds(result)
-    for speed, total, single in (
-        (prefill, run.pp_throughput, run.pp_req_throughput),
-        (decode, run.tg_throughput, run.tg_req_throughput),
-    ):
-        assert speed.total == (total.mean if total else None)
-        assert (speed.total is None) == (count > conc > 1)
-        assert (speed.per_request, speed.deviation) == (single.mean, single.std)
-    terminal.print_results([result], table.figures)
-    assert f"{decode.per_request:.2f} ± {decode.deviation:.2f}" in capsys.readouterr().err
 
 
 def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):

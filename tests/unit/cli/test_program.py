@@ -186,8 +186,6 @@ def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
         ("audit", "here"),
         ("bench.accept", "here"),
         ("bench.compare", "here", "here"),
-        ("bench.bakeoff", "here"),
-        ("bench.export", "here"),
         ("bundle.unpack", "here", "there"),
         ("patch.status", "--tree", "here"),
         ("dev.patch", "here"),
