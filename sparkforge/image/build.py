@@ -58,7 +58,7 @@ def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
 
     `machine` is the image's: amd64 or arm64.
     """
-    lock = pins.load().image(stack).locks[devices.OCI_MACHINES[machine]]
+    lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
         "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in rootfs.queues(stack, pins.load())},
         "lock": {lock: hashlib.sha256(locks.lock_path(lock).read_bytes()).hexdigest()},

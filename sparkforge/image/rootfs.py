@@ -85,7 +85,7 @@ class Tree:
     @property
     def lock(self) -> str:
         """The set that it is made from on this processor."""
-        return self.inputs.locks[os.uname().machine]
+        return self.inputs.lock(os.uname().machine)
 
 
 def prepare_toolchain(tree: Tree) -> None:

@@ -119,6 +119,13 @@ class StackImage(Record):
     kernels: str = ""
     environments: dict[Literal["kernels", "vllm"], Text] = Field(default_factory=dict)
 
+    def lock(self, processor: str) -> str:
+        """Return the locked set for a processor. Raises InputError if the image is not made for it."""
+        if processor not in self.locks:
+            why, fix = f"pins.toml has a lock for {', '.join(self.locks)}", f"build it on {next(iter(self.locks))}"
+            raise InputError(f"this stack's image is not made for {processor}", why, fix, code="input.pins")
+        return self.locks[processor]
+
 
 class Stack(Record):
     """A set of components that build one runtime, what their builds fetch by git, and what its image is made from."""

@@ -18,7 +18,9 @@ def test_what_an_image_names_is_there(stack):
     image = TABLE.image(stack)
     assert {"vllm", "base"} <= TABLE.stack(stack).components.keys()
     assert set(image.locks) <= set(devices.OCI_MACHINES.values())
-    assert all(locks.lock_path(name).is_file() for name in image.locks.values())
+    assert all(locks.lock_path(image.lock(processor)).is_file() for processor in image.locks)
+    with pytest.raises(InputError, match="not made for riscv64", check=lambda error: error.code == "input.pins"):
+        image.lock("riscv64")
     assert (image.device in {entry.device for entry in debian.sets()}) == (image.device in (devices.CPU, devices.CUDA))
     if image.kernels:
         table = sets.load(TABLE.component(stack, "flashinfer").version)
