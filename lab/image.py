@@ -25,12 +25,13 @@ from packaging.requirements import Requirement
 from lab.program import exit_code
 from sparkforge import environments, pins
 from sparkforge.bench.machine import facts
-from sparkforge.core import paths
+from sparkforge.core import openai, paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import docker
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import NetworkError, ServerError, UsageError
 from sparkforge.core.files import require_writable, write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import run
 from sparkforge.image import build as image
 from sparkforge.image import compose as docker_compose
@@ -39,7 +40,7 @@ from sparkforge.image.devices import DOCKER_CPU
 from sparkforge.image.reproducible import report_path
 from sparkforge.pins import debian, index, locks
 from sparkforge.pins.wheels import TargetMachine, choose, requirements
-from sparkforge.serve import client, settings
+from sparkforge.serve import settings
 
 READY_SECONDS = 1200.0
 CONTRACT = "tests/unit/image/test_compose.py"
@@ -102,11 +103,11 @@ def start() -> dict[str, Any]:
     start = time.monotonic()
     try:
         docker_compose.up(env, paths.state() / "logs" / "bench-image.log", lambda _text: None)
-        if not client.wait_until_healthy(lambda: client.healthy(url), start + READY_SECONDS):
+        if not openai.wait_until(Endpoint(url).healthy, start + READY_SECONDS):
             why = f"{READY_SECONDS:g} s passed"
             raise ServerError("the container does not get healthy", why, "docker compose logs", code="server.start")
         healthy = time.monotonic() - start
-        client.first_token(url, model, READY_SECONDS)
+        Endpoint(url, model, key="").first_token(READY_SECONDS)
         return {"healthy": round(healthy, 1), "seconds": round(time.monotonic() - start, 1)}
     finally:
         docker_compose.down(env)

@@ -23,13 +23,13 @@ from rich.table import Table
 
 from lab.program import exit_code
 from sparkforge.bench.context import memory
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import facts
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.documents import read_json
 from sparkforge.core.files import require_writable, write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
 

@@ -18,8 +18,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.core.errors import ServerError
+from sparkforge.core.openai import Endpoint
 
 CHUNK_TOKENS = 512
 CHUNK_BYTES = 2048  # about as many tokens of English, for servers that do not tokenize

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sparkforge.bench.endpoint import last_part
 from sparkforge.bench.schema import CompetitionBaseline, Metrics, Ratio, Result
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.openai import last_part
 from sparkforge.core.tables import Record
 
 FOLDER = Path(__file__).parent

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.schema import ResultCheck
 from sparkforge.core.errors import ServerError
+from sparkforge.core.openai import Endpoint
 from sparkforge.serve import proof
 
 TOKENS = 512  # enough for a short answer after low-effort reasoning

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from sparkforge.bench.endpoint import LOOPBACK, Endpoint
 from sparkforge.bench.schema import ServedModel
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.files import sha256_file
+from sparkforge.core.openai import Endpoint, uses_proxy
 from sparkforge.core.process import session_members
 from sparkforge.serve import record as records
 
@@ -42,7 +42,7 @@ def describe_server(endpoint: Endpoint) -> ServedModel:
 def own_server(endpoint: Endpoint) -> records.Server | None:
     """Return the record of this checkout's running server if it is the one at the endpoint."""
     server, url = running_server(), urlsplit(endpoint.url)
-    return server if server and url.hostname in LOOPBACK and url.port == server.port else None
+    return server if server and not uses_proxy(endpoint.url) and url.port == server.port else None
 
 
 def running_server() -> records.Server | None:

@@ -13,11 +13,11 @@ from sparkforge import pins
 from sparkforge.bench import accuracy, canary
 from sparkforge.bench import text as texts
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines
-from sparkforge.bench.endpoint import Endpoint, last_part
 from sparkforge.bench.schema import Gate, ResultCheck, finite
 from sparkforge.core.console import say
 from sparkforge.core.documents import read_text
 from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.core.openai import Endpoint, last_part
 
 
 @dataclass(frozen=True)

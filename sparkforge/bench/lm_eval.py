@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge.bench.baselines import Baselines
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.gate import bounded
 from sparkforge.bench.schema import ResultCheck
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import BenchmarkError, ProcessError, UsageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import run as run_program
 
 PROGRAM = "lm_eval"

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import httpx
 
 from sparkforge import __version__
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.bench.schema import Client, Config
 from sparkforge.core import sse
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
+from sparkforge.core.openai import Endpoint
 
 NAME = "sparkforge"
 MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless

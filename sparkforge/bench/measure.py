@@ -12,7 +12,6 @@ from pathlib import Path
 from sparkforge.bench import judge, samples
 from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.load import LoadClient, OwnClient
 from sparkforge.bench.machine import facts
 from sparkforge.bench.samples import FinishedLoad
@@ -20,6 +19,7 @@ from sparkforge.bench.schema import Client, Config, Gate, Result, ResultCheck
 from sparkforge.bench.vllm_client import VllmClient
 from sparkforge.core import sse
 from sparkforge.core.errors import InputError, SparkforgeError, UsageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.models import local
 
 CHOICES = ("auto", "vllm", "own")

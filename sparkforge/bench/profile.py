@@ -15,7 +15,6 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from sparkforge.bench import baselines, batch, context, load, machine, page, settings, trace
-from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.measure import LIMIT_SECONDS
 from sparkforge.bench.page import Cell, SortableTable, format_figure
 from sparkforge.bench.schema import Config, ServedModel
@@ -26,6 +25,7 @@ from sparkforge.core.console import Steps, console, echo, say
 from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
+from sparkforge.core.openai import READ_SECONDS, Endpoint
 from sparkforge.core.tables import Record
 from sparkforge.serve import profiler
 from sparkforge.serve.record import Server

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
-from sparkforge.bench.endpoint import READ_SECONDS, Endpoint
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
 from sparkforge.bench.schema import Config, Gate, Result
@@ -18,6 +17,7 @@ from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import BenchmarkError, UsageError
 from sparkforge.core.files import locked, write_atomic
+from sparkforge.core.openai import READ_SECONDS, Endpoint
 
 GATE_NAME = "accuracy"  # of the gate's file, beside the results
 LONGEST_NAME = 200  # bytes; file systems take 255, with the suffix and a temporary file's random part

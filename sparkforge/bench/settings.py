@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from sparkforge.bench import context
 from sparkforge.bench.baselines import Baselines
-from sparkforge.bench.endpoint import Endpoint, served
 from sparkforge.bench.schema import Config
 from sparkforge.core.errors import UsageError
+from sparkforge.core.openai import Endpoint
 
 # Setting → its environment variable and default. The competition's scripts export these names.
 NAMES: Mapping[str, tuple[str, str]] = {
@@ -95,7 +95,7 @@ def endpoint(settings: BenchSettings, url: str, read_seconds: float) -> Endpoint
     server = Endpoint(base, settings.text("model"), read_seconds)
     if not server.key and (own := context.own_server(server)):
         server = replace(server, key=own.key)
-    return replace(server, model=served(server).name)
+    return replace(server, model=server.served().name)
 
 
 def _port(settings: BenchSettings) -> int:
@@ -108,7 +108,7 @@ def _port(settings: BenchSettings) -> int:
 
 def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, seed: int, warmups: str) -> list[Config]:
     """Return the configurations to run. Raises UsageError where a shape does not fit the model's length."""
-    longest = settings.number("max_model_len", 0) or served(server).max_model_len
+    longest = settings.number("max_model_len", 0) or server.served().max_model_len
     isl, osl, share = settings.number("isl"), settings.number("osl"), settings.share()
     needed = round(isl * (1 + share)) + round(osl * (1 + share))
     if longest and needed > longest:

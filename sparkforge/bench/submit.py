@@ -20,13 +20,13 @@ from sparkforge import pins
 from sparkforge.bench import baselines, runs, schema
 from sparkforge.bench.baselines import Baselines, CitedFigure
 from sparkforge.bench.context import read_table
-from sparkforge.bench.endpoint import require_url, uses_proxy
 from sparkforge.bench.schema import Result
 from sparkforge.core import http, sse
 from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import require_url, uses_proxy
 from sparkforge.core.redact import redact
 
 WAITS = (1.0, 4.0, 15.0)  # seconds before each further try

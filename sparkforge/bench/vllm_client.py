@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.load import Progress
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.bench.schema import Client, Config
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import BenchmarkError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import Child
 from sparkforge.core.process import run as run_program
 

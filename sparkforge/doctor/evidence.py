@@ -20,8 +20,9 @@ from typing import Any, BinaryIO
 from sparkforge.audit.patched import AuditedWheel, audit_patched
 from sparkforge.core import documents, paths
 from sparkforge.core.errors import InputError, SparkforgeError, StorageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.image import devices
-from sparkforge.serve import client, failure, record
+from sparkforge.serve import failure, record
 from sparkforge.serve.failure import Failure
 from sparkforge.serve.record import Server
 from validate.facts import gpu, machine
@@ -356,6 +357,6 @@ def _add_server(state: Path, evidence: Evidence) -> None:
         source += f" {record.how_it_ended(server, state)}"
     evidence.add_fact("server.alive", server.alive, source)
     if server.alive:
-        evidence.add_fact("server.healthy", client.healthy(server.url), f"{server.url}/health")
+        evidence.add_fact("server.healthy", Endpoint(server.url).healthy(), f"{server.url}/health")
         evidence.add_fact("server.age_seconds", round(time.time() - server.started), source)
     evidence.add_source("server", f"{server.model_id} at {server.url}, {'runs' if server.alive else 'has ended'}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import docker
 
-from sparkforge.core import paths
+from sparkforge.core import openai, paths
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
@@ -39,7 +39,6 @@ from sparkforge.serve import (
     record,
     settings,
 )
-from sparkforge.serve import client as api
 from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.known_good import KnownGood
@@ -361,7 +360,7 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callabl
         return False
 
     deadline = time.monotonic() + READY_SECONDS
-    if not api.wait_until_healthy(is_healthy, deadline):
+    if not openai.wait_until(is_healthy, deadline):
         raise _failure(client, server, "the container did not get healthy in time")
     try:
         return launch.proved(server, READY_SECONDS, server.key, stack)

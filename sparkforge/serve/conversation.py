@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from sparkforge.core import interrupt
 from sparkforge.core.console import echo, say, show_error, stream
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve import client
 from sparkforge.serve.record import Server
 
 PROMPT = "> "
@@ -32,7 +31,7 @@ class Conversation:
     def __init__(self, server: Server, system: str, max_tokens: int) -> None:
         self.server, self.system, self.max_tokens = server, system, max_tokens
         self.messages: list[dict[str, str]] = []  # without the system prompt
-        self._key = server.key
+        self._endpoint = server.endpoint
         self._content, self._finish_reason = "", ""
 
     def ask(self, text: str) -> None:
@@ -60,9 +59,9 @@ class Conversation:
     def _pieces(self, question: dict[str, str]) -> Iterator[str]:
         """Yield the answer's text; on a terminal a line break stands between reasoning and content."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        server, messages = self.server, [*system, *self.messages, question]
+        messages = [*system, *self.messages, question]
         reasoned = False
-        with closing(client.answer(server.url, server.model_id, messages, self.max_tokens, self._key)) as pieces:
+        with closing(self._endpoint.stream_chat(messages, self.max_tokens)) as pieces:
             for piece in pieces:
                 if piece.text and not piece.reasoning:
                     if reasoned and not self._content and sys.stdout.isatty():

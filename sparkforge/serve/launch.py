@@ -17,11 +17,12 @@ from sparkforge.core import interrupt, paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import ServerError, StorageError, UsageError
 from sparkforge.core.files import holder, locked
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import spawn, started_at, terminate, terminate_session
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
 from sparkforge.patching import status
-from sparkforge.serve import client, hold, known_good, logs, proof, record
+from sparkforge.serve import hold, known_good, logs, proof, record
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
@@ -150,7 +151,7 @@ def proved(server: Server, seconds: float, key: str, stack: str, calls: tuple[st
     queues = [] if calls else status.queues(pins.load(), stack)
     patches = [patch.name for _, queue in queues for patch in queue.patches]
     began = time.monotonic()
-    outcome = proof.prove(server.url, server.model_id, seconds, key, patches, calls)
+    outcome = proof.prove(Endpoint(server.url, server.model_id, key=key), seconds, patches, calls)
     server = replace(server, proved=time.time(), proof=outcome, proof_seconds=time.monotonic() - began)
     record.write(server)
     return server
@@ -251,7 +252,7 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
 
     try:
         deadline = time.monotonic() + launch.timeout
-        if client.wait_until_serving(server.url, server.model_id, deadline, alive, launch.key):
+        if Endpoint(server.url, server.model_id, key=launch.key).wait_until_serving(deadline, alive):
             stack = "" if launch.calls else stack_of(server.device)
             return proved(server, max(1.0, deadline - time.monotonic()), launch.key, stack, launch.calls)
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"

@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+import httpx
+
+from sparkforge.core import openai
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
-from sparkforge.serve import client
+from sparkforge.core.openai import Endpoint
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
@@ -63,9 +66,9 @@ _STRICT_TOOL = {**TOOL, "function": {**TOOL["function"], "parameters": _SCHEMA, 
 class ProofRequest:
     """A request and the check of its answer; `fault` returns what is wrong, or nothing.
 
-    It gets the answer's JSON, or the list of all events' JSON where the request asks for a stream, or, where the server
-    is to refuse the request with the status `refused`, the error's message. It may raise one of `client.NO_ANSWER` for
-    an answer of another shape. With `continued`, what a second request has of its own that continues the response by
+    It gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's message
+    if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE` for an
+    answer of another shape. With `continued`, what a second request has of its own that continues the response by
     its ID, it gets both answers as a list. `patch` names the patch without which there is a fault.
     """
 
@@ -89,12 +92,12 @@ class Limit(NamedTuple):
 
 
 def prove(
-    url: str, model: str, timeout: float, key: str = "", patches: Collection[str] = (), calls: Collection[str] = ()
+    endpoint: Endpoint, timeout: float, patches: Collection[str] = (), calls: Collection[str] = ()
 ) -> dict[str, str]:
     """Send CALLS, of the canaries those of `patches`; return call → nothing, or the known limit that its answer shows.
 
     The calls are in the order of CALLS; `calls` are those that another server than vLLM has, all if there are none.
-    `key` is the server's API key, if it has one. Raises ServerError, which names each call that failed, if one is
+    Raises ServerError, which names each call that failed, if one is
     answered wrongly, or not within `timeout` seconds.
     """
     names = [
@@ -104,7 +107,7 @@ def prove(
     faults: dict[str, ServerError] = {}
     executor = ThreadPoolExecutor(len(names), "proof")
     try:
-        answers = {name: executor.submit(fault_of, name, url, model, timeout, key) for name in names}
+        answers = {name: executor.submit(fault_of, name, endpoint, timeout) for name in names}
         for name, answer in answers.items():
             try:
                 fault = answer.result()
@@ -114,7 +117,7 @@ def prove(
             limits = (limit for limit in LIMITS.get(name, ()) if limit.patch not in patches)
             reason = next((limit.reason for limit in limits if fault == limit.fault), "")
             if fault and not reason:
-                faults[name] = client.unanswered(name, fault)
+                faults[name] = unanswered(name, fault)
             outcome[name] = reason
     finally:
         executor.shutdown(wait=False, cancel_futures=True)  # at Ctrl-C the server is ended, and with it the requests
@@ -133,30 +136,46 @@ def describe(outcome: Mapping[str, str]) -> str:
     return f"proved: {proved}" + (f"; known limit: {limits}" if limits else "")
 
 
-def fault_of(name: str, url: str, model: str, timeout: float, key: str = "") -> str:
+def fault_of(name: str, endpoint: Endpoint, timeout: float) -> str:
     """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none."""
     call = CALLS[name]
-    body = {"model": model, "temperature": 0, **call.body}
+    body = {"model": endpoint.model, "temperature": 0, **call.body}
     try:
         if call.refused:
-            return call.fault(client.refusal(name, url, call.path, body, timeout, key, call.refused))
+            return call.fault(_refusal(endpoint.send(call.path, body, timeout), call.refused))
         if body.get("stream"):
-            return call.fault(list(client.events(url, call.path, body, timeout, key)))
-        answer = client.request(name, url, call.path, body, timeout, key)
+            return call.fault(list(endpoint.events(call.path, body, timeout)))
+        answer = endpoint.post(call.path, body, timeout)
         if call.continued is None:
             return call.fault(answer)
         body |= {**call.continued, "previous_response_id": answer["id"]}
-        return call.fault([answer, client.request(name, url, call.path, body, timeout, key)])
-    except client.NO_TRANSPORT as error:
-        raise client.unanswered(name, repr(error)) from error
+        return call.fault([answer, endpoint.post(call.path, body, timeout)])
+    except openai.NO_ANSWER as error:
+        raise unanswered(name, repr(error)) from error
     except ServerError as error:
         if STORE in error.why:
             return NO_STORE
         if _NOT_FOUND.search(error.why):
             return NOT_KEPT
-        if error.what == client.CANNOT:
-            raise
-        raise client.unanswered(name, f"{error.what}: {error.why}") from error
+        raise unanswered(name, f"{error.what}: {error.why}") from error
+
+
+def unanswered(name: str, why: str) -> ServerError:
+    """Return the error for a request, called `name`, that a server should answer and does not."""
+    failure = "the server cannot generate"
+    return ServerError(failure, f"the request for {name}: {why}", "./inv logs", code="server.reply")
+
+
+def _refusal(response: httpx.Response, status: HTTPStatus) -> str:
+    """Return the message of a response that refuses with `status`. Raises ServerError for any other response."""
+    error = openai.response_error(response)
+    if response.status_code == status:
+        return error.why
+    raise (
+        error
+        if response.is_error
+        else ServerError("it was answered", "the server must refuse it", "./inv logs", code="server.reply")
+    )
 
 
 def tool_call_fault(message: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, started_at, with_variable
 from sparkforge.serve import access
 
@@ -70,6 +71,11 @@ class Server:
         """Base URL of its OpenAI API."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - not bound
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Its OpenAI API, with its API key. Raises what `key` raises."""
+        return Endpoint(self.url, self.model_id, key=self.key)
 
     @property
     def alive(self) -> bool:

@@ -22,13 +22,14 @@ import httpx
 import psutil
 from pydantic import Field
 
-from sparkforge.core import http, memory, paths
+from sparkforge.core import http, memory, metrics, openai, paths
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.gpus import GpuState, number, query, states
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members
 from sparkforge.core.tables import Record
-from sparkforge.serve import client, failure, metrics, proof
+from sparkforge.serve import failure, proof
 from sparkforge.serve.record import Server
 
 SECONDS = 2.0  # for one answer of the server
@@ -156,10 +157,10 @@ def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusR
         device=server.device,
         profile=server.profile,
         where=server.where,
-        healthy=client.healthy(server.url),
+        healthy=Endpoint(server.url).healthy(),
         container_health=container_health,
         key_required=bool(server.key_file),
-        key_accepted=not server.key_file or client.accepts(server.url, server.key),
+        key_accepted=not server.key_file or server.endpoint.accepts_key(),
         uptime_seconds=_uptime(server),
         context=_context(server),
         load=_load(before, now) if before and now else None,
@@ -323,14 +324,14 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
 
 
 def _get(server: Server, path: str) -> httpx.Response:
-    with httpx.Client(timeout=SECONDS, headers=client.headers(server.key), trust_env=False) as session:
+    with httpx.Client(timeout=SECONDS, headers=openai.headers(server.key), trust_env=False) as session:
         return http.request(session, "GET", f"{server.url}{path}", seconds=SECONDS, limit=ANSWER_BYTES)
 
 
 def _context(server: Server) -> int | None:
     try:
         length = _get(server, "/v1/models").json()["data"][0]["max_model_len"]
-    except (httpx.HTTPError, *client.NO_ANSWER):
+    except (httpx.HTTPError, *openai.WRONG_SHAPE):
         return None
     return length if isinstance(length, int) and length > 0 else None
 

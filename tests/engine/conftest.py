@@ -18,8 +18,8 @@ import pytest
 from lab.daily_page import RUNS
 from sparkforge.bench.machine import facts
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import client
 
 HERE = ROOT / "tests/engine"
 PROJECT = os.environ.get("ENGINE_PROJECT", "sparkforge-test")  # another one where two use the same engine
@@ -140,11 +140,11 @@ def first_token():
 
     def wait(port, model, check=lambda: None, seconds=900):
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
-        while not client.healthy(url):
+        while not Endpoint(url).healthy():
             check()
             assert time.monotonic() < end, "no server became healthy"
             time.sleep(0.25)
-        return client.first_token(url, model, 60)
+        return Endpoint(url, model, key="").first_token(60)
 
     return wait
 

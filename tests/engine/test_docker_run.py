@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import access, client
+from sparkforge.serve import access
 
 IMAGE = "sparkforge/vllm:embedded"
 MODEL = "openai/gpt-oss-120b"  # the name of a repository; what lies there is the tiny model
@@ -90,13 +92,13 @@ def open_address(engine):
 def require_served_with_the_key_alone(url, model, key):
     """Assert that a server answers a chat to who has the key and nothing but /health to anybody else."""
     secret = key.read_text().strip()
-    assert client.healthy(url)
+    assert Endpoint(url).healthy()
     for path in ("/v1/models", "/metrics", "/version"):
-        for headers in ({}, client.headers("wrong")):
+        for headers in ({}, openai.headers("wrong")):
             assert httpx.get(f"{url}{path}", headers=headers, trust_env=False).status_code == 401, path
     with pytest.raises(ServerError):
-        list(client.chat(url, model, "Hello", 4))
-    assert "".join(client.chat(url, model, "Hello", 12, secret)).strip()
+        list(Endpoint(url, model, key="").stream_text("Hello", 4))
+    assert "".join(Endpoint(url, model, key=secret).stream_text("Hello", 12)).strip()
 
 
 def require_unprivileged(project, container, key):
@@ -167,12 +169,12 @@ def test_the_hardened_line_serves_beyond_loopback_to_who_has_the_key(project, ru
 
     def healthy():
         assert project.engine.inspect(name)["State"]["Status"] == "running", project.engine.docker("logs", name)[-6000:]
-        return client.healthy(f"http://{open_address}:{port}")
+        return Endpoint(f"http://{open_address}:{port}").healthy()
 
     wait_for(healthy)
     require_served_with_the_key_alone(f"http://{open_address}:{port}", MODEL, key)
     require_unprivileged(project, name, key)
-    assert not client.healthy(f"http://127.0.0.1:{port}")  # on the address that was named, and no other
+    assert not Endpoint(f"http://127.0.0.1:{port}").healthy()  # on the address that was named, and no other
     project.engine.docker("stop", "--time", "60", name)
     assert project.engine.inspect(name)["State"]["ExitCode"] == 0
 
@@ -189,7 +191,7 @@ def test_compose_serves_beyond_loopback_to_who_has_the_key(project, compose_proj
         opened.wait_healthy()
         url = f"http://{open_address}:{port}"
         require_served_with_the_key_alone(url, "tiny-gpt-oss", key)
-        foreign = {**client.headers(key.read_text().strip()), "Host": "elsewhere.example"}
+        foreign = {**openai.headers(key.read_text().strip()), "Host": "elsewhere.example"}
         assert httpx.get(f"{url}/v1/models", headers=foreign, trust_env=False).status_code == 403
         require_unprivileged(project, opened.container(), key)
         ports = project.engine.inspect(opened.container())["NetworkSettings"]["Ports"]

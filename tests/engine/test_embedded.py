@@ -7,8 +7,8 @@ import urllib.request
 import pytest
 
 from sparkforge.core.git import checkout_git
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import client
 
 URL = "http://127.0.0.1:18000"
 MODEL = "tiny-gpt-oss"
@@ -35,10 +35,10 @@ def test_its_report_and_its_metrics_are_written(served):
 
 
 def test_it_answers_health_models_and_chat_streaming(served):
-    assert client.healthy(URL)
+    assert Endpoint(URL).healthy()
     assert [model["id"] for model in json.loads(get("/v1/models"))["data"]] == [MODEL]
-    assert client.first_token(URL, MODEL, 60)
-    pieces = list(client.chat(URL, MODEL, "Hello", 12))
+    assert Endpoint(URL, MODEL, key="").first_token(60)
+    pieces = list(Endpoint(URL, MODEL, key="").stream_text("Hello", 12))
     assert pieces
 
 
@@ -57,7 +57,7 @@ def test_it_validated_and_serves_with_nothing_executable_in_tmp(served):
     mounts = served.compose("exec", "-T", "vllm", "cat", "/proc/mounts").splitlines()
     options = next(mount.split()[3].split(",") for mount in mounts if mount.split()[1] == "/tmp")
     assert "noexec" in options
-    assert client.first_token(URL, MODEL, 60)
+    assert Endpoint(URL, MODEL, key="").first_token(60)
 
 
 def test_nothing_of_the_image_is_left_to_write_into(served):

@@ -22,13 +22,14 @@ import scripted
 
 from sparkforge import pins
 from sparkforge.core.files import write_atomic
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
-from sparkforge.serve import client, embedded
+from sparkforge.serve import embedded
 from sparkforge.sources import trees
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -187,7 +188,7 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)
     started, url = started_at(pid), f"http://127.0.0.1:{port}"
     try:
-        up = client.wait_until_serving(url, model, time.monotonic() + 600, lambda: started_at(pid) == started)
+        up = Endpoint(url, model, key="").wait_until_serving(time.monotonic() + 600, lambda: started_at(pid) == started)
         assert up, (work / "log").read_text(errors="replace")[-3000:]
         yield SimpleNamespace(url=url, model=model, stored_responses=STORED_RESPONSES)
     finally:

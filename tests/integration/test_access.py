@@ -18,10 +18,11 @@ from terminal import Terminal
 from sparkforge.bench import profile, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.errors import ServerError, StorageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.models import tiny
-from sparkforge.serve import client, conversation, embedded, launch, record, screen, status
+from sparkforge.serve import conversation, embedded, launch, record, screen, status
 from sparkforge.serve.settings import TINY_ID
 
 pytestmark = pytest.mark.integration
@@ -96,7 +97,7 @@ def test_every_route_takes_the_key(served):
         reply = served.api.request(method, path, headers=headers)
         assert reply.status_code != 401, (method, path)
         assert "access_error" not in reply.text or path in CLOSED, (method, path)
-    assert client.healthy(served.server.url)
+    assert Endpoint(served.server.url).healthy()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import cluster_nodes as namespaces
 import psutil
 import pytest
 
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
 from sparkforge.models import tiny
-from sparkforge.serve import client, embedded, record
+from sparkforge.serve import embedded, record
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
@@ -104,7 +105,9 @@ def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forkin
     pid = spawn(launch.command, log=nodes.work / "one.log", env=environment, cwd=nodes.work)
     started, url = started_at(pid), f"http://127.0.0.1:{port}"
     try:
-        assert client.wait_until_serving(url, "tiny", time.monotonic() + 600, lambda: started_at(pid) == started)
+        assert Endpoint(url, "tiny", key="").wait_until_serving(
+            time.monotonic() + 600, lambda: started_at(pid) == started
+        )
         for (tokens, logprobs), prompt in zip(answers, PROMPTS, strict=True):
             expected, expected_logprobs = complete(f"{url}/v1", prompt)
             assert len(tokens) == 12

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import openai
 import pytest
 
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import proof
 
@@ -222,7 +223,7 @@ CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name no
 @pytest.mark.parametrize("name", CANARIES)
 def test_the_canary_of_a_patch_finds_no_fault(scripted_server, name):
     """Whatever the model: what it writes is forced."""
-    assert proof.fault_of(name, scripted_server.url, MODEL, 300.0) == ""
+    assert proof.fault_of(name, Endpoint(scripted_server.url, MODEL, key=""), 300.0) == ""
 
 
 def test_white_space_ends(served):

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.bench import baselines, gate
-from sparkforge.bench.endpoint import Endpoint
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.models.tiny import write_tiny
-from sparkforge.serve import client, embedded
+from sparkforge.serve import embedded
 from sparkforge.serve.settings import TINY_ID
 
 pytestmark = pytest.mark.integration
@@ -42,9 +42,11 @@ def served(tmp_path_factory, free_port, forking):
     started = started_at(pid)
     url = f"http://127.0.0.1:{port}"
     try:
-        up = client.wait_until_serving(url, TINY_ID, time.monotonic() + 600, lambda: started_at(pid) == started)
+        up = Endpoint(url, TINY_ID, key="").wait_until_serving(
+            time.monotonic() + 600, lambda: started_at(pid) == started
+        )
         assert up, (work / "log").read_text(errors="replace")[-3000:]
-        yield SimpleNamespace(endpoint=Endpoint(url, TINY_ID), fault=work / "fault", log=work / "log")
+        yield SimpleNamespace(endpoint=Endpoint(url, TINY_ID, key=""), fault=work / "fault", log=work / "log")
     finally:
         terminate_session(pid)
 
@@ -72,6 +74,6 @@ def test_a_fault_fails_by_its_figures(served, fault):
 
 def test_hello_gets_words(served):
     served.fault.write_text("none")
-    answer = "".join(client.chat(served.endpoint.url, TINY_ID, "Hello", 64))
+    answer = "".join(Endpoint(served.endpoint.url, TINY_ID, key="").stream_text("Hello", 64))
     assert len(answer.split()) > 5, answer
     assert answer.isascii()

@@ -38,6 +38,7 @@ from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import events, manifest, redact
 from sparkforge.core.errors import IntegrityError, ServerError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
 from sparkforge.models import hub
@@ -49,7 +50,7 @@ from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import debian, index, verify, wheels
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import architecture
-from sparkforge.serve import client, failure, profiles, proof, record
+from sparkforge.serve import failure, profiles, proof, record
 from sparkforge.serve import settings as container
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.sources import archive, bundle, hidden
@@ -476,20 +477,20 @@ MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}'
 
 def _read_stream(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "text/event-stream"
-    for piece in client.chat(URL, "m", "hello", 8):
+    for piece in Endpoint(URL, "m", key="").stream_text("hello", 8):
         piece.encode(errors="surrogatepass")
 
 
 def _read_first_token(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "application/json"
-    client.first_token(URL, "m", 5.0)
+    Endpoint(URL, "m", key="").first_token(5.0)
 
 
 def _read_proof(data: bytes, _scratch: Path) -> None:
     for name, call in proof.CALLS.items():
         _Answer.body, _Answer.kind = data, "text/event-stream" if call.body.get("stream") else "application/json"
         with suppress(ServerError):
-            proof.fault_of(name, URL, "m", 5.0)
+            proof.fault_of(name, Endpoint(URL, "m", key=""), 5.0)
 
 
 def _read_endpoint(data: bytes, _scratch: Path) -> None:

@@ -22,18 +22,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.kernels import random_load
 from sparkforge.bench.machine import facts
-from sparkforge.core import gpus, interrupt
+from sparkforge.core import gpus, interrupt, openai
 from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, spawn, started_at, terminate_session
-from sparkforge.serve import client, modular
+from sparkforge.serve import modular
 
 SERVED_NAME = "measured"
 LOAD_SECONDS = 300.0  # for one load
@@ -118,11 +118,11 @@ def served(options: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]
         return started_at(pid) is not None
 
     try:
-        if not client.wait_until_healthy(lambda: client.healthy(url), begun + options.ready_seconds, alive):
+        if not openai.wait_until(Endpoint(url).healthy, begun + options.ready_seconds, alive):
             problem = f"was not ready in {options.ready_seconds:.0f} s" if alive() else "ended before it was ready"
             raise ServerError(f"MAX {problem}", _said(options.log), f"less {options.log}", code="server.start")
         result["ready_s"] = round(time.monotonic() - begun, 1)
-        client.first_token(url, SERVED_NAME, options.ready_seconds)
+        Endpoint(url, SERVED_NAME, key="").first_token(options.ready_seconds)
         result |= {"first_token_s": round(time.monotonic() - begun, 1), "gpu_memory": _memory()}
         yield url
     finally:

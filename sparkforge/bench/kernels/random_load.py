@@ -6,8 +6,8 @@ import random
 import statistics
 from typing import Any
 
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.load import Prompt, require_answers, send
+from sparkforge.core.openai import Endpoint
 
 VOCABULARY = 199998  # ordinary tokens of gpt-oss; the special ones lie above
 

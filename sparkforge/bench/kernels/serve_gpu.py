@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 import httpx
 
 from sparkforge.bench import runs
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.kernels import random_load, random_weights, ranks, tiny_tokens
 from sparkforge.bench.kernels.ranks import HostPart, Split
 from sparkforge.bench.kernels.second_host import SecondHost, second_host
 from sparkforge.bench.machine import gpus
-from sparkforge.core import interrupt
+from sparkforge.core import interrupt, openai
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, spawn, started_at, terminate_session
-from sparkforge.serve import client, command_line
+from sparkforge.serve import command_line
 from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.command_line import ServerCommand
 
@@ -258,10 +258,10 @@ def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
     def alive() -> bool:
         return all(started_at(pid) is not None for pid in server.pids)
 
-    if not client.wait_until_healthy(lambda: client.healthy(server.url), deadline, alive):
+    if not openai.wait_until(Endpoint(server.url).healthy, deadline, alive):
         problem = "ended before it was ready" if not alive() else f"was not ready in {plan.ready_seconds:.0f} s"
         raise ServerError(f"the server {problem}", _last_error(log), f"less {log}", code="server.start")
-    client.first_token(server.url, SERVED_NAME, plan.ready_seconds)
+    Endpoint(server.url, SERVED_NAME, key="").first_token(plan.ready_seconds)
     return server.url
 
 

@@ -25,14 +25,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from sparkforge.core import interrupt, paths
+from sparkforge.core import interrupt, openai, paths
 from sparkforge.core.console import Steps, echo, show_error
 from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
 from sparkforge.core.files import write_atomic
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
-from sparkforge.serve import access, client, embedded, environment, launch, logs, record
+from sparkforge.serve import access, embedded, environment, launch, logs, record
 from sparkforge.serve.cluster import balancer, containers, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.command_line import served_name
@@ -157,7 +158,7 @@ def balance(request: NodeRequest) -> dict[str, Any]:
     config, file = request.config, paths.state() / balancer.FILE
     key = access.read_key(Path(config.key_file))
     for node in config.nodes:
-        if not client.accepts(f"http://{node.address}:{config.replica_port}", key):
+        if not Endpoint(f"http://{node.address}:{config.replica_port}", key=key).accepts_key():
             why = f"its {config.key_file} is another one than the head's: clients would be refused now and then"
             raise ServerError(
                 f"{node.name} does not take the API key", why, "one key_file for all", code="server.cluster"
@@ -170,7 +171,7 @@ def balance(request: NodeRequest) -> dict[str, Any]:
         described = Launch(command, {}, Path(), "", balancer.PROGRAM, config.port)
         server = launch.begin(described)
         deadline = time.monotonic() + BALANCE_SECONDS
-        if not client.wait_until_healthy(lambda: client.healthy(server.url), deadline, lambda: server.alive):
+        if not openai.wait_until(Endpoint(server.url).healthy, deadline, lambda: server.alive):
             why = "\n".join(logs.read(record.log_path()).splitlines()[-TAIL_LINES:]) or "its log is empty"
             launch.stop()
             raise ServerError(

@@ -11,12 +11,12 @@ import pytest
 
 from sparkforge import pins
 from sparkforge.bench import baselines, gate, judge
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.load import OwnClient
 from sparkforge.bench.measure import Bench
 from sparkforge.bench.samples import FinishedLoad, Sample, compute_metrics
 from sparkforge.bench.schema import Config, Result
+from sparkforge.core.openai import Endpoint
 
 MODEL = "honest-model"
 TEXT = "It is a truth universally acknowledged. " * 20

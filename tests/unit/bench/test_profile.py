@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from sparkforge.bench import profile, trace
-from sparkforge.bench.endpoint import Endpoint
 from sparkforge.core.errors import InputError, ServerError, UsageError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import started_at
 from sparkforge.serve import profiler, record
 from sparkforge.serve.record import Server

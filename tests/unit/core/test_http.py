@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from sparkforge.bench.endpoint import Endpoint, served
 from sparkforge.core import http as answers
+from sparkforge.core import openai
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve import client, proof
+from sparkforge.core.openai import Endpoint
+from sparkforge.serve import proof
 
 DEEP = b"[" * 200_000
 
@@ -97,15 +98,15 @@ def test_a_url_that_is_none_is_an_error_of_ours(url):
     with pytest.raises(httpx.HTTPError):
         get(url)
     with pytest.raises((UsageError, ServerError)):
-        served(Endpoint(url, read_seconds=5.0))
+        Endpoint(url, read_seconds=5.0).served()
     with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
-        list(client.chat(url, "m", "hello", 1))
+        list(Endpoint(url, "m", key="").stream_text("hello", 1))
     with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
-        client.first_token(url, "m", 5.0)
+        Endpoint(url, "m", key="").first_token(5.0)
     for name in proof.CALLS:
         with pytest.raises(ServerError, match=name, check=lambda error: error.code == "server.reply"):
-            proof.fault_of(name, url, "m", 5.0)
-    assert not client.healthy(url)
+            proof.fault_of(name, Endpoint(url, "m", key=""), 5.0)
+    assert not Endpoint(url).healthy()
 
 
 @pytest.mark.parametrize("body", [DEEP, b"{", b"[]", b'{"data": 1}', b'{"data": [{"id": "m", "max_model_len": 1e999}]}',
@@ -113,12 +114,12 @@ def test_a_url_that_is_none_is_an_error_of_ours(url):
 def test_an_answer_of_another_shape_is_an_error_of_ours(body):
     with server(body, Content_Type="application/json") as url:
         with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
-            served(Endpoint(url))
+            Endpoint(url).served()
         with pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
-            client.first_token(url, "m", 5.0)
+            Endpoint(url, "m", key="").first_token(5.0)
         for name in proof.CALLS:
             with pytest.raises(ServerError, match=name, check=lambda error: error.code == "server.reply"):
-                proof.fault_of(name, url, "m", 5.0)
+                proof.fault_of(name, Endpoint(url, "m", key=""), 5.0)
         assert Endpoint(url).version() == ""
 
 
@@ -134,20 +135,20 @@ def test_a_chat_ends_although_the_server_does_not(monkeypatch):
             yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
 
     with server(events, Content_Type="text/event-stream") as url:
-        monkeypatch.setattr(client, "CHAT_SECONDS", 0.5)
+        monkeypatch.setattr(openai, "ANSWER_SECONDS", 0.5)
         with pytest.raises(ServerError, match="not ended after", check=lambda error: error.code == "server.reply"):
-            list(client.chat(url, "m", "hello", 1))
+            list(Endpoint(url, "m", key="").stream_text("hello", 1))
     noise = server(endless, Content_Type="text/event-stream")
     with (
         noise as url,
         pytest.raises(ServerError, match="without a whole event", check=lambda error: error.code == "server.reply"),
     ):
-        list(client.chat(url, "m", "hello", 1))
+        list(Endpoint(url, "m", key="").stream_text("hello", 1))
     with (
         server(endless, status=500) as url,
         pytest.raises(ServerError, match="more than", check=lambda error: error.code == "server.reply"),
     ):
-        list(client.chat(url, "m", "hello", 1))
+        list(Endpoint(url, "m", key="").stream_text("hello", 1))
 
 
 def test_a_stream_that_sends_nothing_more_ends_in_its_time():
@@ -160,7 +161,7 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
 
     with server(events, Content_Type="text/event-stream") as url:
         with pytest.raises(ServerError, match="ReadTimeout", check=lambda error: error.code == "server.reply"):
-            proof.fault_of("a response that fails", url, "m", 0.2)
+            proof.fault_of("a response that fails", Endpoint(url, "m", key=""), 0.2)
         test_ends.set()
 
 
@@ -168,4 +169,4 @@ def test_a_stream_that_sends_nothing_more_ends_in_its_time():
 def test_a_chat_event_of_another_shape_is_an_error_of_ours(event):
     stream = server(b"data: " + event + b"\n\n", Content_Type="text/event-stream")
     with stream as url, pytest.raises(ServerError, check=lambda error: error.code == "server.reply"):
-        list(client.chat(url, "m", "hello", 1))
+        list(Endpoint(url, "m", key="").stream_text("hello", 1))

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 import fake_api
 import pytest
 
-from sparkforge.core import errors, paths
+from sparkforge.core import errors, openai, paths
 from sparkforge.core.console import Steps
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import client, launch, proof, record, restarts, screen, settings
 from sparkforge.serve import container as docker_device
+from sparkforge.serve import launch, proof, record, restarts, screen, settings
 
 REFUSAL = """\
 validate · profile embedded · this machine · 2026-11-21T07:00:00+00:00
@@ -75,7 +75,7 @@ def checkout(tmp_path, monkeypatch, api, docker_command):
     docker_command.answers("logs", out="the log\n")
     monkeypatch.setattr(paths, "ROOT", root)
     monkeypatch.setattr(launch, "check_free", lambda *_: None)  # the stand-in server holds the port already
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(openai, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("sparkforge.core.docker.POLL_SECONDS", 0.01)
     return root
 

@@ -17,7 +17,7 @@ import misbehaving
 import psutil
 import pytest
 
-from sparkforge.core import interrupt
+from sparkforge.core import interrupt, openai
 from sparkforge.core.errors import (
     InputError,
     ServerError,
@@ -25,10 +25,11 @@ from sparkforge.core.errors import (
     UsageError,
 )
 from sparkforge.core.files import locked
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
 from sparkforge.patching import status
-from sparkforge.serve import client, conversation, embedded, launch, logs, proof, record, screen
+from sparkforge.serve import conversation, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
 
 
@@ -39,7 +40,7 @@ def port(free_port):
 
 @pytest.fixture
 def begin(port, tmp_path, ended, monkeypatch):
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(openai, "POLL_SECONDS", 0.05)
 
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
@@ -116,8 +117,8 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
 )
 def test_a_server_that_answers_wrongly_is_not_ready(behaviour, message):
     def ready(url):
-        client.wait_until_serving(url, "m", time.monotonic() + 60, lambda: True)
-        proof.prove(url, "m", 60)
+        Endpoint(url, "m", key="").wait_until_serving(time.monotonic() + 60, lambda: True)
+        proof.prove(Endpoint(url, "m", key=""), 60)
 
     with misbehaving.answering(behaviour) as port, pytest.raises(ServerError, match="cannot generate") as caught:
         ready(f"http://127.0.0.1:{port}")
@@ -146,7 +147,7 @@ FORM = ("response_format", {"message": {"role": "assistant", "content": None}, "
 )
 def test_an_answer_that_clients_cannot_use_is_named(changes, message):
     with misbehaving.answering("good", changes) as port, pytest.raises(ServerError) as caught:
-        proof.prove(f"http://127.0.0.1:{port}", "m", 60)
+        proof.prove(Endpoint(f"http://127.0.0.1:{port}", "m", key=""), 60)
     assert message in caught.value.why
 
 
@@ -172,14 +173,14 @@ def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, mo
 
 def test_a_stop_string_that_stays_is_a_known_limit():
     with misbehaving.answering("keeps stop strings") as port:
-        outcome = proof.prove(f"http://127.0.0.1:{port}", "m", 60)
+        outcome = proof.prove(Endpoint(f"http://127.0.0.1:{port}", "m", key=""), 60)
     assert [name for name, limit in outcome.items() if limit] == ["a stop string"]
 
 
 def test_what_a_patch_cures_is_no_limit_where_the_stack_has_it():
     patches = [limit.patch for limits in proof.LIMITS.values() for limit in limits if limit.patch]
     with misbehaving.answering("keeps stop strings") as port, pytest.raises(ServerError, match="stop string: the cont"):
-        proof.prove(f"http://127.0.0.1:{port}", "m", 60, patches=patches)
+        proof.prove(Endpoint(f"http://127.0.0.1:{port}", "m", key=""), 60, patches=patches)
 
 
 @pytest.mark.slow
@@ -193,7 +194,7 @@ def test_ctrl_c_while_starting_leaves_nothing(begin, port, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client, "wait_until_serving", interrupted)
+    monkeypatch.setattr(Endpoint, "wait_until_serving", interrupted)
     with pytest.raises(KeyboardInterrupt):
         begin()
     nothing_is_left(begin, port)

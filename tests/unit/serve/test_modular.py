@@ -7,9 +7,10 @@ from contextlib import suppress
 import misbehaving
 import pytest
 
+from sparkforge.core import openai
 from sparkforge.core.errors import InputError, ServerError, UsageError
 from sparkforge.core.paths import state
-from sparkforge.serve import client, environment, launch, modular, proof, record, status
+from sparkforge.serve import environment, launch, modular, proof, record, status
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def up(checkpoint, free_port, monkeypatch):
         return modular.up(checkpoint, "cpu", port, 256)
 
     state().mkdir(exist_ok=True)
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(openai, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(environment, "prepare", lambda *_: modular.MAX)
     yield up
     with suppress(ServerError):

@@ -4,12 +4,15 @@ import re
 import threading
 
 import fake_api
+import httpx
 import pytest
 
 from sparkforge import pins
+from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
+from sparkforge.core.openai import Endpoint
 from sparkforge.patching import status
-from sparkforge.serve import client, proof
+from sparkforge.serve import proof
 
 
 def test_the_biased_tokens_are_those_of_the_vocabulary():
@@ -89,67 +92,69 @@ def test_a_response_that_fails_must_name_its_error():
 @pytest.mark.parametrize("name", ["a continued response", "a response that fails"])
 def test_what_needs_the_store_knows_when_it_is_off(monkeypatch, name):
     def refuse(*arguments):
-        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[3]:
+        if "background" in proof.CALLS[name].body or "previous_response_id" in arguments[2]:
             raise ServerError("the server answered 400", f"set {proof.STORE}=1", "./inv logs", code="server.reply")
         return fake_api.GOOD
 
-    monkeypatch.setattr(client, "request", refuse)
-    monkeypatch.setattr(client, "events", refuse)
-    assert proof.fault_of(name, "http://127.0.0.1:1", "m", 60.0) == proof.LIMITS[name][0].fault
+    monkeypatch.setattr(Endpoint, "post", refuse)
+    monkeypatch.setattr(Endpoint, "events", refuse)
+    assert proof.fault_of(name, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[name][0].fault
 
 
 @pytest.mark.parametrize("reason", [" It is not one of the last 2 that were used", ""])
 def test_a_response_that_is_not_kept_is_a_known_limit(monkeypatch, reason):
     """Of two API processes one has it, and a small store may have lost it to the other requests."""
 
-    def lose(name, url, path, body, *rest):
+    def lose(endpoint, path, body, *rest):
         if body.get("previous_response_id") == fake_api.GOOD["id"]:
-            raise client.unanswered(name, f"the server answered 404: Response with id 'resp_1' not found.{reason}")
-        return request(name, url, path, body, *rest)
+            raise reply_error(404, f"Response with id 'resp_1' not found.{reason}")
+        return post(endpoint, path, body, *rest)
 
     answer_rightly(monkeypatch)
-    request = client.request
-    monkeypatch.setattr(client, "request", lose)
-    outcome = proof.prove("http://127.0.0.1:1", "m", 60.0, patches=PATCHES)
+    post = Endpoint.post
+    monkeypatch.setattr(Endpoint, "post", lose)
+    outcome = proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
     assert [name for name, limit in outcome.items() if limit] == ["a continued response"]
     assert "--api-server-count" in proof.describe(outcome)
 
 
 def test_another_404_is_a_fault(monkeypatch):
-    def refuse(name, url, path, body, *rest):
+    def refuse(_endpoint, path, body, *rest):
         if "previous_response_id" in body:
-            raise client.unanswered(name, "the server answered 404: The model `m` does not exist.")
+            raise reply_error(404, "The model `m` does not exist.")
         return fake_api.GOOD
 
-    monkeypatch.setattr(client, "request", refuse)
+    monkeypatch.setattr(Endpoint, "post", refuse)
     with pytest.raises(ServerError, match="does not exist"):
         proof.fault_of("a continued response", "http://127.0.0.1:1", "m", 60.0)
+
+
+def reply_error(status, message):
+    return openai.response_error(httpx.Response(status, json={"error": {"message": message}}))
 
 
 def answer_rightly(monkeypatch):
     """Have a server that answers rightly."""
 
-    def request(name, url, path, body, *rest):
+    def send(_endpoint, path, body, *rest):
         code, value = fake_api.answer(body)
-        if code != 200:
-            raise client.unanswered(name, f"the server answered {code}: {value['error']['message']}")
-        return value
+        return httpx.Response(code, json=value)
 
-    def refusal(name, url, path, body, timeout, key, status):
-        assert fake_api.answer(body)[0] == status
-        with pytest.raises(ServerError) as caught:
-            request(name, url, path, body)
-        return caught.value.why
+    def post(endpoint, path, body, *rest):
+        response = send(endpoint, path, body)
+        if response.is_error:
+            raise openai.response_error(response)
+        return response.json()
 
-    monkeypatch.setattr(client, "request", request)
-    monkeypatch.setattr(client, "refusal", refusal)
-    monkeypatch.setattr(client, "events", lambda url, path, body, *_: iter(fake_api.stream(body)))
+    monkeypatch.setattr(Endpoint, "send", send)
+    monkeypatch.setattr(Endpoint, "post", post)
+    monkeypatch.setattr(Endpoint, "events", lambda _endpoint, path, body, *_: iter(fake_api.stream(body)))
 
 
 def sent(monkeypatch, patches):
     """Prove a server that answers rightly; return the names of the calls that were sent."""
     answer_rightly(monkeypatch)
-    return proof.prove("http://127.0.0.1:1", "m", 60.0, patches=patches)
+    return proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=patches)
 
 
 def test_canaries_are_sent_for_the_patches_that_a_stack_has(monkeypatch):
@@ -165,12 +170,12 @@ def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
     def fault_of(name, *_):
         everyone.wait(timeout=60)
         if name == "a streamed chat":
-            raise client.unanswered(name, "the server answered 500")
+            raise proof.unanswered(name, "the server answered 500")
         return broken.get(name, "")
 
     monkeypatch.setattr(proof, "fault_of", fault_of)
     with pytest.raises(ServerError) as caught:
-        proof.prove("http://127.0.0.1:1", "m", 60.0, patches=PATCHES)
+        proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
     assert caught.value.why == "the request for a chat: role; failed, too: a streamed chat, a tool call"
 
 

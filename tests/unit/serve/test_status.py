@@ -11,6 +11,7 @@ from terminal import Terminal
 
 from sparkforge.cli import program
 from sparkforge.core.errors import NetworkError, ServerError
+from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import started_at
 from sparkforge.serve import failure, proof, record, screen, status
@@ -120,7 +121,7 @@ def test_every_call_of_the_proof_that_failed_is_named(server, no_gpu, monkeypatc
 
     monkeypatch.setattr(proof, "fault_of", fault_of)
     with pytest.raises(ServerError) as caught:
-        proof.prove("http://127.0.0.1:1", "m", 60.0)
+        proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0)
     report, _ = status.report(server)
     text = f"{caught.value.what}: {caught.value.why}"
     last = status.LastError(source="up", when="2027-01-15T08:00:00+00:00", text=text)

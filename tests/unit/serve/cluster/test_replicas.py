@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.serve import client, embedded
+from sparkforge.core.openai import Endpoint
+from sparkforge.serve import embedded
 from sparkforge.serve.cluster import balancer, check, config, node, start
 
 ADDRESSES = ("192.168.177.11", "192.168.177.12")
@@ -96,7 +97,7 @@ def test_without_haproxy_nothing_is_asked(replicas, monkeypatch, tmp_path):
 
 def test_a_server_with_another_key_is_named(replicas, monkeypatch):
     monkeypatch.setattr(
-        client, "accepts", lambda url, key: (url, key) != (f"http://{ADDRESSES[1]}:8001", "key-of-a-test")
+        Endpoint, "accepts_key", lambda self: (self.url, self.key) != (f"http://{ADDRESSES[1]}:8001", "key-of-a-test")
     )
     with pytest.raises(ServerError, match="spark2 does not take the API key"):
         node.balance(node.NodeRequest(action="balance", name="balancer", config=replicas))
