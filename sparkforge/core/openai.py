@@ -152,11 +152,13 @@ class Endpoint:
         """POST /v1/chat/completions."""
         return self.post("/v1/chat/completions", {"model": self.model, "messages": messages, **options})
 
-    def stream_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Generator[StreamDelta, None, None]:
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int, seconds: float = ANSWER_SECONDS
+    ) -> Generator[StreamDelta, None, None]:
         """Stream the answer to the last of `messages`, each with its role and content. Raises ServerError."""
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "stream": True}
         try:
-            for event in self.events("/v1/chat/completions", body):
+            for event in self.events("/v1/chat/completions", body, seconds):
                 yield from _deltas(event)
         except NO_ANSWER as error:
             raise _reply_error("the answer broke off", repr(error)) from error
@@ -170,10 +172,12 @@ class Endpoint:
     def first_token(self, seconds: float) -> str:
         """Generate one token and return its text. Raises ServerError if it does not come within `seconds`."""
         body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        response = self.post("/v1/completions", body, seconds)
         try:
+            response = self.post("/v1/completions", body, seconds)
             usage, text = response["usage"], response["choices"][0]["text"]
             count = usage["completion_tokens"]
+        except ServerError as error:
+            raise _reply_error("the server cannot generate", f"{error.what}: {error.why}", length=2000) from error
         except WRONG_SHAPE as error:
             raise _reply_error("the server cannot generate", f"the answer has no token: {error!r}") from error
         if count != 1:

@@ -190,8 +190,8 @@ def own(stub, monkeypatch):
     record.write(Server(os.getpid(), started_at(os.getpid()), "127.0.0.1", port, "", "honest-model", "embedded", ""))
     send, prefixes = Endpoint.send, []
 
-    def write_at_stop(endpoint, path, body):
-        answer = send(endpoint, path, body)
+    def write_at_stop(endpoint, path, body, *rest):
+        answer = send(endpoint, path, body, *rest)
         if path == profile.START:
             prefixes.append(body["profile_prefix"])
         if path == profile.STOP and answer.is_success:

@@ -126,7 +126,7 @@ def test_another_404_is_a_fault(monkeypatch):
 
     monkeypatch.setattr(Endpoint, "post", refuse)
     with pytest.raises(ServerError, match="does not exist"):
-        proof.fault_of("a continued response", "http://127.0.0.1:1", "m", 60.0)
+        proof.fault_of("a continued response", Endpoint("http://127.0.0.1:1", "m", key=""), 60.0)
 
 
 def reply_error(status, message):
