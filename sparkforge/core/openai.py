@@ -109,7 +109,7 @@ class Endpoint:
         """POST JSON and return the JSON object of a successful response. Raises ServerError for any other."""
         response = self.send(path, body, seconds)
         if response.is_error:
-            raise response_error(response)
+            raise response_error(response, path)
         try:
             value = response.json()
         except WRONG_SHAPE as error:
@@ -135,7 +135,7 @@ class Endpoint:
         options = self.options | {"timeout": httpx.Timeout(10.0, read=min(self.read_seconds, seconds))}
         with httpx.Client(**options) as client, client.stream("POST", path, json=body) as response:
             if response.is_error:
-                raise response_error(http.whole(response, seconds=ERROR_SECONDS, limit=ERROR_BYTES))
+                raise response_error(http.whole(response, seconds=ERROR_SECONDS, limit=ERROR_BYTES), path)
             for event in sse.events(response, seconds):
                 if event.data == "[DONE]":
                     return
@@ -297,13 +297,13 @@ def last_part(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].lower()
 
 
-def response_error(response: httpx.Response) -> ServerError:
-    """Return the error for an error response: its status and the server's own message."""
+def response_error(response: httpx.Response, path: str = "the server") -> ServerError:
+    """Return the error for an error response of `path`: its status and the server's own message."""
     try:
         message = response.json()["error"]["message"]
     except WRONG_SHAPE:
         message = response.text
-    return _reply_error(f"the server answered {response.status_code}", str(message), length=2000)
+    return _reply_error(f"{path} answered {response.status_code}", str(message), length=2000)
 
 
 def _reply_error(problem: str, why: str, length: int = 300) -> ServerError:

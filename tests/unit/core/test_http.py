@@ -125,9 +125,12 @@ def test_a_chat_ends_although_the_server_does_not():
         while True:
             yield b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
 
-    with server(events, Content_Type="text/event-stream") as url:
-        with pytest.raises(ServerError, match="not ended after", check=lambda error: error.code == "server.reply"):
-            list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=0.5))
+    endless_chat = server(events, Content_Type="text/event-stream")
+    with (
+        endless_chat as url,
+        pytest.raises(ServerError, match="not ended after", check=lambda error: error.code == "server.reply"),
+    ):
+        list(Endpoint(url, "m", key="").stream_chat([{"role": "user", "content": "hello"}], 1, seconds=0.5))
     noise = server(endless, Content_Type="text/event-stream")
     with (
         noise as url,
