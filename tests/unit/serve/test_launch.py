@@ -92,7 +92,7 @@ def test_every_process_of_a_server_ends_with_it(begin):
     [
         ("dies", "RuntimeError: no such kernel"),
         ("cannot generate", "no kernel image is available"),
-        ("fails at tools", "the request for a tool call: the server answered 500: g++: not found"),
+        ("fails at tools", "the request for a tool call: /v1/chat/completions answered 500: g++: not found"),
     ],
 )
 def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour, message):
@@ -110,9 +110,9 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
         ("lies", "completion_tokens"),
         ("answers a list", "answered 200"),
         ("answers null", "TypeError"),
-        ("fails at top_logprobs", "the request for log probabilities: the server answered 500: g++: not found"),
+        ("fails at top_logprobs", "answered 500: g++: not found"),
         ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
-        ("fails at response_format", "the request for a JSON answer: the server answered 500: g++: not found"),
+        ("fails at response_format", "the request for a JSON answer: /v1/chat/completions answered 500: g++: not found"),
     ],
 )
 def test_a_server_that_answers_wrongly_is_not_ready(behaviour, message):
