@@ -47,7 +47,10 @@ def stream(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events that such a server answers a request for a stream with."""
     if "input" in body:
         return [{"type": "response.failed", "response": {"error": {"message": INVALID}}}]
-    content = "Paris\nRome" if "response_format" in body else ""
+    form = body.get("response_format", {})
+    content = "Paris\nRome" if form.get("type") == "structural_tag" else ""
+    if form.get("type") == "json_schema":
+        content = json.dumps({"text": form["json_schema"]["schema"]["properties"]["text"]["enum"][0]})
     deltas = [{"delta": {"role": "assistant", "content": content}}, {"delta": {}, "finish_reason": "stop"}]
     return [{"choices": [{"text": "", **delta}]} for delta in deltas]
 

@@ -111,7 +111,7 @@ def up(
             from sparkforge.bench import trials
 
             request = replace(request, profile=trials.winner(request))
-            if quantization:
+            if quantization == passed.OURS:
                 passed.require_our_experts(request.profile, request.stack)
         server = start.start(request, build_image)
     screen.show_ready(server)

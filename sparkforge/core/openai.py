@@ -228,7 +228,7 @@ class Endpoint:
         name = self.model or next(iter(offered), "")
         if name not in offered:  # MODEL may be openai/gpt-oss-120b, or a folder, while the server says gpt-oss-120b
             matching = [known for known in offered if last_part(known) == last_part(name)]
-            name = matching[0] if len(matching) == 1 else name
+            name = matching[0] if matching else name  # several: it answers to both names
         if name not in offered:
             models = ", ".join(offered) or "none"
             raise UsageError(f"{self.url} does not serve {name!r}", f"it serves {models}", "set MODEL, or give --model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class ServerCommand:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments for vLLM."""
-        flags = ("--model", self.model, "--served-model-name", self.model_id)
+        flags = ("--model", self.model, "--served-model-name", *api_names(self.model_id))
         address = ("--host", self.host, "--port", str(self.port))
         profile = self.profile.arguments() if self.profile else ()
         guard = access.flags(self.environment.get(access.KEY, "")) if self.guarded else ()
@@ -81,6 +82,17 @@ class ServerCommand:
             return host, int(port)
         fix = "leave --port out: it is 8000 in the image"
         raise UsageError(f"--port {port!r} is no port", "ports are 1 to 65535", fix)
+
+
+def api_names(model_id: str) -> tuple[str, ...]:
+    """Return the names that the server answers to, `model_id` first: with and without the owner of a hub's repository.
+
+    Guides ask for openai/gpt-oss-120b and for gpt-oss-120b, whatever the model was started by.
+    """
+    owner, _, name = model_id.rpartition("/")
+    if owner:
+        return model_id, name
+    return (model_id, f"openai/{model_id}") if re.fullmatch(r"gpt-oss-\d+b", model_id) else (model_id,)
 
 
 def served_name(directory: Path) -> str:

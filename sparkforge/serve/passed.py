@@ -18,6 +18,7 @@ from sparkforge.serve.profiles import ServeProfile
 
 LOOPBACK = "127.0.0.1"
 CONTEXT, CONTEXT_VARIABLE = "--max-model-len", "MAX_MODEL_LEN"
+CHECKPOINTS = "mxfp4"  # vLLM's name of gpt-oss's own format
 QUANTIZATION, OURS = "--quantization", "spark-mxfp4"  # OURS is also the profile with our experts on a GPU
 KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
 _NAME = "the start's proof and our commands ask by that name"
@@ -83,14 +84,15 @@ def with_quantization(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
 
-    It stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
+    mxfp4 is what the checkpoint is already, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4 stands
+    for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
     profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, beside the flag itself, and
     beside a profile that leaves the experts to vLLM.
     """
-    if not quantization:
+    if quantization in ("", CHECKPOINTS):
         return profile, tuple(flags)
     if quantization != OURS:
-        why = f"it takes {OURS}, our experts; without it they are the profile's, and vLLM's other ways stand behind --"
+        why = f"it takes {OURS}, our experts, and {CHECKPOINTS}, the checkpoint's own format; without it they are the profile's, and vLLM's other ways stand behind --"
         fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME

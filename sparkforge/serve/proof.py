@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -42,7 +42,10 @@ STORE = "VLLM_ENABLE_RESPONSES_API_STORE"  # the variable that each refusal of a
 NO_STORE = "the server stores no responses"
 NOT_KEPT = "the response that is continued is not stored in the process that was asked"
 ALSO = "; failed, too: "  # between why the first call failed and the names of the others
+TOO_LONG = "the context is too short for a long prompt"
 CITIES = ["Paris", "Rome"]
+LINE = " and ".join(CITIES * 8)  # so long that a prompt is worked off while it is written
+PROSE = "One two three four five six. " * 80  # about 600 tokens; the faults that are reported need 320
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris now? Use the tool."}]
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -69,7 +72,9 @@ class ProofRequest:
     It gets the answer's JSON, or the list of all events' JSON if the request asks for a stream, or the error's message
     if the server must refuse the request with the status `refused`. It may raise one of `openai.WRONG_SHAPE` for an
     answer of another shape. With `continued`, what a second request has of its own that continues the response by
-    its ID, it gets both answers as a list. `patch` names the patch without which there is a fault.
+    its ID, it gets both answers as a list. `beside` is what a second request has of its own that is sent once the
+    stream of the first has content; it gets the stream's events and the second answer then. `patch` names the patch
+    without which there is a fault.
     """
 
     path: str
@@ -78,6 +83,7 @@ class ProofRequest:
     patch: str = ""
     refused: HTTPStatus | None = None
     continued: Mapping[str, Any] | None = None
+    beside: Mapping[str, Any] | None = None
 
 
 class Limit(NamedTuple):
@@ -138,26 +144,46 @@ def describe(outcome: Mapping[str, str]) -> str:
 
 def fault_of(name: str, endpoint: Endpoint, timeout: float) -> str:
     """Send one of CALLS and return what is wrong with its answer. Raises ServerError where there is none."""
-    call = CALLS[name]
-    body = {"model": endpoint.model, "temperature": 0, **call.body}
     try:
-        if call.refused:
-            return call.fault(_refusal(endpoint.send(call.path, body, timeout), call.refused))
-        if body.get("stream"):
-            return call.fault(list(endpoint.events(call.path, body, timeout)))
-        answer = endpoint.post(call.path, body, timeout)
-        if call.continued is None:
-            return call.fault(answer)
-        body |= {**call.continued, "previous_response_id": answer["id"]}
-        return call.fault([answer, endpoint.post(call.path, body, timeout)])
+        return _exchange(CALLS[name], endpoint, timeout)
     except openai.NO_ANSWER as error:
         raise unanswered(name, repr(error)) from error
     except ServerError as error:
-        if STORE in error.why:
-            return NO_STORE
-        if _NOT_FOUND.search(error.why):
-            return NOT_KEPT
+        limits = {limit.fault for limit in LIMITS.get(name, ())}
+        known = [fault for pattern, fault in _KNOWN if fault in limits and re.search(pattern, error.why)]
+        if known:
+            return known[0]
         raise unanswered(name, f"{error.what}: {error.why}") from error
+
+
+def _exchange(call: ProofRequest, endpoint: Endpoint, timeout: float) -> str:
+    body = {"model": endpoint.model, "temperature": 0, **call.body}
+    if call.refused:
+        return call.fault(_refusal(endpoint.send(call.path, body, timeout), call.refused))
+    if call.beside is not None:
+        return call.fault(_beside(endpoint, call.path, body, {**body, **call.beside}, timeout))
+    if body.get("stream"):
+        return call.fault(list(endpoint.events(call.path, body, timeout)))
+    answer = endpoint.post(call.path, body, timeout)
+    if call.continued is None:
+        return call.fault(answer)
+    body |= {**call.continued, "previous_response_id": answer["id"]}
+    return call.fault([answer, endpoint.post(call.path, body, timeout)])
+
+
+def _beside(
+    endpoint: Endpoint, path: str, body: Mapping[str, Any], second: Mapping[str, Any], timeout: float
+) -> tuple[list[Any], Any]:
+    """Send `second` while the stream of `body` brings its content; return the events and the second answer."""
+    events: list[Any] = []
+    answer: Future[Any] | None = None
+    with ThreadPoolExecutor(1, "proof") as executor:
+        for event in endpoint.events(path, body, timeout):
+            events.append(event)
+            if answer is None and _streamed_content([event]):
+                answer = executor.submit(endpoint.post, path, second, timeout)
+        return events, answer.result() if answer else None
+
 
 
 def unanswered(name: str, why: str) -> ServerError:
@@ -223,8 +249,28 @@ def _ends(choices: Sequence[Any]) -> str:
     return "" if count == 1 else f"its {len(choices)} events have {count} ends"
 
 
+def _streamed_content(events: Iterable[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def _mixed(answers: Any) -> str:
+    """Judge both contents without the end of a message as text: a small model spells it after a prompt so strange."""
+    events, response = answers
+    line = _streamed_content(events)
+    content = response["choices"][0]["message"]["content"] if response else None
+    if not line or not content:
+        return "content is null (finish_reason 'stop')"
+    try:
+        text = parse_json(_END.sub("", line), "the content")["text"]
+    except (ValueError, TypeError, LookupError):
+        text = line
+    if text != LINE:
+        return f"the answer that was being written is {str(text)[:80]!r} and not {LINE[:20]!r} and so on"
+    return _json_fault(_END.sub("", content))
+
+
 def _streamed_messages(events: Any) -> str:
-    content = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    content = _streamed_content(events)
     return "" if content == "\n".join(CITIES) else f"the messages {CITIES} come as {content!r}"
 
 
@@ -348,6 +394,13 @@ _TOOL_REQUEST = {
     "tools": [_STRICT_TOOL],
     "tool_choice": "required",
 }
+_LINE_SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "enum": [LINE]}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+_LINE_FORMAT = {"type": "json_schema", "json_schema": {"name": "line", "strict": True, "schema": _LINE_SCHEMA}}
 _INVALID = {"name": "x", "schema": {"type": "nonsense"}}
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
@@ -366,6 +419,18 @@ CALLS: Mapping[str, ProofRequest] = {
         _COMPLETIONS, {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1}, _prompt_logprobs
     ),
     "a JSON answer": ProofRequest(_CHAT, _JSON_REQUEST, _json),
+    # Users report illegal memory accesses of CUDA graphs in steps that have both (docs/hardware.md).
+    "a long prompt beside an answer": ProofRequest(
+        _CHAT,
+        {**_JSON_REQUEST, "max_tokens": 4 * TOKENS, "stream": True, "response_format": _LINE_FORMAT},
+        _mixed,
+        beside={
+            "messages": [{"role": "user", "content": PROSE}, *ASK],
+            "max_tokens": TOKENS,
+            "stream": False,
+            "response_format": _FORMAT,
+        },
+    ),
     "a stop string": ProofRequest(_CHAT, {**_JSON_REQUEST, "stop": ['"city']}, _stop),
     "a tool call": ProofRequest(_CHAT, _TOOL_REQUEST, _tool_call),
     "a stop string in a tool call": ProofRequest(
@@ -491,7 +556,13 @@ CALLS: Mapping[str, ProofRequest] = {
         patch="0015-separate-streamed-harmony-messages.patch",
     ),
 }
-_NOT_FOUND = re.compile(r"Response with id '\S+' not found")  # a wrong path or model has other words
+_END = re.compile(r"<\|(?:end|return)\|>$")
+# What the refusal of a request says that is a limit of the server's, and the fault that stands for it in LIMITS.
+_KNOWN = (
+    (STORE, NO_STORE),
+    (r"Response with id '\S+' not found", NOT_KEPT),  # a wrong path or model has other words
+    (r"maximum context length|maximum model length|max_model_len", TOO_LONG),
+)
 _STORE_LIMIT = Limit(NO_STORE, f"previous_response_id is off, {STORE}=1 turns it on")
 # Patches of the queues for 0.32.0 and 0.33.0 cure the first two; the vLLM of the stack ngc-25.12 is older. That nothing
 # is stored, or that there is a store in each of several processes, is the user's choice.
@@ -502,6 +573,14 @@ LIMITS: Mapping[str, Sequence[Limit]] = {
             "content is lost, vLLM #41902",
             "0004-read-final-json-as-content-type.patch",
         )
+    ],
+    "a long prompt beside an answer": [
+        Limit(TOO_LONG, "--max-model-len leaves no room for it"),
+        Limit(
+            "content is null (finish_reason 'stop')",
+            "content is lost, vLLM #41902",
+            "0004-read-final-json-as-content-type.patch",
+        ),
     ],
     "a stop string": [
         Limit(

@@ -20,6 +20,21 @@ def test_the_model_the_profile_and_the_extra_arguments_come_in_this_order():
     assert server().command("/python")[:3] == ("/python", "-m", "vllm.entrypoints.openai.api_server")
 
 
+@pytest.mark.parametrize(
+    ("model_id", "names"),
+    [
+        ("openai/gpt-oss-120b", ("openai/gpt-oss-120b", "gpt-oss-120b")),
+        ("gpt-oss-120b", ("gpt-oss-120b", "openai/gpt-oss-120b")),
+        ("somebody/gpt-oss-20b-medical", ("somebody/gpt-oss-20b-medical", "gpt-oss-20b-medical")),
+        ("gpt-oss-mine", ("gpt-oss-mine",)),
+        ("tiny-gpt-oss", ("tiny-gpt-oss",)),
+    ],
+)
+def test_a_model_answers_with_and_without_its_owner(model_id, names):
+    arguments = ServerCommand("/models/m", model_id, "127.0.0.1", 8000).arguments
+    assert arguments[3 : arguments.index("--host")] == names
+
+
 def test_every_server_is_guarded_unless_it_is_for_measuring():
     assert server().arguments[-2:] == ("--middleware", "sparkforge.serve.access.Guard")
     with_key = server(extra_environment={access.KEY: "sesame"})

@@ -215,7 +215,9 @@ def test_fast_load_is_safe_with_another_reader_that_the_stack_has_and_can_load(s
     }
 
 
-@pytest.mark.parametrize("name", ["safe", "fast", "long-context", "fast-load", "embedded"])
+@pytest.mark.parametrize(
+    "name", ["safe", "safe-piecewise", "safe-no-graphs", "fast", "long-context", "fast-load", "embedded"]
+)
 def test_every_profile_calls_tools_and_lets_answers_end(name):
     flags = {flag: setting.value for flag, setting in profiles.named(name).flags.items()}
     assert flags["--enable-auto-tool-choice"] == ""
@@ -228,7 +230,15 @@ def test_responses_are_stored_where_the_store_is_bounded(stack):
     """By patch 0011; without it the server's memory grows."""
     names = {patch.name for _, queue in status.queues(pins.load(), stack) for patch in queue.patches}
     bounded = "0011-bound-the-store-of-responses.patch" in names
-    for_gpus = {"safe", "fast", "long-context", "fast-load", "spark-mxfp4"} & profiles.load(stack=stack).keys()
+    for_gpus = {
+        "safe",
+        "safe-piecewise",
+        "safe-no-graphs",
+        "fast",
+        "long-context",
+        "fast-load",
+        "spark-mxfp4",
+    } & profiles.load(stack=stack).keys()
     for name in ["embedded"] if stack == "embedded" else for_gpus:
         stored = profiles.named(name, stack=stack).variables()["VLLM_ENABLE_RESPONSES_API_STORE"]
         assert bounded == (stored == "1")

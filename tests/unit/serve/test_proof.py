@@ -181,3 +181,53 @@ def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
 
 def test_what_was_proved_is_in_the_order_of_the_calls(monkeypatch):
     assert list(sent(monkeypatch, PATCHES)) == list(proof.CALLS)
+
+
+MIXED = "a long prompt beside an answer"
+
+
+def streamed(content):
+    return [{"choices": [{"delta": {"content": piece}}]} for piece in content]
+
+
+@pytest.mark.parametrize(
+    ("events", "response", "fault"),
+    [
+        (streamed(['{"text": "', proof.LINE, '"}']), fake_api.GOOD, ""),
+        (streamed(['{"text": "', proof.LINE[:9], '!!!!"}']), fake_api.GOOD, "being written is 'Paris and!!!!'"),
+        (streamed(["!!!!"]), fake_api.GOOD, "being written is '!!!!'"),
+        (streamed(['{"text": "', proof.LINE, '"}', "<|end|>"]), fake_api.GOOD, ""),
+        (streamed(['{"text": "', proof.LINE, '"}']), {"choices": [{"message": {"content": "!!"}}]}, "no JSON: '!!'"),
+    ],
+)
+def test_both_answers_of_a_mixed_step_are_checked(events, response, fault):
+    assert fault in proof.CALLS[MIXED].fault([events, response])
+    assert bool(proof.CALLS[MIXED].fault([events, response])) == bool(fault)
+
+
+def test_the_long_prompt_is_sent_while_the_other_answer_comes(monkeypatch):
+    order = []
+
+    def events(_endpoint, path, body, *_):
+        for event in fake_api.stream(body):
+            order.append("event")
+            yield event
+
+    def post(_endpoint, path, body, *_):
+        order.append(len(body["messages"][0]["content"]))
+        return fake_api.GOOD
+
+    monkeypatch.setattr(Endpoint, "events", events)
+    monkeypatch.setattr(Endpoint, "post", post)
+    assert proof.fault_of(MIXED, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == ""
+    assert sorted(map(str, order)) == sorted([str(len(proof.PROSE)), "event", "event"])
+    assert order[0] == "event"
+
+
+def test_a_context_that_is_too_short_for_the_long_prompt_is_a_known_limit(monkeypatch):
+    def refuse(*_):
+        raise reply_error(400, "This model's maximum context length is 512 tokens.")
+
+    monkeypatch.setattr(Endpoint, "events", lambda _endpoint, path, body, *_: iter(fake_api.stream(body)))
+    monkeypatch.setattr(Endpoint, "post", refuse)
+    assert proof.fault_of(MIXED, Endpoint("http://127.0.0.1:1", "m", key=""), 60.0) == proof.LIMITS[MIXED][0].fault
