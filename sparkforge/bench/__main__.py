@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from sparkforge.bench import runs, submit, text
-from sparkforge.bench.options import LOAD, OPTIONS, SERVER
+from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE
 from sparkforge.core.console import show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError, UsageError
 
 COMMANDS = {
-    "acc": (*SERVER, "record"),
+    "acc": (*SERVER, *SHAPE, "record"),
     "perf": LOAD,
     "submit": (*LOAD, "to", "form", "result"),
 }

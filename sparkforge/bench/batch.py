@@ -58,7 +58,10 @@ def folder(output: Path, wanted: dict[str, Any], *, fresh: bool) -> Path:
 
 
 def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
-    """Measure what is missing in `batch`; a configuration that fails does not stop the others. Returns all results."""
+    """Measure what is missing or failed in `batch`; a configuration that fails does not stop the others.
+
+    Returns all results.
+    """
     steps, results = Steps(len(configs)), list[Result]()
     for config in configs:
         path = batch / f"{config.name}.json"
@@ -99,10 +102,12 @@ def _read_plan(batch: Path) -> dict[str, Any]:
 
 
 def _saved_result(path: Path) -> Result | None:
+    """Return the result of a configuration that passed; None for one that failed, which is to be measured again."""
     try:
-        return schema.read(path) if path.exists() else None
+        result = schema.read(path) if path.exists() else None
     except InputError:
         return None
+    return result if result is not None and result.passed else None
 
 
 def line(result: Result) -> str:

@@ -66,6 +66,8 @@ def check(flags: Mapping[str, str], model: str, longest: int) -> tuple[list[Conf
 def run_gate(flags: Mapping[str, str]) -> Gate:
     """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError."""
     prepared = prepare(flags)
+    for name in ("isl", "osl", "num_prompts"):  # of the load, which the competition's command names here too
+        prepared.settings.number(name, 0)
     return _record(prepared) if flags.get("record") else _gate(prepared)
 
 
@@ -92,7 +94,7 @@ class RunOutcome:
             raise BenchmarkError(
                 f"{len(failed)} of {len(self.results)} configurations failed",
                 reasons,
-                f"less {self.page.parent / 'summary.txt'}; --fresh runs all of them again",
+                f"less {self.page.parent / 'summary.txt'}; the same command measures those again, --fresh all of them",
                 code="benchmark.batch",
             )
         compare.require_no_regression(self.results)
@@ -117,7 +119,8 @@ def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
             files = [folder / f"{config.name}.json" for config in configs]
             outcome = RunOutcome(batch.run(bench, configs, folder), files, folder / "report.html")
             report.write(outcome.page, outcome.results, prepared.baselines)
-            batch.finish(folder)
+            if all(result.passed for result in outcome.results):
+                batch.finish(folder)
         else:
             path = prepared.output / name
             result = batch.measure(bench, configs[0], path, Steps(1))

@@ -9,7 +9,7 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.bench.options import LOAD, OPTIONS, SERVER, START
+from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE, START
 from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task, whole_number
 from sparkforge.cli.serve import ServeOptions, requested
@@ -56,9 +56,12 @@ def _python() -> Path:
     return Environment(stack_of(EMBEDDED)).python
 
 
-@with_options((*SERVER, "record"), example="./inv bench.acc")
+@with_options((*SERVER, *SHAPE, "record"), example="./inv bench.acc")
 def acc(options: Options) -> None:
-    """Run the accuracy gate on a served model."""
+    """Run the accuracy gate on a served model.
+
+    It takes the shape of a load, as the competition's command does; the gate is the same for every shape.
+    """
     from sparkforge.bench import runs
 
     runs.run_gate(options)

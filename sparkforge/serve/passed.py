@@ -84,15 +84,17 @@ def with_quantization(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
 
-    mxfp4 is what the checkpoint is already, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4 stands
-    for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
+    mxfp4 is what the checkpoint is already, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4
+    stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
     profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, beside the flag itself, and
     beside a profile that leaves the experts to vLLM.
     """
     if quantization in ("", CHECKPOINTS):
         return profile, tuple(flags)
     if quantization != OURS:
-        why = f"it takes {OURS}, our experts, and {CHECKPOINTS}, the checkpoint's own format; without it they are the profile's, and vLLM's other ways stand behind --"
+        why = (
+            f"it takes {OURS}, our experts, or {CHECKPOINTS}, what the checkpoint is; vLLM's other ways stand behind --"
+        )
         fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
         raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
     short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME

@@ -74,6 +74,14 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     assert "✗ CONC=2: FAILED" in summary
     assert "HTTP 500" in summary
     assert "Failed: 2" in summary
+    assert "the same command measures those again" in caught.value.fix
+    stub.status, stub.fail_from = 200, 10**9
+    stub.bodies.clear()
+    runs.run_benchmark(flags, NOWHERE)
+    (folder,) = batches(flags)
+    assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again
+    assert json.loads((folder / "batch.json").read_text())["complete"]
+    assert "Failed: 0" in (folder / "summary.txt").read_text()
 
 
 @pytest.mark.slow

@@ -57,8 +57,10 @@ def test_a_value_that_looks_like_an_option_stays_a_value(out, capsys):
     assert "--seed=-3" in capsys.readouterr().err
 
 
-def test_acc_runs_the_gate_alone(out, stub):
-    assert inv.main(["bench.acc", "--output", str(out)]) == 0
+@pytest.mark.parametrize("shape", [(), ("-isl", "1024", "-osl", "1024"), ("--conc", "4,8", "--tp", "1")])
+def test_acc_runs_the_gate_alone(out, stub, shape):
+    """With the shape of a load too, as the competition's line has it."""
+    assert inv.main(["bench.acc", *shape, "--output", str(out)]) == 0
     assert stub.streams == 0
     assert json.loads((out / "accuracy.json").read_text())["sanity_only"]
 

@@ -60,6 +60,31 @@ def test_a_changed_source_removes_what_is_made_from_it(cached, table, monkeypatc
     assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("names", "fused_moe_120", ["fused_moe_120", "fused_moe_120_fp8xfp4"]),
+        ("names", "fused_moe_120_fp8xfp4", ["fused_moe_120_fp8xfp4"]),
+        ("names", "fused_moe", ["fused_moe_120", "fused_moe_120_fp8xfp4"]),
+        ("changed", "flashinfer/jit/fused_moe.py", ["fused_moe_120", "fused_moe_120_fp8xfp4"]),
+        ("changed", "flashinfer/jit/gemm/core.py", ["mxfp8_gemm_cutlass_sm120"]),
+        ("changed", "flashinfer/jit/sampling.py", ["sampling"]),
+        (
+            "changed",
+            "flashinfer/jit",
+            ["fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120", "sampling"],
+        ),
+        ("changed", "flashinfer/csrc", []),
+        ("changed", "other/jit/fused_moe.py", []),
+    ],
+)
+def test_variants_and_what_a_generator_writes_are_found(cached, table, tmp_path, option, value, expected):
+    for name in ("fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120"):
+        cached.make(cached.base, name, "common.cuh")
+    chosen = Path("/x/site-packages") / value if option == "changed" else value
+    assert sorted(clean(table, **{option: [chosen]})) == expected
+
+
 def test_a_header_counts_even_when_it_is_gone(cached, table):
     (cached.base / "include/sampling.cuh").unlink()
     assert clean(table, changed=[cached.base / "include/sampling.cuh"]) == ["sampling"]
