@@ -17,7 +17,8 @@ STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
 TREE = "a folder with unpatched sources, in place of the pinned archives"
 UPSTREAM = "such as vllm or flashinfer"
 DRY_RUN = "print what would be done, change nothing"
-JOBS = "auto: as many as memory and cores allow; or a number"
+JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
+JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
 IMAGE = "an image's name, if it is not the stack's"
 
 
@@ -28,6 +29,20 @@ def chosen_stack(name: str) -> str:
     return name or os.environ.get("SPARKFORGE_STACK") or pins.load().default
 
 
+def chosen_jobs(jobs: str) -> str:
+    """Return how many compilers a user wants at once: by the option, or by the first of JOBS_VARIABLES that is set.
+
+    Raises UsageError for a variable that is no number.
+    """
+    if jobs != "auto":
+        return jobs
+    name = next((name for name in JOBS_VARIABLES if os.environ.get(name)), "")
+    text = os.environ.get(name, "auto") if name else "auto"
+    if text != "auto" and not (text.isascii() and text.isdecimal() and 0 < int(text) < 10_000):
+        raise UsageError(f"{name} is {text[:40]!r}", "it takes auto or 1, 2, …", f"unset {name}; or --jobs 4")
+    return text
+
+
 def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "auto") -> None:
     """Build a stack's image through Compose."""
     from sparkforge.image import versions
@@ -36,7 +51,7 @@ def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "au
 
     command = ready_to_build(stack)
     with versions.named(stack):
-        build(command, stack=stack, steps=steps, way=way, jobs=jobs)
+        build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs))
 
 
 @task(
@@ -70,7 +85,7 @@ def build(
             native.BuildRequest(
                 stack=chosen_stack(stack),
                 way=from_,
-                jobs=jobs,
+                jobs=chosen_jobs(jobs),
                 python=caller_path(python),
                 compile_python=caller_path(compile_python),
                 sources=caller_path(sources),
@@ -133,7 +148,7 @@ def build_kernels(
         chosen_stack(stack),
         set_name=set,
         arch=arch,
-        jobs=jobs,
+        jobs=chosen_jobs(jobs),
         output=caller_path(output),
         python=caller_path(python),
     )
@@ -169,7 +184,7 @@ def build_vllm(
             chosen_stack(stack),
             targets=targets,
             sources=caller_path(sources),
-            jobs=jobs,
+            jobs=chosen_jobs(jobs),
             arch=arch,
             python=caller_path(python),
             output=caller_path(output),
@@ -307,7 +322,7 @@ def dev_build(
     """
     from sparkforge.image import dev
 
-    options = dev.BuildOptions(targets, set, caller_path(sources), jobs, accept, units)
+    options = dev.BuildOptions(targets, set, caller_path(sources), chosen_jobs(jobs), accept, units)
     dev.build(name, chosen_stack(stack), options)
 
 

@@ -262,8 +262,8 @@ def clean(  # noqa: PLR0913 - one argument a flag
     """Remove modules by name, by changed source, because they are stale, or all; return those removed.
 
     `names` may have wildcards, `fused_moe_*`, and one without stands for its variants too, fused_moe_120 for
-    fused_moe_120_fp8xfp4. A changed source may be one that generates modules. `root` is the cache, where it is not one of
-    `default_roots`.
+    fused_moe_120_fp8xfp4. A changed source may be one that generates modules. `root` is the cache, where it is not one
+    of `default_roots`.
 
     Reports what is removed, how much that frees and what a rebuild costs, and finishes what an interrupted run left.
     `everything` asks first. What cannot be removed is named in the StorageError at the end; the rest is gone by then.

@@ -148,7 +148,15 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
     unfit = [architecture for architecture in architectures if not re.fullmatch(r"12\.1[af]", architecture)]
     if unfit == ["12.1"]:
         return failed("12.1 has no suffix: FlashInfer 0.7 reads it as 12.1a, anything else compiles FP4 to software")
-    return judged(not unfit, f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f")
+    evidence = f"FLASHINFER_CUDA_ARCH_LIST is {' '.join(architectures)!r}, wanted 12.1a or 12.1f"
+    if unfit and len(architectures) > 1:
+        evidence += (
+            ": this machine's GPU is 12.1, each other architecture is compiled for nothing, and FlashInfer's cache is "
+            "named after the whole list, so it does not find the modules of the image"
+        )
+    elif unfit:
+        evidence += f": code for {unfit[0]} has no hardware FP4 of 12.1, or does not load there"
+    return judged(not unfit, evidence)
 
 
 @CHECKS.add(

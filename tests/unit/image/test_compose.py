@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from sparkforge import pins
+from sparkforge.cli.build import chosen_jobs
+from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.image import compose, dev
 from sparkforge.models import local
@@ -160,6 +162,32 @@ def test_every_stack_serves_the_profile_that_is_asked_for(stack):
         assert server["environment"]["SPARKFORGE_SERVE_PROFILE"] == served
 
 
+@pytest.mark.parametrize(
+    ("environment", "jobs"),
+    [
+        ({}, "auto"),
+        ({"MAX_JOBS": "2"}, "2"),
+        ({"JOBS": "3", "MAX_JOBS": "2"}, "3"),
+        ({"BUILD_JOBS": "4", "JOBS": "3", "MAX_JOBS": "2"}, "4"),
+    ],
+)
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_number_of_compilers_reaches_the_build_by_compose_and_by_inv(stack, environment, jobs, monkeypatch):
+    assert resolve(stack, **environment)["services"]["vllm"]["build"]["args"]["JOBS"] == jobs
+    for name in ("BUILD_JOBS", "JOBS", "MAX_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (chosen_jobs("auto"), chosen_jobs("7")) == (jobs, "7")
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1"])
+def test_a_number_of_compilers_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("BUILD_JOBS", text)
+    with pytest.raises(UsageError, match="BUILD_JOBS is"):
+        chosen_jobs("auto")
+
+
 def in_bytes(text):
     """Return a size as Compose writes it: 7g, 1536m."""
     return int(text[:-1]) << {"g": 30, "m": 20}[text[-1]]
@@ -275,7 +303,7 @@ def test_settings_reach_the_server_without_a_file_of_overrides(stack):
     # Named without a value: Compose sets them in the container only if they are set for it.
     passed = {name for name, value in server["environment"].items() if value is None}
     flashinfer = {"FLASHINFER_LOGLEVEL", "FLASHINFER_JIT_VERBOSE", "FLASHINFER_JIT_DEBUG"}
-    assert passed >= {"SPARKFORGE_VALIDATE_SECONDS", *flashinfer}
+    assert passed >= {"SPARKFORGE_VALIDATE_SECONDS", "MAX_JOBS", "FLASHINFER_NVCC_THREADS", *flashinfer}
     assert server["env_file"] == [{"path": "vllm.env", "required": False}]
 
 

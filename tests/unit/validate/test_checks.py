@@ -160,6 +160,17 @@ def test_arguments_are_judged(good, with_values, arguments, status, message):
     assert message in finding.evidence
 
 
+@pytest.mark.parametrize(
+    ("architectures", "why"),
+    [("9.0a 10.0a 12.1a", "compiled for nothing"), ("12.0f", "no hardware FP4 of 12.1"), ("12.1", "no suffix")],
+)
+def test_a_refused_list_of_architectures_has_its_reason(good, with_values, architectures, why):
+    facts = with_values(good("spark"), {"env.flashinfer_cuda_arch_list": architectures})
+    finding = evaluate(CHECKS["flashinfer-arch-list"], facts, required=True)
+    assert finding.status is Status.FAIL
+    assert why in finding.evidence
+
+
 def test_a_bug_in_a_check_is_a_fail():
     def bug(_view: View):
         raise ZeroDivisionError("oops")
