@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.cli.serve import PORT
 from sparkforge.cli.serve import chat as chat_with_server
 
-MODEL = "folder of a gpt-oss checkpoint with MXFP4 experts; default: the tiny one, which ./inv up writes"
+MODEL = "gpt-oss checkpoint with MXFP4 experts: a folder, or OWNER/NAME that is here; default: the tiny one of ./inv up"
 DEVICE = "cpu (float32, for small models) or gpu (not verified, see docs/guide/max.md)"
 LISTEN = "port to listen on at 127.0.0.1"
 CONTEXT = "longest sequence in tokens, at least 1"
+
+
+def checkpoint_of(model: str) -> Path:
+    """Return the folder of a checkpoint: the one that is named, that of a repository on this machine, or the tiny one.
+
+    Raises InputError for a repository that is not here.
+    """
+    from sparkforge.serve import modular, settings
+
+    return modular.tiny_or(settings.checkpoint(model, caller_path(model)))
 
 
 @task(example="./inv max.up --device cpu", model=MODEL, device=DEVICE, port=LISTEN, context=CONTEXT)
@@ -24,7 +36,7 @@ def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, co
     from sparkforge.serve import failure, modular, screen
 
     with failure.remembered():
-        folder = modular.tiny_or(caller_path(model))
+        folder = checkpoint_of(model)
         server = modular.up(folder, device, whole_number("--port", port), whole_number("--context", context))
     screen.show_ready(server)
 
@@ -55,7 +67,7 @@ def serve(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT,
     """
     from sparkforge.serve import modular
 
-    folder = modular.tiny_or(caller_path(model))
+    folder = checkpoint_of(model)
     modular.run(modular.serve_command(folder, device, whole_number("--port", port), whole_number("--context", context)))
 
 
@@ -71,7 +83,7 @@ def compile(_ctx: Context, model: str = "", target: str = "sm_90a") -> None:  # 
     """
     from sparkforge.serve import modular
 
-    modular.run(modular.compile_command(modular.tiny_or(caller_path(model)), target))
+    modular.run(modular.compile_command(checkpoint_of(model), target))
 
 
 @task(

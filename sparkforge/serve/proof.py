@@ -185,7 +185,6 @@ def _beside(
         return events, answer.result() if answer else None
 
 
-
 def unanswered(name: str, why: str) -> ServerError:
     """Return the error for a request, called `name`, that a server should answer and does not."""
     failure = "the server cannot generate"

@@ -7,6 +7,7 @@ from contextlib import suppress
 import misbehaving
 import pytest
 
+from sparkforge.cli.modular import checkpoint_of
 from sparkforge.core import openai
 from sparkforge.core.errors import InputError, ServerError, UsageError
 from sparkforge.core.paths import state
@@ -106,6 +107,17 @@ def test_numbers_that_max_cannot_serve_with_are_refused(checkpoint, free_port, p
     with pytest.raises(UsageError, match=message) as refused:
         modular.serve_command(checkpoint, "cpu", free_port() if port is None else port, context)
     assert refused.value.fix.startswith("./inv max.serve")
+
+
+def test_a_repository_of_this_machine_is_found_by_its_name(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--openai--gpt-oss-120b" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert checkpoint_of("openai/gpt-oss-120b") == snapshot
+    assert checkpoint_of("") == modular.tiny_or("")
+    with pytest.raises(InputError, match="gpt-oss-20b"):
+        checkpoint_of("openai/gpt-oss-20b")
 
 
 def test_without_a_name_it_is_the_tiny_model(checkpoint):
