@@ -43,7 +43,7 @@ _bundle.add_task(maintain.bundle_make, name="make", default=True)
 for _collection in (
     _build,
     _patch,
-    Collection("service", service.install, service.remove, service.status, service.guard),
+    Collection("service", service.install, service.remove, service.status),
     Collection(
         "cluster",
         discover=cluster.cluster_discover,

@@ -1,4 +1,4 @@
-"""Commands for our systemd units: the service that starts a server at boot, and the machine's memory guard."""
+"""Commands for our systemd unit: the service that starts a server at boot."""
 
 from __future__ import annotations
 
@@ -96,27 +96,3 @@ def status(_ctx: Context, system: bool = False) -> None:
     from sparkforge.serve import service
 
     service.show(system=system)
-
-
-@task(
-    example="./inv service.guard --show",
-    install="write, enable and start its unit; needs root",
-    remove="stop it and remove its unit; needs root",
-    show="print the unit and the file it would be written to, and change nothing",
-)
-def guard(_ctx: Context, install: bool = False, remove: bool = False, show: bool = False) -> None:
-    """Show, install or remove the machine's memory guard.
-
-    The unit sparkforge-guard.service watches the whole machine, and ends servers, in containers too, before there is no
-    memory left. Without an option: its state, what it did last, and the memory that is left.
-    """
-    from sparkforge.serve import service
-
-    if install + remove + show > 1:
-        raise UsageError("--install, --remove and --show are three things", "one is done at a time", "choose one")
-    if show or install:
-        service.install_guard(show=show)
-    elif remove:
-        service.remove_guard()
-    else:
-        service.show_guard()

@@ -27,9 +27,6 @@ class Thresholds:
     kill_gib: float
     kill_share: float
     grace_seconds: float
-    stall_share: float
-    stall_seconds: float
-    stall_below: float
 
     def end_below(self, total: int) -> int:
         """Bytes available, of `total`, below which the server is asked to end. A plan leaves as much."""

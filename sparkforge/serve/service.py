@@ -1,9 +1,7 @@
-"""The systemd services: the one that starts a server at boot, and the memory guard of the machine.
+"""The systemd service that starts a server at boot.
 
 The unit runs `./inv up --foreground --hold`, so a start at boot is the start that a person makes: environment, model,
 validation, server, first answers. systemd is told that it is ready once those answers are there.
-
-The guard's unit runs `sparkforge/serve/guard.py`, which ends servers, in containers too, before the machine freezes.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import os
 import pwd
 import re
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,25 +22,21 @@ from sparkforge.core.console import echo, say
 from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.process import run
-from sparkforge.plan import thresholds
-from sparkforge.serve import failure, guard, record, settings, unit
-from sparkforge.serve.guard import MemoryWatch
-from sparkforge.serve.unit import COMMANDS, GUARD, NAME, GuardUnit, ServiceUnit
+from sparkforge.serve import failure, record, unit
+from sparkforge.serve.unit import NAME, ServiceUnit
 
 CODE = "server.service"
 SYSTEM_UNITS = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 BY_HAND = "start it by hand: ./inv up; or let Docker start it: docs/guide/docker.md, Restarts"
-FOR_GUARD = ("run the memory guard", "a server watches itself without it: docs/concepts/memory-guard.md")
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
 
 @dataclass(frozen=True)
 class Manager:
-    """A service manager, the system's or this user's own, and the unit of ours that it is asked about."""
+    """A service manager, the system's or this user's own, which is asked about our unit."""
 
     system: bool
-    unit: str = NAME
 
     @property
     def folder(self) -> Path:
@@ -53,7 +46,7 @@ class Manager:
     @property
     def file(self) -> Path:
         """Our unit."""
-        return self.folder / self.unit
+        return self.folder / NAME
 
     @property
     def name(self) -> str:
@@ -62,13 +55,13 @@ class Manager:
 
     @property
     def option(self) -> str:
-        """What our commands say for it; the guard, which is always the system's, has no option."""
-        return " --system" if self.system and self.unit == NAME else ""
+        """What our commands say for it."""
+        return " --system" if self.system else ""
 
     @property
     def install(self) -> str:
         """The command that installs the unit."""
-        return f"{self.sudo}./inv {COMMANDS[self.unit]}{self.option}"
+        return f"{self.sudo}./inv service.install{self.option}"
 
     @property
     def sudo(self) -> str:
@@ -98,22 +91,22 @@ class Manager:
         if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
             fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
         elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
-            fix = Manager(True, self.unit).install
+            fix = Manager(True).install
             fix = fix.replace("install", "remove") if arguments[0] == "disable" else fix
         return ServerError(f"systemctl {arguments[0]} failed", why or "it printed nothing", fix, code=CODE)
 
     def show(self) -> dict[str, str]:
         """Return the unit's properties as systemd has them."""
-        lines = self.control("show", self.unit).splitlines()
+        lines = self.control("show", NAME).splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def version(purpose: str = "start a server at boot", fix: str = BY_HAND) -> int:
+def version() -> int:
     """Return systemd's version. Raises ServerError where systemd is not what runs this machine."""
     if not shutil.which("systemctl") or not BOOTED.is_dir():
         missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {BOOTED}"
         why = f"{missing}: systemd does not run this machine, or this is a container"
-        raise ServerError(f"there is no systemd to {purpose}", why, fix, code=CODE)
+        raise ServerError("there is no systemd to start a server at boot", why, BY_HAND, code=CODE)
     match = re.match(r"systemd (\d+)", run(["systemctl", "--version"], check=False, seconds=SECONDS).stdout)
     return int(match[1]) if match else 0
 
@@ -171,63 +164,12 @@ def remove(*, system: bool) -> None:
     _remove(installed(system=system))
 
 
-def install_guard(*, show: bool = False) -> None:
-    """Write the guard's unit, have it started at boot, and start it; with `show` print it, and change nothing.
-
-    Raises ServerError, StorageError or UsageError.
-    """
-    manager, text = Manager(True, GUARD), guard_unit()
-    if show:
-        _print(manager, text)
-        return
-    version(*FOR_GUARD)
-    former = _require_ours(manager)
-    _enable(manager, former, text)
-    manager.control("reset-failed", GUARD, check=False)
-    manager.control("restart", GUARD)  # an equal unit may run code from before an upgrade
-    bound, before = unit.bound_of(text), unit.bound_of(former or "")
-    say(f"servers end under {bound or f'{thresholds.load().end_gib:g}'} GiB{'' if bound else ', the default'}")
-    if before not in {"", bound}:
-        keep = f"sudo {thresholds.VARIABLE}={before} ./inv service.guard --install"
-        say(f"NOTE: the unit before had {before} GiB; to have that again: {keep}")
-    say("it runs now and at boot; see it: ./inv service.guard; undo it: sudo ./inv service.guard --remove")
-
-
-def guard_unit() -> str:
-    """Return the text of the guard's unit on this machine. Raises UsageError for a bound that is no number, or 0."""
-    settings.require_guard(os.environ)
-    if thresholds.configured(os.environ) is None:
-        why = "it switches the guard off, and the machine's guard is to be installed"
-        raise UsageError(f"{thresholds.VARIABLE} is 0", why, f"unset {thresholds.VARIABLE}")
-    bound = {name: value for name, value in os.environ.items() if name == thresholds.VARIABLE and value}
-    return GuardUnit(user=str(paths.ROOT.stat().st_uid), python=sys.executable, environment=bound).text()
-
-
-def remove_guard() -> None:
-    """Stop the machine's guard and remove its unit. Raises ServerError or StorageError."""
-    version(*FOR_GUARD)
-    _remove(_installed([Manager(True, GUARD)]))
-
-
-def show_guard() -> None:
-    """Print the state of the machine's guard, and what it would say now. Raises ServerError if it does not run."""
-    version(*FOR_GUARD)
-    manager = _installed([Manager(True, GUARD)])
-    state = manager.show()
-    _show_state(manager, state)
-    echo(f"now: {guard.left(MemoryWatch(thresholds.load()).areas[0])} available")
-    if state.get("ActiveState") != "active":
-        why = f"systemd says {state.get('ActiveState')} ({state.get('SubState')}, {state.get('Result')})"
-        fix = f"journalctl -u {GUARD} -n 20; sudo systemctl restart {GUARD}"
-        raise ServerError("the machine's memory guard does not run", why, fix, code=CODE)
-
-
 def _enable(manager: Manager, former: str | None, text: str) -> None:
     """Write the unit, if it is not there already, and have it started at boot. Raises ServerError or StorageError."""
     if former != text:
         _write(manager, text)
     manager.control("daemon-reload")
-    manager.control("enable", manager.unit)
+    manager.control("enable", NAME)
     say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
 
 
@@ -239,12 +181,12 @@ def _print(manager: Manager, text: str) -> None:
 def _remove(manager: Manager) -> None:
     """Stop the unit and remove it, if it is ours. Raises ServerError or StorageError."""
     _require_ours(manager)
-    manager.control("disable", "--now", manager.unit)
+    manager.control("disable", "--now", NAME)
     manager.file.unlink(missing_ok=True)
     manager.control("daemon-reload")
-    manager.control("reset-failed", manager.unit, check=False)  # it forgets the last failure
+    manager.control("reset-failed", NAME, check=False)  # it forgets the last failure
     say(f"removed {manager.file}")
-    if (drop_ins := manager.file.with_name(f"{manager.unit}.d")).is_dir():
+    if (drop_ins := manager.file.with_name(f"{NAME}.d")).is_dir():
         say(f"{drop_ins} stays: it is yours")
 
 
@@ -260,8 +202,7 @@ def _installed(managers: Sequence[Manager]) -> Manager:
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
     if manager is None:
         why = f"there is no {' and no '.join(str(manager.file) for manager in managers)}"
-        subject = "service" if managers[0].unit == NAME else "memory guard of the machine"
-        raise ServerError(f"no {subject} is installed", why, managers[0].install, code=CODE)
+        raise ServerError("no service is installed", why, managers[0].install, code=CODE)
     return manager
 
 
@@ -282,7 +223,7 @@ def show(*, system: bool) -> None:
 def _show_state(manager: Manager, state: dict[str, str]) -> None:
     activity = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
     since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
-    echo(f"{manager.unit} ({manager.name}): {activity}{since} · {state.get('UnitFileState') or 'not enabled'}")
+    echo(f"{NAME} ({manager.name}): {activity}{since} · {state.get('UnitFileState') or 'not enabled'}")
     echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
     if text := state.get("StatusText"):
         echo(f"says: {text}")
@@ -335,21 +276,19 @@ def _account(name: str) -> str:
 
 def _require_ours(manager: Manager) -> str | None:
     """Return the unit that stands there, None for none. Raises StorageError for one of somebody else."""
-    command = COMMANDS[manager.unit]
-    text, why = "", f"it is edited, or no ./inv {command} wrote it; lines of yours go into a drop-in"
+    text, why = "", "it is edited, or no ./inv service.install wrote it; lines of yours go into a drop-in"
     try:
         if not os.path.lexists(manager.file):
             return None
         text = manager.file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = str(error)
-    root = unit.root_of(text, manager.unit)
+    root = unit.root_of(text)
     if root == str(paths.ROOT):
         return text
-    fix = f"{manager.systemctl} disable --now {manager.unit}; {manager.sudo}rm {manager.file}"
+    fix = f"{manager.systemctl} disable --now {NAME}; {manager.sudo}rm {manager.file}"
     if root:
-        remove = f"{root}/inv {command.replace('install', 'remove')}{manager.option}"
-        why, fix = f"{root} wrote it", f"{manager.sudo}{remove}"
+        why, fix = f"{root} wrote it", f"{manager.sudo}{root}/inv service.remove{manager.option}"
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
 
 

@@ -35,7 +35,7 @@ from sparkforge.serve.guard import MemoryWatch, Trouble
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-WAITED_FOR = {*STOPS, signal.SIGCHLD, guard.TELL}
+WAITED_FOR = {*STOPS, signal.SIGCHLD}
 FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
 # An end with code 0 that nobody asked for: sparkforge.core.errors.ServerError's code, which is "the server ended".
 ENDED = 24
@@ -103,7 +103,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
             stop_signal = stop_signal or number
             _send(server, number)
         if code is None:
-            keeper.look(time.monotonic(), signalled=number == guard.TELL)
+            keeper.look(time.monotonic())
     _end_the_rest()
     if keeper.trouble:
         return Outcome(ENDED, asked=False, why=keeper.trouble.why)
@@ -126,13 +126,9 @@ class _Keeper:
         self.period = watch.limits.period_seconds if watch else LONG_SECONDS
         self._grace = watch.limits.grace_seconds if watch else GRACE_SECONDS
 
-    def look(self, now: float, *, signalled: bool) -> None:
-        """Look, and do what must be done; `signalled`: the machine's guard says that there is too little memory."""
+    def look(self, now: float) -> None:
+        """Look, and do what must be done."""
         trouble = self._watch.look(now) if self._watch else None
-        if trouble is None and signalled:
-            machine = (self._watch or MemoryWatch(thresholds.load())).areas[0]
-            why = f"the machine's memory guard asked for it: {guard.left(machine)} of memory are left"
-            trouble = Trouble(why, now=False)
         if trouble and not self.trouble:
             self.trouble, self._since, self.period = trouble, now, min(self.period, TURN_SECONDS)
             print(f"memory guard: {trouble.why}; the server is ended", flush=True)

@@ -1,10 +1,9 @@
-"""Our systemd units, a server's and the memory guard's: their text, quoted as systemd reads it, and our mark in it."""
+"""Our systemd unit: its text, quoted as systemd reads it, and our mark in it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +11,13 @@ from pathlib import Path
 from sparkforge.core import paths, tables
 from sparkforge.core.errors import InputError, IntegrityError, PatchError, RefusalError, UsageError
 from sparkforge.core.tables import Record
-from sparkforge.plan import thresholds
 
 TABLE = Path(__file__).with_name("unit.toml")
-NAME, GUARD = "sparkforge.service", "sparkforge-guard.service"
+NAME = "sparkforge.service"
 GROWING_SINCE = 254  # the first systemd with RestartSteps= and RestartMaxDelaySec= (its NEWS)
 # No restart cures a wrong argument, a missing model, a wrong hash, a broken patch or a refusal.
 LASTING = (UsageError, InputError, IntegrityError, PatchError, RefusalError)
-MARK = "# Written by `./inv {command}` of {root}; sha256 of what follows: {digest}\n"
-COMMANDS = {NAME: "service.install", GUARD: "service.guard --install"}
+MARK = "# Written by `./inv service.install` of {root}; sha256 of what follows: {digest}\n"
 
 
 class Restarts(Record):
@@ -59,7 +56,6 @@ class UnitTable(Record):
     service: dict[str, str]
     system: SystemUnit
     resources: Resources
-    guard: dict[str, str]
     environment: Variables
 
 
@@ -114,36 +110,7 @@ class ServiceUnit:
         lines += ["", "[Service]", *_lines(service)]
         lines += [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
         lines += ["", "[Install]", f"WantedBy={'multi-user' if self.user else 'default'}.target", ""]
-        return _marked(NAME, self.root, lines)
-
-
-@dataclass(frozen=True)
-class GuardUnit:
-    """The unit of the memory guard that watches the whole machine: it runs `python`, and may signal any server.
-
-    `user` is who owns the checkout, a name or a number. `environment` has the guard's bound, if it is not the default.
-    """
-
-    user: str
-    python: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    root: Path = paths.ROOT
-
-    def text(self) -> str:
-        """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
-        service = {
-            "Type": "notify",
-            "NotifyAccess": "main",
-            "WorkingDirectory": plain(str(self.root)),
-            "ExecStart": f":{command((self.python, '-m', 'sparkforge.serve.guard'))}",
-            "User": self.user,
-            **tables.load(TABLE, UnitTable).guard,
-        }
-        lines = ["[Unit]", "Description=Sparkforge's memory guard of this machine"]
-        lines += [f"RequiresMountsFor={command((str(self.root),))}", "", "[Service]", *_lines(service)]
-        lines += [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(self.environment.items())]
-        lines += ["", "[Install]", "WantedBy=multi-user.target", ""]
-        return _marked(GUARD, self.root, lines)
+        return _marked(self.root, lines)
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
@@ -152,25 +119,19 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names if environment.get(name)}
 
 
-def root_of(text: str, name: str = NAME) -> str:
-    """Return the checkout that wrote the unit `name`; empty if none did, or somebody has edited it since."""
+def root_of(text: str) -> str:
+    """Return the checkout that wrote the unit; empty if none did, or somebody has edited it since."""
     first, _, body = text.partition("\n")
     start, _, digest = first.partition("; sha256 of what follows: ")
-    begin = MARK.partition("{root}")[0].format(command=COMMANDS[name])
+    begin = MARK.partition("{root}")[0]
     written = start.startswith(begin) and digest == hashlib.sha256(body.encode()).hexdigest()
     return start.removeprefix(begin) if written else ""
 
 
-def bound_of(text: str) -> str:
-    """Return the bound in GiB that a guard's unit names; empty if it has the default."""
-    match = re.search(rf'^Environment="{thresholds.VARIABLE}=([^"]*)"$', text, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def _marked(name: str, root: Path, lines: Iterable[str]) -> str:
+def _marked(root: Path, lines: Iterable[str]) -> str:
     """Return a unit's text with the mark that says who wrote it, and that nobody has edited it."""
     body = "\n".join(lines)
-    return MARK.format(command=COMMANDS[name], root=root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
+    return MARK.format(root=root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
 def command(arguments: Iterable[str]) -> str:

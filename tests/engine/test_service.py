@@ -298,40 +298,6 @@ def test_a_unit_that_somebody_edited_or_another_checkout_wrote_stays(machine):
     assert machine.sh(f"tail -n 1 {UNIT}") == "# mine\n"
 
 
-GUARD = "sparkforge-guard.service"
-DROP_INS = f"/etc/systemd/system/{GUARD}.d"
-MEMINFO = "/var/lib/stand-in/meminfo"
-
-
-def test_the_machines_guard_ends_a_server_when_a_faked_meminfo_runs_low(machine):
-    """The unit of `service.guard` under systemd; a drop-in lays a file of ours over its /proc/meminfo."""
-    before = machine.units()
-    machine.sh(f"cp /proc/meminfo {MEMINFO}; cp {MEMINFO} {MEMINFO}.whole; mkdir {DROP_INS}")
-    machine.sh(f"printf '[Service]\nBindReadOnlyPaths={MEMINFO}:/proc/meminfo\n' > {DROP_INS}/fake.conf")
-    machine.sh(f"""SPARKFORGE_GUARD_GIB=0 '{machine.checkout}/inv' {" ".join(INSTALL)} --now""")
-    machine.until("ActiveState", "active")
-
-    machine.inv("service.guard", "--install")
-    pid = machine.sh(f"systemctl show -p MainPID --value {GUARD}").strip()
-    assert machine.sh(f"systemctl show -p ControlGroup --value {GUARD}").strip() == f"/{GUARD}", "in the root slice"
-    rights = dict(line.split(":\t") for line in machine.sh(f"cat /proc/{pid}/status").splitlines() if "Cap" in line)
-    assert rights["CapEff"] == rights["CapBnd"] == f"{1 << 5:016x}", "CAP_KILL alone"
-    assert "active (running)" in machine.inv("service.guard")
-
-    machine.sh(f"sed 's/^MemAvailable:.*/MemAvailable: 2000000 kB/' {MEMINFO}.whole > {MEMINFO}")
-    machine.until("NRestarts", "1")
-    machine.sh(f"cat {MEMINFO}.whole > {MEMINFO}")
-    machine.until("ActiveState", "active")
-    assert "servers that are ended" in machine.sh(f"journalctl --no-pager -u {GUARD}")
-    assert "the machine's memory guard asked for it" in machine.sh("journalctl --no-pager -u sparkforge.service")
-    assert machine.sh(f"systemctl show -p MainPID --value {GUARD}").strip() == pid, "the guard itself lived on"
-
-    machine.sh(f"rm -r {DROP_INS}")
-    machine.inv("service.guard", "--remove")
-    machine.inv("service.remove", "--system")
-    assert machine.units() == before
-
-
 @pytest.fixture
 def docker_machine(engine, project, image):
     """A machine whose docker is the engine of these tests, so that all paths are this machine's, as is the network."""

@@ -12,7 +12,6 @@ import pytest
 
 from sparkforge.core.errors import ServerError
 from sparkforge.plan import thresholds
-from sparkforge.serve import guard
 from sparkforge.serve.supervise import supervised
 
 # A fake vLLM: prints its process id, then does what it is told.
@@ -108,20 +107,6 @@ def test_an_end_that_was_asked_for_is_0_or_the_signal(serve, tmp_path, behaviour
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behaviour", ["drains", "ignores"])
-def test_a_server_that_is_ended_for_memory_is_a_failure_with_a_name(serve, tmp_path, behaviour):
-    supervisor, server = serve(behaviour)
-    supervisor.send_signal(guard.TELL)  # as the guard of the whole machine does
-    output = finish(supervisor)
-    assert supervisor.returncode == ServerError.exit_code
-    assert end(tmp_path) == (24, False)
-    assert "machine" in json.loads((tmp_path / "end.json").read_text())["why"]
-    assert "✗ the memory guard ended the server [server.memory]" in output
-    assert "by itself" not in output
-    assert not psutil.pid_exists(server)
-
-
-@pytest.mark.slow
 def test_memory_that_runs_out_ends_the_server_by_name(tmp_path):
     """The guard's bound is moved above what this machine has: no memory is used up here."""
     program = (
@@ -161,14 +146,6 @@ def test_a_killed_supervisor_takes_the_server_with_it(serve):
     supervisor.kill()
     assert supervisor.stdout.read() == "drained\n"  # its end of the pipe is closed when it has ended
     process.wait(30)
-
-
-@pytest.mark.slow
-def test_the_guard_of_the_machine_kills_the_engine_too(serve, ended):
-    supervisor, engine = serve("leaves an engine")
-    guard._kill_servers([supervisor.pid, os.getpid()])  # the second is no supervisor: its id was used again
-    assert supervisor.wait(30) == 137
-    assert ended(engine)
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):

@@ -9,13 +9,13 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.cli.service import guard, install
+from sparkforge.cli.service import install
 from sparkforge.core import paths
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.plan import thresholds
 from sparkforge.serve import access, service, unit
 from sparkforge.serve.service import Manager
-from sparkforge.serve.unit import GuardUnit, ServiceUnit
+from sparkforge.serve.unit import ServiceUnit
 
 ODD = '/srv/a b 100% ä $HOME "q" \\x'
 
@@ -235,134 +235,3 @@ class TestOptionsOfUp:
             install(Context(), device="embedded", **option)
         assert refused.value.code == UsageError.exit_code
         assert not installed
-
-
-def guard_unit(**changes):
-    return GuardUnit(**{"user": "1000", "python": "/srv/.venv/bin/python", **changes}).text()
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
-def test_systemd_reads_the_guards_unit_without_a_complaint(tmp_path):
-    text = guard_unit(user="root", python=shutil.which("python3"), root=tmp_path, environment={"A": "2"})
-    (tmp_path / unit.GUARD).write_text(text)
-    command = ["systemd-analyze", "verify", "--man=no", tmp_path / unit.GUARD]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not [line for line in result.stderr.splitlines() if unit.GUARD in line]
-
-
-def test_the_guard_runs_as_the_checkouts_owner_with_one_right_of_root():
-    settings = settings_of(guard_unit())
-    assert settings["User"] == "1000"
-    assert settings["CapabilityBoundingSet"] == settings["AmbientCapabilities"] == "CAP_KILL"
-    assert settings["NoNewPrivileges"] == "yes"
-    assert int(settings["OOMScoreAdjust"]) < 0
-
-
-def test_the_guards_memory_is_protected_by_every_cgroup_above_it():
-    settings = settings_of(guard_unit())
-    assert settings["MemoryMin"]
-    assert settings["Slice"] == "-.slice"  # system.slice has no memory.min, so nothing below it is protected
-
-
-def test_the_mark_of_one_unit_is_not_the_others():
-    assert unit.root_of(guard_unit(root=Path("/srv/x")), unit.GUARD) == "/srv/x"
-    assert not unit.root_of(guard_unit(root=Path("/srv/x")), unit.NAME)
-    assert not unit.root_of(written(root=Path("/srv/x")), unit.GUARD)
-
-
-class TestGuardCommand:
-    @pytest.fixture
-    def systemd(self, monkeypatch, tmp_path):
-        """Have units written below `tmp_path`, and return what systemctl would be asked, with a state to answer."""
-        calls, state = [], {"ActiveState": "active", "SubState": "running", "UnitFileState": "enabled"}
-
-        def control(manager, *arguments, check=True):
-            calls.append(arguments)
-            return "".join(f"{name}={value}\n" for name, value in state.items())
-
-        monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path)
-        monkeypatch.setattr(service, "version", lambda *_: 257)
-        monkeypatch.setattr(Manager, "control", control)
-        monkeypatch.delenv(thresholds.VARIABLE, raising=False)
-        return calls, state
-
-    def test_show_prints_the_unit_and_changes_nothing(self, systemd, tmp_path, capsys):
-        guard(Context(), show=True)
-        assert "sparkforge.serve.guard" in capsys.readouterr().out
-        assert not systemd[0]
-        assert not list(tmp_path.iterdir())
-
-    def test_install_starts_it_and_remove_leaves_nothing(self, systemd, tmp_path, monkeypatch, capsys):
-        monkeypatch.setenv(thresholds.VARIABLE, "4")
-        guard(Context(), install=True)
-        calls = systemd[0]
-        assert {("enable", unit.GUARD), ("restart", unit.GUARD)} <= set(calls)
-        assert 'Environment="SPARKFORGE_GUARD_GIB=4"' in (tmp_path / unit.GUARD).read_text()
-        guard(Context())
-        assert "active (running)" in (out := capsys.readouterr().out)
-        assert "GiB available" in out
-        calls.clear()
-        guard(Context(), install=True)
-        assert ("restart", unit.GUARD) in calls  # an equal unit, and perhaps newer code
-        guard(Context(), remove=True)
-        assert ("disable", "--now", unit.GUARD) in calls
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.usefixtures("systemd")
-    def test_install_says_its_bound_and_the_one_that_it_replaces(self, monkeypatch, capsys):
-        def said():
-            guard(Context(), install=True)
-            return capsys.readouterr().err
-
-        assert "servers end under 3 GiB, the default" in (first := said())
-        assert "NOTE" not in first
-        monkeypatch.setenv(thresholds.VARIABLE, "4")
-        assert "servers end under 4 GiB\n" in said()
-        monkeypatch.delenv(thresholds.VARIABLE)
-        assert f"had 4 GiB; to have that again: sudo {thresholds.VARIABLE}=4 ./inv service.guard" in said()
-
-    @pytest.mark.usefixtures("systemd")
-    @pytest.mark.parametrize(
-        ("text", "advice"),
-        [
-            ("edited", f"sudo systemctl disable --now {unit.GUARD}; sudo rm "),
-            (guard_unit(root=Path("/srv/x")), "next: sudo /srv/x/inv service.guard --remove"),
-        ],
-    )
-    def test_advice_for_the_systems_units_has_sudo(self, tmp_path, capsys, text, advice):
-        (tmp_path / unit.GUARD).write_text(text)
-        with pytest.raises(Exit):
-            guard(Context(), install=True)
-        assert advice in " ".join(capsys.readouterr().err.split())
-
-    @pytest.mark.parametrize("state", [{"ActiveState": "failed", "Result": "exit-code"}, {"ActiveState": "inactive"}])
-    def test_a_guard_that_does_not_run_is_an_error(self, systemd, state, capsys):
-        guard(Context(), install=True)
-        systemd[1].update(state)
-        with pytest.raises(Exit) as ended:
-            guard(Context())
-        assert ended.value.code == ServerError.exit_code
-        assert f"journalctl -u {unit.GUARD}" in capsys.readouterr().err
-
-    @pytest.mark.usefixtures("systemd")
-    def test_none_installed_names_the_command(self, capsys):
-        with pytest.raises(Exit):
-            guard(Context())
-        assert "sudo ./inv service.guard --install" in capsys.readouterr().err
-
-    @pytest.mark.usefixtures("systemd")
-    def test_a_bound_of_0_is_refused(self, monkeypatch, tmp_path):
-        monkeypatch.setenv(thresholds.VARIABLE, "0")
-        with pytest.raises(Exit) as refused:
-            guard(Context(), install=True)
-        assert refused.value.code == UsageError.exit_code
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.usefixtures("systemd")
-    def test_a_unit_of_somebody_else_stays(self, tmp_path):
-        (tmp_path / unit.GUARD).write_text(written())
-        for options in ({"install": True}, {"remove": True}):
-            with pytest.raises(Exit) as refused:
-                guard(Context(), **options)
-            assert refused.value.code == StorageError.exit_code
-        assert (tmp_path / unit.GUARD).read_text() == written()
