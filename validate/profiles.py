@@ -64,6 +64,7 @@ EMBEDDED = Profile(
     "embedded",
     required=(
         "cpu-instructions",
+        "cpu-arguments",
         "memory-host",
         "disk-space",
         "port-free",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
+from validate.checks.arguments import missing_on_cpu
+from validate.facts.machine import cpu_flags
+from validate.facts.target import Options, Target
 
 DEVICE = "embedded"  # also the name of its first profile
 
@@ -41,7 +45,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
 
     Raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
     """
-    profile_named(profile)
+    require_processor(profile_named(profile), profile)
     if model:
         served_name(paths.typed(model).absolute())
     access.refuse_inherited_key(os.environ)
@@ -59,6 +63,12 @@ def profile_named(name: str) -> ServeProfile:
         fix = f"./inv up --device docker --profile {name}"
         raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
     return profile
+
+
+def require_processor(profile: ServeProfile, name: str) -> None:
+    """Raise UsageError if this machine's processor lacks what the profile's flags need on vLLM's CPU build."""
+    if missing := missing_on_cpu(profile.arguments(), platform.machine(), cpu_flags(Target(Options(), ""))):
+        raise UsageError(f"--profile {name} cannot be served by this processor", missing, "./inv up --profile embedded")
 
 
 def environment_of(profile: ServeProfile) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sparkforge.core.arguments import flag_value, meant
 from validate.checks import serving
-from validate.checks.finding import CheckList, CheckResult, Status, View, passed
+from validate.checks.finding import CheckList, CheckResult, Status, View, judged, passed
 
 CHECKS = CheckList()
 
@@ -30,6 +30,7 @@ def _other_than(*names: str) -> Callable[[str], bool]:
     return lambda value: value.strip().lower() not in names
 
 
+UNQUANTIZED = ("auto", "float16", "bfloat16")  # of --kv-cache-dtype
 PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 RULES = (
     ArgumentRule(
@@ -151,3 +152,25 @@ def _serve_arguments(view: View) -> CheckResult:
     worst = Status.FAIL if any(status is Status.FAIL for status, _, _ in problems) else Status.WARN
     problems.sort(key=lambda problem: problem[0] is not Status.FAIL)
     return CheckResult(worst, "; ".join(why for _, why, _ in problems), "; ".join(fix for _, _, fix in problems))
+
+
+def missing_on_cpu(arguments: Sequence[str], machine: str, flags: Sequence[str]) -> str:
+    """Return what a processor lacks for these arguments on vLLM's CPU build; empty if it lacks nothing.
+
+    `flags` are those of /proc/cpuinfo. vllm/v1/attention/backends/cpu_attn.py, `_get_attn_isa`, 0.32.0.
+    """
+    cache = flag_value(arguments, "--kv-cache-dtype") or "auto"
+    if cache not in UNQUANTIZED and not (machine == "x86_64" and {"avx512f", "amx_tile"} & set(flags)):
+        return f"--kv-cache-dtype {cache} needs an x86-64 processor with AVX-512 or AMX; this {machine} one has neither"
+    return ""
+
+
+@CHECKS.add(
+    "cpu-arguments",
+    "The processor has the instructions that the server's arguments need.",
+    needs=("serve.args", "os.machine", "cpu.flags"),
+    fix="leave --kv-cache-dtype out, or: ./inv up --profile embedded",
+)
+def _cpu_arguments(view: View) -> CheckResult:
+    missing = missing_on_cpu(view.names("serve.args"), view.text("os.machine"), view.names("cpu.flags"))
+    return judged(not missing, missing or "no argument needs other instructions than it has")

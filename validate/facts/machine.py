@@ -65,7 +65,7 @@ def _user_name(user: int) -> str:
 
 def cpu_flags(_: Target) -> list[str]:
     """Instruction set flags of the first processor: `flags` on x86-64, `Features` on aarch64."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in (ROOT / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _colon, rest = line.partition(":")
         if name.strip() in ("flags", "Features"):
             return sorted(rest.split())
