@@ -57,6 +57,10 @@ PREFIXES = re.compile(
     re.VERBOSE,
 )
 JOURNAL = re.compile(r"^(?:\w{3} [ \d]\d [\d:]{8} )?(?:[\w.-]+ )?([\w./@-]{2,60})(?:\[\d+\])?: ")
+# Programs whose errors in a journal are about the server; a desktop's and sshd's are not.
+PROGRAMS = re.compile(
+    r"vllm|python|sparkforge|docker|containerd|podman|compose|systemd|nvidia|oom|guard|watchdog|nohang|^bash|^sh$|run"
+)
 JOURNAL_TIME = re.compile(r"^\w{3} [ \d]\d [\d:]{8} (?:[\w.-]+ )?")
 PROCESS = re.compile(r"\((\w[\w.-]* pid=\d+)\)")
 LEVELS = re.compile(
@@ -132,7 +136,8 @@ NOISE = re.compile(
     r"Error retrieving safetensors|error=ErrorInfo\(|Error in preprocessing prompt inputs|Error with model |"
     r"maximum context length is|model `[^`]*` does not exist|jinja2\.exceptions|Invalid HTTP request received|"
     r"opentelemetry|Failed to export|client disconnected|ClientDisconnect|BrokenPipe|ConnectionResetError|"
-    r"VLLMValidationError|VLLMNotFoundError|RequestValidationError|HTTPException|tool (?:call|parser).*(?:pars|JSON)|"
+    r"VLLMValidationError|VLLMNotFoundError|RequestValidationError|HTTPException|"
+    r"(?:extract|pars)\w* (?:of )?tool call|tool call from JSON|"
     r"error(?:s|_count|_rate)?\s*[:=]\s*(?:0|None|null|\"\"|'')\b|errors?=0|\b0 errors?\b|No errors|not an error|"
     r"usage_lib|usage stats|^Failed requests:"
 )
@@ -180,7 +185,12 @@ class Line:
     @property
     def is_fault(self) -> bool:
         """Whether it says that something broke."""
-        if self.quiet or self.level == "WARNING" or NOISE.search(self.text) or self.exception.endswith("Warning"):
+        if (
+            self.quiet
+            or self.level in {"WARNING", "FOREIGN"}
+            or NOISE.search(self.text)
+            or self.exception.endswith("Warning")
+        ):
             return False
         if self.level == "KERNEL":
             return self.xid is not None or bool(KERNEL.search(self.text) or NVRM.search(self.text))
@@ -425,7 +435,7 @@ def strip(text: str) -> tuple[str, str, str]:
             level, text = LETTERS.get(name, name), text[match.end() :]
         elif (match := JOURNAL_TIME.match(text)) and (program := JOURNAL.match(text)):
             text = f"{program[1]}: {text[program.end() :]}" if program[1] != "kernel" else text[program.end() :]
-            level = "KERNEL" if program[1] == "kernel" else level
+            level = "KERNEL" if program[1] == "kernel" else "" if PROGRAMS.search(program[1]) else "FOREIGN"
         else:
             break
     return text, level, process

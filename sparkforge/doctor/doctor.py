@@ -30,7 +30,7 @@ PLACES = 3  # of a problem that are printed
 BLOB = re.compile(r"\s*[\w+/=-]{20,}\s*")  # may be part of a key, and explains no error
 LONGEST = 400  # characters of a text that comes from a file
 # For problems that facts show: how to read the logs of this checkout.
-LOGS = {"log": "./inv logs", "file": ".sparkforge/logs/server.log"}
+LOGS = {"log": "./inv logs"}
 CHECK = "validation-check"  # a signature's id, too: logs and reports show the same problem
 PACKAGE = "patched-package"
 
@@ -67,7 +67,7 @@ class Problem(Record):
 
 
 def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
-    """Print the problems, and write the archive if asked. Raises RefusalError if one is fatal.
+    """Print the problems, and write the archive if asked. Raises RefusalError for anything but what is harmless.
 
     Raises UsageError for a folder that is none or a wrong archive name, StorageError for a log that cannot be read.
     """
@@ -84,7 +84,7 @@ def main(*, log: str, state: str, as_json: bool, bundle: str) -> None:
         from sparkforge.doctor import support  # noqa: PLC0415 - only for an archive
 
         support.write(archive, document(problems, evidence), evidence)
-    worst = [problem for problem in problems if problem.severity is Severity.FATAL]
+    worst = [problem for problem in problems if problem.severity is not Severity.HARMLESS]
     if worst:
         count = f"{len(worst)} problems were found; first" if len(worst) > 1 else "one problem was found"
         raise RefusalError(f"{count}: {worst[0].what}", worst[0].why, worst[0].fix, code="validation.problems")
@@ -172,8 +172,8 @@ def _print(problems: Sequence[Problem], evidence: Evidence) -> None:
         echo(line)
     if not problems:
         echo("nothing that is known to go wrong was found")
-    elif all(problem.severity is not Severity.FATAL for problem in problems):
-        echo("none of this is fatal: the server runs with it")
+    elif all(problem.severity is Severity.HARMLESS for problem in problems):
+        echo("none of this is a fault: the server runs with it")
 
 
 def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem]:
@@ -184,7 +184,7 @@ def _in_logs(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Problem
             hits, unknown = signatures.recognise(event, known)
         for hit in hits:
             place = _place(log, event, hit.line, hit.count)
-            given = {**hit.groups, "log": log.command, "file": log.name}
+            given = {**hit.groups, "log": log.command}
             yield _of_signature(hit.signature, given, place, hit.signature.advice(event.vllm))
         if unknown and log.kind != evidences.UNIT:  # a build says itself which unit failed
             yield _unknown(log, event, unknown)

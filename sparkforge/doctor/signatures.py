@@ -20,7 +20,7 @@ block = true                # the line begins an error of ours; `why` and `next`
 facts = {"container.oom_killed" = true, "container.restarts" = {at_least = 2}}   # or: all of these hold
 what = "what failed"
 why = "the cause"
-fix = "the next command"    # {log} is the command that shows the log, {file} the log's name
+fix = "the next command"    # {log} is the command that shows the log
 before = {vllm = "0.32.0", fix = "advice for a log of an older vLLM"}
 follows = ["id", …]         # its causes, which are listed before it; ["*"]: every other cause
 [[signature.seen]]
@@ -52,7 +52,7 @@ EVERY = "*"
 # Ids of problems that come from no signature (sparkforge/doctor/doctor.py).
 AUDIT, ENGINE, LAST, UNKNOWN = "audit", "docker-engine", "last-up", "unknown"
 DIFFERENT = 5  # hits of one signature with different groups that are kept, such as two unknown variables
-GIVEN = {"log", "file"}  # groups that the doctor fills
+GIVEN = {"log"}  # groups that the doctor fills
 
 
 class Severity(StrEnum):

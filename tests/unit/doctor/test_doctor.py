@@ -469,17 +469,17 @@ def test_a_next_command_of_a_named_log_reads_that_log(tmp_path, monkeypatch):
     assert "Failed core proc" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def test_what_is_slow_or_harmless_is_explained_and_no_failure(state, capsys):
-    lines = [
-        "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.",
-        "INFO 11-21 10:00:00 [x.py:1] Using 'MARLIN' Mxfp4",
-    ]
-    put(state, "logs/server.log", "\n".join(lines))
+def test_what_is_slow_fails_and_what_is_harmless_is_explained(state, capsys):
+    harmless = "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.\n"
+    put(state, "logs/server.log", harmless)
     run()
     output = capsys.readouterr().out
-    assert " 1 ! the experts run with Marlin" in output
-    assert " 2 · torch warns that it was not built for 12.1" in output
-    assert output.endswith("none of this is fatal: the server runs with it\n")
+    assert " 1 · torch warns that it was not built for 12.1" in output
+    assert output.endswith("none of this is a fault: the server runs with it\n")
+    put(state, "logs/server.log", f"{harmless}INFO 11-21 10:00:00 [x.py:1] Using 'MARLIN' Mxfp4 MoE backend.\n")
+    with pytest.raises(RefusalError, match="the experts run with Marlin"):
+        run()
+    assert " 1 ! the experts run with Marlin" in capsys.readouterr().out
 
 
 def test_a_fault_in_a_compilers_log_is_left_to_the_build(state):
