@@ -270,7 +270,11 @@ SPARK_CASES = {
         Status.PASS,
     ),
     "a container limit below that": ("memory-unified", {"memory.cgroup_headroom_bytes": 3 << 30}, Status.FAIL),
-    "a guard that ends it earlier": ("memory-unified", {"memory.guard_gib": 40}, Status.FAIL),
+    "a guard that ends it earlier": (
+        "memory-unified",
+        {"memory.guard_gib": 40, "serve.gpu_memory_utilization": 0.85},
+        Status.FAIL,
+    ),
     "a long sequence without room": (
         "memory-unified",
         {"serve.gpu_memory_utilization": 0.58, "serve.args": ["--max-model-len", "131072"]},
