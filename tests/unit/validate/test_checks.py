@@ -6,7 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkforge import pins
+from sparkforge.patching import status as patch_status
+from sparkforge.pins.patched import load_patched
 from sparkforge.plan import thresholds
+from sparkforge.serve import profiles
 from validate import ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Check, Status, View, evaluate, join, passed
@@ -32,6 +36,18 @@ def test_gb10_sheet_says_where_it_comes_from(sheets):
     assert "never recorded on a real DGX Spark" in sheet["origin"]
     assert set(sheet["facts"]) == KNOWN
     assert all(entry["source"] for entry in sheet["facts"].values())
+
+
+def test_gb10_sheet_has_what_is_installed_today(good):
+    table = pins.load()
+    names = {patch.name for _, queue in patch_status.queues(table, table.default) for patch in queue.patches}
+    facts, patched = good("spark"), load_patched().values()
+    assert set(facts["patches.names"].value) == names
+    for name in ("vllm", "flashinfer"):
+        assert any(f"-{facts[f'{name}.version'].value}-" in wheel.file for wheel in patched), name
+    assert facts["serve.gpu_memory_utilization"].value == float(
+        profiles.named("safe").flags["--gpu-memory-utilization"].value
+    )
 
 
 def test_every_check_is_in_a_profile_and_every_profile_names_checks():
