@@ -8,6 +8,7 @@ it (vllm/entrypoints/serve/middleware/authenticate.py). vLLM's documented option
     SPARKFORGE_API_KEY_FILE   the file that it came from; named without a key, the server does not start
     SPARKFORGE_ALLOWED_HOSTS  names for the Host header, with commas: NAME (any port) or NAME:PORT; empty: all of them
     SPARKFORGE_METRICS        `open`: /metrics answers without the key
+    SPARKFORGE_LIMITS         bounds of a request (sparkforge.serve.limits), judged behind the key
 
 Nothing but the standard library is imported: vLLM's process and the container's health check load this module.
 """
@@ -30,6 +31,7 @@ from typing import Any
 from sparkforge.core.arguments import meant
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.paths import typed
+from sparkforge.serve import limits
 
 KEY, KEY_FILE, HOSTS, METRICS, BIND = (
     "VLLM_API_KEY",
@@ -67,7 +69,7 @@ class Guard:
             raise RuntimeError(f"{KEY_FILE} names a file, but the key in it did not arrive in {KEY}")
         if metrics not in {"", OPEN}:
             raise RuntimeError(f"{METRICS} is {metrics!r}; it must be {OPEN} or empty")
-        self._app = app
+        self._app = limits.Limiter(app, os.environ)
         self._digest = hashlib.sha256(key.encode()).digest() if key else b""
         self._hosts = frozenset(hosts(os.environ.get(HOSTS, "")))
         self._open_paths = {"/health", "/metrics"} if metrics == OPEN else {"/health"}

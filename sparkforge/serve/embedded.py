@@ -15,7 +15,7 @@ from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.environments import Environment
-from sparkforge.serve import access, command_line, known_good, launch, profiler, profiles, proof, settings
+from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, profiles, proof, settings
 from sparkforge.serve.command_line import ServerCommand, served_name
 from sparkforge.serve.launch import LOOPBACK, Launch
 from sparkforge.serve.profiles import ServeProfile
@@ -50,6 +50,7 @@ def check(model: str, profile: str, key_file: str | None = None, allow_hosts: st
         served_name(paths.typed(model).absolute())
     access.refuse_inherited_key(os.environ)
     settings.require_guard(os.environ)
+    limits.read(os.environ)
     hosts = tuple(access.named_hosts(allow_hosts or os.environ.get(access.HOSTS, "")))
     path = access.key_path(key_file)
     return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
@@ -164,6 +165,7 @@ def describe(  # noqa: PLR0913 - a parameter an option
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
         **access.variables(allowed.key, allowed.key_file),
+        **limits.variables(os.environ),
         access.HOSTS: ",".join((*access.served_hosts(host, port, allowed.hosts), *allowed.hosts)),
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
         **(profiler.ENVIRONMENT if profiled else {}),

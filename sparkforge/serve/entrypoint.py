@@ -38,7 +38,7 @@ from sparkforge.core.console import echo, say, show_error
 from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.models import local
-from sparkforge.serve import access, command_line, hold, profiler, profiles, record, restarts, settings
+from sparkforge.serve import access, command_line, hold, limits, profiler, profiles, record, restarts, settings
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.serve.health import HELD, READY
 from sparkforge.serve.settings import Settings
@@ -208,6 +208,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
             **(profiler.ENVIRONMENT if options.traces else {}),
             **secrets,
             access.HOSTS: access.container_hosts(os.environ.get(access.HOSTS, "")),
+            **limits.variables(os.environ),
         },
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.models import local
 from sparkforge.plan import thresholds
-from sparkforge.serve import access, profiler, profiles
+from sparkforge.serve import access, limits, profiler, profiles
 from sparkforge.serve.health import RUN
 from validate.profiles import PROFILES
 
@@ -57,6 +57,7 @@ def read(env: Mapping[str, str]) -> Settings:
         why, fix = "it must be a folder's whole path", f"{profiler.VARIABLE}={profiler.IN_CONTAINER}"
         raise UsageError(f"{profiler.VARIABLE} is {traces!r}", why, fix)
     require_guard(env)
+    limits.read(env)
     stack, serve_profile = env.get("SPARKFORGE_STACK") or "", env.get("SPARKFORGE_SERVE_PROFILE") or serve_profile
     if profile == "embedded":
         _require_for_cpus(serve_profile, stack)

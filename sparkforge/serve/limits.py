@@ -1,0 +1,376 @@
+"""What one request can make the server do: bounds on its body, its rate and its connection, refused by name.
+
+`access.Guard` puts `Limiter` behind the key's check, so the bounds hold on every device. The body is parsed once,
+before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,
+which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S.
+
+    SPARKFORGE_LIMITS="sequences=64, body-seconds=120"     # 0 switches a bound off
+
+Nothing but the standard library is imported: vLLM's process loads this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkforge.core.errors import UsageError
+
+VARIABLE = "SPARKFORGE_LIMITS"
+GRAMMAR_SECONDS = "VLLM_GRAMMAR_COMPILATION_CPU_S"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound: its default, what it counts, the HTTP status of a request above it."""
+
+    default: int
+    counts: str
+    status: int = 400
+
+
+# Name → bound. docs/reference/settings.md has the same rows (`python3 -m sparkforge.serve.limits` prints them).
+LIMITS = {
+    "body-bytes": Limit(16 << 20, "bytes of a request's body", 413),
+    "body-seconds": Limit(60, "seconds in which a body must arrive", 408),
+    "send-seconds": Limit(60, "seconds that a client may leave a response unread before it is cut", 408),
+    "client-requests": Limit(256, "requests of one client address at once", 429),
+    "requests": Limit(1024, "requests at once", 429),
+    "json-depth": Limit(64, "nested lists and objects of a body"),
+    "json-values": Limit(300_000, "values of a body, each token of a prompt included"),
+    "messages": Limit(4096, "messages or input items"),
+    "prompts": Limit(64, "prompts of one completion"),
+    "sequences": Limit(64, "answers of one request: n or best_of of every prompt"),
+    "sequence-tokens": Limit(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
+    "stop": Limit(32, "stop strings, stop tokens"),
+    "stop-length": Limit(256, "characters of a stop string or a bad word"),
+    "logit-bias": Limit(1024, "tokens of logit_bias"),
+    "bad-words": Limit(256, "words of bad_words"),
+    "logprobs": Limit(20, "logprobs, top_logprobs and prompt_logprobs"),
+    "tools": Limit(256, "tools"),
+    "schema-bytes": Limit(512 << 10, "bytes of all schemas and tools of a request"),
+    "schema-depth": Limit(48, "nested lists and objects of a schema"),
+    "schema-values": Limit(20_000, "values of all schemas of a request"),
+    "schema-properties": Limit(512, "properties of one object of a schema"),
+    "schema-optional": Limit(128, "properties of one object that are not required, where a grammar is made of it"),
+    "enum": Limit(2000, "values of an enum, branches of anyOf, oneOf and allOf, choices"),
+    "regex-length": Limit(1024, "characters of a regular expression"),
+    "regex-repeats": Limit(10_000, "product of the nested bounds of a regular expression"),
+    "grammar-bytes": Limit(64 << 10, "bytes of a grammar"),
+    "grammar-seconds": Limit(2, "seconds of CPU time that a grammar may take to compile, outside the engine"),
+}  # fmt: skip
+MANY = 4096  # tokens that an answer counts without max_tokens
+GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
+BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
+REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+BIG_BODY = 256 << 10  # bytes; from there on a body is judged in a thread
+LARGEST = 10**12
+
+
+class LimitError(Exception):
+    """A request is above a bound."""
+
+    def __init__(self, name: str, why: str, parameter: str | None = None) -> None:
+        super().__init__(f"{why} ({name}; {VARIABLE} sets it)")
+        self.name, self.parameter, self.status = name, parameter, LIMITS[name].status
+
+
+def read(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return every bound by name, the defaults and what SPARKFORGE_LIMITS sets; 0 is no bound. Raises UsageError."""
+    limits = {name: limit.default for name, limit in LIMITS.items()}
+    for word in environment.get(VARIABLE, "").replace(",", " ").split():
+        name, _, number = word.partition("=")
+        if name not in limits:
+            raise UsageError(
+                f"{VARIABLE} has no {name[:40]!r}", f"it has {', '.join(limits)}", "docs/reference/settings.md"
+            )
+        if not (number.isascii() and number.isdecimal() and len(number) < 13):
+            why = f"{name} is {number[:40]!r}; it must be a whole number, 0 for no bound"
+            raise UsageError(f"{VARIABLE} has no meaning", why, f'{VARIABLE}="{name}={limits[name]}"')
+        limits[name] = int(number)
+    return limits
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the server that vLLM's own patches read. Raises UsageError."""
+    return {GRAMMAR_SECONDS: str(read(environment)["grammar-seconds"])}
+
+
+@dataclass
+class Judge:
+    """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds."""
+
+    limits: Mapping[str, int]
+    _values: Counter[str] = field(default_factory=Counter)
+
+    def check(self, body: bytes) -> None:
+        """Judge a JSON object; what is none is left to vLLM, which says what is wrong with it."""
+        try:
+            request = json.loads(body)
+        except RecursionError:
+            raise LimitError("json-depth", "the body nests lists and objects too deep") from None
+        except ValueError:
+            return
+        self._tree(request, "json-depth", "json-values", "the body", None)
+        if isinstance(request, dict):
+            self._sequences(request)
+            self._sampling(request)
+            self._schemas(request)
+
+    def _most(self, name: str, number: int, what: str, parameter: str | None = None) -> None:
+        """Raise LimitError if `number` is above the bound `name`."""
+        most = self.limits[name]
+        if most and number > most:
+            raise LimitError(name, f"{what}: {number:,} is more than {most:,}", parameter)
+
+    def _tree(self, value: Any, depth: str, values: str, what: str, parameter: str | None) -> None:
+        """Count a value's nested lists and objects."""
+        level, deep = [value], 0
+        while level := [child for item in level for child in _children(item)]:
+            deep += 1
+            self._values[values] += len(level)
+            self._most(depth, deep, f"levels of {what}", parameter)
+            self._most(values, self._values[values], f"values of {what}", parameter)
+
+    def _sequences(self, request: dict[str, Any]) -> None:
+        prompt = request.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+        self._most("prompts", prompts, "prompts", "prompt")
+        for name in ("messages", "input"):
+            if isinstance(items := request.get(name), list):
+                self._most("messages", len(items), name, name)
+        wanted = max((name for name in ("n", "best_of")), key=lambda name: _number(request.get(name)))
+        sequences = prompts * max(1, _number(request.get(wanted)))
+        self._most("sequences", sequences, "answers of one request", wanted)
+        if sequences > 1:
+            names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+            each = max(_number(request.get(name)) for name in names) or MANY
+            self._most("sequence-tokens", sequences * each, f"tokens of {sequences} answers", wanted)
+
+    def _sampling(self, request: dict[str, Any]) -> None:
+        for name in ("stop", "stop_sequences", "stop_token_ids", "bad_words"):
+            items = request.get(name)
+            items = [items] if isinstance(items, str) else items if isinstance(items, list) else []
+            self._most("bad-words" if name == "bad_words" else "stop", len(items), f"entries of {name}", name)
+            longest = max((len(item) for item in items if isinstance(item, str)), default=0)
+            self._most("stop-length", longest, f"characters in {name}", name)
+        if isinstance(bias := request.get("logit_bias"), dict):
+            self._most("logit-bias", len(bias), "tokens of logit_bias", "logit_bias")
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            self._most("logprobs", _number(request.get(name)), name, name)
+
+    def _schemas(self, request: dict[str, Any]) -> None:
+        """Judge tools and whatever a grammar is made of; bounds on bytes and values are for all of them together."""
+        if isinstance(tools := request.get("tools"), list):
+            self._most("tools", len(tools), "tools", "tools")
+        size = 0
+        for name in ("tools", "functions", *GRAMMARS):
+            if (value := request.get(name)) is None:
+                continue
+            size += len(json.dumps(value))
+            self._most("schema-bytes", size, "bytes of schemas and tools", name)
+            value = _decoded(value)
+            self._tree(value, "schema-depth", "schema-values", name, name)
+            self._grammar(value, name, name in GRAMMARS)
+
+    def _grammar(self, value: Any, parameter: str, constrains: bool) -> None:
+        """Judge the parts of a schema, a structural tag, or structured_outputs; `_tree` bounded the depth."""
+        level = [value]
+        while level:
+            for item in level:
+                if isinstance(item, dict):
+                    self._part(item, parameter, constrains)
+            level = [child for item in level for child in _children(item) if isinstance(child, dict | list)]
+
+    def _part(self, part: dict[str, Any], parameter: str, constrains: bool) -> None:
+        if isinstance(properties := part.get("properties"), dict):
+            self._most("schema-properties", len(properties), "properties", parameter)
+            required = part.get("required")
+            optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+            self._most("schema-optional", optional if constrains else 0, "properties that are not required", parameter)
+        for name in (*BRANCHES, "choice"):
+            if isinstance(part.get(name), list):
+                self._most("enum", len(part[name]), f"entries of {name}", parameter)
+        for name in ("pattern", "regex"):
+            if isinstance(part.get(name), str):
+                self._most("regex-length", len(part[name]), f"characters of a {name}", parameter)
+                self._most("regex-repeats", repeats(part[name]), f"repeats of a {name}", parameter)
+        if isinstance(grammar := part.get("grammar"), str):
+            self._most("grammar-bytes", len(grammar.encode(errors="replace")), "bytes of a grammar", parameter)
+
+
+def repeats(pattern: str) -> int:
+    """Return the largest product of nested bounds of a regular expression: 2,500 for `(a{1,50}b){50}`."""
+    inner, closed, largest = [1], 1, 1
+    for match in REPEAT.finditer(pattern):
+        if match[0] == "(":
+            inner.append(1)
+        elif match[0] == ")":
+            closed = inner.pop() if len(inner) > 1 else 1
+            inner[-1] = max(inner[-1], closed)
+            continue
+        elif match[0].startswith("{") and (match[1] or match[2]):
+            behind_group = match.start() and pattern[match.start() - 1] == ")"
+            bounds = max(min(int(number[:12]), LARGEST) for number in (match[1], match[2]) if number)
+            inner[-1] = max(inner[-1], min(LARGEST, bounds * (closed if behind_group else 1)))
+            largest = max(largest, inner[-1])
+    return largest
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _number(value: Any) -> int:
+    """Return a count of a request; 0 for what is none, which vLLM refuses."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return 0
+    try:
+        return int(min(float(value), LARGEST))
+    except (ValueError, OverflowError):
+        return 0
+
+
+def _decoded(value: Any) -> Any:
+    """Return structured_outputs with the schemas that it holds as text decoded."""
+    if not isinstance(value, dict):
+        return value
+    decoded = dict(value)
+    for name in ("json", "structural_tag"):
+        if isinstance(text := value.get(name), str):
+            try:
+                decoded[name] = json.loads(text)
+            except RecursionError:
+                raise LimitError("schema-depth", f"{name} nests lists and objects too deep", name) from None
+            except ValueError:
+                continue
+    return decoded
+
+
+class Limiter:
+    """ASGI middleware: a request passes if it is within the bounds. Raises UsageError for a wrong SPARKFORGE_LIMITS."""
+
+    def __init__(self, app: Application, environment: Mapping[str, str]) -> None:
+        self._app, self._limits = app, read(environment)
+        self._running: Counter[str] = Counter()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Pass the request on or refuse it."""
+        if scope["type"] != "http" or scope["method"] not in {"POST", "PUT", "PATCH", "DELETE"}:
+            await self._app(scope, receive, send)
+            return
+        client, is_cut = str((scope.get("client") or ("",))[0]), False
+
+        async def bounded_send(message: Message) -> None:
+            nonlocal is_cut
+            try:
+                async with asyncio.timeout(self._limits["send-seconds"] or None):
+                    await send(message)  # waits while the connection's buffer is full
+            except TimeoutError:
+                is_cut = True
+                raise ConnectionError("the client does not read the response") from None
+
+        try:
+            self._admit(client)
+            self._running[client] += 1
+            self._running[""] += 1
+            try:
+                whole = await self._read(scope, receive)
+                if whole is not None:
+                    await self._app(scope, whole, bounded_send)
+            finally:
+                self._running[""] -= 1
+                self._running[client] -= 1
+                if not self._running[client]:
+                    del self._running[client]
+        except LimitError as error:
+            await refuse(scope, send, error)
+        except Exception:
+            if not is_cut:
+                raise
+
+    def _admit(self, client: str) -> None:
+        for name, key in (("client-requests", client), ("requests", "")):
+            if self._limits[name] and self._running[key] >= self._limits[name]:
+                raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")
+
+    async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> Receive | None:
+        """Return what hands the judged body on; None if the client left before it was there. Raises LimitError."""
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")[:18]
+        self._check_size(int(length) if length.isdigit() else 0)
+        try:
+            async with asyncio.timeout(self._limits["body-seconds"] or None):
+                body = await self._body(receive)
+        except TimeoutError:
+            raise LimitError("body-seconds", "the body did not arrive in time") from None
+        if body is None:
+            return None
+        if b"multipart/" not in headers.get(b"content-type", b"").lower():
+            judge = Judge(self._limits)
+            if len(body) > BIG_BODY:
+                await asyncio.to_thread(judge.check, body)
+            else:
+                judge.check(body)
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def whole() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return whole
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client left. Raises LimitError."""
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            if not message.get("more_body"):
+                return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if (most := self._limits["body-bytes"]) and size > most:
+            raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
+
+
+async def refuse(scope: MutableMapping[str, Any], send: Send, error: LimitError) -> None:
+    """Answer in the shape of OpenAI's errors, or of Anthropic's on /v1/messages."""
+    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    document: dict[str, Any] = {"message": str(error), "type": kind, "param": error.parameter, "code": error.status}
+    if scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/messages"):
+        document = {"type": "error", "error": {"type": kind, "message": str(error)}}
+    else:
+        document = {"error": document}
+    body = json.dumps(document).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"retry-after", b"1")] if error.status == 429 else []
+    # The rest of a body that was refused unread would otherwise be read.
+    headers += [(b"connection", b"close")] if error.status in {408, 413} else []
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def rows() -> str:
+    """Return the table of docs/reference/settings.md."""
+    lines = [f"| `{name}` | {limit.default:,} | {limit.counts} | {limit.status} |" for name, limit in LIMITS.items()]
+    return "\n".join(("| Bound | Default | What it counts | Status |", "| --- | --- | --- | --- |", *lines))
+
+
+if __name__ == "__main__":
+    print(rows())

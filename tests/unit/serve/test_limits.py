@@ -1,0 +1,213 @@
+"""Bounds of a request, on the level of ASGI: what passes, what is refused by which name, and what is left to vLLM."""
+
+import asyncio
+import json
+
+import pytest
+
+from sparkforge.core import paths
+from sparkforge.core.errors import UsageError
+from sparkforge.serve import access, embedded, limits, settings
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+USUAL = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def schema(value):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}}
+
+
+def properties(count, **more):
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}, **more}
+
+
+PASSING = {
+    "a chat": USUAL,
+    "agents' schemas": schema(properties(60, required=["p1"], additionalProperties=False)),
+    "tools": {"tools": [{"type": "function", "function": {"parameters": properties(20)}} for _ in range(64)]},
+    "a prompt of tokens": {"prompt": list(range(100_000))},
+    "prompts": {"prompt": ["a"] * 32, "max_tokens": 256},
+    "a regex": {"structured_outputs": {"regex": r"\d{1,4}-[a{9999}]\{9999\}(ab{20}){1,20}"}},
+    "odd types": {"n": "many", "stop": 7, "logit_bias": [], "tools": "x", "response_format": 3, "prompt": [[]]},
+    "a property called pattern": schema({"properties": {n: {} for n in ("pattern", "enum", "grammar")}}),
+    "not a number": {"n": float("nan"), "max_tokens": 1e30},
+}  # fmt: skip
+REFUSED = {
+    "sequences": [{"n": 10_000}, {"best_of": 65}, {"prompt": ["a"] * 33, "n": 2}, {"n": 1e30}, {"n": "10000"}],
+    "sequence-tokens": [{"n": 64, "max_tokens": 131_072}, {"prompt": [[1]] * 60, "max_tokens": 1e30}],
+    "prompts": [{"prompt": ["a"] * 65}, {"prompt": [[1]] * 65}],
+    "messages": [{"messages": [{}] * 5000}, {"input": [{}] * 5000}],
+    "stop": [{"stop": ["x"] * 33}, {"stop_token_ids": list(range(33))}, {"stop_sequences": ["x"] * 33}],
+    "stop-length": [{"stop": "x" * 257}, {"bad_words": ["x" * 257]}],
+    "logit-bias": [{"logit_bias": {str(i): 1 for i in range(1025)}}],
+    "bad-words": [{"bad_words": ["x"] * 257}],
+    "logprobs": [{"top_logprobs": 21}, {"logprobs": 10_000}, {"prompt_logprobs": 21}],
+    "tools": [{"tools": [{}] * 257}],
+    "schema-bytes": [{"tools": [{"description": "x" * 600_000}]}],
+    "schema-depth": [
+        schema(nested(50)),
+        {"tools": [nested(50)]},
+        {"structured_outputs": {"json": json.dumps(nested(50))}},
+    ],
+    "schema-values": [schema({str(i): [1] * 1000 for i in range(21)})],
+    "schema-properties": [schema(properties(513)), {"tools": [{"parameters": properties(513)}]}],
+    "schema-optional": [schema(properties(129)), {"text": {"format": {"schema": properties(200)}}}],
+    "enum": [
+        schema({"enum": list(range(2001))}),
+        schema({"anyOf": [{}] * 2001}),
+        {"structured_outputs": {"choice": ["x"] * 2001}},
+        {"structured_outputs": {"structural_tag": json.dumps({"format": {"enum": list(range(2001))}})}},
+        {"output_config": {"format": {"schema": {"enum": list(range(2001))}}}},
+    ],
+    "regex-length": [{"structured_outputs": {"regex": "a" * 1025}}, schema({"pattern": "a" * 1025})],
+    "regex-repeats": [schema({"pattern": r"((a{1,50}){1,50}){1,50}"}), {"structured_outputs": {"regex": "a{9999999}"}}],
+    "grammar-bytes": [{"structured_outputs": {"grammar": "root ::= " + "x" * 70_000}}],
+    "json-depth": [{"x": nested(65)}],
+    "json-values": [{"prompt": [1] * 300_001}],
+}  # fmt: skip
+
+
+class Server:
+    """A limiter in front of an application that answers with the body it got."""
+
+    def __init__(self, text=""):
+        self.limiter = limits.Limiter(self.application, {limits.VARIABLE: text})
+        self.sent, self.answers = [], 0
+
+    async def application(self, _scope, receive, send):
+        body = (await receive())["body"]
+        self.answers += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def ask(self, body, path=CHAT, headers=(), receive=None, send=None):
+        async def whole():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def keep(message):
+            self.sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "client": ("127.0.0.1", 1)}
+        await self.limiter(scope, receive or whole, send or keep)
+
+    def post(self, body, **arguments):
+        """Return the status and the body of the answer."""
+        self.sent = []
+        asyncio.run(self.ask(body if isinstance(body, bytes) else json.dumps(body).encode(), **arguments))
+        return self.sent[0]["status"], self.sent[1]["body"]
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_usual_requests_pass_as_they_are(name):
+    body = json.dumps({**USUAL, **PASSING[name]}).encode()
+    assert Server().post(body) == (200, body)
+
+
+@pytest.mark.parametrize(("name", "request_"), [(name, each) for name, several in REFUSED.items() for each in several])
+def test_a_request_above_a_bound_is_refused_by_its_name(name, request_):
+    status, body = Server().post({**USUAL, **request_})
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+    assert f"({name};" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b"\xff", b'{"n": ' + b"9" * 5000 + b"}"], ids=lambda body: str(body[:9])
+)
+def test_what_is_no_request_is_left_to_vllm(body):
+    assert Server().post(body) == (200, body)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
+def test_deep_json_is_refused_before_it_is_a_traceback(body):
+    status, answer = Server().post(body)
+    assert (status, b"json-depth" in answer) == (400, True)
+
+
+def test_anthropics_clients_get_anthropics_shape():
+    status, body = Server().post({**USUAL, "stop_sequences": ["x"] * 50}, path=MESSAGES)
+    document = json.loads(body)
+    assert status == 400
+    assert (document["type"], document["error"]["type"]) == ("error", "invalid_request_error")
+
+
+@pytest.mark.parametrize("headers", [[(b"content-length", b"2000")], []])
+def test_a_large_body_is_refused(headers):
+    assert Server("body-bytes=1000").post(b"x" * 2000, headers=headers)[0] == 413
+
+
+def test_a_body_that_does_not_arrive_is_given_up():
+    server = Server("body-seconds=1")
+
+    async def never():
+        await asyncio.Event().wait()
+
+    assert server.post(b"", receive=never)[0] == 408
+
+
+def test_a_response_that_nobody_reads_is_cut_and_its_place_is_free():
+    server = Server("send-seconds=1, client-requests=1")
+
+    async def stuck(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    asyncio.run(server.ask(b"{}", send=stuck))
+    assert server.post({})[0] == 200
+
+
+@pytest.mark.parametrize("name", ["client-requests", "requests"])
+def test_more_requests_at_once_are_told_to_come_back(name):
+    async def several():
+        server, gate = Server(f"{name}=2"), asyncio.Event()
+
+        async def waiting():
+            await gate.wait()
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        running = [asyncio.create_task(server.ask(b"", receive=waiting)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await server.ask(b"{}")
+        refused = list(server.sent)
+        gate.set()
+        await asyncio.gather(*running)
+        await server.ask(b"{}")
+        return refused, server.answers
+
+    (start, body), answers = asyncio.run(several())
+    assert start["status"] == 429
+    assert (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"]["type"] == "rate_limit_error"
+    assert answers == 3
+
+
+def test_the_guard_judges_behind_the_key(monkeypatch):
+    monkeypatch.setenv(access.KEY, "sesame")
+    monkeypatch.setenv(access.HOSTS, "")
+    guard = access.Guard(Server().application)
+    server = Server()
+    server.limiter = guard
+    assert server.post({"n": 10_000})[0] == 401
+    assert server.post({"n": 10_000}, headers=[(b"authorization", b"Bearer sesame")])[0] == 400
+
+
+@pytest.mark.parametrize(
+    "text", ["sequences", "sequences=", "sequences=-1", "sequences=1e3", "sequence=1", "=1", "n=²"]
+)
+def test_a_setting_without_a_meaning_is_refused_before_a_start(text, monkeypatch):
+    with pytest.raises(UsageError, match=limits.VARIABLE):
+        settings.read({limits.VARIABLE: text})
+    monkeypatch.setenv(limits.VARIABLE, text)
+    with pytest.raises(UsageError, match=limits.VARIABLE):
+        embedded.check("", "")
+
+
+def test_the_settings_page_has_every_bound():
+    assert limits.rows() in (paths.ROOT / "docs/reference/settings.md").read_text()
