@@ -31,7 +31,7 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 
 
 @dataclass(frozen=True)
-class Limit:
+class Bound:
     """A bound: its default, what it counts, the HTTP status of a request above it."""
 
     default: int
@@ -41,33 +41,33 @@ class Limit:
 
 # Name → bound. docs/reference/settings.md has the same rows (`python3 -m sparkforge.serve.limits` prints them).
 LIMITS = {
-    "body-bytes": Limit(16 << 20, "bytes of a request's body", 413),
-    "body-seconds": Limit(60, "seconds in which a body must arrive", 408),
-    "send-seconds": Limit(60, "seconds that a client may leave a response unread before it is cut", 408),
-    "client-requests": Limit(256, "requests of one client address at once", 429),
-    "requests": Limit(1024, "requests at once", 429),
-    "json-depth": Limit(64, "nested lists and objects of a body"),
-    "json-values": Limit(300_000, "values of a body, each token of a prompt included"),
-    "messages": Limit(4096, "messages or input items"),
-    "prompts": Limit(64, "prompts of one completion"),
-    "sequences": Limit(64, "answers of one request: n or best_of of every prompt"),
-    "sequence-tokens": Limit(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
-    "stop": Limit(32, "stop strings, stop tokens"),
-    "stop-length": Limit(256, "characters of a stop string or a bad word"),
-    "logit-bias": Limit(1024, "tokens of logit_bias"),
-    "bad-words": Limit(256, "words of bad_words"),
-    "logprobs": Limit(20, "logprobs, top_logprobs and prompt_logprobs"),
-    "tools": Limit(256, "tools"),
-    "schema-bytes": Limit(512 << 10, "bytes of all schemas and tools of a request"),
-    "schema-depth": Limit(48, "nested lists and objects of a schema"),
-    "schema-values": Limit(20_000, "values of all schemas of a request"),
-    "schema-properties": Limit(512, "properties of one object of a schema"),
-    "schema-optional": Limit(128, "properties of one object that are not required, where a grammar is made of it"),
-    "enum": Limit(2000, "values of an enum, branches of anyOf, oneOf and allOf, choices"),
-    "regex-length": Limit(1024, "characters of a regular expression"),
-    "regex-repeats": Limit(10_000, "product of the nested bounds of a regular expression"),
-    "grammar-bytes": Limit(64 << 10, "bytes of a grammar"),
-    "grammar-seconds": Limit(2, "seconds of CPU time that a grammar may take to compile, outside the engine"),
+    "body-bytes": Bound(16 << 20, "bytes of a request's body", 413),
+    "body-seconds": Bound(60, "seconds in which a body must arrive", 408),
+    "send-seconds": Bound(60, "seconds that a client may leave a response unread before it is cut", 408),
+    "client-requests": Bound(256, "requests of one client address at once", 429),
+    "requests": Bound(1024, "requests at once", 429),
+    "json-depth": Bound(64, "nested lists and objects of a body"),
+    "json-values": Bound(300_000, "values of a body, each token of a prompt included"),
+    "messages": Bound(4096, "messages or input items"),
+    "prompts": Bound(64, "prompts of one completion"),
+    "sequences": Bound(64, "answers of one request: n or best_of of every prompt"),
+    "sequence-tokens": Bound(262_144, "tokens of all answers, if there are several; 4,096 each without max_tokens"),
+    "stop": Bound(32, "stop strings, stop tokens"),
+    "stop-length": Bound(256, "characters of a stop string or a bad word"),
+    "logit-bias": Bound(1024, "tokens of logit_bias"),
+    "bad-words": Bound(256, "words of bad_words"),
+    "logprobs": Bound(20, "logprobs, top_logprobs and prompt_logprobs"),
+    "tools": Bound(256, "tools"),
+    "schema-bytes": Bound(512 << 10, "bytes of all schemas and tools of a request"),
+    "schema-depth": Bound(48, "nested lists and objects of a schema"),
+    "schema-values": Bound(20_000, "values of all schemas of a request"),
+    "schema-properties": Bound(512, "properties of one object of a schema"),
+    "schema-optional": Bound(128, "properties of one object that are not required, where a grammar is made of it"),
+    "enum": Bound(2000, "values of an enum, branches of anyOf, oneOf and allOf, choices"),
+    "regex-length": Bound(1024, "characters of a regular expression"),
+    "regex-repeats": Bound(10_000, "product of the nested bounds of a regular expression"),
+    "grammar-bytes": Bound(64 << 10, "bytes of a grammar"),
+    "grammar-seconds": Bound(2, "seconds of CPU time that a grammar may take to compile, outside the engine"),
 }  # fmt: skip
 MANY = 4096  # tokens that an answer counts without max_tokens
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")

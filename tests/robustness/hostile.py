@@ -1,0 +1,426 @@
+"""Hostile requests against a live server, beside a bystander who only wants an answer.
+
+    PYTHONPATH=tests python -m robustness.hostile server [--seconds 900] [--json FILE]
+    PYTHONPATH=tests python -m robustness.hostile server --unbounded      # the same server without bounds
+
+It starts the embedded server on loopback, asks as a bystander without a break, and sends every attack of ATTACKS, first
+one after another, then eight at once; their clients give up after PATIENCE seconds. Then it cuts streams half-way and
+repeats requests, and looks at what still runs, at the CPU time and at the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sparkforge.core import paths
+from sparkforge.serve import client, embedded, limits
+from sparkforge.serve.settings import TINY_ID
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+US, THEM = "127.0.0.2", "127.0.0.3"  # the bystander's address and the attackers'
+PATIENCE = 5.0  # seconds after which an attacker leaves
+WORST = 2.0  # seconds that the bystander may wait above the baseline
+IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores that may then be busy
+GROWTH = 1.05
+STREAMS, REPEATS = 300, 2000
+START_SECONDS = 600.0
+ASK: dict[str, Any] = {"model": TINY_ID, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]}
+
+
+def schema(value: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """Return a chat whose answer must match a schema."""
+    return CHAT, {
+        **ASK,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}},
+        **more,
+    }
+
+
+def structured(**value: Any) -> tuple[str, dict[str, Any]]:
+    """Return a chat with structured_outputs."""
+    return CHAT, {**ASK, "structured_outputs": value}
+
+
+def chat(**more: Any) -> tuple[str, dict[str, Any]]:
+    """Return a chat with further fields."""
+    return CHAT, {**ASK, **more}
+
+
+def completion(**more: Any) -> tuple[str, dict[str, Any]]:
+    """Return a completion with further fields."""
+    return COMPLETIONS, {"model": TINY_ID, "prompt": "Hi", "max_tokens": 4, **more}
+
+
+def objects(count: int, value: Any = None, required: int = 0) -> dict[str, Any]:
+    """Return the schema of an object with so many properties."""
+    names = [f"p{i}" for i in range(count)]
+    return {
+        "type": "object",
+        "properties": {n: value or {"type": "string"} for n in names},
+        "required": names[:required],
+    }
+
+
+def nested(depth: int, wrap: Callable[[Any], Any], inner: Any) -> Any:
+    """Wrap a value so many times."""
+    for _ in range(depth):
+        inner = wrap(inner)
+    return inner
+
+
+def tool(parameters: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+    """Return a function tool."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+BRANCHES = nested(
+    14, lambda inner: {"anyOf": [inner, {"type": "object", "properties": {"a": inner}}]}, {"type": "string"}
+)
+WORDS = [f"value number {i}" for i in range(100_000)]
+# Name → path and body. A body in bytes is sent as it is.
+ATTACKS: dict[str, tuple[str, Any]] = {
+    "enum of 20,000": schema({"enum": WORDS[:20_000]}),
+    "enum of 2,000": schema({"enum": WORDS[:2000]}),
+    "3,000 optional properties": schema(objects(3000)),
+    "500 optional properties": schema(objects(500)),
+    "128 optional properties": schema(objects(128)),
+    "512 required properties": schema(objects(512, required=512)),
+    "objects of 100 optional objects": schema(objects(100, objects(100))),
+    "anyOf, doubled 14 times": schema(BRANCHES),
+    "anyOf of 1,500 objects": schema({"anyOf": [objects(2, {"const": i}) for i in range(1500)]}),
+    "oneOf nested 30 times": schema(nested(30, lambda inner: {"oneOf": [inner, {"type": "null"}]}, {"type": "string"})),
+    "arrays nested 1,000 times": schema(nested(1000, lambda inner: {"type": "array", "items": inner}, {})),
+    "arrays nested 40 times": schema(nested(40, lambda inner: {"type": "array", "items": inner}, {"enum": [1]})),
+    "minItems of a million": schema({"type": "array", "minItems": 1_000_000, "items": {"type": "string"}}),
+    "maxItems of arrays": schema(nested(4, lambda inner: {"type": "array", "maxItems": 99, "items": inner}, {})),
+    "maxLength of a billion": schema({"type": "string", "maxLength": 10**9}),
+    "minLength of 100,000": schema({"type": "string", "minLength": 100_000}),
+    "$ref to itself": schema({"$ref": "#"}),
+    "$ref in a circle": schema({"$defs": {n: {"$ref": f"#/$defs/{m}"} for n, m in ("ab", "ba")}, "$ref": "#/$defs/a"}),
+    "500 definitions that refer to all": schema(
+        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in range(30)]} for i in range(30)},
+         "$ref": "#/$defs/d0"}),
+    "pattern with nested bounds": schema({"type": "string", "pattern": "^((a{1,50}){1,50}){1,50}$"}),
+    "pattern with look-ahead bounds": schema({"type": "string", "pattern": "^(.*a){20}.{500}$", "maxLength": 900}),
+    "integers between": schema({"type": "integer", "minimum": -(10**15), "maximum": 10**15}),
+    "multipleOf with 2,000 values": schema({"anyOf": [{"type": "number", "multipleOf": i + 1} for i in range(1900)]}),
+    "patternProperties": schema({"type": "object", "patternProperties": {f"^{i}.*{i}$": objects(9) for i in range(99)}}),
+    "schema of 5 MB": schema({"description": "x" * 5_000_000}),
+    "regex with nested bounds": structured(regex="((a{1,50}){1,50}){1,50}"),
+    "regex of states": structured(regex="(.*a){20}.{500}"),
+    "regex of unions": structured(regex="(" + "|".join(f"{a}.*{b}" for a in "abcdefg" for b in "hijklmn") + "){1,30}"),
+    "regex of classes": structured(regex="([a-z]*[0-9]*){100}x"),
+    "regex of 1 MB": structured(regex="a" * 1_000_000),
+    "100,000 choices": structured(choice=WORDS),
+    "2,000 choices": structured(choice=WORDS[:2000]),
+    "left-recursive grammar": structured(grammar='root ::= root root root | root root | "a" | ""'),
+    "ambiguous grammar": structured(grammar='root ::= x x x x x x x x\nx ::= "a"* | x "a" | "" | x x'),
+    "grammar of 2,000 rules": structured(
+        grammar="\n".join([f'r{i} ::= r{i + 1} | "a{i}" r{(i * 7) % 2000}' for i in range(2000)] +
+                          ['r2000 ::= "z"', "root ::= r0"])),
+    "grammar of 1 MB": structured(grammar='root ::= "' + "a" * 1_000_000 + '"'),
+    "grammar of bounds": structured(grammar='root ::= (("a"{1,500}){1,500}){1,500}'),
+    "Lark grammar": structured(grammar='start: start start | "a" | start "b"*'),
+    "structural tag of a large schema": structured(structural_tag=json.dumps(
+        {"structures": [{"begin": "<a>", "schema": objects(3000), "end": "</a>"}], "triggers": ["<a>"]})),
+    "required tool with a large schema": chat(tools=[tool(objects(500))], tool_choice="required"),
+    "strict tools": chat(tools=[tool(objects(100), f"f{i}", strict=True) for i in range(50)], tool_choice="required"),
+    "10,000 tools": chat(tools=[tool({}, f"f{i}") for i in range(10_000)]),
+    "tool schema nested 5,000 times": chat(tools=[tool(nested(900, lambda inner: {"items": inner}, {}))]),
+    "Responses: large format": (RESPONSES, {"model": TINY_ID, "input": "Hi", "max_output_tokens": 4, "text": {
+        "format": {"type": "json_schema", "name": "x", "schema": objects(3000)}}}),
+    "Responses: 10,000 items": (RESPONSES, {"model": TINY_ID, "input": [{"role": "user", "content": "x"}] * 10_000}),
+    "Messages: large tools": (MESSAGES, {**ASK, "tools": [
+        {"name": f"f{i}", "input_schema": objects(400)} for i in range(40)]}),
+    "Messages: 5,000 stop sequences": (MESSAGES, {**ASK, "stop_sequences": WORDS[:5000]}),
+    "n of 10,000": completion(n=10_000),
+    "n of 64 with long answers": completion(n=64, max_tokens=100_000),
+    "best_of of 10,000": completion(best_of=10_000),
+    "5,000 prompts": completion(prompt=WORDS[:5000]),
+    "chat: n of 10,000": chat(n=10_000),
+    "50,000 stop strings": completion(stop=WORDS[:50_000]),
+    "a stop string of 1 MB": completion(stop="x" * 1_000_000),
+    "logit_bias of 200,000": completion(logit_bias={str(i): 1 for i in range(200_000)}),
+    "20,000 bad words": completion(bad_words=WORDS[:20_000]),
+    "logprobs of 200,000": completion(logprobs=200_000),
+    "prompt_logprobs of 200,000": completion(prompt_logprobs=200_000),
+    "allowed_token_ids of 200,000": completion(allowed_token_ids=list(range(200_000))),
+    "max_tokens of 1e30": completion(max_tokens=1e30),
+    "a prompt of 15 MB": completion(prompt="word " * 3_000_000),
+    "a prompt of 40 MB": completion(prompt="x" * 40_000_000),
+    "a million tokens": completion(prompt=[1] * 1_000_000),
+    "20,000 messages": chat(messages=ASK["messages"] * 20_000),
+    "JSON nested 100,000 times": (CHAT, b"[" * 100_000),
+    "objects nested 100,000 times": (CHAT, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "numbers of 100,000 digits": (CHAT, b'{"n": ' + b"9" * 100_000 + b"}"),
+}  # fmt: skip
+
+
+def raw(port: int, data: bytes, *, slow: bytes = b"") -> str:
+    """Send bytes as they are, then `slow` bytes one a second; return the status line, or how it ended."""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE, source_address=(THEM, 0)) as connection:
+        try:
+            connection.sendall(data)
+            for letter in slow:
+                connection.sendall(bytes([letter]))
+                time.sleep(1)
+            return connection.recv(64).decode("latin-1").partition("\r")[0] or "closed"
+        except TimeoutError:
+            return "left"
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:%d\r\nContent-Type: application/json\r\n"
+RAW: dict[str, Callable[[int], str]] = {
+    "Upgrade: websocket": lambda port: raw(
+        port, HEAD % port + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\n{}"),
+    "a body that never ends": lambda port: raw(port, HEAD % port + b"Content-Length: 9\r\n\r\n", slow=b"     "),
+    "headers that never end": lambda port: raw(port, HEAD % port, slow=b"X-A: "),
+    "a header of 1 MB": lambda port: raw(port, HEAD % port + b"X-A: " + b"x" * 1_000_000 + b"\r\n\r\n"),
+    "a length of 1e18": lambda port: raw(port, HEAD % port + b"Content-Length: 999999999999999999\r\n\r\n{}"),
+    "a response that nobody reads": lambda port: raw(port, HEAD % port + b"Content-Length: %d\r\n\r\n%b" % (
+        len(body := json.dumps({**ASK, "stream": True, "max_tokens": 1000}).encode()), body)),
+}  # fmt: skip
+
+
+class Bystander(threading.Thread):
+    """Asks without a break, in turn for a plain answer and for JSON; keeps how long each took."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.waits, self.failed, self.begun = url, [0.0], 0, time.monotonic()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Ask until `end`."""
+        bodies = (chat()[1], schema(PERSON, max_tokens=12)[1])
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=US), timeout=180, trust_env=False) as session:
+            while not self._ended.is_set():
+                for body in bodies:
+                    self.begun = time.monotonic()
+                    with suppress(httpx.HTTPError):
+                        self.failed += session.post(f"{self.url}{CHAT}", json=body).status_code != 200
+                    self.waits.append(time.monotonic() - self.begun)
+                time.sleep(0.1)
+
+    def worst(self) -> float:
+        """Return the longest wait since the last call, that of the running request included."""
+        waits, self.waits = self.waits, [0.0]
+        return max(*waits, time.monotonic() - self.begun, 0.0)
+
+    def end(self) -> None:
+        """Stop asking."""
+        self._ended.set()
+        self.join()
+
+
+def attack(url: str, port: int, name: str) -> str:
+    """Send one attack as a client that leaves after PATIENCE seconds; return the status, or `left`."""
+    if name in RAW:
+        with suppress(OSError):
+            return RAW[name](port)
+        return "closed"
+    path, body = ATTACKS[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    transport = httpx.HTTPTransport(local_address=THEM)
+    ended: list[str] = []
+    with httpx.Client(transport=transport, timeout=PATIENCE, trust_env=False) as session:
+        try:
+            headers = {"content-type": "application/json"}
+            response = session.post(f"{url}{path}", content=content, headers=headers)
+            ended.append(str(response.status_code))
+        except httpx.TimeoutException:
+            ended.append("left")
+        except httpx.HTTPError as error:
+            ended.append(type(error).__name__)
+    return ended[0]
+
+
+def cut_stream(url: str) -> None:
+    """Begin a streamed answer, and leave after its first event."""
+    body = {**ASK, "stream": True, "max_tokens": 1000}
+    transport = httpx.HTTPTransport(local_address=THEM)
+    with suppress(httpx.HTTPError), httpx.Client(transport=transport, timeout=60, trust_env=False) as session:  # noqa: SIM117
+        with session.stream("POST", f"{url}{CHAT}", json=body) as response:
+            next(response.iter_lines(), None)
+
+
+def running(url: str) -> float:
+    """Return how many requests the engine runs or holds, by its metrics."""
+    text = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            children.setdefault(int(status.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(status.parent.name)
+            )
+    processes = [pid]
+    for process in processes:
+        processes += children.get(process, [])
+    return processes
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and all below it that run now."""
+    total = 0
+    for process in tree(pid):
+        with suppress(OSError):
+            total += sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def memory(pid: int) -> int:
+    """Return the bytes that a process and all below it hold, shared ones by their share."""
+    total = 0
+    for process in tree(pid):
+        with suppress(OSError):
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total << 10
+
+
+def busy_cores(pid: int, seconds: float = 2.0) -> float:
+    """Return how many cores the server keeps busy."""
+    before = cpu_seconds(pid)
+    time.sleep(seconds)
+    return max(0.0, cpu_seconds(pid) - before) / seconds
+
+
+@contextmanager
+def server(unbounded: bool) -> Iterator[tuple[str, int, int]]:
+    """Start the embedded server; yield its URL, its port and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python = Path(sys.executable)
+    if unbounded:
+        os.environ[limits.VARIABLE] = ",".join(f"{name}=0" for name in limits.LIMITS)
+    described = embedded.describe(python, embedded.write_tiny(python), TINY_ID, port)
+    log = Path(tempfile.mkdtemp(prefix="sparkforge-hostile-")) / "server.log"
+    environment = {**os.environ, **described.environment, "PYTHONPATH": str(paths.ROOT)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            described.command, env=environment, cwd=paths.ROOT, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+        while not client.healthy(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server does not start: {log}\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(1)
+        yield url, port, process.pid
+    finally:
+        processes = tree(process.pid)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+
+
+def campaign(seconds: float, unbounded: bool, repeats: int, streams: int) -> dict[str, Any]:
+    """Attack a server; return the counts, and `failures` in words."""
+    begun, failures, rows = time.monotonic(), [], []
+    with server(unbounded) as (url, port, pid):
+        deadline = time.monotonic() + seconds
+
+        def check(name: str, ok: bool, why: str) -> None:
+            sys.stderr.write(f"  {'✓' if ok else '✗'} {name}: {why}\n")
+            failures.extend([] if ok else [f"{name}: {why}"])
+
+        bystander = Bystander(url)
+        bystander.start()
+        time.sleep(8)
+        bystander.worst()  # the first answers warm the server up
+        time.sleep(15)
+        baseline = bystander.worst()
+        names = [*ATTACKS, *RAW]
+        for name in names:
+            if time.monotonic() > deadline:
+                break
+            ended = attack(url, port, name)
+            rows.append({"attack": name, "ended": ended, "wait": round(bystander.worst(), 2)})
+            sys.stderr.write(f"  {name:40} {ended:24} {rows[-1]['wait']:6.2f} s\n")
+        check("attacks", len(rows) == len(names), f"{len(rows)} of {len(names)} were sent")
+        check("one after another", (worst := max(row["wait"] for row in rows)) <= baseline + WORST,
+              f"the bystander's worst wait {worst:.2f} s, baseline {baseline:.2f} s")  # fmt: skip
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: attack(url, port, name), names))
+        together = bystander.worst()
+        check("eight at once", together <= baseline + WORST, f"the bystander's worst wait {together:.2f} s")
+        bystander.end()
+        check("bystander", not bystander.failed, f"{bystander.failed} of its requests were refused")
+        time.sleep(IDLE_AFTER)
+        busy = busy_cores(pid)
+        check("idle", busy <= IDLE, f"{busy:.2f} cores busy {IDLE_AFTER:g} s after the last client left")
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda _: cut_stream(url), range(streams)))
+        time.sleep(IDLE_AFTER)
+        check("streams", not (left := running(url)), f"{left:g} requests run after {streams} streams were cut")
+        cheap = [name for name in ATTACKS if len(json.dumps(ATTACKS[name][1], default=str)) < 20_000]
+        sizes = []
+        with ThreadPoolExecutor(8) as pool:
+            for number in (repeats // 4, repeats):
+                list(pool.map(lambda i: attack(url, port, cheap[i % len(cheap)]), range(number)))
+                time.sleep(IDLE_AFTER)
+                sizes.append(memory(pid))
+        check("memory", sizes[1] <= GROWTH * sizes[0],
+              f"{sizes[0] >> 20} MiB, {sizes[1] >> 20} MiB after {repeats} more requests")  # fmt: skip
+        check("health", client.healthy(url), "the server answers /health")
+    return {
+        "scenario": "server",
+        "attacks": len(rows),
+        "baseline": round(baseline, 2),
+        "worst": worst,
+        "together": round(together, 2),
+        "busy_cores": round(busy, 2),
+        "unsound": len(failures),
+        "failures": failures,
+        "rows": rows,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenario", choices=["server"])
+    parser.add_argument("--seconds", type=float, default=900.0, help="for the attacks one after another")
+    parser.add_argument("--seed", type=int, help="has no effect: the attacks are a table")
+    parser.add_argument("--unbounded", action="store_true")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    row = campaign(options.seconds, options.unbounded, options.repeats, options.streams)
+    sys.stdout.write(f"{len(row['failures'])} failures in {row['seconds']:.0f} s\n")
+    if options.json:
+        options.json.write_text(json.dumps(row) + "\n")
+    return 1 if row["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
