@@ -121,7 +121,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "pattern with look-ahead bounds": schema({"type": "string", "pattern": "^(.*a){20}.{500}$", "maxLength": 900}),
     "integers between": schema({"type": "integer", "minimum": -(10**15), "maximum": 10**15}),
     "multipleOf with 2,000 values": schema({"anyOf": [{"type": "number", "multipleOf": i + 1} for i in range(1900)]}),
-    "patternProperties": schema({"type": "object", "patternProperties": {f"^{i}.*{i}$": objects(9) for i in range(99)}}),
+    "patternProperties": schema({"type": "object", "patternProperties": {f"^{i}.*{i}$": objects(9) for i in range(9)}}),
     "schema of 5 MB": schema({"description": "x" * 5_000_000}),
     "regex with nested bounds": structured(regex="((a{1,50}){1,50}){1,50}"),
     "regex of states": structured(regex="(.*a){20}.{500}"),
