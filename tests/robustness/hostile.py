@@ -29,7 +29,8 @@ from typing import Any
 import httpx
 
 from sparkforge.core import paths
-from sparkforge.serve import client, embedded, limits
+from sparkforge.core.openai import Endpoint
+from sparkforge.serve import embedded, limits
 from sparkforge.serve.settings import TINY_ID
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -326,7 +327,7 @@ def server(unbounded: bool) -> Iterator[tuple[str, int, int]]:
         )
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-        while not client.healthy(url):
+        while not Endpoint(url).healthy():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server does not start: {log}\n{log.read_text(errors='replace')[-3000:]}")
             time.sleep(1)
@@ -389,7 +390,7 @@ def campaign(seconds: float, unbounded: bool, repeats: int, streams: int) -> dic
                 sizes.append(memory(pid))
         check("memory", sizes[1] <= GROWTH * sizes[0],
               f"{sizes[0] >> 20} MiB, {sizes[1] >> 20} MiB after {repeats} more requests")  # fmt: skip
-        check("health", client.healthy(url), "the server answers /health")
+        check("health", Endpoint(url).healthy(), "the server answers /health")
     return {
         "scenario": "server",
         "attacks": len(rows),
