@@ -20,6 +20,7 @@ OVERLAP = 1 << 10
 TEXT = 2000  # characters of a line that are kept
 SHOWN = 300  # characters of a line that are shown
 WINDOW = (400, 800)  # bytes before and after a word in a line that is longer than TEXT
+END = 5  # lines at the end of a log in which LAST_WORDS count
 KEPT = 1500  # different lines that are kept of the begin of a log, and as many of its end
 SHORT = 500  # different lines
 REMEMBERED = 20_000  # different lines that are recognised when they come again
@@ -98,11 +99,15 @@ KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|AB
 # A program's own way to say that it cannot go on.
 FATAL = re.compile(
     r"""^(?:.{0,80}:\ )?(?:fatal\ error|fatal|panic|error|Error|FATAL|ERROR)(?:\ \[[^\]]*\])?\s*:\ |
-        ^[\w+-]+\ (?:fatal|error)\s+:\ |^(?:[Ff]ailed|[Cc]annot|[Uu]nable|Could\ not)\ |[Pp]ermission\ denied|
+        ^[\w+-]+\ (?:fatal|error)\s+:\ |[Pp]ermission\ denied\ while|
         Error\ response\ from\ daemon|panicked\ at|^terminate\ called|Fatal\ Python\ error|Segmentation\ fault|
         Segfault\ encountered|\(core\ dumped\)|command\ not\ found$|^Killed\b|:\ (?:Killed|Aborted|Bus\ error)\b|
         ^Aborted\b|^E:\ |^!!!!!!!\ """,
     re.VERBOSE,
+)
+# How a program ends that says no more than this; libraries say so of things that they do without, too.
+LAST_WORDS = re.compile(
+    r"^(?:[Ff]ailed|[Cc]annot|[Cc]an't|[Uu]nable|[Cc]ould(?: not|n't)|ERROR|Error)\b|[Pp]ermission denied"
 )
 # What a kernel says when something broke. It says `failed` and `error` in healthy starts, too.
 KERNEL = re.compile(
@@ -209,6 +214,11 @@ class Line:
         )
 
     @property
+    def are_last_words(self) -> bool:
+        """Whether a program that ended with it has failed."""
+        return not self.level and bool(LAST_WORDS.search(self.text)) and not NOISE.search(self.text)
+
+    @property
     def is_death(self) -> bool:
         """Whether it says that a process or the GPU is gone."""
         return self.xid is not None or bool(DEATH.search(self.text))
@@ -221,10 +231,11 @@ class Line:
 
 @dataclass
 class Event:
-    """What a log says. `lines` are the ones with a meaning, in order; `ended` is the line that asks for an end."""
+    """What a log says: lines with a meaning, in order; the number of the one that asks for an end, and of the last."""
 
     lines: list[Line] = field(default_factory=list)
     ended: int = 0
+    length: int = 0
 
     @property
     def vllm(self) -> str:
@@ -242,7 +253,9 @@ class Event:
         return [
             line
             for line in self.lines
-            if line.is_fault and not (self.ended and line.number > self.ended) and (line.is_death or not line.survived)
+            if (line.is_fault or (line.number > self.length - END and line.are_last_words))
+            and not (self.ended and line.number > self.ended)
+            and (line.is_death or not line.survived)
         ]
 
     @property
@@ -273,7 +286,9 @@ def read(chunks: Iterable[bytes]) -> Event:
     reader = _Reader()
     for number, piece in _pieces(chunks):
         reader.read(number, COLOUR.sub(b"", piece) if b"\x1b" in piece else piece)
-    return Event(sorted((*reader.first, *reader.last, *reader.quiet), key=lambda line: line.number), reader.ended)
+    return Event(
+        sorted((*reader.first, *reader.last, *reader.quiet), key=lambda line: line.number), reader.ended, reader.length
+    )
 
 
 def read_text(text: str) -> Event:
@@ -308,7 +323,7 @@ class _Reader:
         self.quiet: deque[Line] = deque(maxlen=KEPT)
         self.seen: dict[int, Line | None] = {}
         self.roles: dict[int, str] = {}
-        self.ended = 0
+        self.ended = self.length = 0
         self.pending: list[Line] = []  # faults since the last start, which a sign of life excuses
         self.exception: dict[str, int] = {}  # by process: the line of its last exception
         self.chained: set[str] = set()
@@ -333,7 +348,7 @@ class _Reader:
             if line is not None:
                 line.count += 1
                 self._notice(line, number + index)
-        self.before = lines[-2:]
+        self.before, self.length = lines[-2:], number + len(lines) - 1
 
     def _parse(self, number: int, index: int, lines: list[bytes]) -> Line | None:
         raw = lines[index]

@@ -203,7 +203,7 @@ def _in_facts(evidence: Evidence, known: Sequence[Signature]) -> Iterator[Proble
 def _place(log: evidences.Log, event: Event, line: Line, count: int) -> Place:
     """Return where a line stands; for a fault with the exceptions that led to it and its neighbours."""
     context: tuple[str, ...] = ()
-    if line.is_fault:
+    if line.is_fault or line.are_last_words:
         chain = [entry.shown for entry in event.chain(line)[:-1]]
         quoted = for_support("\n".join((*chain, *line.before, line.text, *line.after)))
         context = tuple(_short(text) for text in quoted.split("\n") if text and not BLOB.fullmatch(text))

@@ -52,10 +52,12 @@ def test_a_log_shows_its_own_problem_and_no_stranger(name, text):
     assert {(name, other) for other in recognised if other != name} <= ALSO
 
 
+PREFIXES = ("vllm-1  | \x1b[36m(EngineCore_DP0 pid=77)\x1b[0m ", "2026-11-24T10:00:00.123Z ", "#12 4.2 ")
+
+
 @pytest.mark.parametrize(
-    "prefix", ["vllm-1  | \x1b[36m(EngineCore_DP0 pid=77)\x1b[0m ", "2026-11-24T10:00:00.123Z ", "#12 4.2 "]
+    ("name", "text", "prefix"), [(*log, PREFIXES[i % len(PREFIXES)]) for i, log in enumerate(logs("logs.txt"))]
 )
-@pytest.mark.parametrize(("name", "text"), logs("logs.txt"))
 def test_it_is_found_behind_the_prefixes_of_other_programs(name, text, prefix):
     first, newline, rest = text.partition("\n")
     assert name in shown(f"{prefix}{first}{newline}{rest}")
