@@ -20,6 +20,7 @@ namespace = Collection(
     maintain.clean_cache,
     maintain.test,
     maintain.check,
+    maintain.docs,
 )
 
 _build = Collection(
@@ -86,18 +87,15 @@ for _collection in (
     _bundle,
     Collection(
         "pins",
-        check=maintain.pins_check,
         lock=maintain.pins_lock,
         debian=maintain.pins_debian,
     ),
     Collection(
         "max",
         up=modular.up,
-        chat=modular.chat,
         serve=modular.serve,
         compile=modular.compile,
         test=modular.test,
     ),
-    Collection("docs", build=maintain.docs_build, serve=maintain.docs_serve),
 ):
     namespace.add_collection(_collection)

@@ -143,17 +143,6 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
     bundle.unpack(Path(caller_path(file)), Path(caller_path(folder)), sha256=sha256)
 
 
-@task(example="./inv pins.check")
-def pins_check(_ctx: Context) -> None:
-    """Check pins.toml, and that no lock is older than its input."""
-    from sparkforge import pins
-    from sparkforge.pins import locks
-
-    table = pins.load()
-    locks.require_current()
-    say(f"pins.toml is well-formed: {len(list(table.components()))} components in {', '.join(table.stacks)}")
-
-
 @task(example="./inv pins.lock")
 def pins_lock(_ctx: Context) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
@@ -215,17 +204,16 @@ def check(_ctx: Context) -> None:
     suite.check()
 
 
-@task(example="./inv docs.build --strict", strict="fail on a broken link or another warning")
-def docs_build(_ctx: Context, strict: bool = False) -> None:
+@task(
+    example="./inv docs --strict",
+    strict="fail on a broken link or another warning",
+    serve="instead: show it on 127.0.0.1 and rebuild it on a change",
+)
+def docs(_ctx: Context, strict: bool = False, serve: bool = False) -> None:
     """Build the documentation into .sparkforge/site."""
-    from sparkforge.cli import docs
+    from sparkforge.cli import docs as site
 
-    echo(str(docs.build(strict=strict)))
-
-
-@task(example="./inv docs.serve")
-def docs_serve(_ctx: Context) -> None:
-    """Show the documentation on 127.0.0.1 and rebuild it on a change."""
-    from sparkforge.cli import docs
-
-    docs.serve()
+    if serve:
+        site.serve()
+    else:
+        echo(str(site.build(strict=strict)))

@@ -8,7 +8,6 @@ from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.cli.serve import PORT
-from sparkforge.cli.serve import chat as chat_with_server
 
 MODEL = "gpt-oss checkpoint with MXFP4 experts: a folder, or OWNER/NAME that is here; default: the tiny one of ./inv up"
 DEVICE = "cpu (float32, for small models) or gpu (not verified, see docs/guide/max.md)"
@@ -39,18 +38,6 @@ def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, co
         folder = checkpoint_of(model)
         server = modular.up(folder, device, whole_number("--port", port), whole_number("--context", context))
     screen.show_ready(server)
-
-
-@task(
-    example='./inv max.chat "What is MXFP4?"',
-    optional="message",
-    message="answer this one message and end",
-    system="system prompt: instructions that stand before the conversation",
-    max_tokens="longest answer in tokens; default 64 for one message, 1024 in a conversation",
-)
-def chat(ctx: Context, message: str, system: str = "", max_tokens: str = "") -> None:
-    """Talk with the model that MAX serves: ./inv chat by another name."""
-    chat_with_server(ctx, message, system=system, max_tokens=max_tokens)
 
 
 @task(

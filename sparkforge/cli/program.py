@@ -32,7 +32,7 @@ GROUPS = {
     "diagnose": ("doctor", "validate", "provenance"),
     "maintain": (
         *("clean-cache", "cache.list", "bundle", "bundle.*", "pins.*"),
-        *("test", "check", "docs.*"),
+        *("test", "check", "docs"),
     ),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")

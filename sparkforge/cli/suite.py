@@ -14,6 +14,7 @@ from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, run
 from sparkforge.environments import Environment
+from sparkforge.pins import locks
 from sparkforge.serve import environment as embedded
 
 LINT, UNIT = Environment("lint"), Environment("unit")
@@ -44,7 +45,9 @@ CHECKS = {
 
 def check() -> None:
     """Run every check, print what they found, and raise ProcessError if one of them failed."""
-    steps = Steps(len(CHECKS) + 1)
+    steps = Steps(len(CHECKS) + 2)
+    with steps.step("pins", "pins.toml and the locks"):
+        locks.require_current()
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
         programs = LINT.path / "bin"

@@ -103,7 +103,7 @@ def test_a_chat_is_answered_by_the_api_and_by_our_command(server):
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert 1 <= answer["usage"]["completion_tokens"] <= 8
-    chat = server.inv("max.chat", "Hello", "--max-tokens", "8")
+    chat = server.inv("chat", "Hello", "--max-tokens", "8")
     assert chat.returncode == 0, chat.stderr
     assert chat.stdout.strip()
 

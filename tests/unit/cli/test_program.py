@@ -130,7 +130,7 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
     ("arguments", "failure", "fix"),
     [
         (("lgos",), "there is no command 'lgos'", "./inv logs"),
-        (("pins.chek",), "there is no command 'pins.chek'", "./inv pins.check"),
+        (("pins.lok",), "there is no command 'pins.lok'", "./inv pins.lock"),
         (("zzyzx",), "there is no command 'zzyzx'", "./inv --list"),
         (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
