@@ -164,7 +164,7 @@ def pins_debian(_ctx: Context) -> None:
     fast="unit tests that need neither vLLM nor torch: offline, minutes",
     select="pytest's -k expression",
     coverage="measure which lines the tests reach, and print the table",
-    robustness="instead: attack for --minutes with failing disks, kills, races and malformed input",
+    robustness="instead: attack for --minutes with hostile requests, failing disks, kills, races, malformed input",
     minutes="how long to attack; default 60",
 )
 def test(

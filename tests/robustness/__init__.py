@@ -7,6 +7,7 @@
     races.py     runs the same scenario in several processes at once
     parsers.py   every parser with samples and the call that reads them
     fuzz.py      mutates samples; only declared errors may come out, in 5 s and 4 GB
+    hostile.py   requests against a live server that could harm others, beside a bystander who measures it
     campaign.py  all of these for some minutes, with counts as JSON: `./inv test --robustness [--minutes N]`
 
 The tests here (`test_*.py`) are the short run: the same programs with fixed seeds and small counts. Each failure is

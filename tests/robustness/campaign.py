@@ -1,7 +1,8 @@
 """All attacks for some minutes, with the counts as JSON: what `./inv test --robustness [--minutes N]` runs.
 
-Half of the time goes to faults and kills, a tenth to races, the rest to malformed input. Scenarios and parsers run side
-by side, one for each core, in processes of their own; each gets a share of the time.
+Hostile requests against a live server come first and alone, if there are HOSTILE_MINUTES. Half of the other time goes
+to faults and kills, a tenth to races, the rest to malformed input. Scenarios and parsers run side by side, one for each
+core, in processes of their own; each gets a share of the time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from robustness.races import RACED
 from robustness.scenarios import SCENARIOS
 
 FAULTS, RACES = 0.5, 0.1  # shares of the time
+HOSTILE_MINUTES = 30.0  # a campaign of that length attacks a server, too
+HOSTILE_SECONDS = 600.0  # for its attacks one after another
 SHORTEST = 5.0  # seconds for one of them
 START = 3.0  # seconds that a process takes before its first run
 BROKEN = ("tracebacks", "hangs", "unhealed", "lost", "litter", "false_refusals", "unsound")
@@ -56,7 +59,11 @@ def run(module: str, name: str, seconds: float, seed: int, folder: Path) -> dict
 
 def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
     """Run everything; return the document."""
-    begun, room = time.monotonic(), minutes * 60 * workers
+    begun, hostile = time.monotonic(), []
+    if minutes >= HOSTILE_MINUTES:
+        with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch:
+            hostile = [("hostile", run("hostile", "server", HOSTILE_SECONDS, seed, Path(scratch)))]
+    room = max(0.0, minutes * 60 - (time.monotonic() - begun)) * workers
     jobs = [
         ("faults", name, room * FAULTS * share) for name, share in _shares({s.name: s.cost for s in SCENARIOS.values()})
     ]
@@ -65,7 +72,7 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
     jobs += [("fuzz", name, left * share) for name, share in _shares({p.name: p.cost for p in PARSERS.values()})]
     with tempfile.TemporaryDirectory(prefix="sparkforge-campaign-") as scratch, ThreadPoolExecutor(workers) as pool:
         folder = Path(scratch)
-        rows = list(
+        rows = hostile + list(
             pool.map(lambda job: (job[0], run(job[0], job[1], max(SHORTEST, job[2] - START), seed, folder)), jobs)
         )
     totals: Counter[str] = Counter()
@@ -79,7 +86,7 @@ def campaign(minutes: float, seed: int, workers: int) -> dict[str, Any]:
         "totals": {name: totals[name] for name in wanted},
         **{
             module: [row for module_name, row in rows if module_name == module]
-            for module in ("faults", "races", "fuzz")
+            for module in ("hostile", "faults", "races", "fuzz")
         },
     }
 
@@ -94,6 +101,7 @@ def show(document: dict[str, Any]) -> str:
     """Return a table of the counts, and the command that repeats each failure."""
     lines = []
     for module, columns in (
+        ("hostile", ("attacks", "baseline", "worst", "together", "busy_cores", "unsound")),
         ("faults", ("operations", "faults", "kills", "tracebacks", "hangs", "unhealed", "lost", "litter")),
         ("races", ("runs", "succeeded", "refused", "false_refusals", "unsound", "hangs")),
         ("fuzz", ("inputs", "accepted", "declared", "named", "tracebacks", "hangs")),
@@ -103,7 +111,7 @@ def show(document: dict[str, Any]) -> str:
             name = row.get("scenario") or row.get("parser")
             lines.append(f"{name:22}" + "".join(f"{row.get(column, 0):>15,}" for column in columns))
         lines.append("")
-    for module in ("faults", "races", "fuzz"):
+    for module in ("hostile", "faults", "races", "fuzz"):
         for row in document[module]:
             lines += _failures(row.get("failures", []))
     lines.append(", ".join(f"{value:,} {name}" for name, value in document["totals"].items()))
