@@ -33,7 +33,7 @@ from sparkforge.audit import elf, sass
 from sparkforge.audit import rules as audit_rules
 from sparkforge.audit.cubins import Reader, Tools
 from sparkforge.audit.report import audit_files
-from sparkforge.bench import baselines, endpoint, schema, settings, trace
+from sparkforge.bench import baselines, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import events, manifest, redact
@@ -495,11 +495,11 @@ def _read_proof(data: bytes, _scratch: Path) -> None:
 
 def _read_endpoint(data: bytes, _scratch: Path) -> None:
     _Answer.body, _Answer.kind = data, "application/json"
-    at = endpoint.Endpoint(URL, "m", 5.0)
+    at = Endpoint(URL, "m", 5.0)
     at.tokenize("x")
     at.generated()
     at.version()
-    endpoint.served(at)
+    at.served()
 
 
 def _read_url(data: bytes, _scratch: Path) -> None:
