@@ -16,10 +16,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from sparkforge.core import installers
 from sparkforge.core.errors import ProcessError
 
 MARK = ".made-by-sparkforge"
-TAIL_LINES = 8
 
 
 def main(root: Path) -> None:
@@ -73,7 +73,16 @@ def make(venv: Path, lock: Path) -> None:
     venv.mkdir()
     (venv / MARK).touch()
     run([sys.executable, "-m", "venv", str(venv)], "cannot make .venv")
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    pip = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar",
+        "off",
+    ]
     run(
         [*pip, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(lock)],
         "cannot install locks/tools.txt",
@@ -85,16 +94,15 @@ def make(venv: Path, lock: Path) -> None:
 
 
 def run(command: list[str], failure: str) -> None:
-    """Run one step of the setup, quietly; show its last lines if it fails."""
+    """Run one step of the setup, quietly; say why it failed if it does. Raises ProcessError."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./inv set it for us
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-    if result.returncode:
-        lines = [
-            line for line in (result.stdout + result.stderr).splitlines() if line.strip() and "WARNING" not in line
-        ]
-        why = "\n        ".join(lines[-TAIL_LINES:]) or f"{command[0]} ended with code {result.returncode}"
-        fix = "check the network (or PIP_INDEX_URL, if you use a mirror), then run the same command again"
-        raise ProcessError(failure, why, fix, code="process.setup")
+
+    def attempt() -> str:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        return (result.stdout + result.stderr or f"exit code {result.returncode}") if result.returncode else ""
+
+    if refused := installers.insist(attempt, lambda line: print(line, file=sys.stderr), "locks/tools.txt"):
+        raise ProcessError(failure, refused.cause, refused.fix, code="process.setup")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sparkforge.core import tables
-from sparkforge.core.errors import InputError, NetworkError, ProcessError
+from sparkforge.core import installers, tables
+from sparkforge.core.console import say
+from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
@@ -195,7 +196,7 @@ def install(
     `replaced` (package → requirement line) takes the place of what the set says of a package. Files of `find_links` are
     used where their hash is in the requirements. `copy`, and a target folder, make copies instead of hard links into
     uv's cache: a hard link's ctime changes with every other link, and ccache then sees its headers "modified". Raises
-    NetworkError with uv's last lines.
+    NetworkError with the cause that uv printed.
     """
     command = [sys.executable, "-m", "uv", "pip", "install", "--python", str(python)]
     command += ["--require-hashes", "--no-deps", "--quiet", "-r", "-"]
@@ -205,7 +206,11 @@ def install(
     command += ["--target", str(target)] if target else []
     command += ["--link-mode", "copy"] if copy or target else []
     requirements = "\n".join([replace(_text(lock_path(name)), replaced or {}), *extra])
-    try:
-        run(command, env=uv_environment(), stdin=requirements)
-    except ProcessError as error:
-        raise NetworkError(f"cannot install the locked set {name}", error.why, NETWORK, code="network.fetch") from error
+
+    def attempt() -> str:
+        process = run(command, env=uv_environment(), stdin=requirements, check=False)
+        return (process.stdout + process.stderr or f"exit code {process.returncode}") if process.returncode else ""
+
+    if refused := installers.insist(attempt, say, f"locked set {name}"):
+        failure = f"cannot install the locked set {name}"
+        raise NetworkError(failure, refused.cause, refused.fix, code="network.fetch")

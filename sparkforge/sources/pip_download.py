@@ -12,7 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sparkforge.core.errors import NetworkError, ProcessError
+from sparkforge.core import installers
+from sparkforge.core.console import say
+from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import fsync_directory
 from sparkforge.core.process import run
 from sparkforge.pins import Component
@@ -57,25 +59,28 @@ def _download(component: Component, filename: str, folder: Path) -> None:
     """Have pip download the wheel. The kernel lets it write no file that is larger than the pin says."""
     size = component.size_of(filename) or fetch.LARGEST
     requirement = f"{component.package}=={component.version} --hash=sha256:{component.files[filename]}"
-    base = [sys.executable, "-c", LIMITED, str(size + MARGIN), "download", "--quiet", "--no-deps", "--require-hashes"]
-    base += ["--only-binary", ":all:", "--dest", str(folder), "-r", "/dev/stdin"]
-    reasons = []
+    base = [sys.executable, "-c", LIMITED, str(size + MARGIN), "download", "--no-input", "--progress-bar", "off"]
+    base += ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--dest", str(folder), "-r", "/dev/stdin"]
+    refusals = []
     for index in ([], ["--index-url", str(component.index)]):
-        try:
-            run([*base, *index], stdin=requirement)
-        except ProcessError as error:
-            if "HASHES" in error.why or "do not match" in error.why:
-                raise fetch.wrong_file(str(component.package), error.why, CHECK) from error
-            if "File too large" in error.why:  # EFBIG
-                raise fetch.wrong_file(
-                    str(component.package), f"the pin has {size} bytes, and more came", CHECK
-                ) from error
-            reasons.append(error.why.splitlines()[-1])
-        else:
+
+        def attempt(index: list[str] = index) -> str:
+            process = run([*base, *index], stdin=requirement, check=False)
+            output = process.stdout + process.stderr
+            if process.returncode and ("HASHES" in output or "do not match" in output):
+                raise fetch.wrong_file(str(component.package), installers.refusal(output).cause, CHECK)
+            if process.returncode and "File too large" in output:  # EFBIG
+                raise fetch.wrong_file(str(component.package), f"the pin has {size} bytes, and more came", CHECK)
+            return (output or f"exit code {process.returncode}") if process.returncode else ""
+
+        refused = installers.insist(attempt, say, str(component.package))
+        if refused is None:
             return
+        refusals.append(refused)
+    causes = dict.fromkeys(refused.cause for refused in refusals)
     raise NetworkError(
         f"cannot fetch {component.package}=={component.version}",
-        " / ".join(reasons),
-        "check the network, or point pip at a folder that holds the wheel: PIP_FIND_LINKS=/folder ./inv up",
+        "; from the index of pins.toml: ".join(causes),
+        f"{refusals[0].fix}; or point pip at a folder that holds the wheel: PIP_FIND_LINKS=/folder ./inv up",
         code="network.fetch",
     )

@@ -1,0 +1,144 @@
+"""What pip and uv print when they refuse, as one line: the cause, the next step, and whether to try again.
+
+It needs the standard library alone: `sparkforge.core.bootstrap` runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+WAITS = (3.0, 10.0)  # seconds before the second and the third attempt
+LONGEST = 300  # characters of a cause
+NETWORK = "check the network, or set PIP_INDEX_URL to your mirror, then run the same command again"
+SETTINGS = "look at pip's settings: pip config list; env | grep -E '^(PIP|UV)_'"
+
+
+class Refusal(NamedTuple):
+    """Why pip or uv refused. `busy`: the same command may succeed later."""
+
+    cause: str
+    fix: str
+    busy: bool = False
+
+
+class _Rule(NamedTuple):
+    pattern: str
+    cause: str
+    fix: str
+    busy: bool = False
+
+
+# The first rule whose pattern is found counts; `\1` and so on in a cause stand for the pattern's groups.
+_RULES = (
+    _Rule(r"No space left on device|os error 28|Errno 28", "no space is left on the disk", "df -h"),
+    _Rule(r"Disk quota exceeded|os error 122|Errno 122", "the disk quota is exceeded", "quota -s"),
+    _Rule(
+        r"Permission denied: '?([^'\n]+)|failed to \w+ (?:file|directory) `([^`]+)`: Permission denied",
+        r"permission denied: \1\2",
+        "ls -ld that path, and its owner",
+    ),
+    _Rule(r"Hash mismatch for `([^`]+)`", r"the index offers \1 with another hash than the lock has", SETTINGS),
+    _Rule(
+        r"DO NOT MATCH THE HASHES[^\n]*?\s(\S+==\S+) from",
+        r"the index offers \1 with another hash than the lock has",
+        SETTINGS,
+    ),
+    _Rule(
+        r"40[13] (?:Unauthorized|Forbidden)|HTTP error 40[13]|handle_401",
+        "the package index refuses the credentials (401 or 403)",
+        SETTINGS,
+    ),
+    _Rule(r"407 Proxy|ProxyError|proxy", "the proxy refuses the connection", "env | grep -i _proxy"),
+    _Rule(
+        r"UnknownIssuer|CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate",
+        "the index's TLS certificate is not trusted",
+        "set PIP_CERT to your organisation's CA bundle",
+    ),
+    _Rule(r"(429 Too Many|50\d [A-Z][a-z]+)", r"the package index is busy (\1)", NETWORK, busy=True),
+    _Rule(r"HTTP error (429|50\d)|too many (429|50\d) error", r"the package index is busy (\1\2)", NETWORK, busy=True),
+    _Rule(
+        r"[Tt]imed? ?out|TimeoutError|IncompleteRead|[Cc]onnection reset|os error 104|BrokenPipe|end of file before",
+        "the package index stopped answering",
+        NETWORK,
+        busy=True,
+    ),
+    _Rule(
+        r"failed to lookup address|Name or service not known|Temporary failure in name resolution",
+        "the package index's name cannot be resolved",
+        NETWORK,
+        busy=True,
+    ),
+    _Rule(
+        r"Connection refused|NewConnectionError|os error 111|Network is unreachable|os error 101",
+        "nothing answers at the package index",
+        NETWORK,
+    ),
+    _Rule(
+        r"Could not find a version that satisfies the requirement (\S+)[^\n]*\(from versions: none\)",
+        r"the package index offers no version of \1: it is busy, refuses, or has none",
+        NETWORK,
+        busy=True,
+    ),
+    _Rule(
+        r"Could not find a version that satisfies the requirement (\S+)[^\n]*\(from versions: ([^)\n]{0,120})",
+        r"the package index has no \1 for this Python and machine, only \2",
+        SETTINGS,
+    ),
+    _Rule(r"Because (\S+) was not found in the package registry", r"the package index has no \1", SETTINGS),
+    _Rule(r"Because (.+?), we can conclude", r"\1", SETTINGS),
+    _Rule(r"has no wheels with a matching (.+?)[.\n]", r"no wheel has a matching \1", SETTINGS),
+)
+_REQUESTED = re.compile(r"The user requested (\(constraint\) )?(\S+)")
+
+
+def refusal(output: str) -> Refusal:
+    """Return why pip or uv refused, from what it printed without --quiet."""
+    if requested := _REQUESTED.findall(output):
+        wanted = " and ".join(dict.fromkeys(name for constraint, name in requested if not constraint))
+        limits = " and ".join(dict.fromkeys(name for constraint, name in requested if constraint))
+        if limits:
+            cause = f"{wanted} is needed, and a constraint of pip's settings demands {limits} ({_constraint_home()})"
+            return Refusal(cause[:LONGEST], "remove that constraint, or run with: PIP_CONFIG_FILE=/dev/null")
+        return Refusal(f"these requirements exclude each other: {wanted}"[:LONGEST], SETTINGS)
+    joined = re.sub(r"\n\s+(?=[a-z`])", " ", output)  # uv wraps its sentences
+    for rule in _RULES:
+        if match := re.search(rule.pattern, joined):
+            cause = rule.cause
+            for number, group in enumerate(match.groups(), 1):
+                cause = cause.replace(f"\\{number}", group or "")
+            return Refusal(" ".join(cause.split())[:LONGEST], rule.fix, rule.busy)
+    lines = [line.strip() for line in output.splitlines() if line.strip() and "WARNING" not in line]
+    errors = [line for line in lines if re.match(r"(?i)error|\S*Error:|cause:", line)] or lines[-1:]
+    return Refusal((errors[-1] if errors else "it printed nothing")[:LONGEST], NETWORK)
+
+
+def _constraint_home() -> str:
+    """Return where pip's constraints come from: a variable, or a setting with its file."""
+    if value := os.environ.get("PIP_CONSTRAINT"):
+        return f"PIP_CONSTRAINT={value}"
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
+    return next((line for line in listed.splitlines() if ".constraint=" in line), "pip config list")
+
+
+def insist(attempt: Callable[[], str], say: Callable[[str], None], name: str) -> Refusal | None:
+    """Run pip or uv by `attempt`, again if the index is busy; return why it refused at last, or None if it did not.
+
+    `attempt` returns what the program printed if it failed, and an empty text otherwise. `name` is what is fetched.
+    """
+    for wait in (*WAITS, 0.0):
+        output = attempt()
+        if not output:
+            return None
+        refused = refusal(output)
+        if not (refused.busy and wait):
+            break
+        say(f"{name}: {refused.cause}; trying again in {wait:g} s")
+        time.sleep(wait)
+    return refused

@@ -1,0 +1,106 @@
+"""What pip and uv print when they refuse; the texts are theirs, of pip 26 and uv 0.9."""
+
+import pytest
+
+from sparkforge.core import installers
+
+OFFERED = "ERROR: Could not find a version that satisfies the requirement demo==1.0 (from versions: {})\n"
+TIMEOUT = (
+    "error: Failed to fetch: `https://x/demo/`\n  Caused by: error sending request\n  Caused by: operation timed out\n"
+)
+CONFLICT = """\
+Looking in indexes: https://x/simple
+ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.
+
+The conflict is caused by:
+    The user requested torch==2.13.0+cpu
+    The user requested (constraint) torch<=2.12
+
+ERROR: ResolutionImpossible: for help visit https://pip.pypa.io/
+"""
+CASES = {
+    "a constraint": (
+        CONFLICT,
+        "torch==2.13.0+cpu is needed, and a constraint of pip's settings demands torch<=2.12",
+        False,
+    ),
+    "busy, pip": (OFFERED.format("none"), "offers no version of demo==1.0", True),
+    "another Python": (OFFERED.format("0.8, 0.9"), "no demo==1.0 for this Python and machine, only 0.8, 0.9", False),
+    "busy, uv": (
+        "error: Failed to fetch: http://x/\n  cause: HTTP status server error (503 Service Unavailable)",
+        "busy (503 S",
+        True,
+    ),
+    "too many": ("  cause: HTTP status client error (429 Too Many Requests) for url", "busy (429 Too Many", True),
+    "silence": (TIMEOUT, "stopped answering", True),
+    "refused": ("  cause: tcp connect error\n  cause: Connection refused (os error 111)", "nothing answers", False),
+    "no name": (
+        "dns error: failed to lookup address information: Name or service not known",
+        "cannot be resolved",
+        True,
+    ),
+    "credentials": (
+        "hint: An index URL (http://x) could not be queried (401 Unauthorized)",
+        "refuses the credentials",
+        False,
+    ),
+    "hash, uv": (
+        "error: Failed to download `demo==1.0`\n  cause: Hash mismatch for `demo==1.0`\n",
+        "offers demo==1.0 with",
+        False,
+    ),
+    "hash, pip": (
+        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE FILE.\n    demo==1.0 from http://x",
+        "demo==1.0 with",
+        False,
+    ),
+    "missing": (
+        "cause: Because demo was not found in the package registry and you\n    require demo==1.0, we can",
+        "has no demo",
+        False,
+    ),
+    "full disk": (
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+        "no space",
+        False,
+    ),
+    "certificate": ("Caused by: invalid peer certificate: UnknownIssuer", "certificate is not trusted", False),
+    "unknown": (
+        "Collecting demo\nERROR: something new happened\nWARNING: a newer pip\n",
+        "something new happened",
+        False,
+    ),
+    "a crash": (
+        "Traceback (most recent call last):\n  File\nEOFError: EOF when reading a line",
+        "EOF when reading",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_is_one_line_with_its_cause(case, monkeypatch):
+    monkeypatch.setenv("PIP_CONSTRAINT", "limits.txt")
+    output, cause, busy = CASES[case]
+    refusal = installers.refusal(output)
+    assert cause in refusal.cause
+    assert "\n" not in refusal.cause
+    assert refusal.busy is busy
+    assert refusal.fix
+    assert ("PIP_CONSTRAINT=limits.txt" in refusal.cause) == (case == "a constraint")
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_a_busy_index_is_asked_again(monkeypatch, failures, attempts):
+    monkeypatch.setattr(installers, "WAITS", (0.01, 0.01))
+    outputs = [CASES["busy, uv"][0]] * failures + [""] * 3
+    lines, asked = [], []
+    refused = installers.insist(lambda: asked.append(1) or outputs.pop(0), lines.append, "the wheel")
+    assert (len(asked), refused is None) == (attempts, failures < 3)
+    assert len(lines) == attempts - 1
+
+
+def test_what_lasts_is_not_asked_again():
+    asked = []
+    refused = installers.insist(lambda: asked.append(1) or CASES["hash, uv"][0], print, "the wheel")
+    assert (len(asked), refused.busy) == (1, False)
