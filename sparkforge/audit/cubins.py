@@ -21,6 +21,8 @@ READABLE = (elf.ELF, elf.ZSTD) if find_spec("zstandard") else (elf.ELF,)
 LARGEST = 512 << 20  # bytes that a cubin may have once it is unpacked; the largest of vLLM's wheel has 65 MB
 LARGEST_TOGETHER = 16 << 30  # bytes of a file's cubins unpacked; all of vLLM's wheel: 1.4 GB (docs/concepts/audit.md)
 LONGEST_SECONDS = 600.0  # for cuobjdump on one file; all of vLLM's wheel take it 10 s (docs/concepts/audit.md)
+PTX_HEAD = 4096  # bytes of a PTX in which its `.target` is: only comments and `.version` come before it
+PTX_TARGET = re.compile(rb"^\.target\s+sm_(\d+[af]?)", re.MULTILINE)
 INLINE = 8 << 20  # bytes of cubins up to which starting other processes costs more than it saves
 
 
@@ -69,6 +71,11 @@ class Cubin:
     kernels: tuple[Kernel, ...] = ()
     strings: tuple[str, ...] = ()  # of those watched
 
+    @property
+    def label(self) -> str:
+        """Its target in words; where ptxas did not write it down, the number without the suffix that it may have."""
+        return self.target or f"sm_{self.sm}, suffix not stated"
+
 
 @dataclass(frozen=True)
 class Binary:
@@ -92,6 +99,20 @@ def loads(target: str, capability: str) -> bool:
         return False
     major, minor = map(int, capability.split("."))
     return int(match[1]) == major and (int(match[2]) == minor if match[3] == "a" else int(match[2]) <= minor)
+
+
+def compiles(ptx: str, capability: str) -> bool:
+    """Tell whether the driver can compile PTX for `ptx`, such as compute_120, on a device of `capability`.
+
+    Plain PTX is compiled for the same and every later capability, `f` for its family, `a` for its own only.
+    """
+    match = re.fullmatch(r"compute_(\d+)(\d)([af]?)", ptx)
+    if match is None:
+        return False
+    if match[3]:
+        return loads(ptx.replace("compute_", "sm_"), capability)
+    major, minor = map(int, capability.split("."))
+    return (int(match[1]), int(match[2])) <= (major, minor)
 
 
 @dataclass(frozen=True)
@@ -135,6 +156,49 @@ def _unpacked(data: bytes, size: int) -> bytes:
         raise elf.CutError(f"a cubin cannot be unpacked: {error}") from None
 
 
+def _ptx(path: Path, entry: elf.FatbinEntry) -> str:
+    """Return what a PTX is for, such as compute_120a: its own `.target`, else the fatbin's number."""
+    with path.open("rb") as file:
+        file.seek(entry.offset)
+        data = file.read(min(entry.size, PTX_HEAD))
+    if entry.packing == elf.ZSTD and elf.ZSTD in READABLE:
+        import zstandard  # noqa: PLC0415 - see READABLE
+
+        with suppress(zstandard.ZstdError):
+            data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    elif entry.unpacked != entry.size:
+        data = _lz4_head(data)
+    target = PTX_TARGET.search(data[:PTX_HEAD])
+    return f"compute_{target[1].decode() if target else entry.sm}"
+
+
+def _lz4_head(data: bytes) -> bytes:
+    """Return the begin of an LZ4 block, which nvcc packs PTX in up to CUDA 12.6, as far as `data` goes."""
+    output, position = bytearray(), 0
+
+    def length(nibble: int) -> int:
+        nonlocal position
+        while nibble >= 15 and (nibble - 15) % 255 == 0 and position < len(data):
+            position += 1
+            nibble += data[position - 1]
+            if data[position - 1] != 255:
+                break
+        return nibble
+
+    while position < len(data) and len(output) < PTX_HEAD:
+        token = data[position]
+        position += 1
+        literals = length(token >> 4)
+        output += data[position : position + literals]
+        position += literals + 2
+        back = int.from_bytes(data[position - 2 : position], "little")
+        if position > len(data) or not 0 < back <= len(output):
+            break
+        for _ in range(min(length(token & 15) + 4, PTX_HEAD)):
+            output.append(output[-back])
+    return bytes(output)
+
+
 def scan(piece: Piece, watch: Watch) -> Scanned:
     """Read one cubin without any program. Raises one of elf.MALFORMED."""
     data = piece.data()
@@ -173,7 +237,8 @@ class Reader:
                 return Draft(Binary(name, size), self._scanned([Piece(path, path.name, size)]))
             with elf.opened(path) as opened:
                 entries = elf.entries(opened)
-                host = elf.host(opened, entries)
+                ptx = sorted(_ptx(path, entry) for entry in entries if entry.kind == elf.KIND_PTX)
+                host = replace(elf.host(opened, entries), ptx=tuple(ptx))
             carried = [entry for entry in entries if entry.kind == elf.KIND_CUBIN]
             if (together := sum(max(entry.size, entry.unpacked) for entry in carried)) > LARGEST_TOGETHER:
                 raise elf.CutError(f"its {len(carried)} cubins have {together} bytes once they are unpacked")

@@ -25,6 +25,9 @@ ELF, ZSTD = b"\x7fELF", b"\x28\xb5\x2f\xfd"
 ARCH = re.compile(rb"-arch[ =]+(sm_\d+[af]?)")
 TKINFO = ".note.nv.tkinfo"
 MERCURY = b".nv.merc."  # ptxas 13 lists some sections a second time under such names, over the same bytes; never code
+# Up to 12.6, ptxas wrote no command line: the ELF flags hold the number in their first byte, and the suffix `a` as a
+# bit (compared with cuobjdump 13.5.37 on sm_60 to sm_90a, and LLVM's EF_CUDA_ACCELERATORS).
+OLD_ABI, OLD_SUFFIX = 7, 0x800
 FATBINS = (".nv_fatbin", "__nv_relfatbin")
 # The layout of a fatbin as nvcc 11 to 13 write it: {magic u32, version u16, header size u16, payload size u64}, then
 # entries of {kind u16, version u16, header size u32, payload size u64, size when packed u32 (0: it is not), 8 bytes,
@@ -182,12 +185,18 @@ class Code:
     @property
     def sm(self) -> int:
         """The architecture's number in the ELF flags, without any suffix: 121 for sm_121a too."""
-        return self.flags >> 8 & 0xFF
+        return self.flags & 0xFF if self._is_old else self.flags >> 8 & 0xFF
+
+    @property
+    def _is_old(self) -> bool:
+        return self.data[8] == OLD_ABI
 
     @property
     def target(self) -> str:
         """The target of ptxas, such as sm_121a; several joined by +; empty if the cubin does not say."""
-        return "+".join(sorted({name.decode() for name in ARCH.findall(self.part(TKINFO))}))
+        if targets := {name.decode() for name in ARCH.findall(self.part(TKINFO))}:
+            return "+".join(sorted(targets))
+        return f"sm_{self.sm}{'a' if self.flags & OLD_SUFFIX else ''}" if self._is_old else ""
 
     def part(self, name: str) -> bytes:
         """Return a section's bytes; none if there is no such section."""

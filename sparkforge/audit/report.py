@@ -27,12 +27,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sparkforge.audit.cubins import Binary, Cubin, Draft, Reader, Tools
+from sparkforge.audit.cubins import Binary, Cubin, Draft, Reader, Tools, compiles
 from sparkforge.audit.patched import AuditedWheel, audit_patched
 from sparkforge.audit.rules import Rules, Violation, judge, judge_modules, load
 from sparkforge.core.console import say
 from sparkforge.core.errors import AuditError, CompileError, IntegrityError, UsageError
 from sparkforge.core.files import CHUNK, write_json
+from sparkforge.core.paths import state
 from sparkforge.core.installed import LARGEST_RECORD, parse_record
 from sparkforge.sources.archive import MALFORMED
 
@@ -65,7 +66,10 @@ class AuditedFile:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one file holds for one target. `fp4` kernels have hardware FP4; `stubs` only trap and are no support."""
+    """What one file holds for one target. `fp4` kernels have hardware FP4; `traps` have a BPT.TRAP somewhere.
+
+    PTX has a target such as compute_120, counts as no cubin, and `loads` if the driver can compile it.
+    """
 
     file: str
     target: str
@@ -74,7 +78,7 @@ class Coverage:
     kernels: int
     fp4: int
     block_scaled: int
-    stubs: int
+    traps: int
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,14 @@ def audit_files(
     modules: Sequence[str] = (),
     machine: str = "",
     rules: Rules | None = None,
+    foreign: bool = False,
 ) -> AuditReport:
     """Read and judge every .cubin, .o, .so and .whl among `paths` and in the folders among them.
 
     `tools` locates NVIDIA's readers; it is called once, when the arguments are known to be right, since it may have to
-    install them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. Raises
-    UsageError for a path or module that has no meaning; bad files are violations, not errors.
+    install them. `modules` are required, and `machine` (as `uname -m`) is the CPU that the files must be for. With
+    `foreign` the rules of our image are applied only to what is built here, or named in the table. Raises UsageError
+    for a path or module that has no meaning; bad files are violations, not errors.
     """
     rules, started = rules or load(), time.monotonic()
     if unknown := set(modules) - rules.modules.keys():
@@ -143,7 +149,8 @@ def audit_files(
         binaries.append(binary)
         if swapped:
             violations.append(Violation("swapped-library", source.name, swapped, rules.fix("swapped-library")))
-        violations += judge(binary, rules, machine=source.machine)
+        ours = not foreign or source.path.resolve().is_relative_to(state().resolve()) or rules.names(source.name)
+        violations += judge(binary, rules, machine=source.machine, ours=ours)
     binaries.sort(key=lambda binary: binary.path)
     violations += judge_modules(binaries, modules, rules)
     wheels = tuple(audit_patched(paths))
@@ -259,14 +266,18 @@ def _draft(source: AuditedFile, reader: Reader) -> tuple[Draft, str]:
 def _coverage(binary: Binary, rules: Rules) -> Iterator[Coverage]:
     targets: dict[str, list[Cubin]] = {}
     for cubin in binary.cubins:
-        targets.setdefault(cubin.target or "unknown", []).append(cubin)
+        targets.setdefault(cubin.label, []).append(cubin)
     for target, cubins in sorted(targets.items()):
         kernels = [kernel for cubin in cubins for kernel in cubin.kernels]
         yield Coverage(
             binary.path, target, cubins[0].loads, len(cubins), sum(cubin.kernel_count for cubin in cubins),
             fp4=sum(kernel.count(rules.sass.fp4) > 0 for kernel in kernels),
             block_scaled=sum(kernel.count(rules.sass.block_scaled) > 0 for kernel in kernels),
-            stubs=sum(rules.stub(kernel) for kernel in kernels),
+            traps=sum(kernel.count(rules.sass.trap) > 0 for kernel in kernels),
+        )  # fmt: skip
+    for target in sorted(set(binary.host.ptx)) if binary.host else ():
+        yield Coverage(
+            binary.path, target, compiles(target, rules.capability), 0, 0, fp4=0, block_scaled=0, traps=0
         )  # fmt: skip
 
 
@@ -285,9 +296,10 @@ def run_audit(
     modules: Sequence[str] = (),
     machine: str = "",
     output: Path | None = None,
+    foreign: bool = False,
 ) -> None:
     """Audit, print the table to stdout, write the JSON to `output`. Raises AuditError if a rule is broken."""
-    report = audit_files(paths, tools=tools, modules=modules, machine=machine)
+    report = audit_files(paths, tools=tools, modules=modules, machine=machine, foreign=foreign)
     if output:
         write_json(output, report.document())
     width = None if sys.stdout.isatty() else WIDE
@@ -307,10 +319,11 @@ def run_audit(
 
 def table(report: AuditReport, capability: str) -> Table:
     """Return the coverage as a table: a row for each file and target."""
-    columns = ("file", "target", f"loads on {capability}", "cubins", "kernels", "FP4", "block-scaled MMA", "stubs")
+    columns = ("file", "target", f"loads on {capability}", "cubins", "kernels", "FP4", "block-scaled MMA", "traps")
     rows = Table(*columns, box=None)
     for row in report.coverage:
-        counts = (row.kernels, row.fp4, row.block_scaled, row.stubs) if row.loads else ("-",) * 4
-        loads = "yes" if row.loads else "no"
-        rows.add_row(PurePath(row.file).name, row.target, loads, str(row.cubins), *map(str, counts))
+        counts = (row.kernels, row.fp4, row.block_scaled, row.traps) if row.loads and row.cubins else ("-",) * 4
+        loads = "no" if not row.loads else "yes" if row.cubins else "compiled by the driver"
+        target = row.target if row.cubins else f"{row.target} (PTX)"
+        rows.add_row(PurePath(row.file).name, target, loads, str(row.cubins), *map(str, counts))
     return rows

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from sparkforge.audit.cubins import Binary, Cubin, Kernel, Watch
+from sparkforge.audit.cubins import Binary, Cubin, Kernel, Watch, compiles
 from sparkforge.audit.elf import Host
 from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import AuditError
@@ -60,13 +60,12 @@ class ModuleRule(Record):
 
 
 class Sass(Record):
-    """Patterns of mnemonics, and the signs of a stub."""
+    """Patterns of mnemonics, and the texts of kernels that only trap."""
 
     watched: Pattern
     block_scaled: Pattern
     fp4: Pattern
     trap: Pattern
-    stub: int
     trap_strings: tuple[str, ...]
 
 
@@ -117,10 +116,11 @@ class Rules(Record):
         """Tell whether the kernel was written for another architecture; it is no support, whatever it holds."""
         return bool(re.search(self.fp4.kernels[0].match, kernel.name))
 
-    def stub(self, kernel: Kernel) -> bool:
-        """Tell whether the kernel does nothing but trap, or was written for another architecture and traps."""
-        short = kernel.instructions <= self.sass.stub
-        return kernel.count(self.sass.trap) > 0 and (short or self.foreign(kernel))
+    def names(self, path: str) -> bool:
+        """Tell whether the table names a file: then it is one of our image, wherever it lies."""
+        base = PurePath(path).name
+        patterns = (*(module.file for module in self.modules.values()), *self.other_device)
+        return any(fnmatch(base, pattern) for pattern in patterns)
 
     def fix(self, rule: str) -> str:
         """Return what to do about a rule's violation."""
@@ -150,43 +150,57 @@ class Violation:
     fix: str
 
 
-def judge(binary: Binary, rules: Rules, *, machine: str = "") -> list[Violation]:
-    """Return every violation of one file; `machine` (as `uname -m`) is demanded if given."""
+def judge(binary: Binary, rules: Rules, *, machine: str = "", ours: bool = True) -> list[Violation]:
+    """Return every violation of one file; `machine` (as `uname -m`) is demanded if given.
+
+    What our image demands of its files (targets, libraries, run paths, symbols, names) is asked only of `ours`.
+    """
     if binary.damage:
         findings = [("damaged", binary.damage)]
     else:
-        findings = [*_code(binary, rules)]
+        findings = [*_code(binary, rules, ours=ours)]
         if binary.host:
-            findings += _host(binary.host, rules.host) if binary.host.shared else []
-            findings += _identity(binary.path, binary.host, machine)
+            findings += _machine(binary.host, rules.host, machine)
+            if ours:
+                findings += _image(binary.host, rules.host) if binary.host.shared else []
+                findings += _identity(binary.path, binary.host)
     return [Violation(rule, binary.path, detail, rules.fix(rule)) for rule, detail in findings]
 
 
-def _code(binary: Binary, rules: Rules) -> Iterator[tuple[str, str]]:
+def _code(binary: Binary, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str]]:
     """Yield (rule, detail) for the machine code that breaks a rule: each cubin, then the file as a whole."""
-    findings = [finding for cubin in binary.cubins for finding in _cubin(cubin, rules)]
+    findings = [finding for cubin in binary.cubins for finding in _cubin(cubin, rules, ours=ours)]
     yield from findings
-    base = PurePath(binary.path).name
-    other_device = any(fnmatch(base, pattern) for pattern in rules.other_device)
-    if not binary.cubins:
-        if binary.host and (binary.host.ptx or binary.host.other) and not other_device:
-            kinds = ", ".join(sorted(set(binary.host.ptx))) or "code for the linker"
-            yield "wrong-arch", f"it holds {kinds} and no machine code; none for {rules.capability} is proven"
-        return
     loading = [cubin for cubin in binary.cubins if cubin.loads]
-    if not loading and not other_device:
-        targets = ", ".join(sorted({cubin.target or "unknown" for cubin in binary.cubins}))
-        yield "wrong-arch", f"it holds {targets}; none of it loads on {rules.capability}"
+    if not loading and not any(fnmatch(PurePath(binary.path).name, pattern) for pattern in rules.other_device):
+        yield from _nothing_loads(binary, rules.capability, ours=ours)
     hardware = any(kernel.count(rules.sass.fp4) for cubin in loading for kernel in cubin.kernels)
     kernels = sum(cubin.kernel_count for cubin in loading)
-    if kernels and not hardware and not findings and re.search(rules.fp4.file, base):
+    if ours and kernels and not hardware and not findings and re.search(rules.fp4.file, PurePath(binary.path).name):
         yield _absent(loading[0].target, f"FP4 is in its name; all of its {kernels} kernels together: 0 x E2M1")
 
 
-def _cubin(cubin: Cubin, rules: Rules) -> Iterator[tuple[str, str]]:
+def _nothing_loads(binary: Binary, capability: str, *, ours: bool) -> Iterator[tuple[str, str]]:
+    """Yield the violation of a file without machine code for the device; PTX is enough for a file that is not ours."""
+    ptx = sorted(set(binary.host.ptx)) if binary.host else []
+    targets = sorted({cubin.label for cubin in binary.cubins})
+    if not targets and not ptx and not (binary.host and binary.host.other):
+        return
+    contents = ", ".join([*targets, *(f"PTX for {name}" for name in ptx)]) or "code for the linker"
+    if compilable := [name for name in ptx if compiles(name, capability)]:
+        if ours:
+            why = f"the driver compiles {compilable[-1]} at run time, so nothing proves what the kernels become"
+            yield "wrong-arch", f"it holds {contents} and no machine code that loads on {capability}; {why}"
+    elif targets or ptx:
+        yield "wrong-arch", f"it holds {contents}; none of it loads on {capability}"
+    else:
+        yield "wrong-arch", f"it holds {contents} and no machine code; none for {capability} is proven"
+
+
+def _cubin(cubin: Cubin, rules: Rules, *, ours: bool) -> Iterator[tuple[str, str]]:
     if not cubin.target and cubin.sm in (120, 121):
         yield "no-target", f"{cubin.name} does not say what ptxas made it for"
-    if cubin.target == rules.suffixed.rstrip("af"):
+    if ours and cubin.target == rules.suffixed.rstrip("af"):
         yield "arch-suffix", f"{cubin.name} was built for {rules.capability} without the suffix: {cubin.target}"
     for kernel in cubin.kernels:
         demand = rules.demand(kernel)
@@ -211,8 +225,18 @@ def _absent(target: str, detail: str) -> tuple[str, str]:
     return "software-fp4", f"{detail}; software under the label {target}, as {plain} assembled as {target} gives"
 
 
-def _host(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
-    """Yield (rule, detail) for what a library may not ask of the machine."""
+def _machine(host: Host, rules: HostRules, machine: str) -> Iterator[tuple[str, str]]:
+    """Yield (rule, detail) for what no library may ask of a Spark."""
+    if machine and host.machine != machine:
+        yield "swapped-library", f"it is for {host.machine}, not {machine}"
+    if host.shared and host.glibc > rules.glibc:
+        yield "glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"
+    if host.shared and host.executable_stack:
+        yield "executable-stack", "it asks for an executable stack"
+
+
+def _image(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
+    """Yield (rule, detail) for what a library of our image may not ask of the others in it."""
 
     def without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
         """Names in which no pattern is found."""
@@ -222,21 +246,15 @@ def _host(host: Host, rules: HostRules) -> Iterator[tuple[str, str]]:
         yield "needed", f"it needs {', '.join(needed)}"
     if paths := without(host.runpath, [rules.runpath]):
         yield "runpath", f"its run path is {':'.join(paths)}"
-    if host.glibc > rules.glibc:
-        yield "glibc", f"it needs glibc {'.'.join(map(str, host.glibc))}"
-    if host.executable_stack:
-        yield "executable-stack", "it asks for an executable stack"
     if undefined := without(host.undefined, rules.undefined):
         names = ", ".join(undefined[:5]) + (" …" if len(undefined) > 5 else "")
         yield "undefined", f"nothing that it may use defines {names}"
 
 
-def _identity(path: str, host: Host, machine: str) -> Iterator[tuple[str, str]]:
+def _identity(path: str, host: Host) -> Iterator[tuple[str, str]]:
     """Yield (rule, detail) where the library is not the one that its path says."""
     file = PurePath(path)
     stem = file.name.partition(".")[0]
-    if machine and host.machine != machine:
-        yield "swapped-library", f"it is for {host.machine}, not {machine}"
     if host.soname and host.soname != file.name:
         yield "swapped-library", f"it calls itself {host.soname}"
     extension = re.search(r"\.(abi3|cpython-\w+)[\w-]*\.so$", file.name)

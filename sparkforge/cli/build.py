@@ -347,6 +347,7 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
         modules=listed(module),
         machine=machine,
         output=Path(caller_path(output)) if output else None,
+        foreign=True,
     )
 
 

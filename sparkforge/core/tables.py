@@ -1,13 +1,13 @@
-"""Data tables of plans: frozen records that refuse unknown keys, read from TOML with an error that names the place."""
+"""Frozen records that refuse unknown keys, and typed readers of TOML and JSON whose errors name the place."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparkforge.core.documents import read_toml
+from sparkforge.core.documents import DocumentError, parse_json, read_toml
 from sparkforge.core.errors import InputError
 
 
@@ -51,3 +51,20 @@ def load(path: Path, shape: type[Table]) -> Table:
         raise InputError(f"{path.name} is malformed", f"{where}: {first['msg']}", edit, code="input.table") from error
     except ValueError as error:  # no TOML, or no text at all
         raise InputError(f"{path.name} is no TOML", " ".join(str(error).split()), edit, code="input.table") from error
+
+
+def parse_object(data: bytes | str, origin: str, shape: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON object in `data`, whose keys that `shape` names have its types. Raises DocumentError.
+
+    `shape` gives the types of what is used of a document that others write; `origin` names it in errors.
+    """
+    value = parse_json(data, origin)
+    if not isinstance(value, dict):
+        raise DocumentError(origin, f"it is no JSON object: {str(value)[:40]}")
+    try:
+        shape.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DocumentError(origin, f"{where[:80]}: {first['msg'][:200]}") from error
+    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import shutil
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import docker
+from pydantic import BaseModel, Field
 
 from sparkforge import pins
+from sparkforge.core import tables
 from sparkforge.core.console import echo, say
 from sparkforge.core.docker import PRUNE, require_plugin
+from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, IntegrityError, StorageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine
@@ -30,9 +32,58 @@ SOURCE_LABEL = (
 # Bytes that a build takes under the engine's folder, image and cache together, with some air: 5 GB are installed in the
 # embedded image, 8 GB in the Spark's (docs/concepts/images.md).
 CPU_BYTES, CUDA_BYTES = 15_000_000_000, 35_000_000_000
+LARGEST_FILE = 64 << 20  # bytes of a file that an image says something of itself in; our largest audit has 2 MB
 Expected = Callable[[str], Mapping[str, Mapping[str, str]]]
 # What of the manifest must be this checkout's, and what each is called.
 COMPARED = {"patches": "patch queue", "lock": "locked set"}
+
+
+class Manifest(BaseModel):
+    """What is used of an image's manifest; the rest is only shown."""
+
+    stack: str | None = None
+    patches: dict[str, str] | None = None
+    lock: dict[str, str] | None = None
+    packages: dict[str, str] | None = None
+    kernels: dict[str, Any] | None = None
+    audit: dict[str, str] | None = None
+
+
+class Source(BaseModel):
+    """What is used of an image's source.json."""
+
+    revision: str | None = None
+    origin: str | None = Field(default=None, alias="from")
+    tree: str | None = None
+
+
+class AuditedCode(BaseModel):
+    """What is used of one file, or of one violation, of an audit."""
+
+    path: str = ""
+    rule: str = ""
+    file: str = ""
+
+
+class AuditCode(BaseModel):
+    """The part of an audit that is about machine code."""
+
+    violations: list[AuditedCode] | None = None
+    files: list[AuditedCode] | None = None
+
+
+class Audit(BaseModel):
+    """What is used of the audit in an image: the number of files that were hashed, and the machine code."""
+
+    files: int
+    code: AuditCode | None = None
+
+
+def labels(attrs: Mapping[str, Any]) -> dict[str, str]:
+    """Return an image's labels; none where its configuration has another shape."""
+    config = attrs.get("Config")
+    entries = config.get("Labels") if isinstance(config, dict) else None
+    return {name: str(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
 
 
 def ready_to_build(stack: str) -> list[str | Path]:
@@ -59,7 +110,7 @@ def inspect(stack: str, name: str) -> None:
         image = _get_image(client, stack, name)
         for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
             echo(line)
-        manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack))
+        manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
         if source := made_from(client, image, stack):
             echo(f"  source     {describe(source)}")
     for key, value in sorted(manifest.items()):
@@ -68,8 +119,7 @@ def inspect(stack: str, name: str) -> None:
 
 def made_from(client: docker.DockerClient, image: Any, stack: str) -> dict[str, Any]:
     """Return what an image says that it was made from: its source.json; empty for an image that has none."""
-    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
-    return _parsed(_read(client, image, SOURCE_LABEL, stack)) if SOURCE_LABEL in labels else {}
+    return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
 
 
 def describe(source: Mapping[str, Any]) -> str:
@@ -107,7 +157,7 @@ def require_ours(
     """Return an image's manifest and audit, which fit this checkout. Raises IntegrityError with every difference."""
     platform = engine.read(client).platform
     text, report = (_read(client, image, label, stack) for label in (MANIFEST_LABEL, AUDIT_LABEL))
-    document = _parsed(text)
+    document = _parsed(text, Manifest)
     wanted = expected(str(image.attrs.get("Architecture", "")))
     problems = [*differences(document, wanted), *unaudited(document, report)]
     if (built_for := engine.platform_of(image.attrs)) != platform:
@@ -115,13 +165,12 @@ def require_ours(
     if problems:
         failure = f"{image.tags[0] if image.tags else image.short_id} was not made from this checkout"
         raise IntegrityError(failure, "; ".join(problems), build_command(stack), code="integrity.image")
-    return document, _parsed(report)
+    return document, _parsed(report, Audit)
 
 
 def manifest(client: docker.DockerClient, image: Any) -> dict[str, Any]:
     """Return the manifest that lies in an image. Raises IntegrityError if it is none of ours, EngineError."""
-    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
-    return _parsed(_read(client, image, MANIFEST_LABEL, str(labels.get("org.sparkforge.stack") or "")))
+    return _parsed(_read(client, image, MANIFEST_LABEL, labels(image.attrs).get("org.sparkforge.stack", "")), Manifest)
 
 
 def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -139,16 +188,16 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
 
 def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations: str) -> list[str]:
     """Return what the engine knows of an image, for a person; layers by size, in the order of the build."""
-    config = attrs.get("Config") or {}
-    labels = config.get("Labels") or {}
+    config = attrs.get("Config")
+    user = config.get("User") if isinstance(config, dict) else ""
     layers = [layer for layer in reversed(history) if layer.get("Size")]
     return [
         f"{', '.join(attrs.get('RepoTags') or ['no tag'])} · {attrs['Id']}",
-        f"  platform   {engine.platform_of(attrs)} · user {config.get('User') or 'root'} · made {attrs.get('Created')}",
+        f"  platform   {engine.platform_of(attrs)} · user {user or 'root'} · made {attrs.get('Created')}",
         f"  size       {_size(int(attrs.get('Size', 0)))} in the engine's storage",
         f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
         f"  provenance {attestations}",
-        *(f"  label      {name}={value}" for name, value in sorted(labels.items())),
+        *(f"  label      {name}={value}" for name, value in sorted(labels(attrs).items())),
         *(f"  layer      {_size(int(layer['Size'])):>9}  {_layer_command(layer)}" for layer in layers),
     ]
 
@@ -160,12 +209,12 @@ def unaudited(manifest: Mapping[str, Any], report: bytes) -> list[str]:
     """
     if hashlib.sha256(report).hexdigest() not in dict(manifest.get("audit") or {}).values():
         return ["its audit report is not the one that its manifest names"]
-    audit = _parsed(report)
+    audit = _parsed(report, Audit)
     violations = (audit.get("code") or {}).get("violations") or []
-    read = {Path(str(file["path"])).stem for file in _code(audit)}
+    read = {Path(file.get("path", "")).stem for file in _code(audit)}
     missing = sorted(set(manifest.get("kernels") or {}) - read)
     return [
-        *(f"its audit found {violation['rule']}: {violation['file']}" for violation in violations[:3]),
+        *(f"its audit found {violation.get('rule')}: {violation.get('file')}" for violation in violations[:3]),
         *(f"{name} was not audited" for name in missing[:3]),
     ]
 
@@ -175,15 +224,16 @@ def _code(audit: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return (audit.get("code") or {}).get("files") or []
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
-    """Return a document of the image. Raises EngineError if it is none."""
+def _parsed(data: bytes, shape: type[BaseModel]) -> dict[str, Any]:
+    """Return a document of the image. Raises EngineError if it has another shape than ours have."""
     try:
-        document: dict[str, Any] = json.loads(data)
-    except ValueError as error:
+        return tables.parse_object(data, f"the image's {shape.__name__.lower()}", shape)
+    except DocumentError as error:
+        fix = "./inv build --engine docker, or pull another image"
         raise EngineError(
-            "cannot read what the image says of itself", str(error), "./inv build --engine docker", code="engine.failed"
-        ) from error
-    return document
+            "cannot read what the image says of itself", f"its {shape.__name__.lower()}: {error.why}", fix,
+            code="engine.failed",
+        ) from error  # fmt: skip
 
 
 def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> bytes:
@@ -191,21 +241,26 @@ def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> by
 
     Raises IntegrityError if the image has no such label: then it is none of ours, or an old one.
     """
-    labels = (image.attrs.get("Config") or {}).get("Labels", {}) or {}
-    if label not in labels:
+    path = labels(image.attrs).get(label, "")
+    if not path:
         why = f"it has no label {label}"
         raise IntegrityError(
             f"{image.short_id} is no image of this Sparkforge", why, build_command(stack), code="integrity.image"
         )
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
-        stream, _ = client.api.get_archive(container, labels[label])
-        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
+        stream, _ = client.api.get_archive(container, path)
+        data = bytearray()
+        for chunk in stream:
+            data += chunk
+            if len(data) > LARGEST_FILE:
+                raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             member = archive.extractfile(archive.getmembers()[0])
             return member.read() if member else b""
-    except (docker.errors.NotFound, tarfile.TarError, IndexError) as error:
+    except (docker.errors.NotFound, tarfile.TarError, LookupError, ValueError) as error:
         raise EngineError(
-            f"cannot read {labels[label]} of the image", str(error), build_command(stack), code="engine.failed"
+            f"cannot read {path[:200]} of the image", str(error), build_command(stack), code="engine.failed"
         ) from error
     finally:
         client.api.remove_container(container, v=True, force=True)

@@ -131,7 +131,7 @@ def pull(stack: str, source: str, expected: Expected, folder: Path) -> None:
 
 def differences(image: Any, manifest: Mapping[str, Any], stack: str, recorded: Mapping[str, Any]) -> list[str]:
     """Return in words where an image is not the stack's, or not what its record says; an empty record says nothing."""
-    labels = (image.attrs.get("Config") or {}).get("Labels") or {}
+    labels = inspect.labels(image.attrs)
     lines = [
         f"its {origin} says {named!r}, and the stack {stack} was asked for"
         for origin, named in (("manifest", manifest.get("stack")), ("label", labels.get(versions.STACK_LABEL)))
@@ -154,7 +154,7 @@ def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded:
 
 def _revision(image: Any, source: Mapping[str, Any]) -> str:
     """Return the commit by the image's label, or by its source.json where the build labelled none; empty for none."""
-    label = str(((image.attrs.get("Config") or {}).get("Labels") or {}).get(REVISION_LABEL, ""))
+    label = inspect.labels(image.attrs).get(REVISION_LABEL, "")
     return label if not label.startswith("unknown") else str(source.get("revision", ""))
 
 
@@ -183,11 +183,12 @@ def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool
 def _read_record(path: Path) -> dict[str, Any]:
     """Return a record that `publish` wrote. Raises InputError."""
     try:
-        document = dict(read_json(path))
-        reason = "" if document.get("schema") == SCHEMA else "it is no record of ./inv image.publish"
-    except (OSError, ValueError, TypeError) as error:
+        document = read_json(path)
+        is_record = isinstance(document, dict) and document.get("schema") == SCHEMA
+        reason = "" if is_record else "it is no record of ./inv image.publish"
+    except (OSError, ValueError) as error:
         reason = str(error)
     if reason:
         fix = "copy the record from the machine that published the image"
         raise InputError(f"cannot read the record {path}", reason, fix, code="input.record")
-    return document
+    return dict(document)

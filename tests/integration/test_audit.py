@@ -95,7 +95,7 @@ def test_software_under_the_right_label(build, tools):
 def test_trap_stubs(build, tools):
     report = audit_files([build("one.o", MISLABELLED, "-DWITH_GEMM")], tools=lambda: tools)
     assert rules_of(report) == {"trap-stub": 1, "trap-string": 1}
-    assert report.coverage[0].stubs == 1
+    assert report.coverage[0].traps == 1
 
 
 def test_software_emulated_conversion_in_a_unit_that_only_its_name_gives_away(build, tools):

@@ -15,6 +15,7 @@ from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
+from sparkforge.serve import passed
 
 FILE = "cluster.toml"
 BALANCER = "balancer"
@@ -25,7 +26,11 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,6
 Destination = Annotated[
     str, StringConstraints(pattern=r"^(([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]{0,250})?$")
 ]
-Folder = Annotated[str, StringConstraints(pattern=r"^(/.*)?$")]  # absolute: no shell expands a ~ in it
+# Absolute: no shell expands a ~ in it.
+Folder = Annotated[str, StringConstraints(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)]
+# Of a command line, where a dash at its begin would make it an option.
+Argument = Annotated[str, StringConstraints(pattern=r"^([^-\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*)?$", max_length=4096)]
+Flag = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)]  # a value may be JSON
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -41,8 +46,8 @@ class ClusterNode(Record):
     name: Name
     ssh: Destination = ""
     folder: Folder = ""
-    state: str = ""
-    python: str = ""
+    state: Argument = ""
+    python: Argument = ""
     address: str
     interface: Name
     hcas: tuple[Name, ...] = ()
@@ -50,7 +55,9 @@ class ClusterNode(Record):
     @field_validator("address")
     @classmethod
     def _is_address(cls, text: str) -> str:
-        ipaddress.IPv4Address(text)
+        address = ipaddress.IPv4Address(text)
+        if address.is_unspecified or address.is_multicast or address.is_reserved:
+            raise ValueError(f"{text} is no address of one machine: take the node's own on the control network")
         return text
 
 
@@ -60,9 +67,9 @@ class ClusterConfig(Record):
     schema_: Literal[1] = Field(alias="schema")
     mode: Literal["split", "replicas"] = "split"
     device: Literal["docker", "docker-cpu", "embedded"] = "docker"
-    model: str = ""
-    profile: str = ""
-    flags: tuple[str, ...] = ()
+    model: Argument = ""
+    profile: Argument = ""
+    flags: tuple[Flag, ...] = ()
     tensor: int = Field(default=2, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: bool = False
@@ -73,6 +80,14 @@ class ClusterConfig(Record):
     watch_port: Port = 29501
     nodes: tuple[ClusterNode, ...] = Field(min_length=2)
 
+    @field_validator("flags")
+    @classmethod
+    def _are_flags_of_up(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return passed.checked(flags, relative_to=None)
+        except UsageError as error:
+            raise ValueError(f"{error.what}: {error.why}") from None
+
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterConfig:
         for key, values in (
@@ -81,6 +96,9 @@ class ClusterConfig(Record):
         ):
             if len(set(values)) != len(values):
                 raise ValueError(f"two nodes have the same {key}")
+        local = [node.name for node in self.nodes if ipaddress.IPv4Address(node.address).is_loopback]
+        if local and (len(local) < len(self.nodes) or self.has_gpus):
+            raise ValueError(f"node {local[0]} has a loopback address, which the other machines cannot reach")
         if self.mode == "replicas":
             self._fits_replicas()
         elif self.tensor * self.pipeline != len(self.nodes):

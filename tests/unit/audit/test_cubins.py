@@ -156,6 +156,39 @@ def test_cubins_that_are_too_large_together_are_not_unpacked(read, monkeypatch):
     assert "cannot be unpacked" in read(fatbin(packed(cubin()))).damage
 
 
+@pytest.mark.parametrize(("flags", "target"), [(0x4B054B, "sm_75"), (0x500550, "sm_80"), (0x5A055A, "sm_90"), (0x5A0D5A, "sm_90a")])
+def test_a_cubin_of_an_older_ptxas_is_for_what_its_flags_say(read, flags, target):
+    """The flags of bitsandbytes 0.50.2's libraries for CUDA 12.4, and of xformers 0.0.35's for 9.0a."""
+    data = bytearray(cubin().replace(b"-arch", b"-none"))
+    data[8], data[48:52] = elf.OLD_ABI, struct.pack("<I", flags)
+    (code,) = read(fatbin(entry(bytes(data)))).cubins
+    assert (code.target, code.sm, code.loads) == (target, int(target[3:5]), False)
+
+
+# The first bytes of the PTX in xformers 0.0.35, which nvcc 12.6 packed by LZ4, and their text.
+LZ4_PTX = bytes.fromhex(
+    "3c0a2f2f0300ff870a2e76657273696f6e20382e370a2e74617267657420736d5f38300a2e616464726573735f73697a6520"
+    "36340a0a2e676c6f62616c202e616c69676e"
+)
+
+
+@pytest.mark.parametrize(
+    ("entries", "target"),
+    [
+        (lambda: entry(LZ4_PTX, 4096, kind=elf.KIND_PTX, sm=90), "compute_80"),
+        (lambda: entry(LZ4_PTX[:24], 4096, kind=elf.KIND_PTX, sm=90), "compute_90"),  # cut before its target
+        (lambda: entry(b".version 8.7\n.target sm_120a\n", kind=elf.KIND_PTX, sm=120), "compute_120a"),
+        (
+            lambda: entry(zstandard.compress(PTX := b".version 8.7\n.target sm_120f\n"), len(PTX), elf.KIND_PTX, 120),
+            "compute_120f",
+        ),
+    ],
+    ids=["lz4", "cut", "plain", "zstd"],
+)
+def test_ptx_is_for_what_its_own_text_says(read, entries, target):
+    assert read(fatbin(entries())).host.ptx == (target,)
+
+
 @pytest.mark.parametrize("sm", [90, 121])
 def test_a_library_with_nothing_but_ptx_is_refused(read, sm):
     """PTX is compiled by the driver at run time: nothing proves that the machine code holds what the rules demand."""
@@ -165,7 +198,7 @@ def test_a_library_with_nothing_but_ptx_is_refused(read, sm):
     assert f"compute_{sm} and no machine code" in violation.detail
 
 
-def test_the_command_refuses_a_library_that_holds_only_ptx_for_12_1(library, tmp_path, monkeypatch, capfd):
+def test_the_command_refuses_only_our_own_library_that_holds_nothing_but_ptx_for_12_1(library, tmp_path, monkeypatch, capfd):
     for name in ("cuobjdump", "nvdisasm"):
         program = tmp_path / "cuda/bin" / name
         program.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +206,9 @@ def test_the_command_refuses_a_library_that_holds_only_ptx_for_12_1(library, tmp
         program.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     path = library(fatbin(entry(b".version 8.7", kind=elf.KIND_PTX, sm=121)))
+    Program(namespace=tasks.namespace).run(f"inv audit {path}", exit=False)
+    assert "compute_121 (PTX)  compiled by the driver" in capfd.readouterr().out
+    monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         Program(namespace=tasks.namespace).run(f"inv audit {path}", exit=True)
     assert ended.value.code == AuditError.exit_code

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from sparkforge.audit.cubins import Binary, Cubin, Kernel, loads
+from sparkforge.audit.cubins import Binary, Cubin, Kernel, compiles, loads
 from sparkforge.audit.elf import Host
 from sparkforge.audit.rules import PATH, judge, judge_modules, load
 from sparkforge.core.errors import AuditError
@@ -94,8 +94,6 @@ def test_trap_string_counts_where_something_traps():
 def test_stub_of_another_device_is_neither_violation_nor_support():
     kernel = Kernel("GroupProblemShape_CollectiveMma_MainloopSm100ArrayTma_e2m1", 900, {TRAP: 14})
     assert rules_of(file(kernel, target="sm_120f")) == []
-    assert RULES.stub(kernel)
-    assert not RULES.stub(Kernel("has_an_assertion", 2440, {TRAP: 1}))
 
 
 def test_code_for_another_device_is_no_support():
@@ -133,6 +131,40 @@ def test_host_part(changes, rule, detail):
     (violation,) = judge(dataclasses.replace(good, host=dataclasses.replace(HOST, **changes)), RULES)
     assert violation.rule == rule
     assert detail in violation.detail
+
+
+@pytest.mark.parametrize(
+    ("ptx", "does"),
+    [("compute_80", True), ("compute_120", True), ("compute_121a", True), ("compute_120f", True), ("compute_120a", False),
+     ("compute_90a", False), ("compute_100f", False), ("compute_122", False), ("compute_130", False), ("", False)],
+)  # fmt: skip
+def test_which_ptx_the_driver_compiles_for_12_1(ptx, does):
+    assert compiles(ptx, "12.1") is does
+
+
+def test_a_foreign_file_is_not_judged_by_the_rules_of_our_image():
+    """The parts of bitsandbytes 0.50.2 and torchao 0.18.0 that our image's rules would refuse."""
+    host = dataclasses.replace(
+        HOST, needed=("libcudart.so.12",), runpath=("/opt/cuda",), undefined=("THPGeneratorClass",), soname="a.so.1",
+        exports=frozenset(),
+    )  # fmt: skip
+    plain = file(Kernel("gemm_4bit", 16, {TRAP: 1}), target="sm_121", path="torchao/_C_mxfp8.abi3.so", host=host)
+    assert len(rules_of(plain)) == 6
+    assert rules_of(plain, ours=False) == []
+    newer = dataclasses.replace(plain, host=dataclasses.replace(host, glibc=(2, 40)))
+    assert rules_of(newer, ours=False, machine="x86_64") == ["swapped-library", "glibc"]
+
+
+def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
+    """torchao 0.18.0 has sm_100 and PTX for 12.0, xformers 0.0.35 sm_90a and PTX for 8.0."""
+    binary = file(target="sm_100", host=dataclasses.replace(HOST, ptx=("compute_120",)))
+    assert rules_of(binary, ours=False) == []
+    (violation,) = judge(binary, RULES)
+    assert violation.rule == "wrong-arch"
+    assert "sm_100, PTX for compute_120" in violation.detail
+    assert "none of it loads" not in violation.detail
+    (violation,) = judge(dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False)
+    assert "none of it loads on 12.1" in violation.detail
 
 
 def test_swapped_libraries():
@@ -196,7 +228,7 @@ def test_every_rule_has_a_fix():
 
 @pytest.mark.parametrize(
     "change",
-    [("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("stub = 64", "stub = 1e999"), ("'e2m1|fp4", "'(e2m1|fp4")],
+    [("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("glibc = [2, 39]", "glibc = [2, 1e999]"), ("'e2m1|fp4", "'(e2m1|fp4")],
 )
 def test_a_mistake_in_the_rules_is_named(tmp_path, change):
     path = tmp_path / "rules.toml"
