@@ -27,8 +27,7 @@ from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 
 TABLE = Path(__file__).with_name("operators.toml")
-LARGEST_FILE = 256 << 20  # bytes as it lies there
-LARGEST = 512 << 20  # bytes unpacked; Python needs several times as many for the events in them
+LARGEST = 256 << 20  # bytes, unpacked too; documents.MOST_VALUES bounds what the events in them take
 GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # Kineto's categories of what runs on a GPU
 CPU, SPAN = "cpu_op", "user_annotation"  # operators, and phases that record_function names
 LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still numbers
@@ -162,7 +161,7 @@ def _malformed(path: Path, why: str) -> InputError:
 def _document(path: Path) -> Any:
     """Return the JSON value in a trace, which may be in gzip. Raises InputError."""
     try:
-        data = read_bytes(path, largest=LARGEST_FILE)
+        data = read_bytes(path, largest=LARGEST)
         if data.startswith(GZIP):
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
                 data = packed.read(LARGEST + 1)

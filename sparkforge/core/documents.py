@@ -21,6 +21,7 @@ from sparkforge.core.errors import StorageError
 LARGEST = 64 << 20  # bytes of a file; our largest result has 3 MB
 LARGEST_TOML = 4 << 20  # bytes; tomllib is slow, and our tables are written by hand
 MOST_DOTS = 10**8  # squares of the dots of each line, summed: tomllib's time for a dotted key grows like that
+MOST_VALUES = 10_000_000  # of one JSON text, by its commas and brackets: Python takes about 100 bytes for each
 DEEPEST = 64  # tables and lists inside each other; what writes such a value again needs several calls a level
 
 
@@ -85,6 +86,8 @@ def parse_json(data: bytes | str, origin: str, *, finite: bool = True) -> Any:
     Without `finite` NaN and infinity are let through, which Python's own writer writes where there is no figure.
     """
     text = _text(data, origin) if isinstance(data, bytes) else data
+    if len(text) > MOST_VALUES and sum(map(text.count, ",[{")) > MOST_VALUES:
+        raise DocumentError(origin, f"it holds more than {MOST_VALUES:,} values")
     return _parsed(json.loads, text, origin, "JSON", finite=finite)
 
 

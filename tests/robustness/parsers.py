@@ -36,11 +36,12 @@ from sparkforge.audit.report import audit_files
 from sparkforge.bench import baselines, schema, settings, trace
 from sparkforge.compile import ninjafile, peaks
 from sparkforge.compile.peaks import Peaks
-from sparkforge.core import events, manifest, redact
-from sparkforge.core.errors import IntegrityError, ServerError
+from sparkforge.core import documents, events, manifest, redact
+from sparkforge.core.errors import IntegrityError, ServerError, SparkforgeError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.doctor import signatures
+from sparkforge.image import inspect, registry, versions
 from sparkforge.models import hub
 from sparkforge.models import table as models
 from sparkforge.models.hub_mirror import Mirror
@@ -50,8 +51,9 @@ from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import debian, index, verify, wheels
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import architecture
-from sparkforge.serve import failure, profiles, proof, record
+from sparkforge.serve import access, failure, profiles, proof, record
 from sparkforge.serve import settings as container
+from sparkforge.serve.cluster import config as cluster_config
 from sparkforge.serve.command_line import ServerCommand
 from sparkforge.sources import archive, bundle, hidden
 from validate.facts import checkpoint, fact
@@ -705,7 +707,65 @@ def _configs(_scratch: Path) -> list[bytes]:
     return [json.dumps(whole).encode(), CONFIG]
 
 
+IMAGE_MANIFEST = json.dumps({"stack": "s", "patches": {"vllm-0.32.0": "0" * 64}, "lock": {"embedded": "1" * 64},
+                             "packages": {"vllm": "0.32.0"}, "kernels": {"xqa": "f" * 64}, "audit": {"a.json": "2" * 64},
+                             "device": "cpu", "key": "k"})  # fmt: skip
+IMAGE_AUDIT = json.dumps({"files": 3, "code": {"violations": [{"rule": "r", "file": "f"}], "files": [{"path": "/x.so"}]}})
+LABELS = json.dumps({"Config": {"Labels": {"org.sparkforge.stack": "s"}, "User": "u"}, "Id": "sha256:0", "Size": 5})
+
+
+def _read_image(data: bytes, _scratch: Path) -> None:
+    """Read one input as an image's manifest, audit, source and configuration, and use each as the commands do."""
+    with suppress(SparkforgeError):
+        inspect.unaudited({"audit": {"a": hashlib.sha256(data).hexdigest()}, "kernels": {"xqa": "f"}}, data)
+    with suppress(SparkforgeError):
+        inspect.describe(inspect._parsed(data, inspect.Source))  # noqa: SLF001
+    with suppress(ValueError):
+        attrs = documents.parse_json(data, "x")
+        inspect.labels(attrs if isinstance(attrs, dict) else {})
+    document = inspect._parsed(data, inspect.Manifest)  # noqa: SLF001
+    inspect.differences(document, {"patches": {"a": "b"}, "lock": {}})
+    versions.version(document)
+    inspect.unaudited(document, b"{}")
+
+
+CLUSTER = """\
+schema = 1
+device = "docker"
+model = "/models/gpt-oss-120b"
+flags = ["--max-num-seqs", "4", "--gpu-memory-utilization=0.8"]
+key_file = "/run/key"
+[[nodes]]
+name = "a"
+address = "10.0.0.1"
+interface = "eth1"
+hcas = ["rocep1s0f0"]
+[[nodes]]
+name = "b"
+ssh = "nvidia@spark-2"
+folder = "/home/nvidia/spark forge"
+address = "10.0.0.2"
+interface = "eth1"
+"""
+
+
+def _read_key(data: bytes, scratch: Path) -> None:
+    path = write(scratch / "key", data)
+    path.chmod(0o600)
+    key = access.read_key(path)
+    if not key.isprintable() or " " in key:
+        raise AssertionError(key)
+
+
+def _read_publication(data: bytes, scratch: Path) -> None:
+    registry._read_record(write(scratch / "record.json", data))  # noqa: SLF001
+
+
 def _parsers() -> Iterator[Parser]:
+    yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
+    yield Parser("image-record", _texts('{"schema": 1, "reference": "r/a@sha256:0", "image": "i"}'), _read_publication)
+    yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
+    yield Parser("api-key", _texts("0123456789abcdef0123456789abcdef\n"), _read_key)
     yield Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch"))
     yield Parser("hunks", _texts(DIFF), _read_hunks)
     yield Parser("patch-header", _texts(patching.HEADER.removesuffix("---\n")), _read_header, cost=2.0)

@@ -55,9 +55,7 @@ class ClusterNode(Record):
     @field_validator("address")
     @classmethod
     def _is_address(cls, text: str) -> str:
-        address = ipaddress.IPv4Address(text)
-        if address.is_unspecified or address.is_multicast or address.is_reserved:
-            raise ValueError(f"{text} is no address of one machine: take the node's own on the control network")
+        ipaddress.IPv4Address(text)
         return text
 
 
@@ -96,6 +94,10 @@ class ClusterConfig(Record):
         ):
             if len(set(values)) != len(values):
                 raise ValueError(f"two nodes have the same {key}")
+        for node in self.nodes:
+            address = ipaddress.IPv4Address(node.address)
+            if address.is_unspecified or address.is_multicast or address.is_reserved:
+                raise ValueError(f"{address} is no address of one machine: take {node.name}'s own on the control network")
         local = [node.name for node in self.nodes if ipaddress.IPv4Address(node.address).is_loopback]
         if local and (len(local) < len(self.nodes) or self.has_gpus):
             raise ValueError(f"node {local[0]} has a loopback address, which the other machines cannot reach")

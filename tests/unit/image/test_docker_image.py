@@ -130,7 +130,12 @@ def test_an_image_that_is_not_there_names_the_build(fake_engine):
         verify()
 
 
-@pytest.mark.parametrize("content", [b"{", b""])
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b"[]", b"null", b"7", b"[" * 100_000, b'{"a":' * 3000 + b"1" + b"}" * 3000, b'{"patches": []}',
+     b'{"lock": {"a": 1}}', b'{"packages": "x"}', b'{"kernels": 5}', b'{"audit": [1]}', b'{"stack": {}}', b"\xff"],
+    ids=lambda content: content[:12].decode(errors="replace"),
+)  # fmt: skip
 def test_a_broken_manifest_is_a_named_error_and_nothing_is_left(fake_engine, holding, content):
     holding(content)
     with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
@@ -189,3 +194,17 @@ def test_a_build_without_buildx_is_refused(buildable, docker_command):
     docker_command.answers("buildx version", err="docker: 'buildx' is not a docker command.", code=1)
     with pytest.raises(errors.EngineError):
         docker_image.ready_to_build("embedded")
+
+
+@pytest.mark.parametrize("report", [[], None, 5, {"code": 1, "files": 3}, {"files": 3, "code": {"files": [1]}}, {"code": {}}])
+def test_a_broken_audit_is_a_named_error(holding, manifest, report):
+    holding({**manifest, "audit": named(report)}, report=report)
+    with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):
+        verify()
+
+
+@pytest.mark.parametrize("configuration", [None, [], {"Labels": None}, {"Labels": [1]}, {"Labels": {PATH: 5}}])
+def test_labels_of_another_shape_are_no_labels_of_ours(fake_engine, configuration):
+    fake_engine.image["Config"] = configuration
+    with pytest.raises(errors.IntegrityError, match="no image of this Sparkforge"):
+        verify()

@@ -40,6 +40,34 @@ def test_settings_without_a_meaning_are_refused(replicas, changes, message):
         changed(replicas, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"flags": [flag]}, "cannot be passed to vLLM") for flag in (
+            "--host=0.0.0.0", "--api-key=x", "--api_key", "--uds", "--middleware=m", "--root-path=/x", "--port", "--"
+        )),
+        ({"flags": ["serve"]}, "is no flag"),
+        ({"flags": ["--seed=\x1b[2J"]}, "pattern"),
+        ({"model": "--help"}, "pattern"),
+        ({"model": "a\nb"}, "pattern"),
+        ({"profile": "--x"}, "pattern"),
+        ({"key_file": "/a\0b"}, "pattern"),
+    ],
+)  # fmt: skip
+def test_what_up_refuses_is_refused_here(replicas, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        changed(replicas, **changes)
+    assert changed(replicas, flags=["--max-num-seqs", "4"], model="/models/a b").flags == ("--max-num-seqs", "4")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1", "127.0.0.1", "::1", "a"])
+def test_an_address_that_is_not_of_one_machine_is_refused(replicas, address):
+    nodes = [node.model_dump() for node in replicas.nodes]
+    nodes[1]["address"] = address
+    with pytest.raises(ValidationError, match="address|Expected 4 octets|loopback"):
+        changed(replicas, nodes=nodes)
+
+
 def test_a_node_with_the_balancers_name_is_refused(replicas):
     nodes = [node.model_dump() for node in replicas.nodes]
     nodes[1]["name"] = config.BALANCER
