@@ -33,8 +33,8 @@ from sparkforge.audit.rules import Rules, Violation, judge, judge_modules, load
 from sparkforge.core.console import say
 from sparkforge.core.errors import AuditError, CompileError, IntegrityError, UsageError
 from sparkforge.core.files import CHUNK, write_json
-from sparkforge.core.paths import state
 from sparkforge.core.installed import LARGEST_RECORD, parse_record
+from sparkforge.core.paths import state
 from sparkforge.sources.archive import MALFORMED
 
 KINDS = re.compile(r"\.(cubin|o|so(\.\d+)*)$")

@@ -6,7 +6,7 @@ import hashlib
 import io
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,12 +250,7 @@ def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> by
     container = client.api.create_container(image.id, command=["true"], entrypoint=["true"])["Id"]
     try:
         stream, _ = client.api.get_archive(container, path)
-        data = bytearray()
-        for chunk in stream:
-            data += chunk
-            if len(data) > LARGEST_FILE:
-                raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(_joined(stream))) as archive:
             member = archive.extractfile(archive.getmembers()[0])
             return member.read() if member else b""
     except (docker.errors.NotFound, tarfile.TarError, LookupError, ValueError) as error:
@@ -264,6 +259,16 @@ def _read(client: docker.DockerClient, image: Any, label: str, stack: str) -> by
         ) from error
     finally:
         client.api.remove_container(container, v=True, force=True)
+
+
+def _joined(stream: Iterable[bytes]) -> bytes:
+    """Return all chunks as one. Raises ValueError once there are too many bytes."""
+    data = bytearray()
+    for chunk in stream:
+        data += chunk
+        if len(data) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+    return bytes(data)
 
 
 def _get_image(client: docker.DockerClient, stack: str, name: str) -> Any:

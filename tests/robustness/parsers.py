@@ -708,9 +708,11 @@ def _configs(_scratch: Path) -> list[bytes]:
 
 
 IMAGE_MANIFEST = json.dumps({"stack": "s", "patches": {"vllm-0.32.0": "0" * 64}, "lock": {"embedded": "1" * 64},
-                             "packages": {"vllm": "0.32.0"}, "kernels": {"xqa": "f" * 64}, "audit": {"a.json": "2" * 64},
-                             "device": "cpu", "key": "k"})  # fmt: skip
-IMAGE_AUDIT = json.dumps({"files": 3, "code": {"violations": [{"rule": "r", "file": "f"}], "files": [{"path": "/x.so"}]}})
+                             "packages": {"vllm": "0.32.0"}, "kernels": {"xqa": "f" * 64},
+                             "audit": {"a.json": "2" * 64}, "device": "cpu", "key": "k"})  # fmt: skip
+IMAGE_AUDIT = json.dumps(
+    {"files": 3, "code": {"violations": [{"rule": "r", "file": "f"}], "files": [{"path": "/x.so"}]}}
+)
 LABELS = json.dumps({"Config": {"Labels": {"org.sparkforge.stack": "s"}, "User": "u"}, "Id": "sha256:0", "Size": 5})
 
 
@@ -719,11 +721,11 @@ def _read_image(data: bytes, _scratch: Path) -> None:
     with suppress(SparkforgeError):
         inspect.unaudited({"audit": {"a": hashlib.sha256(data).hexdigest()}, "kernels": {"xqa": "f"}}, data)
     with suppress(SparkforgeError):
-        inspect.describe(inspect._parsed(data, inspect.Source))  # noqa: SLF001
+        inspect.describe(inspect._parsed(data, inspect.Source))
     with suppress(ValueError):
         attrs = documents.parse_json(data, "x")
         inspect.labels(attrs if isinstance(attrs, dict) else {})
-    document = inspect._parsed(data, inspect.Manifest)  # noqa: SLF001
+    document = inspect._parsed(data, inspect.Manifest)
     inspect.differences(document, {"patches": {"a": "b"}, "lock": {}})
     versions.version(document)
     inspect.unaudited(document, b"{}")
@@ -758,14 +760,20 @@ def _read_key(data: bytes, scratch: Path) -> None:
 
 
 def _read_publication(data: bytes, scratch: Path) -> None:
-    registry._read_record(write(scratch / "record.json", data))  # noqa: SLF001
+    registry._read_record(write(scratch / "record.json", data))
 
 
-def _parsers() -> Iterator[Parser]:
+def _of_images_and_settings() -> Iterator[Parser]:
     yield Parser("image-manifest", _texts(IMAGE_MANIFEST, IMAGE_AUDIT, LABELS), _read_image)
     yield Parser("image-record", _texts('{"schema": 1, "reference": "r/a@sha256:0", "image": "i"}'), _read_publication)
     yield Parser("cluster-toml", _texts(CLUSTER), _loaded(cluster_config.read, "cluster.toml"))
+    yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
+    yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)
     yield Parser("api-key", _texts("0123456789abcdef0123456789abcdef\n"), _read_key)
+
+
+def _parsers() -> Iterator[Parser]:
+    yield from _of_images_and_settings()
     yield Parser("patch", _texts(PATCH), _loaded(Patch.load, "0001-x.patch"))
     yield Parser("hunks", _texts(DIFF), _read_hunks)
     yield Parser("patch-header", _texts(patching.HEADER.removesuffix("---\n")), _read_header, cost=2.0)
@@ -838,8 +846,6 @@ def _parsers() -> Iterator[Parser]:
         )
     yield Parser("wheel-record", _site, _read_record_of_wheel, cost=2.0)
     yield Parser("log", _texts(LOG), _read_log)
-    yield Parser("secrets", _texts(LOG), _read_secrets, cost=8.0)
-    yield Parser("environment", _texts(ENVIRONMENT), _read_environment)
 
 
 def _uncached_table(path: Path) -> object:

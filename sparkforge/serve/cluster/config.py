@@ -30,7 +30,9 @@ Destination = Annotated[
 Folder = Annotated[str, StringConstraints(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)]
 # Of a command line, where a dash at its begin would make it an option.
 Argument = Annotated[str, StringConstraints(pattern=r"^([^-\s\x00-\x1f\x7f][^\x00-\x1f\x7f]*)?$", max_length=4096)]
-Flag = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)]  # a value may be JSON
+Flag = Annotated[
+    str, StringConstraints(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$", max_length=65536)
+]  # a value may be JSON
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -97,7 +99,9 @@ class ClusterConfig(Record):
         for node in self.nodes:
             address = ipaddress.IPv4Address(node.address)
             if address.is_unspecified or address.is_multicast or address.is_reserved:
-                raise ValueError(f"{address} is no address of one machine: take {node.name}'s own on the control network")
+                raise ValueError(
+                    f"{address} is no address of one machine: take {node.name}'s own on the control network"
+                )
         local = [node.name for node in self.nodes if ipaddress.IPv4Address(node.address).is_loopback]
         if local and (len(local) < len(self.nodes) or self.has_gpus):
             raise ValueError(f"node {local[0]} has a loopback address, which the other machines cannot reach")

@@ -156,7 +156,9 @@ def test_cubins_that_are_too_large_together_are_not_unpacked(read, monkeypatch):
     assert "cannot be unpacked" in read(fatbin(packed(cubin()))).damage
 
 
-@pytest.mark.parametrize(("flags", "target"), [(0x4B054B, "sm_75"), (0x500550, "sm_80"), (0x5A055A, "sm_90"), (0x5A0D5A, "sm_90a")])
+@pytest.mark.parametrize(
+    ("flags", "target"), [(0x4B054B, "sm_75"), (0x500550, "sm_80"), (0x5A055A, "sm_90"), (0x5A0D5A, "sm_90a")]
+)
 def test_a_cubin_of_an_older_ptxas_is_for_what_its_flags_say(read, flags, target):
     """The flags of bitsandbytes 0.50.2's libraries for CUDA 12.4, and of xformers 0.0.35's for 9.0a."""
     data = bytearray(cubin().replace(b"-arch", b"-none"))
@@ -198,7 +200,9 @@ def test_a_library_with_nothing_but_ptx_is_refused(read, sm):
     assert f"compute_{sm} and no machine code" in violation.detail
 
 
-def test_the_command_refuses_only_our_own_library_that_holds_nothing_but_ptx_for_12_1(library, tmp_path, monkeypatch, capfd):
+def test_the_command_refuses_only_our_own_library_that_holds_nothing_but_ptx_for_12_1(
+    library, tmp_path, monkeypatch, capfd
+):
     for name in ("cuobjdump", "nvdisasm"):
         program = tmp_path / "cuda/bin" / name
         program.parent.mkdir(parents=True, exist_ok=True)

@@ -135,9 +135,11 @@ def test_host_part(changes, rule, detail):
 
 @pytest.mark.parametrize(
     ("ptx", "does"),
-    [("compute_80", True), ("compute_120", True), ("compute_121a", True), ("compute_120f", True), ("compute_120a", False),
-     ("compute_90a", False), ("compute_100f", False), ("compute_122", False), ("compute_130", False), ("", False)],
-)  # fmt: skip
+    [
+        *((f"compute_{name}", True) for name in ("80", "120", "121a", "120f")),
+        *((f"compute_{name}", False) for name in ("120a", "90a", "100f", "122", "130", "")),
+    ],
+)
 def test_which_ptx_the_driver_compiles_for_12_1(ptx, does):
     assert compiles(ptx, "12.1") is does
 
@@ -163,7 +165,9 @@ def test_ptx_that_the_driver_compiles_is_enough_for_a_foreign_file_only():
     assert violation.rule == "wrong-arch"
     assert "sm_100, PTX for compute_120" in violation.detail
     assert "none of it loads" not in violation.detail
-    (violation,) = judge(dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False)
+    (violation,) = judge(
+        dataclasses.replace(binary, host=dataclasses.replace(HOST, ptx=("compute_90a",))), RULES, ours=False
+    )
     assert "none of it loads on 12.1" in violation.detail
 
 
@@ -228,7 +232,12 @@ def test_every_rule_has_a_fix():
 
 @pytest.mark.parametrize(
     "change",
-    [("[sass]", "[sass"), ("schema = 1", "schema = 2"), ("glibc = [2, 39]", "glibc = [2, 1e999]"), ("'e2m1|fp4", "'(e2m1|fp4")],
+    [
+        ("[sass]", "[sass"),
+        ("schema = 1", "schema = 2"),
+        ("glibc = [2, 39]", "glibc = [2, 1e999]"),
+        ("'e2m1|fp4", "'(e2m1|fp4"),
+    ],
 )
 def test_a_mistake_in_the_rules_is_named(tmp_path, change):
     path = tmp_path / "rules.toml"

@@ -196,7 +196,9 @@ def test_a_build_without_buildx_is_refused(buildable, docker_command):
         docker_image.ready_to_build("embedded")
 
 
-@pytest.mark.parametrize("report", [[], None, 5, {"code": 1, "files": 3}, {"files": 3, "code": {"files": [1]}}, {"code": {}}])
+@pytest.mark.parametrize(
+    "report", [[], None, 5, {"code": 1, "files": 3}, {"files": 3, "code": {"files": [1]}}, {"code": {}}]
+)
 def test_a_broken_audit_is_a_named_error(holding, manifest, report):
     holding({**manifest, "audit": named(report)}, report=report)
     with pytest.raises(errors.EngineError, match="cannot read what the image says of itself"):

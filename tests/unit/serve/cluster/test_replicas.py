@@ -60,11 +60,11 @@ def test_what_up_refuses_is_refused_here(replicas, changes, message):
     assert changed(replicas, flags=["--max-num-seqs", "4"], model="/models/a b").flags == ("--max-num-seqs", "4")
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1", "127.0.0.1", "::1", "a"])
+@pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1", "127.0.0.1", "::1", "a"])  # noqa: S104
 def test_an_address_that_is_not_of_one_machine_is_refused(replicas, address):
     nodes = [node.model_dump() for node in replicas.nodes]
     nodes[1]["address"] = address
-    with pytest.raises(ValidationError, match="address|Expected 4 octets|loopback"):
+    with pytest.raises(ValidationError, match=r"address|Expected 4 octets|loopback"):
         changed(replicas, nodes=nodes)
 
 
