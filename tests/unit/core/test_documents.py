@@ -101,3 +101,11 @@ def test_ten_megabytes_on_one_line_are_read_or_refused_at_once(tmp_path):
     for read in (read_json, read_toml):
         with pytest.raises(DocumentError):
             read(path)
+
+
+def test_more_values_than_memory_has_room_for_are_refused_before_they_are_made(monkeypatch):
+    """480 MB of `{},` come out of 0.5 MB of gzip, and Python takes 64 bytes for each."""
+    monkeypatch.setattr(documents, "MOST_VALUES", 1000)
+    assert documents.parse_json("[" + "{}," * 400 + "0]", "x")
+    with pytest.raises(documents.DocumentError, match="more than 1,000 values"):
+        documents.parse_json("[" + "{}," * 600 + "0]", "x")
