@@ -8,11 +8,12 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from sparkforge.core import events
+
 LINES_SHOWN = 12
 PIECE = 1 << 20  # bytes
 # vLLM's own prefix "(EngineCore pid=12) ERROR 11-21 03:40:12 [core.py:123]" says nothing to a user.
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
-_EXPLAINS = re.compile(r"error|exception|refus|killed|cannot|not supported|no space|out of memory", re.IGNORECASE)
 # What a starting server prints, vLLM unless it says otherwise, and what that means to a person who waits.
 MILESTONES = (
     ("Starting to load model", "loading the model"),
@@ -37,11 +38,17 @@ def read(log: Path) -> str:
 
 
 def explain(text: str) -> list[str]:
-    """Return the last lines of a log that explain a failure, without prefixes; its very last ones if none does."""
+    """Return the lines of a log that explain a failure, without prefixes: the decisive one and what led to it first.
+
+    If nothing in it says that something broke, these are its very last lines.
+    """
+    event = events.read_text(text)
+    if decisive := event.decisive:
+        causes = dict.fromkeys(line.shown for line in event.chain(decisive))
+        others = dict.fromkeys(line.shown for line in event.faults if line.shown not in causes)
+        return [*list(causes)[-LINES_SHOWN:], *others][:LINES_SHOWN]
     lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
-    lines = [line for line in lines if line.strip() and not line.lstrip().startswith(("File ", "^", "~"))]
-    explaining = list(dict.fromkeys(line for line in lines if _EXPLAINS.search(line)))
-    return (explaining or lines)[-LINES_SHOWN:]
+    return [line for line in lines if line.strip() and not line.lstrip().startswith(("File ", "^", "~"))][-LINES_SHOWN:]
 
 
 def milestone(text: str) -> str:

@@ -162,13 +162,22 @@ def test_status_shows_what_the_start_proved(begin, capsys):
 
 def test_a_known_limit_does_not_keep_a_server_from_being_ready(begin, capsys, monkeypatch):
     limit = proof.Limit("content is null (finish_reason 'length')", "lost, #1")
-    monkeypatch.setattr(proof, "LIMITS", {"a JSON answer": [limit], "a chat": [limit]})
+    mixed = [proof.Limit("content is null (finish_reason 'stop')", "lost, #1")]
+    limits = {"a JSON answer": [limit], "a chat": [limit], "a long prompt beside an answer": mixed}
+    monkeypatch.setattr(proof, "LIMITS", limits)
     monkeypatch.setattr(status, "queues", lambda *_: [])  # a stack without patches: no canary is sent
     server = begin(changes=FORM)
     called = [name for name, call in proof.CALLS.items() if not call.patch]
-    assert server.proof == {**dict.fromkeys(called, ""), "a JSON answer": "lost, #1"}
+    assert server.proof == {
+        **dict.fromkeys(called, ""),
+        "a JSON answer": "lost, #1",
+        "a long prompt beside an answer": "lost, #1",
+    }
     screen.show_status(server)
-    assert "of the prompt; known limit: a JSON answer (lost, #1) · at its start, 2" in capsys.readouterr().out
+    assert (
+        "known limit: a JSON answer (lost, #1), a long prompt beside an answer (lost, #1) · at its start, 2"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_stop_string_that_stays_is_a_known_limit():
@@ -456,6 +465,14 @@ def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):
         "ERROR 11-21 03:40:12 [x.py:1] disk: No space left\nERROR 11-21 03:40:13 [x.py:1] disk: No space left\nok\n"
     )
     assert logs.explain(logs.read(log)) == ["disk: No space left"]
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-21 03:40:12 [core.py:9] Traceback (most recent call last):\n"
+        '(EngineCore pid=7) ERROR 11-21 03:40:12 [core.py:9]   File "cpu_attn.py", line 541, in _get_attn_isa\n'
+        "(EngineCore pid=7) ERROR 11-21 03:40:12 [core.py:9] NotImplementedError: FP8 KV cache needs AVX-512.\n"
+        "WARNING 11-21 03:40:13 [system_utils.py:2] Found ulimit of 1024 and failed to increase with error\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert logs.explain(logs.read(log))[0] == "NotImplementedError: FP8 KV cache needs AVX-512."
     assert logs.explain(logs.read(tmp_path / "absent")) == []
 
 
