@@ -27,6 +27,7 @@ INSTALL = {
     "ip": "sudo apt install iproute2",
     "iptables": "sudo apt install iptables",
     "rsync": "sudo apt install rsync",
+    "npm": "sudo apt install npm",
     "ssh": "sudo apt install openssh-client",
     "sshd": "sudo apt install openssh-server",
     "cmake": "sudo apt install cmake",

@@ -15,22 +15,24 @@ GOOD: dict[str, Any] = {
             "role": "assistant", "content": JSON,
             "tool_calls": [{"function": {"name": "get_weather", "arguments": JSON}}],
         },
-        "logprobs": {"content": [{"logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
+        "logprobs": {"content": [{"token": JSON, "logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]},
         "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
     }],
     "id": "resp_1",
-    "usage": {"completion_tokens": 1},
+    "usage": {"prompt_tokens": 500, "completion_tokens": 1},
     "output": [{"type": "message", "content": [{"text": JSON}]}],
 }  # fmt: skip
 INVALID = 'Unsupported type "nonsense"'
 
 
-def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911 - a line a kind of request
     """The status and the JSON that a server of ours answers a request with that asks for no stream."""
     form = body.get("response_format", {})
     if body.get("previous_response_id", GOOD["id"]) != GOOD["id"]:
         message = "Response not found: it is not one of the last 1000. Send the whole conversation in `input`."
         return 404, {"error": {"message": message}}
+    if "guided_json" in body or "web_search" in str(body.get("tools")):
+        return 400, {"error": {"message": "`guided_json` is not supported, and 'web_search' is neither."}}
     if isinstance(body.get("messages", [{}])[0].get("content"), list):
         return 400, {"error": {"message": "Content of type 'image_url' is not supported: the model takes text only."}}
     if form.get("json_schema", {}).get("schema", {}).get("type") == "nonsense":

@@ -31,6 +31,7 @@ from sparkforge.core.openai import Endpoint
 
 TOKENS = 64  # three times what the forced answers take
 CHAT_TOKENS = 4
+WHOLE_SCHEMA_TOKENS = 300  # the hundred names of _REFERRING_TOOL alone are more; without them the prompt has about 90
 ABOVE_ZERO = 1e-3  # for a log probability: vLLM rounds to float32, and the likeliest token is nearly certain
 SPACE_TOKENS = 32  # twice what the answer takes with the 32 spaces that the patch allows, which are two tokens
 # Tokens of o200k_harmony, every gpt-oss model's vocabulary: `final`, a channel's name; ` to`, which begins a call;
@@ -274,8 +275,37 @@ def _streamed_messages(events: Any) -> str:
 
 
 def _logprobs(response: Any) -> str:
-    (entry,) = response["choices"][0]["logprobs"]["content"]
-    return _out_of_range([entry["logprob"], *(other["logprob"] for other in entry["top_logprobs"])])
+    entries = response["choices"][0]["logprobs"]["content"]
+    return _out_of_range(value["logprob"] for entry in entries for value in (entry, *entry["top_logprobs"]))
+
+
+def _content_logprobs(response: Any) -> str:
+    choice = response["choices"][0]
+    tokens = "".join(entry["token"] for entry in choice["logprobs"]["content"])
+    return "" if tokens == (choice["message"]["content"] or "") else f"their tokens are {tokens[:60]!r}"
+
+
+def _whole_schema(response: Any) -> str:
+    count = response["usage"]["prompt_tokens"]
+    return "" if count > WHOLE_SCHEMA_TOKENS else f"the prompt has {count} tokens: the tool's schema is lost"
+
+
+def _begun_call(response: Any) -> str:
+    message = response["choices"][0]["message"]
+    calls = message.get("tool_calls") or []
+    named = calls and calls[0]["function"]["name"] == "get_weather"
+    return "" if named else f"no tool was called; content is {str(message.get('content'))[:60]!r}"
+
+
+def _named(word: str) -> Callable[[str], str]:
+    def fault(message: str) -> str:
+        return "" if word in message else f"the refusal does not name the fault: {message[:80]!r}"
+
+    return fault
+
+
+def _is_response(response: Any) -> str:
+    return "" if "output" in response else "it is no response"
 
 
 def _prompt_logprobs(response: Any) -> str:
@@ -351,7 +381,7 @@ def _failed_response(events: Any) -> str:
     last = events[-1]["type"]
     if last != "response.failed":
         return f"its last event is {last!r} and not 'response.failed'"
-    return _schema(events[-1]["response"]["error"]["message"])
+    return _named("nonsense")(events[-1]["response"]["error"]["message"])
 
 
 def _response(response: Any) -> str:
@@ -364,14 +394,6 @@ def _response(response: Any) -> str:
 def _white_space(response: Any) -> str:
     choice = response["choices"][0]
     return "" if choice["finish_reason"] == "stop" else f"it does not end within {SPACE_TOKENS} tokens"
-
-
-def _schema(message: str) -> str:
-    return "" if "nonsense" in message else f"the refusal does not name the fault: {message[:80]!r}"
-
-
-def _image(message: str) -> str:
-    return "" if "text only" in message else f"the refusal does not name the fault: {message[:80]!r}"
 
 
 # What forces the model to begin a final message and to write a text there, special tokens too.
@@ -400,6 +422,17 @@ _LINE_SCHEMA = {
     "additionalProperties": False,
 }
 _LINE_FORMAT = {"type": "json_schema", "json_schema": {"name": "line", "strict": True, "schema": _LINE_SCHEMA}}
+_REFERRING_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "visit",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "$defs": {"City": {"enum": [f"city {number}" for number in range(100)]}},
+        },
+    },
+}
 _INVALID = {"name": "x", "schema": {"type": "nonsense"}}
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
@@ -411,9 +444,7 @@ CALLS: Mapping[str, ProofRequest] = {
     "a streamed chat": ProofRequest(
         _CHAT, {"messages": ASK, "max_tokens": CHAT_TOKENS, "stream": True}, _streamed_chat
     ),
-    "log probabilities": ProofRequest(
-        _CHAT, {"messages": ASK, "max_tokens": 1, "logprobs": True, "top_logprobs": 1}, _logprobs
-    ),
+    "log probabilities": ProofRequest(_CHAT, {**_JSON_REQUEST, "logprobs": True, "top_logprobs": 1}, _logprobs),
     "log probabilities of the prompt": ProofRequest(
         _COMPLETIONS, {"prompt": "One two three", "max_tokens": 1, "prompt_logprobs": 1}, _prompt_logprobs
     ),
@@ -499,14 +530,14 @@ CALLS: Mapping[str, ProofRequest] = {
             "max_tokens": 1,
             "response_format": {"type": "json_schema", "json_schema": _INVALID},
         },
-        _schema,
+        _named("nonsense"),
         patch="0008-name-the-fault-of-a-structural-tag.patch",
         refused=HTTPStatus.BAD_REQUEST,
     ),
     "a refused image": ProofRequest(
         _CHAT,
         {"messages": [{"role": "user", "content": [_IMAGE]}], "max_tokens": 1},
-        _image,
+        _named("text only"),
         patch="0009-refuse-harmony-content-that-is-not-text.patch",
         refused=HTTPStatus.BAD_REQUEST,
     ),
@@ -553,6 +584,50 @@ CALLS: Mapping[str, ProofRequest] = {
         },
         _streamed_messages,
         patch="0015-separate-streamed-harmony-messages.patch",
+    ),
+    "a whole tool schema": ProofRequest(
+        _CHAT,
+        {"messages": ASK, "max_tokens": 1, "tools": [_REFERRING_TOOL]},
+        _whole_schema,
+        patch="0016-render-whole-tool-schemas.patch",
+    ),
+    "a call beside a schema": ProofRequest(
+        _CHAT,
+        {**_TOOL_REQUEST, "max_tokens": 12, "tools": [TOOL], "tool_choice": "auto", "response_format": _FORMAT},
+        _begun_call,
+        patch="0017-leave-calls-free-beside-a-format.patch",
+    ),
+    "a removed field": ProofRequest(
+        _CHAT,
+        {"messages": ASK, "max_tokens": 1, "guided_json": _SCHEMA},
+        _named("guided_json"),
+        patch="0018-name-what-is-wrong-with-a-request.patch",
+        refused=HTTPStatus.BAD_REQUEST,
+    ),
+    "log probabilities of the content": ProofRequest(
+        _CHAT,
+        {**_JSON_REQUEST, "logprobs": True},
+        _content_logprobs,
+        patch="0019-give-the-content-its-tokens.patch",
+    ),
+    "an output of parts": ProofRequest(
+        _RESPONSES,
+        {
+            "max_output_tokens": 1,
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "Rain"}]},
+            ],
+        },
+        _is_response,
+        patch="0020-take-what-agents-send-to-responses.patch",
+    ),
+    "a server tool": ProofRequest(
+        "/v1/messages/count_tokens",
+        {"messages": ASK, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        _named("'web_search'"),
+        patch="0021-read-anthropic-requests-for-harmony.patch",
+        refused=HTTPStatus.BAD_REQUEST,
     ),
 }
 _END = re.compile(r"<\|(?:end|return)\|>$")

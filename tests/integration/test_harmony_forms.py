@@ -1,12 +1,13 @@
 """What vLLM's API gives for each form of Harmony that a model may write: real vLLM, the scripted checkpoint, openai.
 
-Patches 0004 to 0012, 0014 and 0015 of the queue make these answers right (docs/reference/answers.md).
+Patches 0004 to 0012 and 0014 to 0021 of the queue make these answers right (docs/reference/answers.md).
 """
 
 import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import openai
@@ -14,6 +15,7 @@ import pytest
 
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
+from sparkforge.models import harmony
 from sparkforge.serve import proof
 
 pytestmark = pytest.mark.integration
@@ -60,11 +62,16 @@ FORMS = {
     "<|channel|>final<|message|>All done.<|return|>",
     "special token in a message": "<|channel|>analysis<|message|>Let me think.<|channel|>final<|message|>"
     "All done.<|return|>",
+    "a tool of the model's own": '<|channel|>analysis to=browser.search code<|message|>{"query": "Oslo"}<|call|>',
+    "code": "<|channel|>analysis to=python code<|message|>print(7)<|call|>",
+    "letters of several bytes": "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Grüße 🦜 heim.<|return|>",
 }
 # Words that are one token, at the begin of a text and behind a space.
 CUES = [
     "cat", "dog", "bird", "fish", "horse", "wolf", "bear", "lion", "duck", "fox", "rabbit", "snake", "mouse", "cow",
     "pig", "frog", "sun", "moon", "star", "rain", "snow", "wind", "tree", "rose", "leaf", "hill", "lake",
+    "ship", "road", "door",
 ]  # fmt: skip
 CUE_OF = dict(zip(FORMS, CUES, strict=True))
 SCRIPTS = {CUE_OF[form]: text for form, text in FORMS.items()}  # what conftest.py's server writes
@@ -88,6 +95,8 @@ REQUESTS = {
     "named": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     "none": {"tools": [TOOL], "tool_choice": "none"},
     "stop in a call": {"tools": [TOOL], "stop": ["Oslo"]},
+    "auto, schema": {"tools": [TOOL], "response_format": FORMAT},
+    "auto, object": {"tools": [TOOL], "response_format": {"type": "json_object"}},
     "no end": {"extra_body": {"ignore_eos": True}},
 }
 
@@ -150,6 +159,14 @@ RIGHT = {
     ("final constrain", "schema"): Answer(JSON),
     ("final constrain", "object"): Answer(JSON),
     ("analysis, then JSON", "schema"): Answer(JSON, THOUGHT),
+    ("recipient in the role", "auto, schema"): CALLED,
+    ("recipient in the channel", "auto, schema"): CALLED,
+    ("recipient in the channel", "auto, object"): CALLED,
+    ("commentary, then a call", "auto, schema"): Answer(LOOK_UP, calls=CALL, finish="tool_calls"),
+    ("final constrain", "auto, schema"): Answer(JSON),
+    ("analysis, then JSON", "auto, schema"): Answer(JSON, THOUGHT),
+    ("final json", "auto, object"): Answer(JSON),
+    ("letters of several bytes", "plain"): Answer("Grüße 🦜 heim.", THOUGHT),
     ("final", "none"): Answer("I have a toy and a book."),
     ("recipient in the channel", "none"): Answer(JSON),
     ("recipient in the role", "none"): Answer(JSON),
@@ -208,7 +225,7 @@ def test_a_client_that_forbids_calls_gets_a_prompt_without_tools(served):
 
 
 def test_every_form_is_asked_and_the_page_has_their_number():
-    assert {form for form, _ in RIGHT} | set(RESPONSES) | {"white space"} == set(FORMS)
+    assert {form for form, _ in RIGHT} | set(RESPONSES) | {"white space", *UNOFFERED} == set(FORMS)
     page = " ".join((ROOT / "docs/reference/clients.md").read_text(encoding="utf-8").split())
     forms = f"{len(FORMS)} forms of Harmony in {len(RIGHT)} requests of Chat Completions, each whole and streamed"
     assert f"{forms}, and in {len(RESPONSES)} of the Responses API." in page
@@ -216,7 +233,7 @@ def test_every_form_is_asked_and_the_page_has_their_number():
 
 # The scripted model prefers its script by more than the API's largest bias, so no bias makes it write white space or
 # begin a call. `./inv up` proves both with the trained model (test_road.py).
-BIASED = {"limited white space", "a stop string in a tool call"}
+BIASED = {"limited white space", "a stop string in a tool call", "a call beside a schema"}
 CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name not in BIASED]
 
 
@@ -451,3 +468,186 @@ def test_a_background_response_is_kept_while_it_runs(scripted_server, served):
         respond(served, "final")
     assert served.responses.retrieve(running.id).status in {"queued", "in_progress"}
     assert served.responses.cancel(running.id).status == "cancelled"
+
+
+UNOFFERED = {"a tool of the model's own": "browser.search", "code": "python"}
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["no tools", "others"])
+@pytest.mark.parametrize("form", UNOFFERED)
+def test_a_call_of_a_tool_that_nobody_offered_is_an_error(served, form, tools):
+    """It names the tool, and the client retries it as any error of a server."""
+    messages = [{"role": "user", "content": CUE_OF[form]}]
+    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, **tools}
+    with pytest.raises(openai.InternalServerError, match=UNOFFERED[form]):
+        served.chat.completions.create(**options)
+    with pytest.raises(openai.APIError, match=UNOFFERED[form]):
+        list(served.chat.completions.create(stream=True, **options))
+
+
+@pytest.mark.parametrize("form", UNOFFERED)
+def test_the_responses_api_fails_for_a_tool_that_nobody_offered(served, form):
+    with pytest.raises(openai.InternalServerError, match=UNOFFERED[form]):
+        respond(served, form)
+    *_, last = respond(served, form, stream=True)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert UNOFFERED[form] in last.response.error.message
+
+
+FINAL_SCHEMA = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("ask", [respond, respond_streamed])
+@pytest.mark.parametrize(("form", "types"), [("recipient in the channel", ["function_call"]),
+                                             ("final json", ["message"])])  # fmt: skip
+def test_the_responses_api_leaves_calls_free_beside_a_schema(served, form, types, ask):
+    response = ask(served, form, tools=[RESPONSES_TOOL], text=FINAL_SCHEMA)
+    assert [item.type for item in response.output] == types
+
+
+def test_an_answer_beside_tools_keeps_to_its_schema(served):
+    """Off its script, which is plain words, the model follows the grammar: the JSON, or a call."""
+    response = served.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": CUE_OF["final"]}],
+        max_tokens=300,
+        tools=[TOOL],
+        response_format=FORMAT,
+    )
+    assert RIGHT["final", "plain"].content not in (response.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_every_effort_of_the_apis_is_taken(served, effort):
+    messages = [{"role": "user", "content": CUE_OF["final"]}]
+    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS}
+    response = served.chat.completions.create(reasoning_effort=effort, **options)
+    assert response.choices[0].message.content == RIGHT["final", "plain"].content
+    assert respond(served, "final", reasoning={"effort": effort}).output_text == RIGHT["final", "plain"].content
+
+
+@pytest.mark.parametrize("stop", [[], ["toy"]], ids=["whole", "stop"])
+@pytest.mark.parametrize("form", ["final", "two messages", "two finals", "letters of several bytes"])
+def test_log_probabilities_are_the_contents(served, form, stop):
+    messages = [{"role": "user", "content": CUE_OF[form]}]
+    options = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "logprobs": True, "stop": stop}
+    (choice,) = served.chat.completions.create(top_logprobs=2, **options).choices
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    assert {len(entry.top_logprobs) for entry in choice.logprobs.content} == {2}
+    events = served.chat.completions.create(stream=True, **options)
+    choices = [choice for event in events for choice in event.choices]
+    tokens = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert "".join(tokens) == "".join(choice.delta.content or "" for choice in choices)
+
+
+USER = {"role": "user", "content": CUE_OF["final"]}
+PREFIX, REST = "I have a", " toy and a book."
+
+
+def test_a_message_is_continued(served):
+    """The prefix is in the prompt, and the answer is what follows it."""
+    begun = {"role": "assistant", "content": PREFIX}
+    options = {"model": MODEL, "messages": [USER, begun], "max_tokens": TOKENS}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    response = served.chat.completions.create(extra_body=more, **options)
+    assert response.choices[0].message.content == REST
+    events = served.chat.completions.create(stream=True, extra_body=more, **options)
+    assert "".join(choice.delta.content or "" for event in events for choice in event.choices) == REST
+    begun = {"type": "message", "role": "assistant", "status": "incomplete",
+             "content": [{"type": "output_text", "text": PREFIX}]}  # fmt: skip
+    response = served.responses.create(model=MODEL, input=[USER, begun], max_output_tokens=TOKENS)
+    assert response.output_text == REST
+    for wrong in ({"messages": [USER]}, {"response_format": FORMAT}):
+        with pytest.raises(openai.BadRequestError, match="continue"):
+            served.chat.completions.create(extra_body=more, **{**options, **wrong})
+
+
+def length(served, *messages):
+    response = served.chat.completions.create(model=MODEL, messages=list(messages), max_tokens=1)
+    return response.usage.prompt_tokens
+
+
+def test_a_refusal_stays_in_the_prompt(served):
+    text = "I cannot do this."
+    answers = [
+        {"role": "assistant", "content": text},
+        {"role": "assistant", "content": None, "refusal": text},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": text}]},
+    ]
+    assert len({length(served, USER, answer, USER) for answer in answers}) == 1
+    assert length(served, USER, answers[0], USER) > length(served, USER, USER)
+
+
+REMOVED = ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "functions", "function_call"]
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_a_removed_field_is_named(served, field):
+    with pytest.raises(openai.BadRequestError, match=f"`{field}` is not supported"):
+        served.chat.completions.create(model=MODEL, messages=[USER], extra_body={field: {"a": 1}})
+
+
+CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": JSON}
+CUSTOM_ITEM = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"}
+PARTS = [{"type": "input_text", "text": "It "}, {"type": "input_text", "text": "rains."}]
+
+
+@pytest.mark.parametrize("call", [CALL_ITEM, CUSTOM_ITEM], ids=["function", "custom"])
+@pytest.mark.parametrize("output", ["It rains.", PARTS], ids=["text", "parts"])
+def test_outputs_of_calls_reach_the_prompt(served, call, output):
+    result = {"type": f"{call['type']}_output", "call_id": "c1", "output": output}
+    more = {"extra_body": {"enable_response_messages": True}}
+    response = served.responses.create(model=MODEL, input=[call, result, USER], max_output_tokens=TOKENS, **more)
+    assert "It rains." in json.dumps(response.input_messages)
+
+
+def test_an_item_reference_is_the_stored_item(served):
+    (call,) = respond(served, "recipient in the channel", tools=[RESPONSES_TOOL]).output
+    items = [USER, {"type": "item_reference", "id": call.id},
+             {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}, USER]  # fmt: skip
+    more = {"extra_body": {"enable_response_messages": True}}
+    response = served.responses.create(model=MODEL, input=items, max_output_tokens=TOKENS, **more)
+    assert json.dumps(JSON)[1:-1] in json.dumps(response.input_messages)
+    with pytest.raises(openai.NotFoundError, match="fc_gone"):
+        served.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "fc_gone"}])
+
+
+REFUSED = [
+    ("input[1]", "'local_shell_call'", {"input": [USER, {"type": "local_shell_call", "id": "x"}]}),
+    ("input[0]", "'compaction'", {"input": [{"type": "compaction", "encrypted_content": "x"}]}),
+    ("input[0]", "'web_search_call'", {"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}),
+    ("input.0.role", "'clown'", {"input": [{"role": "clown", "content": "x"}]}),
+    *(("tools[0]", repr(tool["type"]), {"input": "x", "tools": [tool]}) for tool in (
+        {"type": "local_shell"}, {"type": "web_search"}, {"type": "web_search_preview"}, {"type": "nonsense"},
+        {"type": "code_interpreter", "container": {"type": "auto"}}, {"type": "custom", "name": "apply_patch"},
+        {"type": "namespace", "name": "n", "description": "d", "tools": []},
+    )),
+    ("tools[0]", "grammar", {"input": "x", "tools": [{"type": "custom", "name": "apply_patch", "format":
+     {"type": "grammar", "syntax": "lark", "definition": "start: x"}}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name", "request_"), REFUSED, ids=[name for _, name, _ in REFUSED])
+def test_what_is_not_supported_is_named_in_one_line(served, place, name, request_):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.responses.create(model=MODEL, **request_)
+    message = caught.value.body["message"]
+    assert message.startswith(place)
+    assert name in message
+    assert "\n" not in message
+
+
+CASES = json.loads((Path(__file__).parent / "tool_schemas.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_is_told_the_whole_schema(served, name):
+    """What the prompt says of each tool, by the API's own rendering."""
+    case = CASES[name]
+    tool = {"type": "function", "function": {"name": "order", "parameters": case["schema"]}}
+    response = served.chat.completions.create(
+        model=MODEL, messages=[USER], max_tokens=1, tools=[tool], extra_body={"return_token_ids": True}
+    )
+    prompt = harmony.decode(response.prompt_token_ids)
+    text = prompt.partition("type order = (_: {")[2].partition("}) => any;")[0]
+    assert " ".join(text.split()) == case["rendered"]

@@ -59,6 +59,15 @@ def equal(value: object, wanted: object) -> None:
         raise AssertionError(f"{value!r} instead of {wanted!r}")
 
 
+def raises(error: type[Exception], function: Callable) -> None:
+    """Raise AssertionError unless the function raises `error`."""
+    try:
+        value = function()
+    except error:
+        return
+    raise AssertionError(f"{value!r} instead of {error.__name__}")
+
+
 def main() -> None:
     """Run every feature and print what came of it."""
     url, model = sys.argv[1:]

@@ -22,6 +22,7 @@ from conversations import (
     equal,
     feature,
     main,
+    raises,
 )  # fmt: skip
 
 RESPONSES_TOOL = {"type": "function", **TOOL["function"]}
@@ -35,10 +36,8 @@ def client(url):
 
 
 def chat(url, model, cue, **options):
-    messages = [{"role": "user", "content": cue}]
-    return client(url).chat.completions.create(
-        model=model, messages=messages, **{"max_tokens": TOKENS, "temperature": 0, **options}
-    )
+    defaults = {"messages": [{"role": "user", "content": cue}], "max_tokens": TOKENS, "temperature": 0}
+    return client(url).chat.completions.create(model=model, **{**defaults, **options})
 
 
 def calls(response):
@@ -190,14 +189,42 @@ def _(url, model):
     options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": TOKENS}
     response = client(url).responses.create(model=model, input=ANSWER, **options)
     (message,) = (item for item in response.output if item.type == "message")
+    equal("".join(entry.token for entry in message.content[0].logprobs), DONE)
     equal({len(entry.top_logprobs) for entry in message.content[0].logprobs}, {2})
+
+
+@feature("tools with structured output")
+def _(url, model):
+    schema = {"type": "json_schema", "json_schema": {"name": "Weather", "schema": Weather.model_json_schema()}}
+    equal(calls(chat(url, model, CALL, tools=[TOOL], response_format=schema)), OSLO_CALL)
+    message = chat(url, model, JSON, tools=[TOOL], response_format=schema).choices[0].message
+    equal(Weather.model_validate_json(message.content), Weather(city="Oslo", degrees=7))
+
+
+@feature("reasoning_effort: none to max")
+def _(url, model):
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+        equal(chat(url, model, ANSWER, reasoning_effort=effort).choices[0].message.content, DONE)
+
+
+@feature("continue_final_message")
+def _(url, model):
+    messages = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": "All"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    equal(chat(url, model, ANSWER, messages=messages, extra_body=more).choices[0].message.content, " done.")
+
+
+@feature("removed fields")
+def _(url, model):
+    for field in ("guided_json", "guided_choice", "guided_regex", "guided_grammar", "functions"):
+        raises(openai.BadRequestError, lambda field=field: chat(url, model, ANSWER, extra_body={field: {"a": 1}}))
 
 
 @feature("log probabilities")
 def _(url, model):
     response = chat(url, model, ANSWER, logprobs=True, top_logprobs=2)
     entries = response.choices[0].logprobs.content
-    equal(len(entries), response.usage.completion_tokens)
+    equal("".join(entry.token for entry in entries), DONE)
     equal({len(entry.top_logprobs) for entry in entries}, {2})
     equal(all(entry.logprob <= 0 for entry in entries), True)
 

@@ -112,7 +112,7 @@ def test_a_start_that_fails_shows_why_and_leaves_nothing(begin, port, behaviour,
         ("answers null", "TypeError"),
         ("fails at top_logprobs", "answered 500: g++: not found"),
         ("fails at prompt_logprobs", "the request for log probabilities of the prompt"),
-        ("fails at response_format", "the request for a JSON answer: /v1/chat/completions answered 500: g++"),
+        ("fails at response_format", "the request for log probabilities: /v1/chat/completions answered 500: g++"),
     ],
 )
 def test_a_server_that_answers_wrongly_is_not_ready(behaviour, message):
