@@ -165,6 +165,24 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("bad says x\n")
 
 
+@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_linter_without_a_wheel_is_the_machines_own_or_named(monkeypatch, tmp_path, capsys, machine, installed):
+    if installed:
+        (tmp_path / "shellcheck").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "shellcheck").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(suite.platform, "machine", lambda: machine)
+    monkeypatch.setattr(suite, "CHECKS", {"shell": ("shellcheck",)})
+    monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
+    if machine == "aarch64" and not installed:
+        suite.check()
+        assert "NOT CHECKED: shellcheck" in " ".join(capsys.readouterr().err.split())
+    else:
+        with pytest.raises(ProcessError, match="shell"):
+            suite.check()
+
+
 def test_shell_scripts_are_known_by_their_first_line():
     names = {file.name for file in suite.shell_scripts()}
     assert {"inv", "run", "packages", "start", "with-ca", "engine.sh"} <= names
