@@ -40,14 +40,16 @@ def read(log: Path) -> str:
 def explain(text: str) -> list[str]:
     """Return the lines of a log that explain a failure, without prefixes: the decisive one and what led to it first.
 
-    If nothing in it says that something broke, these are its very last lines.
+    If nothing in it says that something broke, these are its very last lines but for warnings.
     """
-    event = events.read_text(text)
+    event = events.read_text(f"{text}\n")
     if decisive := event.decisive:
-        causes = dict.fromkeys(line.shown for line in event.chain(decisive))
+        message = [line.strip() for line in decisive.after if line[:1].isspace()]  # pydantic's cause is in its 2nd line
+        causes = dict.fromkeys([*(line.shown for line in event.chain(decisive)), *message])
         others = dict.fromkeys(line.shown for line in event.faults if line.shown not in causes)
         return [*list(causes)[-LINES_SHOWN:], *others][:LINES_SHOWN]
-    lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+    calm = [line for line in text.splitlines() if events.parse(line).level != "WARNING"]
+    lines = [_PREFIX.sub("", line).rstrip() for line in calm or text.splitlines()]
     return [line for line in lines if line.strip() and not line.lstrip().startswith(("File ", "^", "~"))][-LINES_SHOWN:]
 
 

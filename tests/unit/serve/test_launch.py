@@ -476,6 +476,26 @@ def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):
     assert logs.explain(logs.read(tmp_path / "absent")) == []
 
 
+ULIMIT = "(APIServer pid=7) WARNING 11-21 03:40:12 [utils.py:1] Found ulimit of 1024; requests may fail with error 24."
+UNSUPPORTED = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (
+            "x: error while loading shared libraries: libnuma.so.1",
+            ["x: error while loading shared libraries: libnuma.so.1"],
+        ),
+        (f"{UNSUPPORTED}\n  Value error, not supported", [UNSUPPORTED, "Value error, not supported"]),
+        ("INFO 11-21 03:40:12 [x.py:1] b", ["b"]),
+    ],
+)
+def test_a_warning_never_explains_a_failure_and_a_message_is_whole(log, shown):
+    assert logs.explain(f"{ULIMIT}\n{log}") == logs.explain(f"{log}\n{ULIMIT}\n") == shown
+    assert len(logs.explain(ULIMIT)) == 1  # nothing else is there
+
+
 STARTING = """
 import sys, time
 from sparkforge.core import interrupt, paths
