@@ -139,7 +139,7 @@ COPY deploy/start deploy/bench deploy/
 COPY locks/patched.toml locks/
 COPY patches/ patches/
 COPY sparkforge/ packages/sparkforge/
-COPY spark_mxfp4/ packages/spark_mxfp4/
+COPY spark_mxfp4/src/spark_mxfp4/ packages/spark_mxfp4/
 COPY validate/ packages/validate/
 COPY --from=audit /opt/image.json /opt/audit.json ./
 # The commit, by argument or as git has it in the context, and a digest of the context: docs/concepts/images.md.

@@ -17,22 +17,17 @@ TARGETS = os.environ.get("SPARK_MXFP4_PRECOMPILE", "").replace(",", " ").split()
 
 
 class BuildWithKernels(build_py):
-    """Copy the package without this file, and compile the kernels beside their sources."""
-
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """Return a package's modules; this file is none."""
-        modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
-        return [module for module in modules if (module[0], module[1]) != ("spark_mxfp4", "setup")]
+    """Copy the package, and compile the kernels beside their sources."""
 
     def run(self) -> None:
         """Copy, then compile into the copy."""
         super().run()
         if not TARGETS:
             return
-        program = Path(__file__).parent / "kernels" / "precompile.py"  # as a program: the package needs torch
+        kernels = Path(__file__).parent / "src" / "spark_mxfp4" / "kernels"
         compiled = Path(self.build_lib).absolute() / "spark_mxfp4" / "kernels" / "compiled"
         shutil.rmtree(compiled, ignore_errors=True)  # an earlier build's: other targets, other sources
-        subprocess.run([sys.executable, "-P", program, *TARGETS, "--output", compiled], check=True)
+        subprocess.run([sys.executable, "-P", kernels / "precompile.py", *TARGETS, "--output", compiled], check=True)
 
 
 class PlatformWheel(bdist_wheel):

@@ -162,7 +162,7 @@ def identity(request: StartRequest, served: TrialServer) -> dict[str, str]:
     checkpoint = {file.name: str(file.stat().st_size) for file in weights}
     if folder and (folder / "config.json").is_file():
         checkpoint["config.json"] = sha256_file(folder / "config.json")
-    ours = sorted(file for kind in CODE for file in (paths.ROOT / "spark_mxfp4").rglob(kind))
+    ours = sorted(file for kind in CODE for file in (paths.ROOT / "spark_mxfp4" / "src").rglob(kind))
     return {
         "model": request.model or DEFAULT_MODEL,
         "checkpoint": known_good.hashed(checkpoint),

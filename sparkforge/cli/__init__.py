@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, cluster, diagnose, kernel, maintain, measure, models, modular, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, modular, serve, service
 
 namespace = Collection(
     serve.up,
@@ -67,7 +67,6 @@ for _collection in (
         pull=build.image_pull,
     ),
     Collection("model", fetch=models.model_fetch),
-    Collection("kernel", kernel.new, kernel.hub),
     Collection(
         "bench",
         measure.acc,
@@ -77,11 +76,7 @@ for _collection in (
         measure.compare,
         measure.accept,
         measure.bakeoff,
-        measure.shards,
-        measure.formats,
         measure.profile,
-        measure.kernels,
-        measure.linear,
     ),
     Collection("cache", list=maintain.cache_list),
     _bundle,

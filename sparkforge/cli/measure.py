@@ -11,7 +11,7 @@ from invoke.context import Context
 
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE, START
 from sparkforge.cli.build import build_image
-from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task, whole_number
+from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
 from sparkforge.cli.serve import ServeOptions, requested
 from sparkforge.core.errors import UsageError
 
@@ -176,77 +176,3 @@ def profile(
 
     options = {"isl": isl, "osl": osl, "conc": conc, "port": port, "limit": limit}
     main({**options, "output": caller_path(output), "trace": caller_path(trace)})
-
-
-@task(
-    example="./inv bench.kernels --tokens 1,64",
-    output="JSON file for the figures; default bench/results/kernels.json in the checkout",
-    python="interpreter with torch and triton; default: ours",
-    peer="folder with OpenAI's triton_kernels, to time it too",
-    peer_cutlass="time FlashInfer's CUTLASS kernel too, which the interpreter must have",
-    tokens="with commas; default 1 to 8192",
-)
-def kernels(
-    _ctx: Context,
-    output: str = "",
-    python: str = "",
-    peer: str = "",
-    peer_cutlass: bool = False,
-    tokens: str = "",
-) -> None:
-    """Time one layer's experts on this GPU, for five models."""
-    _on_gpus("kernels", "measure", output, python, tokens, peer=caller_path(peer), peer_cutlass=peer_cutlass)
-
-
-def _on_gpus(name: str, module: str, output: str, python: str, tokens: str, **options: Any) -> None:
-    """Run `layer.main` for `bench.NAME`. Raises UsageError for tokens that are no numbers."""
-    from sparkforge.bench.kernels.layer import main
-
-    for word in listed(tokens):
-        whole_number("--tokens", word)
-    output = caller_path(output) or f"bench/results/{name}.json"
-    main(output, caller_path(python), ",".join(listed(tokens)), module=module, **options)
-
-
-@task(
-    example="./inv bench.linear --tokens 1,16",
-    output="JSON file for the figures; default bench/results/linear.json in the checkout",
-    python="interpreter with torch and triton; default: ours",
-    tokens="with commas; default 1 to 64",
-)
-def linear(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
-    """Time dense products with 4 and 8 bit weights, beside torch's."""
-    _on_gpus("linear", "measure_linear", output, python, tokens)
-
-
-@task(
-    example="./inv bench.shards --tokens 1,64",
-    output="JSON file for the figures; default bench/results/shards.json in the checkout",
-    python="interpreter with torch and triton; default: ours",
-    tokens="with commas; default 1 to 4096",
-)
-def shards(_ctx: Context, output: str = "", python: str = "", tokens: str = "") -> None:
-    """Time one layer's experts on two GPUs of this host, against one."""
-    _on_gpus("shards", "measure_shards", output, python, tokens)
-
-
-@task(
-    example="./inv bench.formats --python .sparkforge/envs/embedded/bin/python",
-    output="JSON file for the figures; default bench/results/formats.json in the checkout",
-    python="interpreter with torch; default: the embedded device's",
-    states="hidden states; default 256",
-    shapes="qkv, o and head, with commas; default: all",
-)
-def formats(_ctx: Context, output: str = "", python: str = "", states: str = "", shapes: str = "") -> None:
-    """Measure what 4 and 8 bit weights cost in accuracy.
-
-    It runs on the processor: errors of weights and products against float32, and how often gpt-oss-120b's LM head
-    chooses the same token, for normal and heavy-tailed weights and hidden states. It takes minutes and 2 GB.
-    """
-    from sparkforge.bench.kernels.layer import main
-
-    count = str(whole_number("--states", states)) if states else ""
-    interpreter = caller_path(python) or str(_python())
-    main(
-        caller_path(output) or "bench/results/formats.json", interpreter, count, module="measure_formats", shapes=shapes
-    )

@@ -29,8 +29,8 @@ FAST = "SPARKFORGE_TEST_FAST"
 # with real processes did not expect. A fault of ours fails twice. The fast tests have hardly any such, and asking the
 # plugin for each of them would take a quarter of their time.
 RERUNS = ("--reruns=1", "--reruns-delay=5")
-COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov=spark_mxfp4", "--cov-report=term:skip-covered")
-SHELL_SCRIPTS = ("inv", ".ci/run", "tests/packages", "deploy", "tests/engine")
+COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
+SHELL_SCRIPTS = ("inv", ".ci/run", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
 # Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
 CHECKS = {
     "format": ("ruff", "format", "--check"),
@@ -81,7 +81,12 @@ def check() -> None:
 def _run_check(program: Path, *arguments: str | Path) -> None:
     """Run one check. Raises ProcessError with all that it printed."""
     path = f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
-    result = run([program, *arguments], cwd=ROOT, env={"PYTHONPATH": "", "PATH": path}, check=False)
+    result = run(
+        [program, *arguments],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT / "spark_mxfp4" / "src"), "PATH": path},
+        check=False,
+    )
     if result.returncode:
         raise ProcessError(f"{program.name} failed", (result.stdout + result.stderr).strip(), "")
 

@@ -33,7 +33,7 @@ LOOK = f"""
 FROM scratch AS sheets
 FROM audit AS look
 COPY sparkforge/ /opt/sparkforge/packages/sparkforge/
-COPY spark_mxfp4/ /opt/sparkforge/packages/spark_mxfp4/
+COPY spark_mxfp4/src/spark_mxfp4/ /opt/sparkforge/packages/spark_mxfp4/
 COPY validate/ /opt/sparkforge/packages/validate/
 ENV PYTHONPATH=/opt/sparkforge/packages PYTHONSAFEPATH=1 SPARKFORGE_ROOT=/opt/sparkforge
 # A driver that says 13.0 and that there is no device, so that what links against libcuda.so.1 can be imported.

@@ -47,7 +47,9 @@ print(json.dumps([
 def wheel(tmp_path_factory):
     """The wheel, built by uv from a copy of the sources."""
     source, target = tmp_path_factory.mktemp("source") / "spark_mxfp4", tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT / "spark_mxfp4", source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    shutil.copytree(
+        ROOT / "spark_mxfp4", source, ignore=shutil.ignore_patterns(".venv", "__pycache__", "build", "*.egg-info")
+    )
     command = [sys.executable, "-m", "uv", "build", "--offline", "--no-build-isolation", "--python", sys.executable]
     result = subprocess.run([*command, "--out-dir", target, source], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,8 +1,5 @@
-"""MAX's programs, skipped where MAX is not installed and failed on CI; the Mojo kernels' CPU parts as a C library,
-built once; and the tiny checkpoint, served by MAX once for all tests.
-"""
+"""MAX's programs, skipped where MAX is not installed and failed on CI; and the tiny checkpoint, served once."""
 
-import ctypes
 import os
 import subprocess
 from dataclasses import dataclass
@@ -17,7 +14,6 @@ from sparkforge.serve import modular
 from sparkforge.serve.settings import TINY_ID
 
 MAX = Environment("max")
-SOURCES = ROOT / "spark_mxfp4" / "max"
 
 
 @dataclass
@@ -60,17 +56,6 @@ def mojo():
 def compiled():
     """The folder of MAX's compiled models, which stays: a model takes minutes."""
     return MAX.path.parents[1] / "cache" / "max"
-
-
-@pytest.fixture(scope="session")
-def host(mojo, tmp_path_factory):
-    """The library of spark_mxfp4/max/trial/host.mojo."""
-    library = tmp_path_factory.mktemp("max") / "host.so"
-    command = [mojo, "build", "--emit", "shared-lib", "-I", SOURCES, SOURCES / "trial" / "host.mojo", "-o", library]
-    environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
-    built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="session")

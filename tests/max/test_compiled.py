@@ -1,7 +1,7 @@
 """The tiny model compiled for a GPU that is not here, and what its machine code stores.
 
 MAX's products of bfloat16 on Hopper store whole tiles, rows behind the result too, unless a cast to float32 is joined
-to them (docs/guide/max.md). Which they do can be read: a store that may be skipped has a branch around it.
+to them (spark_mxfp4/docs/max.md). Which they do can be read: a store that may be skipped has a branch around it.
 """
 
 import os

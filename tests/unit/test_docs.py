@@ -9,9 +9,14 @@ import pytest
 import tasks
 from sparkforge.core.paths import ROOT
 
-DOCS = ROOT / "docs"
+DOCS, LIBRARY = ROOT / "docs", ROOT / "spark_mxfp4"
 PAGES = sorted(
-    [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+    [
+        *DOCS.rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+        *(LIBRARY / "docs").glob("*.md"),
+        LIBRARY / "README.md",
+    ]
 )
 FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -40,7 +45,8 @@ def test_internal_links_lead_somewhere(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
-        assert file.is_relative_to(DOCS) or not page.is_relative_to(DOCS), f"{target} leaves the site"
+        for whole in (DOCS, LIBRARY):  # a site, and a project that somebody may cut out
+            assert file.is_relative_to(whole) or not page.is_relative_to(whole), f"{target} leaves {whole.name}/"
         if anchor:
             assert anchor in anchors(file), target
 
@@ -48,10 +54,10 @@ def test_internal_links_lead_somewhere(page):
 def named_in_code():
     """Yield file and page of each `docs/….md` that code, tables or scripts name, with its anchor."""
     suffixes = {".py", ".toml", ".yml", ".jinja", ".sh", ""}
-    folders = [ROOT / name for name in ("sparkforge", "validate", "spark_mxfp4", "deploy")]
+    folders = [ROOT / name for name in ("sparkforge", "validate", "deploy")]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix in suffixes]
     for file in [*files, *ROOT.glob("*.toml"), *ROOT.glob("*.yml"), *ROOT.glob("Dockerfile*")]:
-        for target in re.findall(r"docs/[\w/.-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8")):
+        for target in re.findall(r"(?:spark_mxfp4/)?docs/[\w/.-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8")):
             yield str(file.relative_to(ROOT)), target
 
 
@@ -116,7 +122,8 @@ def files_of_the_repository():
     for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
         text = FENCE.sub("", page.read_text(encoding="utf-8"))
         for path in re.findall(r"`((?:sparkforge|validate|spark_mxfp4|tests|deploy|bench|docs)/[\w./-]+)`", text):
-            yield str(page.relative_to(ROOT)), path
+            folder = LIBRARY if page.is_relative_to(LIBRARY) else ROOT
+            yield str(page.relative_to(ROOT)), str((folder / path).relative_to(ROOT))
 
 
 @pytest.mark.parametrize(("page", "path"), sorted(set(files_of_the_repository())), ids=str)

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from sparkforge.core.paths import ROOT
 
-PACKAGES = ("sparkforge", "validate", "spark_mxfp4")
+PACKAGES = ("sparkforge", "validate", "spark_mxfp4/src")
 
 
 def modules_of_classes(root):

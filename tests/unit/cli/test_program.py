@@ -60,7 +60,7 @@ def test_every_command_is_in_one_group_and_each_group_can_be_listed(monkeypatch)
     ]
     assert len(names) == len(set(names))
     assert {namespace[name] for name in names} == {namespace[name] for name in namespace.task_names}
-    assert "bench.kernels" in program.listing("bench")
+    assert "bench.text" in program.listing("bench")
     with pytest.raises(UsageError, match="bench"):
         program.listing("bensh")
 

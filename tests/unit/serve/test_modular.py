@@ -95,7 +95,7 @@ def test_what_does_not_exist_is_refused_by_name(checkpoint, tmp_path_factory, fr
     with pytest.raises(UsageError, match="sm_80"):
         modular.compile_command(checkpoint, "sm_80")
     with pytest.raises(UsageError, match="tpu"):
-        modular.test(fast=False, device="tpu")
+        modular.test("tpu")
     with pytest.raises(InputError, match=r"config\.json"):
         modular.serve_command(tmp_path_factory.mktemp("empty"), "cpu", free_port(), 512)
 

@@ -1,0 +1,1 @@
+"""Measurements of served models on GPUs, with weights of the real shapes."""

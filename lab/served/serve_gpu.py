@@ -1,0 +1,492 @@
+"""Measures vLLM serving a gpt-oss of real size with made-up weights, one backend after another, on this machine's GPU.
+
+`python -m lab.served.serve_gpu --out FILE.json` starts a server for each backend, asks it for a fixed
+number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
+keeps them. The model is `sparkforge.models.dummy`'s: right shapes, random experts; its speed is realistic, its answers
+mean nothing.
+`--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
+servers at once and measures one after another.
+`--load-seconds 70` bounds the time of each backend; put what matters most first: `--concurrency 64 1 4 16`.
+`--sweep 4 8 16` then sends 1k/1k through the whole harness (`bench.runs`: gate, load, report) while the server is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from lab.served import random_load, random_weights, ranks, tiny_tokens
+from lab.served.ranks import HostPart, Split
+from lab.served.second_host import SecondHost, second_host
+from sparkforge.bench import runs
+from sparkforge.bench.machine import gpus
+from sparkforge.core import interrupt, openai
+from sparkforge.core.console import say, show_error
+from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
+from sparkforge.core.files import write_json
+from sparkforge.core.openai import Endpoint
+from sparkforge.core.paths import ROOT
+from sparkforge.core.process import run, spawn, started_at, terminate_session
+from sparkforge.serve import command_line
+from sparkforge.serve.cluster.channels import transport
+from sparkforge.serve.command_line import ServerCommand
+
+SERVED_NAME = "random-gpt-oss"
+LOAD_SECONDS = 3600.0  # for one load
+ONE_GPU = Split()
+MASTER_PORT = 1000  # above the API's
+LITTLE = "0.1"  # of a GPU's memory that must be free at the start, where the KV cache's size is given
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The arguments and environment that choose a backend, and the text in vLLM's log that shows its use."""
+
+    arguments: tuple[str, ...]
+    log: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def backend_of(name: str) -> Backend:
+    """Return the backend of that name; `spark:KERNEL` is ours with a kernel of your choice.
+
+    Raises UsageError for a name that is neither.
+    """
+    known, _, kernel = name.partition("@")[0].partition(":")
+    if known not in BACKENDS or (kernel and known != "spark"):
+        raise UsageError(f"there is no backend {name!r}", f"known are {', '.join(BACKENDS)}, spark:KERNEL", "name one")
+    if not kernel:
+        return BACKENDS[known]
+    log = f"Using 'SPARK_{kernel.upper()}'"
+    return Backend(BACKENDS[known].arguments, log, {"SPARK_MXFP4_KERNEL": kernel})
+
+
+def _dense(linear: str, head: str, router: str = "") -> Backend:
+    """Return our experts with attention and LM head in two formats of the plugin, and with its router if named."""
+    log = f"Dense layers (SPARK_MXFP4_LINEAR) are {linear.upper()}, by our kernels"
+    formats = {"SPARK_MXFP4_LINEAR": linear, "SPARK_MXFP4_LM_HEAD": head, "SPARK_MXFP4_ROUTER": router}
+    return Backend(("--quantization", "spark-mxfp4"), ROUTER_LOG if router else log, formats)
+
+
+ROUTER_LOG = "Routers of up to 16 tokens run in one launch"
+BACKENDS: Mapping[str, Backend] = {
+    "spark": Backend(("--quantization", "spark-mxfp4"), "Using 'SPARK_"),
+    "spark-dense-8": _dense("mxfp8", "mxfp8"),
+    "spark-dense-4": _dense("mxfp4", "mxfp8"),
+    "spark-all-4": _dense("mxfp4", "mxfp4"),
+    "spark-all-4-router": _dense("mxfp4", "mxfp4", "fused"),
+    "triton-fp8": Backend(
+        ("--moe-backend", "triton", "--quantization-config.linear", "fp8_per_channel"),
+        "for Fp8PtpcOnlineLinearMethod",
+    ),
+    "triton": Backend(("--moe-backend", "triton"), "Using 'TRITON"),
+    "marlin": Backend(("--moe-backend", "marlin"), "Using 'MARLIN"),
+    "flashinfer_cutlass": Backend(("--moe-backend", "flashinfer_cutlass"), "Using 'FLASHINFER_CUTLASS"),
+}
+
+
+class ServingLoad(NamedTuple):
+    """Requests, `concurrency` of them at once; with `warm_up` short ones go before."""
+
+    concurrency: int
+    requests: int
+    output_tokens: int
+    warm_up: bool
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """What is measured: prompt and output tokens of each request, concurrencies, and how long each step may take."""
+
+    input_tokens: int
+    output_tokens: int
+    concurrencies: tuple[int, ...]
+    rounds: int
+    ready_seconds: float
+    port: int
+    weights: str = random_weights.FORMAT
+    long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
+    sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
+    client: str = "auto"  # of the harness
+    split: Split = ONE_GPU  # of backends whose names have none
+    kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
+    load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
+
+    def loads(self) -> tuple[ServingLoad, ...]:
+        """Return the loads in their order."""
+        short = (ServingLoad(c, c * self.rounds, self.output_tokens, warm_up=True) for c in self.concurrencies)
+        return (*short, *(ServingLoad(c, c, self.input_tokens, warm_up=False) for c in self.long_concurrencies))
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server on its way: `pids` lead the sessions of its parts, the head's first; `two_hosts` says what they are."""
+
+    url: str
+    pids: tuple[int, ...]
+    begun: float
+    split: Split
+    two_hosts: str = ""
+
+
+def measure(
+    backend: str, model: Path, plan: ServingPlan, log: Path, started: Started | None = None
+) -> Iterator[dict[str, Any]]:
+    """Serve `model` with one backend; yield how long the start took, then one row a load, and those left out.
+
+    Raises ServerError if the server ends, is not ready in time, or chose another backend. Ends it, unless it was
+    `started` by the caller.
+    """
+    with ExitStack() as stack:
+        if started is None:
+            started = stack.enter_context(_started(backend, model, plan, log, ("--load-format", plan.weights)))
+        url = _ready(started, plan, log)
+        yield {"ready_s": round(time.monotonic() - started.begun, 1), **_seen(backend, started, log)}
+        deadline = time.monotonic() + plan.load_seconds
+        loads = plan.loads()
+        for index, load in enumerate(loads):
+            if time.monotonic() > deadline:
+                yield {"left_out": [other._asdict() for other in loads[index:]]}
+                break
+            if load.warm_up:  # twice as many, so that prompts come while others generate, as they will
+                _load(url, load.concurrency, 2 * load.concurrency, plan.input_tokens, min(16, load.output_tokens))
+            yield _load(url, load.concurrency, load.requests, plan.input_tokens, load.output_tokens)
+        if plan.sweep:
+            yield {"harness": _sweep(url, model, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
+
+
+def _sweep(url: str, model: Path, plan: ServingPlan, output: Path) -> str:
+    """Send 1k/1k at the plan's concurrencies through the harness; return the report's path or why there is none."""
+    numbers = ",".join(map(str, plan.sweep))
+    shape = {"isl": "1024", "osl": "1024", "conc": numbers, "client": plan.client, "tokenizer": str(model)}
+    try:
+        return str(runs.measure({"url": url, "output": str(output), **shape}, Path(sys.executable)).page)
+    except SparkforgeError as error:
+        show_error(error)
+        return f"failed: {error}"
+
+
+@contextmanager
+def _started(
+    backend: str, model: Path, plan: ServingPlan, log: Path, weights: tuple[str, ...] = ()
+) -> Iterator[Started]:
+    """Start a server, all of its parts; end them, and the second host if there is one."""
+    chosen, split = backend_of(backend), plan.split.named(backend.partition("@")[2])
+    split.check()
+    top = max(plan.concurrencies)
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64, *plan.concurrencies})
+    longest = max(2048, plan.input_tokens + max(plan.input_tokens, plan.output_tokens) + 16)
+    # The plugin's metadata and our packages, without the checkout's root: this interpreter may have none installed.
+    folder = random_weights.write_entry_point(log.parent / "plugin")
+    for package in ("sparkforge", "validate", "spark_mxfp4/src/spark_mxfp4"):
+        link = folder / Path(package).name
+        if not link.is_symlink():
+            link.symlink_to(ROOT / package)
+    python_path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
+    with ExitStack() as stack:
+        parts: Sequence[HostPart] = (HostPart(split.arguments(), {}),)
+        kind = ""
+        if split.hosts:
+            host = stack.enter_context(_second_host())
+            parts, kind = ranks.parts(split, host, plan.port, plan.port + MASTER_PORT), host.kind
+        custom = ranks.all_reduce_flags(sys.executable) if split.size > 1 else ()
+        memory = ("--kv-cache-memory-bytes", str(plan.kv_cache_bytes), "--gpu-memory-utilization", LITTLE)
+        pids: list[int] = []
+        for part, file in zip(parts, (log, ranks.worker_log(log)), strict=False):
+            server = ServerCommand(
+                model=str(model),
+                model_id=SERVED_NAME,
+                host="127.0.0.1",
+                port=plan.port,
+                extra_arguments=(
+                    *weights,
+                    *("--max-model-len", str(longest), "--max-num-seqs", str(top), "--no-enable-prefix-caching"),
+                    *("--cudagraph-capture-sizes", *(str(size) for size in sizes if size <= max(64, top))),
+                    *(memory if plan.kv_cache_bytes else ()),
+                    *chosen.arguments,
+                    *custom,
+                    *part.arguments,
+                ),
+                extra_environment={
+                    "PYTHONPATH": python_path,
+                    "VLLM_PLUGINS": f"{command_line.ENVIRONMENT['VLLM_PLUGINS']},{random_weights.PLUGIN}",
+                    **chosen.environment,
+                    **split.environment(),
+                    **part.environment,
+                },
+                guarded=False,
+            )
+            file.unlink(missing_ok=True)
+            command = (*part.prefix, *server.command(sys.executable))
+            pid = spawn(command, log=file, env={**os.environ, **server.environment}, cwd=log.parent)
+            stack.callback(terminate_session, pid)
+            pids.append(pid)
+        yield Started(f"http://127.0.0.1:{plan.port}", tuple(pids), time.monotonic(), split, kind)
+
+
+def _second_host() -> AbstractContextManager[SecondHost]:
+    """Return the second host, with a network of its own where the kernel has them. Raises ServerError if it has none.
+
+    Each is made once to see whether it can be.
+    """
+    why = ""
+    for own_network in (True, False):
+        try:
+            with second_host(own_network=own_network):
+                return second_host(own_network=own_network)
+        except OSError as error:
+            why = str(error)
+            say(f"{why}{'; both hosts on loopback instead' if own_network else ''}")
+    raise ServerError("there is no second host on this machine", why, "run it as root", code="server.start")
+
+
+def _ready(server: Started, plan: ServingPlan, log: Path) -> str:
+    """Wait until a server generates and return its address. Raises ServerError."""
+    deadline = server.begun + plan.ready_seconds
+
+    def alive() -> bool:
+        return all(started_at(pid) is not None for pid in server.pids)
+
+    if not openai.wait_until(Endpoint(server.url).healthy, deadline, alive):
+        problem = "ended before it was ready" if not alive() else f"was not ready in {plan.ready_seconds:.0f} s"
+        raise ServerError(f"the server {problem}", _last_error(log), f"less {log}", code="server.start")
+    Endpoint(server.url, SERVED_NAME, key="").first_token(plan.ready_seconds)
+    return server.url
+
+
+def _seen(backend: str, server: Started, log: Path) -> dict[str, Any]:
+    """Return what the logs say of the backend, and with several GPUs of their ranks and how they exchange.
+
+    Raises ServerError if they name another backend, or if ours is not on every rank.
+    """
+    seen: dict[str, Any] = {"backend_line": _chosen(backend, log)}
+    if server.split.size == 1:
+        return seen
+    text = log.read_text(errors="replace")
+    worker = ranks.worker_log(log)
+    text += worker.read_text(errors="replace") if server.two_hosts else ""
+    named = ranks.ranks_with(text, "Mxfp4 MoE backend")
+    if backend.startswith("spark") and len(named) != server.split.size:
+        why = f"its line is in the log of {', '.join(named) or 'none'} of {server.split.size} ranks"
+        raise ServerError(f"the server did not take {backend} on every rank", why, f"less {log}", code="server.start")
+    reduce = next((line for line in text.splitlines() if "ustom all" in line or "ustom collectives" in line), "")
+    disabled = "disable_custom_all_reduce=True" in text
+    seen |= {"split": asdict(server.split), "ranks": named, "nccl_channels": ranks.transports(text)}
+    seen["custom_all_reduce"] = "off by flag" if disabled else reduce[-200:] or "on: vLLM's log names no reason against"
+    if server.two_hosts:
+        carried = transport(text)
+        seen |= {"two_hosts": server.two_hosts, "carried": carried.description, "over_rdma": carried.rdma}
+    return seen
+
+
+def _chosen(backend: str, log: Path) -> str:
+    """Return the log's line on the backend. Raises ServerError if it names another than `backend`."""
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if "Mxfp4 MoE backend" in line]
+    used = next((line[line.index("Using '") :] for line in lines if "Using '" in line), "")
+    if backend_of(backend).log not in text:
+        raise ServerError(
+            f"the server did not take {backend}", used or "its log names no backend", f"less {log}", code="server.start"
+        )
+    return used
+
+
+def _last_error(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    return lines[-1][-300:] if lines else "its log has no error"
+
+
+def _load(url: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+    endpoint = Endpoint(url, SERVED_NAME, key="")
+    return random_load.measure(
+        endpoint, concurrency, requests, input_tokens, output_tokens, seconds=LOAD_SECONDS, seed="measured"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure the backends that the command line names; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    plan = ServingPlan(
+        input_tokens=options.input,
+        output_tokens=options.output,
+        concurrencies=tuple(options.concurrency),
+        rounds=options.rounds,
+        ready_seconds=options.ready_seconds,
+        port=options.port,
+        weights=options.weights,
+        long_concurrencies=tuple(options.long),
+        sweep=tuple(options.sweep),
+        client=options.client,
+        kv_cache_bytes=options.kv_cache_bytes,
+        load_seconds=options.load_seconds,
+    )
+    try:
+        split = ranks.default_split(options.tensor_parallel, expert=options.expert_parallel, hosts=options.two_hosts)
+        plan = replace(plan, split=split)
+        for backend in options.backends:
+            backend_of(backend)
+            split.named(backend.partition("@")[2]).check()
+        with interrupt.caught():  # the servers have sessions of their own: they end with us only if we end them
+            return _check_tiny(options, plan) if options.tiny else _measure_all(options, plan)
+    except SparkforgeError as error:
+        show_error(error)
+        return error.exit_code
+
+
+@contextmanager
+def _all_started(
+    options: argparse.Namespace, plan: ServingPlan, model: Path, weights: tuple[str, ...] = ()
+) -> Iterator[dict[str, tuple[ServingPlan, Started | None]]]:
+    """Start every backend's server at once if `--together` is given, each on a port of its own; end them all."""
+    with ExitStack() as stack:
+        servers: dict[str, tuple[ServingPlan, Started | None]] = {}
+        for index, backend in enumerate(options.backends):
+            own = replace(plan, port=plan.port + index) if options.together else plan
+            servers[backend] = own, None
+            if options.together:
+                with suppress(ServerError):  # it is started again, alone, when it is to be measured, and says why then
+                    start = _started(backend, model, own, _log(options, backend), weights)
+                    servers[backend] = own, stack.enter_context(start)
+        stack.callback(_ask_to_end, [pid for _, server in servers.values() if server for pid in server.pids])
+        yield servers
+
+
+def _ask_to_end(pids: Sequence[int]) -> None:
+    """Let all servers end at once; each is waited for after that."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _log(options: argparse.Namespace, backend: str) -> Path:
+    return Path(options.work, f"{'tiny-' if options.tiny else ''}{backend}.log")
+
+
+def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
+    model = options.work / f"gpt-oss-{options.size}"
+    run([sys.executable, "-m", "sparkforge.models.dummy", str(model), "--size", options.size], cwd=ROOT)
+    result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "backends": {}}
+    exit_code = 0
+    with _all_started(options, plan, model, ("--load-format", plan.weights)) as servers:
+        result["machine"] = _machine()
+        if options.together:
+            _wait_for_all(servers, options)
+        for backend, (own, server) in servers.items():
+            figures = result["backends"].setdefault(backend, {"rows": []})
+            try:
+                for row in measure(backend, model, own, _log(options, backend), server):
+                    figures["rows"].append(row) if "concurrency" in row else figures.update(row)
+                    say(f"{backend}: {json.dumps(row)}")
+                    write_json(options.out, result)
+            except ServerError as error:
+                exit_code = error.exit_code
+                figures["error"] = str(error)
+                say(f"{backend}: {error}")
+                write_json(options.out, result)
+    return exit_code
+
+
+def _wait_for_all(servers: Mapping[str, tuple[ServingPlan, Started | None]], options: argparse.Namespace) -> None:
+    """Wait until every server generates or cannot: one that still starts would disturb what is measured."""
+    for backend, (plan, server) in servers.items():
+        try:
+            if server:
+                _ready(server, plan, _log(options, backend))
+                say(f"{backend}: ready, {time.monotonic() - server.begun:.0f} s after its start")
+        except ServerError as error:
+            say(f"{backend}: {error}")  # and again when it is to be measured
+
+
+def _check_tiny(options: argparse.Namespace, plan: ServingPlan) -> int:
+    """Serve the random tiny checkpoint with each backend and compare its tokens with those that a CPU recorded."""
+    model = options.work / "tiny"
+    run([sys.executable, "-m", "sparkforge.models.tiny", "--random", str(model)], cwd=ROOT)
+    result: dict[str, Any] = {"backends": {}}
+    recorded = json.loads(options.tiny.read_text(encoding="utf-8"))
+    with _all_started(options, plan, model) as servers:
+        result["machine"] = _machine()
+        for backend, (own, begun) in servers.items():
+            log = _log(options, backend)
+            try:
+                with ExitStack() as stack:
+                    server = begun or stack.enter_context(_started(backend, model, own, log))
+                    with httpx.Client(base_url=_ready(server, own, log), timeout=300, trust_env=False) as session:
+                        comparison = tiny_tokens.compare(session, SERVED_NAME, recorded)
+                    result["backends"][backend] = {**_seen(backend, server, log), **comparison}
+            except ServerError as error:
+                result["backends"][backend] = {"passed": False, "error": str(error)}
+            say(f"{backend}: {json.dumps(result['backends'][backend])}")
+            write_json(options.out, result)
+    return 0 if all(comparison["passed"] for comparison in result["backends"].values()) else 1
+
+
+def _machine() -> dict[str, str]:
+    """Return GPU, driver and the versions of the libraries, asked of the programs themselves."""
+    script = "import torch, triton, vllm; print(torch.__version__, triton.__version__, vllm.__version__)"
+    versions = run([sys.executable, "-c", script], cwd=ROOT, fix="install vLLM").stdout.split()[-3:]
+    gpu = "\n".join(gpus()) or "none"
+    return {"gpu": gpu, **dict(zip(("torch", "triton", "vllm"), versions, strict=True))}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lab.served.serve_gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file that gets the figures")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/serve-gpu"), help="model folder and logs")  # noqa: S108
+    parser.add_argument("--size", default="120b", help="120b or 20b")
+    parser.add_argument("--tiny", type=Path, help="compare the tiny model's tokens with this record instead")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["spark", "triton", "marlin"],
+        help=", ".join(BACKENDS) + ", spark:KERNEL; each may end in @1, @tpN, @epN or @hosts",
+    )
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--long", nargs="*", type=int, default=[4, 16], help="concurrencies to repeat with answers as long as prompts"
+    )
+    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="concurrencies of 1k/1k through the harness")
+    parser.add_argument("--client", default="auto", help="the harness's client: auto, vllm or own")
+    parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
+    parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")
+    parser.add_argument("--ready-seconds", type=float, default=420, help="how long a server may take to start")
+    parser.add_argument(
+        "--load-seconds",
+        type=float,
+        default=math.inf,
+        help="begin no further load of a backend when it has been measured that long",
+    )
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer; NAME@tp2 for one")
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="whole experts on each of these GPUs; NAME@ep2 for one backend"
+    )
+    parser.add_argument(
+        "--two-hosts", action="store_true", help="two GPUs as two hosts, NCCL over sockets; NAME@hosts for one; root"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="start all servers at once, measure one after another; with the next"
+    )
+    parser.add_argument(
+        "--kv-cache-bytes", type=int, default=0, help="of each GPU for a server's KV cache, instead of what is free"
+    )
+    parser.add_argument(
+        "--weights", default=random_weights.FORMAT, choices=[random_weights.FORMAT, "dummy"], help="dummy: vLLM's zeros"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""`python bench/measure_experts.py`: how fast the kernels are on this GPU, against its ceilings and a peer.
+
+Every time is the median of CUDA graph replays; a graph runs several layers in turn, so that no weight is in cache.
+The first peer is OpenAI's triton_kernels, as vLLM ships it (vllm/third_party/triton_kernels): `--peer FOLDER` that
+holds it. The second is FlashInfer's CUTLASS kernel, which must be installed: `--peer-cutlass`. The figures are saved
+after each model; a peer that fails leaves its error there, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from common import (
+    LAYERS,
+    MODELS,
+    LayerSizes,
+    ceilings,
+    count_of,
+    figures,
+    output_file,
+    print_row,
+    token_counts,
+)
+from spark_mxfp4.experts import ExpertWeights
+from spark_mxfp4.kernel import MoeKernel
+from spark_mxfp4.kernels import hopper
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.gpu import GpuKernel
+from spark_mxfp4.kernels.timing import REPLAYS, Layer, graph_time
+
+MOST_SHARE = 4.0  # tokens an expert up to which `tune` times the kernel of a whole layer
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+Peer = Callable[[LayerSizes, tuple[int, ...]], list[dict[str, Any]]]
+
+
+def measure_ours(model: LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Check and time our layer for each number of tokens."""
+    kernel = GpuKernel()
+    plain = random_weights(model.experts, model.hidden, model.intermediate)
+    layers = [
+        kernel.prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(LAYERS - 1)
+    ]
+    layers.append(kernel.prepare(plain))
+    rows = []
+    for number in tokens:
+        x = torch.randn(number, model.hidden, device="cuda").bfloat16()
+        routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
+        touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
+        deviation = error(kernel.run(x, layers[-1], *routes[-1]), reference(x, plain, *routes[-1]))
+        us = graph_time(_running(kernel, x, layers, routes), count_of(number))
+        rows.append({**figures(model, number, touched, us), "error": deviation})
+        print_row("ours", rows[-1])
+    return rows
+
+
+def _running(
+    kernel: MoeKernel,
+    x: torch.Tensor,
+    layers: list[ExpertWeights],
+    routes: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Layer:
+    return lambda i: kernel.run(x, layers[i % LAYERS], *routes[i % LAYERS])
+
+
+def tune(model: LayerSizes, tokens: tuple[int, ...]) -> dict[int, dict[str, float]]:
+    """Time each way to compute the layer; the fastest of them belong into tuned.json.
+
+    They are the pairs of equally wide Hopper shapes that suit the load, and `hopper.whole_layer`'s plans.
+    """
+    weights = random_weights(model.experts, model.hidden, model.intermediate)
+    kernel = hopper.HopperKernel("hopper")
+    layers = [kernel.prepare(weights) for _ in range(LAYERS)]
+    times: dict[int, dict[str, float]] = {}
+    numbers = range(hopper.library().spark_shape_number())
+    plans = [hopper.LayerPlan(rows, parts) for rows in (1, 2, 3) for parts in (1, 2, 3)]
+    for number in tokens:
+        x = torch.randn(number, model.hidden, device="cuda").bfloat16()
+        routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
+        share = number * model.top_k / model.experts
+        fitting = [n for n in numbers if share / 2.5 <= hopper.tile_tokens(n) <= max(64, 8 * share)]
+        ways: dict[str, Layer] = {
+            **{f"{n},{n}": _way(hopper.grouped_layer, x, layers, routes, (n, n)) for n in fitting},
+            **{f"{plan}": _way(hopper.whole_layer, x, layers, routes, plan) for plan in plans if share <= MOST_SHARE},
+        }
+        times[number] = {name: round(graph_time(way, count_of(number)), 1) for name, way in ways.items()}
+        best = sorted(times[number].items(), key=lambda item: item[1])
+        print_row("tune", {"tokens": number, **dict(best[:6])})
+    return times
+
+
+def _way(
+    call: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    layers: list[ExpertWeights],
+    routes: list[tuple[torch.Tensor, torch.Tensor]],
+    choice: object,
+) -> Layer:
+    return lambda i: call(x, layers[i % LAYERS], *routes[i % LAYERS], None, choice)
+
+
+def triton_peer(folder: str) -> Peer:
+    """Return the measurement of triton_kernels, which lies in `folder`. Raises ImportError where it does not."""
+    sys.path.insert(0, folder)
+    import peer_triton  # noqa: PLC0415 (its packages come from the folder)
+
+    return peer_triton.measure
+
+
+def cutlass_peer() -> Peer:
+    """Return the measurement of FlashInfer's CUTLASS kernel. Raises ImportError where FlashInfer is not installed."""
+    import peer_cutlass  # noqa: PLC0415 (FlashInfer is needed by it alone)
+
+    return peer_cutlass.measure
+
+
+def measure_peer(name: str, load: Callable[[], Peer], model: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+    """Return a peer's rows for `model` as `name`, or what it raised as `name`_failed."""
+    torch.cuda.empty_cache()
+    try:
+        return {name: load()(MODELS[model], tokens)}
+    except Exception as failure:  # noqa: BLE001 - another's kernels: our figures outlive whatever they raise
+        why = f"{type(failure).__name__}: {failure}"
+        sys.stdout.write(f"{name} failed for {model} · {why}\n")
+        return {f"{name}_failed": why}
+
+
+def peers(arguments: argparse.Namespace) -> dict[str, Callable[[], Peer]]:
+    """Return the peers that the command line asks for, each by a function that loads it."""
+    wanted: dict[str, Callable[[], Peer]] = {}
+    if arguments.peer:
+        wanted["peer"] = lambda: triton_peer(arguments.peer)
+    if arguments.peer_cutlass:
+        wanted["peer_cutlass"] = cutlass_peer
+    return wanted
+
+
+def chosen_models(experts: str) -> dict[str, LayerSizes]:
+    """Return the models with these numbers of experts, given with commas; all of them for an empty string.
+
+    Raises ValueError for a number that no model has.
+    """
+    numbers = set(map(int, experts.split(","))) if experts else {model.experts for model in MODELS.values()}
+    if unknown := numbers - {model.experts for model in MODELS.values()}:
+        have = ", ".join(str(model.experts) for model in MODELS.values())
+        raise ValueError(f"no model has {min(unknown)} experts · they have {have} · name some of these")
+    return {name: model for name, model in MODELS.items() if model.experts in numbers}
+
+
+def main() -> None:
+    """Measure what the flags ask for and save JSON."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
+    flags.add_argument("--peer", help="folder that holds triton_kernels")
+    flags.add_argument("--peer-cutlass", action="store_true", help="time FlashInfer's CUTLASS kernel too")
+    flags.add_argument("--tune", action="store_true", help="time every pair of shapes instead")
+    flags.add_argument("--tokens", type=token_counts, default=TOKENS, help="with commas; default: 1 to 8192")
+    flags.add_argument("--experts", default="", help="only the models with so many experts, with commas; default: all")
+    arguments = flags.parse_args()
+    try:
+        models = chosen_models(arguments.experts)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not torch.cuda.is_available():
+        sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
+    tokens = arguments.tokens
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": torch.version.cuda, "layers_in_turn": LAYERS, "replays": REPLAYS, "ceilings": ceilings(),
+    }  # fmt: skip
+
+    def save() -> None:
+        """Write what has been measured so far."""
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    print_row("ceilings", result["ceilings"])
+    if arguments.tune:
+        result["tune"] = tune(MODELS["gpt-oss-120b"], tokens)
+    else:
+        rows = result["models"] = {name: model._asdict() for name, model in models.items()}
+        for name, model in models.items():
+            print_row(name, model._asdict())
+            rows[name]["ours"] = measure_ours(model, tokens)
+            save()
+        for title, load in peers(arguments).items():
+            for name in models:
+                rows[name] |= measure_peer(title, load, name, tokens)
+                save()
+    result["ceilings_after"] = ceilings()
+    save()
+
+
+if __name__ == "__main__":
+    main()

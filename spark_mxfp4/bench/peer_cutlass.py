@@ -1,0 +1,141 @@
+"""FlashInfer's CUTLASS experts on the same layers: MXFP4 weights, bf16 activations, compute capability 9.0.
+
+They are laid out and called as vLLM 0.32.0's backend FLASHINFER_CUTLASS_MXFP4_BF16 does on Hopper. FlashInfer must be
+installed, with its module `fused_moe_90` compiled or a compiler to do it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, NamedTuple
+
+import torch
+from flashinfer.autotuner import AutoTuner, autotune
+from flashinfer.fused_moe import (
+    cutlass_fused_moe,
+    interleave_moe_scales_for_sm90_mixed_gemm,
+    interleave_moe_weights_for_sm90_mixed_gemm,
+)
+from torch.nn import functional
+
+import common
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertWeights, Projection
+from spark_mxfp4.kernels import timing
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+
+ALIGNMENT = 128  # both sizes are padded with zeros to a multiple of it, as vLLM does for this backend
+BETA = 1.0  # added to the activation's linear half
+WARMUPS, REPEATS = 1, 5  # of each tactic; FlashInfer's own 3 and 10 would take minutes for all numbers of tokens
+
+
+class CutlassLayer(NamedTuple):
+    """A layer as `cutlass_fused_moe` takes it; each pair is gate_up's, then down's."""
+
+    weights: tuple[torch.Tensor, torch.Tensor]  # u8, interleaved for the kernel's conversion to bf16
+    scales: tuple[torch.Tensor, torch.Tensor]  # u8, folded
+    biases: tuple[torch.Tensor, torch.Tensor]  # bf16 [E, 2I'] and [E, H']
+    activation: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # alpha, beta, limit: float32 [E] each
+
+
+def measure(model: common.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Check and time one call of `cutlass_fused_moe` for each number of tokens, its tactics chosen beforehand.
+
+    The time is that of the whole call: sorting, both products with the activation, weighted sum. Padding activations to
+    the kernel's width is not in it, because vLLM pads the model's hidden state once. FlashInfer's autotuner chooses
+    the tactics, for these numbers of tokens.
+    """
+    plain = random_weights(model.experts, model.hidden, model.intermediate)
+    layers = [
+        prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(common.LAYERS - 1)
+    ]
+    layers.append(prepare(plain))
+    tuner, most = AutoTuner.get(), max(tokens)
+    tuner.warmup, tuner.repeat = WARMUPS, REPEATS
+    with autotune(True, tuning_buckets=tokens):
+        run(padded(_inputs(most, model)), layers[-1], *random_routing(most, model.experts, model.top_k))
+    with autotune(False, tuning_buckets=tokens):
+        return [_measured(model, number, layers, plain) for number in tokens]
+
+
+def _measured(
+    model: common.LayerSizes, number: int, layers: list[CutlassLayer], plain: ExpertWeights
+) -> dict[str, Any]:
+    """Return the row of `number` tokens; `plain` are the last layer's weights as in the checkpoint."""
+    x = _inputs(number, model)
+    wide = padded(x)
+    routes = [random_routing(number, model.experts, model.top_k) for _ in layers]
+    touched = statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routes)
+    computed = run(wide, layers[-1], *routes[-1])[:, : model.hidden]
+    deviation = error(computed, reference(x, plain, *routes[-1]))
+    us = timing.graph_time(
+        lambda i: run(wide, layers[i % len(layers)], *routes[i % len(layers)]), common.count_of(number)
+    )
+    row = {**common.figures(model, number, touched, us), "error": deviation}
+    common.print_row("peer_cutlass", row)
+    return row
+
+
+def run(x: torch.Tensor, layer: CutlassLayer, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the layer's output bf16 [T, H'] for `x` bf16 [T, H'], `ids` int32 [T, k] and `shares` float32 [T, k]."""
+    output = torch.empty_like(x)
+    alpha, beta, limit = layer.activation
+    cutlass_fused_moe(
+        input=x,
+        token_selected_experts=ids,
+        token_final_scales=shares,
+        fc1_expert_weights=layer.weights[0],
+        fc2_expert_weights=layer.weights[1],
+        fc1_expert_biases=layer.biases[0],
+        fc2_expert_biases=layer.biases[1],
+        swiglu_alpha=alpha,
+        swiglu_beta=beta,
+        swiglu_limit=limit,
+        output=output,
+        output_dtype=x.dtype,
+        quant_scales=list(layer.scales),
+        use_w4_group_scaling=True,
+    )
+    return output
+
+
+def prepare(weights: ExpertWeights) -> CutlassLayer:
+    """Return a layer of packed weights with biases in the kernel's layout: rows of ups first, then gates; padded."""
+    interleaved, folded, biases = [], [], []
+    for blocks, scales, bias in (_halves(weights.gate_up), _whole(weights.down)):
+        interleaved.append(interleave_moe_weights_for_sm90_mixed_gemm(blocks, "fp4"))
+        folded.append(interleave_moe_scales_for_sm90_mixed_gemm(scales))
+        biases.append(bias)
+    experts, device = weights.down.weight.shape[0], weights.down.weight.device
+    alpha, beta, limit = (torch.full((experts,), value, device=device) for value in (SWIGLU_ALPHA, BETA, SWIGLU_LIMIT))
+    return CutlassLayer(
+        (interleaved[0], interleaved[1]), (folded[0], folded[1]), (biases[0], biases[1]), (alpha, beta, limit)
+    )
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` [T, H] with zeros up to a multiple of ALIGNMENT columns."""
+    return functional.pad(x, (0, -x.shape[1] % ALIGNMENT))
+
+
+def _inputs(number: int, model: common.LayerSizes) -> torch.Tensor:
+    return torch.randn(number, model.hidden, device="cuda").bfloat16()
+
+
+def _halves(gate_up: Projection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `_whole` of the odd rows (ups) above that of the even ones (gates): each half is padded by itself."""
+    halves = (Projection(*(None if tensor is None else tensor[:, first::2] for tensor in gate_up)) for first in (1, 0))
+    blocks, scales, bias = (torch.cat(parts, dim=1) for parts in zip(*map(_whole, halves), strict=True))
+    return blocks, scales, bias
+
+
+def _whole(projection: Projection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return blocks u8 [E, N', K'/2], scales u8 [E, N', K'/32] and bias bf16 [E, N'], padded with zeros."""
+    weight, scales, bias = projection
+    if scales is None or bias is None:
+        raise ValueError("the peer takes packed weights and a bias · these lack one · pass random_weights")
+    rows, columns = -weight.shape[1] % ALIGNMENT, -2 * weight.shape[2] % ALIGNMENT
+    return (
+        functional.pad(weight, (0, columns // 2, 0, rows)).contiguous(),
+        functional.pad(scales, (0, columns // 32, 0, rows)).contiguous(),
+        functional.pad(bias.bfloat16(), (0, rows)).contiguous(),
+    )

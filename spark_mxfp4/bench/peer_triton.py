@@ -1,0 +1,61 @@
+"""OpenAI's triton_kernels on the same layers, called as vLLM 0.32.0 calls it on Hopper; its folder must be found."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import triton_kernels.matmul_ogs_details.opt_flags as options
+import triton_kernels.swiglu
+from triton_kernels.matmul_ogs import FlexCtx, FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
+from triton_kernels.numerics import InFlexData
+from triton_kernels.routing import routing
+from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+from triton_kernels.tensor_details import layout
+
+import common
+from spark_mxfp4.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, Projection
+from spark_mxfp4.kernels import timing
+from spark_mxfp4.kernels.check import random_weights
+
+Prepared = tuple[Any, Any, torch.Tensor]  # weights, precision with the scales, bias
+
+
+def measure(model: common.LayerSizes, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Time both products for each number of tokens; the sorting before them is not in its time, in ours it is."""
+    options.update_opt_flags_constraints({"split_k": 1})
+    layers = [
+        tuple(_prepared(p) for p in random_weights(model.experts, model.hidden, model.intermediate))
+        for _ in range(common.LAYERS)
+    ]
+    specs = FnSpecs("swiglu", triton_kernels.swiglu.swiglu_fn, ("alpha", "limit"))
+    activation = FusedActivation(specs, (SWIGLU_ALPHA, SWIGLU_LIMIT), 2)
+    rows = []
+    for number in tokens:
+        x = torch.randn(number, model.hidden, device="cuda").bfloat16()
+        routes = [routing(torch.randn(number, model.experts, device="cuda"), model.top_k) for _ in layers]
+        touched = statistics.mean(int((data.expt_hist > 0).sum()) for data, _, _ in routes)
+
+        def once(i: int, x: torch.Tensor = x, routes: list[Any] = routes) -> None:
+            """Both products with layer and routing number `i`, in turn, so that no weights stay in the cache."""
+            data, gather, scatter = routes[i % len(routes)]
+            (w1, p1, b1), (w2, p2, b2) = layers[i % len(layers)]
+            hidden = matmul_ogs(x, w1, b1, data, gather_indx=gather, precision_config=p1, fused_activation=activation)
+            matmul_ogs(hidden, w2, b2, data, scatter_indx=scatter, precision_config=p2, gammas=data.gate_scal)
+
+        rows.append(common.figures(model, number, touched, timing.graph_time(once, common.count_of(number))))
+        common.print_row("peer", rows[-1])
+    return rows
+
+
+def _prepared(projection: Projection) -> Prepared:
+    values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    factors, factor_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+    if projection.scales is None or projection.bias is None:
+        raise ValueError("the peer takes packed weights and a bias · these lack one · pass random_weights")
+    scales = torch.nn.functional.pad(projection.scales, (0, -projection.scales.shape[-1] % 4))
+    weight = convert_layout(wrap_torch_tensor(projection.weight.transpose(-2, -1), dtype=FP4), values, **value_options)
+    scale = convert_layout(wrap_torch_tensor(scales.transpose(-2, -1)), factors, **factor_options)
+    precision = PrecisionConfig(weight_scale=scale, flex_ctx=FlexCtx(rhs_data=InFlexData()))
+    return weight, precision, projection.bias.float()

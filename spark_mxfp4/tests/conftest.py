@@ -1,0 +1,181 @@
+"""Small gpt-oss models in memory, whose experts hold values that MXFP4 holds exactly."""
+
+import ctypes
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spark_mxfp4.mxfp4 import dequantize
+
+INSTALL = {"c++": "sudo apt install g++", "nvcc": "install CUDA 13, and put its bin/ on PATH"}
+ROOM = 1 << 14  # elements around each tensor, which nobody may write
+IDS = [[3, 17, 99, 4, 4, 60, 127, 0, 31, 5]]
+
+
+def require(program):
+    """Return the path of `program`; skip the test where it is missing, and fail it on CI."""
+    path = shutil.which(program)
+    if path is None:
+        reason = f"{program} is not installed: {INSTALL[program]}"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    return path
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("needs"):
+        for program in mark.args:
+            require(program)
+
+
+@pytest.fixture(scope="session")
+def nvcc():
+    """CUDA's compiler, from PATH."""
+    return require("nvcc")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on shared cores: threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    for name in ("SPARK_MXFP4_KERNEL", "SPARK_MXFP4_TRUST_REMOTE_CODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def gpu_on_cpu(library, monkeypatch):
+    """Hopper.py with the module's `library`, a GPU of one multiprocessor, and memory of NaN and 77 between guards."""
+    from cpu_kernels import set_processors
+    from spark_mxfp4.kernels import hopper
+
+    library.spark_error = lambda number: f"{number} threads wait for ever".encode()
+    monkeypatch.setattr(hopper, "library", lambda: library)
+    for cached in ("tile_tokens", "gathers"):
+        monkeypatch.setattr(hopper, cached, getattr(hopper, cached).__wrapped__)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=None))
+    set_processors(1, monkeypatch)
+    library.add_tensor.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.add_tensor(None, 0)
+    guarded = []
+    empty = torch.empty
+
+    def poisoned(*sizes, dtype=torch.float32, device="cpu"):
+        shape = torch.Size(sizes)
+        around = empty(shape.numel() + 2 * ROOM, dtype=dtype, device=device)
+        around.fill_(torch.nan if dtype.is_floating_point else 77)
+        guarded.extend((edge, edge.clone()) for edge in (around[:ROOM], around[-ROOM:]))
+        library.add_tensor(around[ROOM:-ROOM].data_ptr(), shape.numel() * around.itemsize)
+        return around[ROOM:-ROOM].view(shape)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype))
+    yield
+    assert all(torch.equal(edge.view(torch.uint8), before.view(torch.uint8)) for edge, before in guarded)
+
+
+@pytest.fixture
+def ids():
+    return torch.tensor(IDS)
+
+
+@pytest.fixture
+def make_model():
+    """Return a function that makes a gpt-oss model by seed; keyword arguments change its configuration."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    def make(seed=0, *, exact=True, dtype=torch.float32, **changes):
+        settings = {
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "pad_token_id": 0, "eos_token_id": 127,
+        }  # fmt: skip
+        torch.manual_seed(seed)
+        model = GptOssForCausalLM(GptOssConfig(**{**settings, **changes})).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(-0.5, 0.5)
+            for layer in model.model.layers if exact else ():
+                for name in ("gate_up_proj", "down_proj"):
+                    weight = getattr(layer.mlp.experts, name)
+                    experts, columns, rows = weight.shape
+                    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+                    scales = torch.randint(121, 124, blocks.shape[:-1], dtype=torch.uint8)
+                    weight.copy_(dequantize(blocks, scales).transpose(1, 2))
+        return model.to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture
+def answer(ids):
+    """Return a function: a model's logits in float32, and the tokens that it generates greedily."""
+
+    @torch.no_grad()
+    def of(model):
+        logits = model(ids).logits.float()
+        return logits, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None).tolist()
+
+    return of
+
+
+@pytest.fixture
+def padded_kernel(tmp_path, monkeypatch):
+    """A user's kernel that wants sizes in multiples of 256 and checks that it gets them."""
+    (tmp_path / "padding_kernels.py").write_text(
+        "from spark_mxfp4.experts import moe\n"
+        "from spark_mxfp4.kernel import MoeKernel\n"
+        "class Wide(MoeKernel):\n"
+        "    hidden_alignment = intermediate_alignment = 256\n"
+        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n"
+        "        sizes = {x.shape[-1], weights.down.weight.shape[1], 2 * weights.down.weight.shape[2]}\n"
+        "        if sizes != {256}:\n"
+        "            raise ValueError(f'not padded: {sizes}')\n"
+        "        return moe(x, weights, topk_ids, topk_weights, expert_map)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "padding_kernels:Wide"
+
+
+@pytest.fixture
+def laid_out_kernel(tmp_path, monkeypatch):
+    """A user's kernel with a layout of its own: experts backwards, nibbles swapped, another shape."""
+    (tmp_path / "layout_kernels.py").write_text(
+        "from spark_mxfp4.experts import ExpertWeights, Projection, moe\n"
+        "from spark_mxfp4.kernel import MoeKernel\n"
+        "def swap(t):\n"
+        "    return (t >> 4) | (t << 4)\n"
+        "def there(p):\n"
+        "    return Projection(swap(p.weight).flip(0).transpose(1, 2).contiguous(), p.scales.flip(0), p.bias)\n"
+        "def back(p):\n"
+        "    return Projection(swap(p.weight.transpose(1, 2)).flip(0).contiguous(), p.scales.flip(0), p.bias)\n"
+        "class Odd(MoeKernel):\n"
+        "    intermediate_alignment = 128\n"
+        "    def run(self, x, weights, topk_ids, topk_weights, expert_map=None):\n"
+        "        return moe(x, ExpertWeights(*map(back, weights)), topk_ids, topk_weights, expert_map)\n"
+        "    def prepare(self, weights):\n"
+        "        return ExpertWeights(*map(there, weights))\n"
+        "    def restore(self, prepared, hidden, intermediate):\n"
+        "        return ExpertWeights(*map(back, prepared))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "layout_kernels:Odd"

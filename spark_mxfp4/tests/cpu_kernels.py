@@ -1,0 +1,43 @@
+"""CUDA kernels compiled for this machine's CPU, with stand-ins for what they ask of a GPU."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spark_mxfp4.kernels import precompile
+
+BF16 = 0.006  # the most error of a layer whose activations between the products are bf16
+STAND_INS = Path(__file__).parent / "on_cpu"
+
+
+def shared_library(folder: Path, unit: str, *sources: str, change: Callable[[str], str] = str) -> str:
+    """Compile `unit` beside the stand-ins and the kernels' `sources`, each as `change` returns it; return the library.
+
+    A source that has a stand-in of its name is not among `sources`. Tests that use it need `c++` (pytest.mark.needs).
+    """
+    for path in STAND_INS.iterdir():
+        shutil.copy(path, folder)
+    for name in sources:
+        text = (precompile.FOLDER / name).read_text(encoding="utf-8")
+        (folder / name).write_text(change(text), encoding="utf-8")
+    library = folder / f"{Path(unit).stem}.so"
+    # Each library has the stand-ins' variables for itself, though a process loads several.
+    command = ["c++", "-x", "c++", "-std=c++17", "-O1", "-fno-gnu-unique", "-shared", "-fPIC", "-I.", unit]
+    result = subprocess.run([*command, "-o", library], cwd=folder, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return str(library)
+
+
+def set_processors(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the GPU that hopper.py sees one of so many multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=number))
+
+
+def activations(tokens: int, hidden: int) -> torch.Tensor:
+    """Return random ones, with NaN behind them that no result may have."""
+    return torch.cat([torch.randn(tokens, hidden), torch.full((99, hidden), torch.nan)]).bfloat16()[:tokens]

@@ -1,0 +1,39 @@
+"""What the architecture for MAX refuses, each with a reason and a way out."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from project import PACKAGE
+
+REFUSED = {
+    "experts in bfloat16": "the checkpoint's experts are not MXFP4",
+    "attention without biases": "the checkpoint's attention has no biases",
+    "two devices": "2 devices were given",
+    "two sequences": "batches of 2 sequences were asked for",
+    "another format": "SPARK_MXFP4_QUANTIZATION_FORMAT=fp8 is unknown",
+}
+
+
+@pytest.fixture(scope="module")
+def messages(mojo):
+    environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0", "PYTHONPATH": str(PACKAGE.parent)}
+    command = [mojo.with_name("python"), Path(__file__).with_name("refused.py")]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_says_what_it_refuses_and_what_helps(messages, case):
+    what, why, remedy = messages[case].split(" · ")
+    assert what == REFUSED[case]
+    assert why
+    assert remedy.startswith(("set ", "give "))
+
+
+def test_nothing_is_said_to_what_it_takes(messages):
+    assert not messages["as gpt-oss has it"] + messages["one device"] + messages["a known format"]

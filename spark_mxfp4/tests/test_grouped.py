@@ -1,0 +1,139 @@
+"""The grouped products, compiled for a CPU with threads as fibers, called by hopper.py as on a GPU."""
+
+import re
+
+import pytest
+import torch
+
+import cpu_kernels
+from cpu_kernels import BF16, activations
+from spark_mxfp4.kernels import hopper
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.layout import pack
+
+pytestmark = pytest.mark.needs("c++")
+SHAPES = range(7)
+LARGE = 8  # activations that reach the limits of the activation function with so few columns
+
+
+def for_fibers(text):
+    """Comment out what gives registers to other warpgroups: no assembler here knows it."""
+    return re.sub(r'"(setmaxnreg[^"]*)"', r'"/* \1 */"', text)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """moe.cu's doors, with every shape."""
+    folder = tmp_path_factory.mktemp("grouped")
+    sources = ("moe.cu", "launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "routing.cuh", "rows.cuh")
+    return hopper.bind(cpu_kernels.shared_library(folder, "grouped.cpp", *sources, change=for_fibers))
+
+
+@pytest.fixture
+def check(library, gpu_on_cpu, monkeypatch):
+    """Return a function that compares a random layer by these shapes with float32.
+
+    It returns how often warpgroups waited for their turn to store.
+    """
+
+    def layer(shapes, sizes, tokens, top_k=1, routing="even", *, processors=1, here=None):
+        torch.manual_seed(tokens)
+        library.count_turns()
+        cpu_kernels.set_processors(processors, monkeypatch)
+        experts, hidden, _ = sizes
+        weights, x = random_weights(*sizes, "cpu"), LARGE * activations(tokens, hidden)
+        ids, shares = random_routing(tokens, experts, top_k, routing, "cpu")
+        expert_map = None
+        if here is not None:
+            expert_map = torch.full((experts,), -1, dtype=torch.int32)
+            expert_map[here] = torch.tensor(here, dtype=torch.int32)
+        got = hopper.grouped_layer(x, pack(weights), ids, shares, expert_map, shapes)
+        wanted = reference(x, weights, ids, shares, here)
+        assert not got.isnan().any()
+        assert error(got, wanted) < BF16 if wanted.any() else not got.any()
+        return library.count_turns()
+
+    return layer
+
+
+def widths(shape):
+    """Return for each width of the matrix instruction, as `matrix_tokens` has them, a number of tokens."""
+    return [tokens for tokens in range(5, hopper.tile_tokens(shape) + 1, 8) if tokens not in (37, 53)]
+
+
+# The two products have 6 and 5, 1 and 8, 11 and 1 chunks of 64 columns, and 10 and 6, 16 and 1, 2 and 11 tiles of 64
+# rows: most are no multiple of what a stage or a block has.
+@pytest.mark.parametrize("sizes", [(3, 352, 288), (3, 32, 480), (3, 672, 32)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_every_shape_is_right(check, shape, sizes, tokens):
+    check((shape, shape), sizes, tokens, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_width_of_the_matrix_instruction_is_right(check, shape):
+    for tokens in widths(shape):
+        check((shape, shape), (1, 32, 32), tokens)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("tiles", "more"), [(1, -1), (1, 0), (1, 1), (2, 0), (2, 3)])
+def test_an_experts_tokens_fill_a_tile_or_more(check, shape, tiles, more):
+    tokens = tiles * hopper.tile_tokens(shape) + more
+    check((shape, shape), (2, 96, 64), tokens, routing="one", processors=2)
+
+
+@pytest.mark.parametrize("shapes", [(0, 6), (5, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("processors", [1, 2, 3, 20])
+def test_blocks_share_the_tiles_of_shapes_that_differ(check, shapes, processors):
+    check(shapes, (5, 192, 96), 33, 3, "uneven", processors=processors)
+
+
+@pytest.mark.parametrize("here", [[], [1, 3]])
+@pytest.mark.parametrize("shape", [1, 4, 5])
+def test_experts_that_are_elsewhere_count_nothing(check, shape, here):
+    check((shape, shape), (4, 64, 96), 30, 2, here=here)
+
+
+# By one block, of more than four tiles that have more chunks than the ring has stages. Of three warpgroups two wait; in
+# the second of each expert's two tiles, or in its only one, there are no rows for some.
+@pytest.mark.parametrize(
+    ("shape", "sizes", "tiles"),
+    [(5, (6, 640, 96), 12), (5, (6, 32, 608), 6), (6, (6, 448, 96), 12), (6, (6, 96, 448), 6)],
+)
+def test_warpgroups_take_turns_at_storing_many_long_tiles(check, shape, sizes, tiles):
+    assert check((shape, shape), sizes, 20, 2) == 2 * tiles
+    assert check((shape, shape), sizes, 20, 2, processors=20) == 0
+
+
+def test_what_is_no_longer_than_the_ring_is_stored_without_turns(check):
+    assert check((5, 5), (6, 576, 576), 20, 2) == 0
+    assert check((6, 6), (6, 384, 384), 20, 2) == 0
+
+
+# Warpgroups of four warps multiply, the warp behind them copies.
+@pytest.mark.parametrize(
+    ("shape", "warp"),
+    [
+        (2, 0), (2, 6), (2, 15), (2, 16), (3, 5), (3, 12), (4, 3), (4, 8), (5, 0), (5, 7), (5, 10), (5, 12),
+        (6, 1), (6, 12),
+    ],
+)  # fmt: skip
+def test_no_warp_has_to_keep_up_with_the_others(check, library, shape, warp):
+    library.make_slow(0, warp)
+    try:
+        check((shape, shape), (3, 672, 96), 9, 2)
+        check((shape, shape), (5, 32, 672), 9, 2)
+        check((shape, shape), (5, 64, 64), 9, 2)
+    finally:
+        library.make_slow(-1, -1)
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 5])
+def test_many_tokens_are_sorted_by_a_cluster_and_several_at_once_added_up(check, top_k):
+    check((6, 6), (5, 32, 32), 1027, top_k)
+
+
+@pytest.mark.parametrize("shape", [0, 5])
+def test_long_rows_are_ordered_and_added_up_by_several_blocks(check, shape):
+    check((shape, shape), (2, 2080, 32), 3, 2)

@@ -1,0 +1,99 @@
+"""Kernels from a folder or a hub repository: names, what is asked of the package `kernels`, and its absence.
+
+The real package is used in test_hub_repository.py.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from spark_mxfp4 import registry
+from spark_mxfp4.kernels import hub as hub_kernels
+from spark_mxfp4.kernels.hub import KernelSource
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("./mine", KernelSource("./mine", "", "moe")),
+        ("/opt/kernels/moe#fast", KernelSource("/opt/kernels/moe", "", "fast")),
+        ("~/k@2#f", KernelSource("~/k@2", "", "f")),
+        ("owner/name@1", KernelSource("owner/name", "1", "moe")),
+        ("owner/name@v1.2#f", KernelSource("owner/name", "v1.2", "f")),
+    ],
+)
+def test_names_are_taken_apart(name, source):
+    assert hub_kernels.parse(name) == source
+    assert source.is_folder == (name[0] in "./~")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("owner/name", "name a version: owner/name@1"),
+        ("owner/name@#f", "name a version"),
+        ("a/b/c@1", "'a/b/c@1' is no repository"),
+        ("owner/@1", "is no repository"),
+    ],
+)
+def test_names_that_say_too_little_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        registry.load(name)
+
+
+def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ValueError, match=r"the package 'kernels' is missing · pip install 'kernels>=0\.17,<0\.18'"):
+        registry.load("owner/name@1")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stand in for the package: record what it is asked for, and hand out a module with two functions."""
+    asked = []
+
+    def get_kernel(repository, **options):
+        if repository == "owner/missing":
+            raise FileNotFoundError("\nCannot find a build variant for this system in owner/missing:\n\nlong list")
+        asked.append((repository, options))
+        return SimpleNamespace(moe=lambda *_: "moe", fast=lambda *_: "fast", number=3)
+
+    fake = SimpleNamespace(get_kernel=get_kernel, get_local_kernel=get_kernel)
+    monkeypatch.setitem(sys.modules, "kernels", fake)
+    return asked
+
+
+def test_a_number_is_a_version_and_anything_else_a_revision(hub):
+    assert registry.load("owner/name@1").run(*[None] * 4) == "moe"
+    assert registry.load("owner/name@b5c939d#fast").run(*[None] * 4) == "fast"
+    assert hub == [
+        ("owner/name", {"version": 1, "trust_remote_code": False}),
+        ("owner/name", {"revision": "b5c939d", "trust_remote_code": False}),
+    ]
+
+
+def test_code_of_others_is_trusted_only_when_asked(hub, monkeypatch):
+    monkeypatch.setenv("SPARK_MXFP4_TRUST_REMOTE_CODE", "1")
+    registry.load("owner/name@1")
+    assert hub[0][1]["trust_remote_code"] is True
+
+
+def test_a_folder_is_given_whole(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    registry.load("./mine")
+    assert hub == [(tmp_path / "mine", {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("owner/missing@1", r"Cannot find a build variant for this system in owner/missing · check name, version"),
+        ("owner/name@1#slow", "has no attribute 'slow'"),
+        ("owner/name@1#number", "it is a int"),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_line(hub, name, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        registry.load(name)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,121 @@
+"""The dense kernels, compiled for GPUs without spills, and run on a CPU with threads as fibers.
+
+On GPUs they run in device/.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpu_kernels
+from project import PROJECT
+from spark_mxfp4.kernels import linear, precompile
+from spark_mxfp4.kernels.linear import NO_FIT, Format, Weight, reference
+
+pytestmark = pytest.mark.needs("c++")
+VARIANTS = 16
+HOPPER, SMALLER = 232_448, 101_376  # bytes of shared memory for a block, compute capability 9.0 and 12.x
+MOST_CHUNKS = dict(enumerate((45, 45, 64, 32, 64, 128, 45, 64, 32, 64)))  # of linear_columns: a warp's times warps
+THREE_AT_ONCE = (10, 12)  # chunks, of linear_rows
+
+
+@pytest.mark.parametrize("target", ["90a", "121a"])
+def test_every_variant_compiles_without_spills(target, tmp_path, nvcc):
+    source, output = precompile.FOLDER / "linear.cu", tmp_path / "linear.cubin"
+    command = [nvcc, *precompile.flags(target), "-Xptxas", "-v", "-cubin", "-o", output, source]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    kernels = result.stderr.count("Compiling entry function")
+    assert kernels > 3 * VARIANTS  # three formats of each variant, and the expansion
+    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels, result.stderr
+
+
+def test_a_wheel_with_compiled_kernels_is_for_this_platform_and_its_library_loads(tmp_path, nvcc, monkeypatch):
+    """The library is whole: it loads without torch and without a GPU, and answers by CUDA's own runtime."""
+    source = tmp_path / "spark_mxfp4"
+    shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns(".venv", "__pycache__", "build", "compiled"))
+    monkeypatch.setenv("SPARK_MXFP4_PRECOMPILE", "121a")
+    monkeypatch.setenv("CUDA_HOME", str(Path(nvcc).parent.parent))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", str(tmp_path), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".so"))
+        archive.extractall(tmp_path / "installed")
+    compiled = "spark_mxfp4/kernels/compiled"
+    assert names == [f"{compiled}/{precompile.file_name(library, '121a')}" for library in ("linear", "router")]
+    name = names[0]
+    library = linear.bind(str(tmp_path / "installed" / name))
+    assert library.spark_linear_error(0) == b"no error"
+    loaded = Path("/proc/self/maps").read_text()
+    assert name in loaded
+    assert "libcudart" not in loaded
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """linear.cu as a shared library for this machine's CPU."""
+    folder = tmp_path_factory.mktemp("linear")
+    library = linear.bind(cpu_kernels.shared_library(folder, "linear.cu", "linear.cu"))
+    assert library.spark_linear_variant_count() == VARIANTS
+    return library
+
+
+def error_on_cpu(library, variant, format_, rows, columns, tokens, device=HOPPER):
+    """The relative error of one launch between poisoned rows, NO_FIT, or the threads that never ended."""
+    generator = torch.Generator().manual_seed(rows + columns + tokens)
+    matrix = torch.randn(rows, columns, generator=generator) * 0.05
+    weight, exact = Weight.pack(matrix, format_), reference(matrix, format_).double()
+    x = torch.full((tokens + 1, columns + 16), torch.nan).bfloat16()
+    x[:tokens, :columns] = torch.randn(tokens, columns, generator=generator)
+    bias = torch.randn(rows, generator=generator).bfloat16() if tokens % 2 else None
+    out = torch.full((tokens + 1, rows), torch.nan).bfloat16()
+    job = linear._job(weight, out[:tokens], x[:tokens, :columns], bias)
+    library.choose_bytes_of_block(device)
+    result = library.spark_linear(ctypes.byref(job), int(format_), variant, 2, 1, None)
+    if result:
+        return result
+    assert out[tokens:].isnan().all()
+    wanted = x[:tokens, :columns].double() @ exact.T + (0 if bias is None else bias.double())
+    return float((out[:tokens].double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_every_variant_multiplies_on_a_cpu(on_cpu, variant, format_):
+    """Rows, columns and tokens that are no multiples; then as many columns as all warps take, or tiles in turns."""
+    last = (70, 64 * MOST_CHUNKS[variant], 2) if variant in MOST_CHUNKS else (530, 576, 2)
+    for rows, columns, tokens in ((150, 192, 9), (16, 160, 1), (40, 544, 33), (20, 352, 64), last):
+        error = error_on_cpu(on_cpu, variant, format_, rows, columns, tokens)
+        assert 0 <= error < 0.004, (rows, columns, tokens, error)
+
+
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_a_variant_refuses_what_it_cannot_take(on_cpu, variant):
+    if variant in MOST_CHUNKS:
+        columns = 64 * MOST_CHUNKS[variant]
+        assert error_on_cpu(on_cpu, variant, Format.MXFP8, 16, columns + 64, 1) == NO_FIT
+        error = error_on_cpu(on_cpu, variant, Format.MXFP8, 16, columns, 1, SMALLER)
+        assert 0 <= error < 0.004 if variant in (4, 9) else error == NO_FIT
+    else:
+        assert (error_on_cpu(on_cpu, variant, Format.MXFP8, 16, 256, 1) == NO_FIT) == (variant in THREE_AT_ONCE)
+        assert error_on_cpu(on_cpu, variant, Format.MXFP8, 16, 64 * 45 * 5, 1, SMALLER) == NO_FIT
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_weights_are_expanded_on_a_cpu(on_cpu, format_):
+    matrix = torch.randn(70, 224)
+    weight, out = Weight.pack(matrix, format_), torch.full((71, 224), torch.nan).bfloat16()
+    job = linear._job(weight, out[:70])
+    assert on_cpu.spark_linear_expand(ctypes.byref(job), int(format_), None) == 0
+    assert torch.equal(out[:70], reference(matrix, format_).bfloat16())
+    assert out[70:].isnan().all()

@@ -1,0 +1,129 @@
+"""Kernels compiled beforehand: which files, when they are loaded, and what a build says. A compiler stands in for nvcc.
+
+The real nvcc compiles them in test_linear_kernel.py.
+"""
+
+import shutil
+import stat
+
+import pytest
+import torch
+
+from spark_mxfp4.experts import ExpertWeights, Projection
+from spark_mxfp4.kernels import extension, hopper, linear, precompile, router
+from spark_mxfp4.kernels.gpu import GpuKernel
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(precompile, "COMPILED", tmp_path / "compiled")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    return tmp_path / "compiled"
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path, monkeypatch):
+    """A compiler that writes its command line into the output; it fails for the target 120a."""
+    program = tmp_path / "cuda" / "bin" / "nvcc"
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *120a*) echo "ptxas fatal: no" >&2; exit 2;; esac\n'
+        'line="$*"\nwhile [ "$1" != -o ]; do shift; done\necho "$line" > "$2"\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+
+
+def test_the_libraries_of_a_target_are_made_once_from_all_their_units(compiled, fake_nvcc):
+    paths = precompile.compile_target("90a")
+    assert [path.name.split("-")[0] for path in paths] == ["hopper", "linear", "router"]
+    assert {path.parent for path in paths} == {compiled}
+    assert sorted(path.name for path in compiled.iterdir()) == sorted(path.name for path in paths)  # no rests
+    line = paths[0].read_text()
+    assert line.count(".o") == 1 + len(list((precompile.FOLDER / "hopper_units").glob("*.cu")))
+    assert "-shared" in line
+    assert "code=sm_90a" in line
+    before = paths[0].stat().st_mtime_ns
+    assert precompile.compile_target("90a") == paths
+    assert paths[0].stat().st_mtime_ns == before
+
+
+def test_a_library_of_other_sources_is_not_loaded(compiled, fake_nvcc, tmp_path, monkeypatch):
+    copy = tmp_path / "kernels"
+    shutil.copytree(precompile.FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
+    monkeypatch.setattr(precompile, "FOLDER", copy)
+    path = precompile.compile_target("121a")[0]
+    assert precompile.library("linear", "121a") == path
+    header = copy / "overlap.cuh"
+    header.write_text(header.read_text() + "// changed\n")
+    assert precompile.library("linear", "121a") is None
+
+
+def test_compiled_libraries_are_bound_in_place_of_a_build(compiled, fake_nvcc, monkeypatch):
+    bound = []
+    for module in (hopper, linear, router):
+        monkeypatch.setattr(module, "bind", bound.append)
+    monkeypatch.setattr(extension, "compiler", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    device = torch.device("cuda", 7)
+    loads = (
+        hopper.library.__wrapped__,
+        lambda: linear.load.__wrapped__(device),
+        lambda: router.load.__wrapped__(device),
+    )
+    for load in loads:
+        with pytest.raises(NotImplementedError, match="there is no nvcc"):
+            load()
+    assert not hopper.HopperKernel.available(device)
+    paths = precompile.compile_target("90a")
+    for load in loads:
+        load()
+    assert bound == list(map(str, paths))
+    assert hopper.HopperKernel.available(device)
+
+
+def test_what_fails_is_said_and_leaves_nothing(compiled, fake_nvcc, capsys):
+    assert precompile.main(["120a"]) == 1
+    assert "ptxas fatal: no" in capsys.readouterr().err
+    assert list(compiled.iterdir()) == []
+    assert precompile.main(["89"]) == 1
+    assert "there are no kernels for '89' · targets are 90a, 120a, 121a" in capsys.readouterr().err
+
+
+def test_without_nvcc_the_error_says_what_to_install(compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"there is no nvcc in .*/bin · install CUDA 13's compiler"):
+        precompile.compile_target("121a")
+
+
+def test_amds_gpus_are_refused_by_name(monkeypatch):
+    """Their gfx90a reports the compute capability 9.0, as Hopper does, and torch calls it cuda."""
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(extension, "compiler", lambda: "/usr/bin/nvcc")
+    device = torch.device("cuda", 6)
+    assert not hopper.HopperKernel.available(device)
+    with pytest.raises(NotImplementedError, match="dense kernels cannot run"):
+        linear.load.__wrapped__(device)
+
+    class OnGpu:
+        device = torch.device("cuda", 6)
+
+    weights = ExpertWeights(Projection(OnGpu()), Projection(OnGpu()))
+    with pytest.raises(NotImplementedError, match="cannot run on an AMD GPU · none of its kernels was compiled"):
+        GpuKernel().prepare(weights)
+
+
+def test_an_error_of_a_launch_is_raised_with_cudas_message():
+    extension.check(0, lambda _error: b"no error")
+    with pytest.raises(RuntimeError, match="CUDA says: error 98 · run again with CUDA_LAUNCH_BLOCKING=1"):
+        extension.check(98, lambda error: b"error %d" % error)
+
+
+def test_rows_that_cannot_be_loaded_by_16_bytes_are_copied():
+    x = torch.arange(64).view(4, 16).bfloat16()
+    assert extension.aligned(x) is x
+    for view in (x[:, 1:9], x[:, ::2], x.T, torch.ones(4, 20).bfloat16()[:, :16]):
+        copy = extension.aligned(view)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, view)

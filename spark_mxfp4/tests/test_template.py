@@ -1,0 +1,102 @@
+"""A kernel from the template: its own test passes, and fails once it is broken; so does the conformance check."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from spark_mxfp4 import conformance, registry, template
+
+# What somebody who makes it fast may break: a line of the kernel, and what it becomes.
+BREAKS = {
+    "clamp": ("weights.gate_up, expert))", "weights.gate_up, expert), limit=1e9)"),
+    "shares": ("output * topk_weights.flatten()[rows].float().unsqueeze(-1)", "output / top_k"),
+    "bias": ("product if bias is None else product + bias[expert].float()", "product"),
+}
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """A kernel from the template, with a module name of its own: what is imported stays."""
+    folder = template.write(f"moe_{tmp_path.name}".lower()[:40], tmp_path)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def run_its_test(folder):
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", folder]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def break_it(folder, name):
+    module = folder / f"{folder.name}.py"
+    before, after = BREAKS[name]
+    text = module.read_text()
+    assert text.count(before) == 1
+    module.write_text(text.replace(before, after))
+
+
+def test_what_is_written_passes_its_own_test_and_may_serve(kernel):
+    assert sorted(path.name for path in kernel.iterdir()) == [
+        f"benchmark_{kernel.name}.py", f"{kernel.name}.py", f"test_{kernel.name}.py",
+    ]  # fmt: skip
+    assert not [path for path in kernel.iterdir() if template.STAND_IN in path.read_text()]
+    result = run_its_test(kernel)
+    assert f"{len(conformance.CASES)} passed" in result.stdout, result.stdout
+    assert registry.load(template.kernel_name(kernel.name)).has_own_layout
+
+
+def test_a_broken_one_fails_its_own_test(kernel):
+    break_it(kernel, "bias")
+    result = run_its_test(kernel)
+    assert result.returncode == 1
+    assert "it differs by" in result.stdout
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_one_does_not_conform(kernel, name):
+    break_it(kernel, name)
+    with pytest.raises(ValueError, match="must not serve"):
+        conformance.check(registry.load(template.kernel_name(kernel.name)))
+
+
+def test_the_benchmark_runs(kernel):
+    command = [sys.executable, "-P", kernel / f"benchmark_{kernel.name}.py", "--tokens", "1", "--repeats", "1"]
+    command += ["--hidden", "64", "--intermediate", "64", "--device", "cpu"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(kernel), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=kernel, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    header, row = result.stdout.splitlines()
+    assert header.split() == ["tokens", kernel.name, "ms", "torch", "ms", "ratio"]
+    assert float(row.split()[1]) > 0
+
+
+@pytest.mark.parametrize("name", ["Fast", "a-b", "../x", "", "class", "torch", "json", "spark_mxfp4", "x" * 99])
+def test_a_name_that_python_could_not_import_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r" · .* · "):
+        template.write(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path):
+    written = template.write("fast_moe", tmp_path)
+    (written / "fast_moe.py").write_text("mine")
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        template.write("fast_moe", tmp_path)
+    assert (written / "fast_moe.py").read_text() == "mine"
+
+
+def test_what_the_command_prints_runs_from_any_folder(tmp_path):
+    parent = tmp_path / "with a space"
+    parent.mkdir()
+    program = [sys.executable, "-P", "-m", "spark_mxfp4.template", "fast_moe"]
+    result = subprocess.run(program, cwd=parent, capture_output=True, text=True, check=False)
+    assert (parent / "fast_moe" / "test_fast_moe.py").is_file(), result.stderr
+    enter, check, *_ = result.stdout.splitlines()
+    command = f"{enter} && {check.partition('#')[0].replace('python', shlex.quote(sys.executable), 1)} --device cpu"
+    run = subprocess.run(command, shell=True, cwd="/", capture_output=True, text=True, check=False)  # noqa: S602
+    assert run.stdout.endswith("it may serve\n"), run.stderr
+    again = subprocess.run(program, cwd=parent, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr.count(" · ")) == (1, 2), again.stderr

@@ -1,1 +1,0 @@
-"""Kernels measured on a GPU: alone, and inside a server."""
