@@ -41,6 +41,7 @@ IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores
 GROWTH = 1.05
 STREAMS, REPEATS = 300, 2000
 START_SECONDS = 600.0
+WARM_UP = 6  # answers before the baseline: the first JSON starts the process that compiles grammars
 ASK: dict[str, Any] = {"model": TINY_ID, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"]}
 
@@ -354,8 +355,9 @@ def campaign(seconds: float, unbounded: bool, repeats: int, streams: int) -> dic
 
         bystander = Bystander(url)
         bystander.start()
-        time.sleep(8)
-        bystander.worst()  # the first answers warm the server up
+        while len(bystander.waits) <= WARM_UP and bystander.is_alive():
+            time.sleep(0.5)
+        bystander.worst()
         time.sleep(15)
         baseline = bystander.worst()
         names = [*ATTACKS, *RAW]
