@@ -16,6 +16,7 @@ from sparkforge.serve import access
 from sparkforge.serve.profiles import ServeProfile
 
 MODULE = "vllm.entrypoints.openai.api_server"  # unlike the `vllm` command it needs no distribution called vllm
+FORKED = "sparkforge.serve.forked_vllm"  # runs MODULE with forks in place of new interpreters
 HEADLESS, WORKER = "--headless", ("vllm.entrypoints.cli.main", "serve")  # which only that command has
 ENVIRONMENT = {
     **offline_environment(),  # the model is on disk; a start must not wait for a network
@@ -32,7 +33,7 @@ class ServerCommand:
 
     `model` is a folder and `model_id` the name under which the API offers it. `extra_arguments` come behind the
     profile's and win; so do the variables of `extra_environment`. A guarded server has `access.Guard` in front, and
-    its API key in `extra_environment`.
+    its API key in `extra_environment`. A `forked` one runs by `sparkforge.serve.forked_vllm`, on a CPU.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ServerCommand:
     extra_arguments: tuple[str, ...] = ()
     extra_environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     guarded: bool = True
+    forked: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -61,7 +63,8 @@ class ServerCommand:
     def command(self, python: str | Path) -> tuple[str, ...]:
         """Return the whole command, run by the interpreter `python`."""
         module = WORKER if self.headless else (MODULE,)
-        return (str(python), "-m", *module, *self.arguments)
+        forked = (FORKED,) if self.forked and not self.headless else ()
+        return (str(python), "-m", *forked, *module, *self.arguments)
 
     @property
     def headless(self) -> bool:

@@ -171,7 +171,9 @@ def describe(  # noqa: PLR0913 - a parameter an option
         **(profiler.ENVIRONMENT if profiled else {}),
     }
     extra_arguments = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
-    server = ServerCommand(str(model), model_id, host, port, serve_profile, extra_arguments, environment)
+    server = ServerCommand(
+        str(model), model_id, host, port, serve_profile, extra_arguments, environment, forked=model_id == TINY_ID
+    )
     return Launch(
         command=server.command(python),
         environment=server.environment,

@@ -177,7 +177,8 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
     model, model_id = request.model or options.model, options.model_id
     if request.model and not os.environ.get("SPARKFORGE_MODEL_ID"):
         model_id = settings.served_id(model)
-    if model == settings.TINY:
+    is_tiny = model == settings.TINY
+    if is_tiny:
         from sparkforge.models.tiny import write_tiny  # noqa: PLC0415 - numpy and the vocabulary, for this model only
 
         model = str(write_tiny(paths.state() / "models" / settings.TINY_ID))
@@ -210,6 +211,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
             access.HOSTS: access.container_hosts(os.environ.get(access.HOSTS, "")),
             **limits.variables(os.environ),
         },
+        forked=is_tiny and options.profile == "embedded",
     )
 
 

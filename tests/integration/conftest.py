@@ -29,7 +29,7 @@ from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
-from sparkforge.serve import embedded
+from sparkforge.serve import command_line, embedded
 from sparkforge.sources import trees
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -104,10 +104,10 @@ def forking():
 
     def forking(launch):
         python, _module, *arguments = launch.command
-        # vLLM sets the worker's threads for an interpreter that has not begun; a fork keeps its parent's.
-        more = {"VLLM_CACHE_ROOT": os.environ["VLLM_CACHE_ROOT"], "OMP_NUM_THREADS": "1"}
-        command = (python, str(Path(__file__).with_name("forking.py")), *arguments)
-        return dataclasses.replace(launch, command=command, environment={**launch.environment, **more})
+        arguments = arguments[arguments[0] == command_line.FORKED :]
+        environment = {**launch.environment, "VLLM_CACHE_ROOT": os.environ["VLLM_CACHE_ROOT"]}
+        command = (python, "-m", command_line.FORKED, *arguments)
+        return dataclasses.replace(launch, command=command, environment=environment)
 
     return forking
 

@@ -19,12 +19,11 @@ os.environ |= {
 }  # fmt: skip
 
 # vLLM reads the settings above when it is imported.
-import fork_inspection  # noqa: F401
-import forking  # noqa: F401 - the ranks are forks of this process
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from spark_mxfp4 import experts
+from sparkforge.serve import forked_vllm  # noqa: F401 - the ranks are forks of this process
 
 GENERATED = 8
 PACKED = ("float32", "packed", "torch", False)

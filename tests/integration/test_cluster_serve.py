@@ -18,7 +18,7 @@ import pytest
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
 from sparkforge.models import tiny
-from sparkforge.serve import embedded, record
+from sparkforge.serve import command_line, embedded, record
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
@@ -45,11 +45,11 @@ def model(nodes):
 def file(nodes, model, free_port):
     """The configuration; its `python` is the interpreter, but servers fork one process that has imported vLLM."""
     python = nodes.work / "forking"
-    script, cache = Path(__file__).with_name("forking.py"), os.environ["VLLM_CACHE_ROOT"]
+    cache = os.environ["VLLM_CACHE_ROOT"]
     python.write_text(f"""#!/bin/sh
 [ "$2" = validate ] && exec {sys.executable} "$@"
 shift
-VLLM_CACHE_ROOT={cache} OMP_NUM_THREADS=1 exec {sys.executable} {script} "$@"
+VLLM_CACHE_ROOT={cache} exec {sys.executable} -m {command_line.FORKED} "$@"
 """)
     python.chmod(0o755)
     return nodes.config(python=python, model=json.dumps(str(model)), flags=json.dumps(FLAGS), port=free_port())
