@@ -1,4 +1,4 @@
-"""Writes the measured times of docs/guide/daily-use.md: `python -m lab.daily_page`.
+"""Writes the measured times of docs/performance.md: `python -m lab.daily_page`.
 
 The figures are those of `ENGINE_FIGURES=bench/results/daily.json tests/engine/run` (tests/engine/conftest.py).
 """
@@ -16,7 +16,7 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 
 FIGURES = ROOT / "bench" / "results" / "daily.json"
-PAGE = ROOT / "docs" / "guide" / "daily-use.md"
+PAGE = ROOT / "docs" / "performance.md"
 RUNS = 3
 NAMES = ("docker run to the first token", "power-on to the first token", "rollback to the first answers")
 BEGIN, END = "<!-- made by .venv/bin/python -m lab.daily_page -->", "<!-- end of what it made -->"

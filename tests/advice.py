@@ -7,7 +7,7 @@ from sparkforge.core.paths import ROOT
 
 # What is printed inside the container, or read by somebody who works in it.
 SOURCES = ("sparkforge/image/dev.py", "sparkforge/compile", "sparkforge/core/process.py", "docker-compose.dev.yml")
-PAGE, HEADING = "docs/guide/develop.md", "## Work on vLLM, FlashInfer and Triton in a container"
+PAGE, HEADING = "docs/guide/dev-container.md", "## Work on vLLM, FlashInfer and Triton in a container"
 INV = re.compile(r"\./inv ([a-z][\w.-]*)([^\n\"'`;&|#()]*)")
 PROGRAM = re.compile(r"[\"'`: ](less|pip|gdb|git|ninja|cmake|docker) ")
 

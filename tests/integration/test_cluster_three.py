@@ -1,6 +1,6 @@
 """Three network namespaces at a switch: discovery, checks, and a server on each.
 
-vLLM's CPU build serves no pipeline (docs/guide/two-machines.md, State), and nothing else splits a gpt-oss in three.
+vLLM's CPU build serves no pipeline (docs/hardware.md, Two machines), and nothing else splits a gpt-oss in three.
 """
 
 import json
