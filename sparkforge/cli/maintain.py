@@ -161,6 +161,7 @@ def pins_debian(_ctx: Context) -> None:
 
 @task(
     example="./inv test --fast --select patch",
+    all_="also the tests marked nightly: every submission, builds of vLLM, other releases",
     fast="unit tests that need neither vLLM nor torch: offline, minutes",
     select="pytest's -k expression",
     coverage="measure which lines the tests reach, and print the table",
@@ -169,6 +170,7 @@ def pins_debian(_ctx: Context) -> None:
 )
 def test(
     _ctx: Context,
+    all_: bool = False,
     fast: bool = False,
     select: str = "",
     coverage: bool = False,
@@ -181,10 +183,13 @@ def test(
     if not robustness:
         if minutes:
             raise UsageError("--minutes has no meaning here", "only --robustness takes it", "./inv test --robustness")
-        suite.run_tests(fast=fast, select=select, coverage=coverage)
+        if all_ and (fast or select):
+            why = "--fast leaves tests out, and --select runs what it names, marked nightly or not"
+            raise UsageError("--all goes with neither --fast nor --select", why, "./inv test --all")
+        suite.run_tests(fast=fast, select=select, coverage=coverage, nightly=all_)
         return
-    if fast or select or coverage:
-        why = "--fast, --select and --coverage are for pytest"
+    if all_ or fast or select or coverage:
+        why = "--all, --fast, --select and --coverage are for pytest"
         raise UsageError("--robustness runs no other tests", why, "./inv test --robustness")
     length = whole_number("--minutes", minutes or "60")
     if length < 1:

@@ -103,10 +103,10 @@ def _is_shell(file: Path) -> bool:
         return file.suffix == ".sh" or opened.readline(80).rstrip().endswith((b"sh", b"sh -eu"))
 
 
-def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
+def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool = False) -> None:
     """Run the tests; pytest's output goes straight through. Raises ProcessError.
 
-    `fast` runs the unit tests but for those marked slow, which run where `select` names them.
+    `fast` runs the unit tests without those marked slow, `nightly` also those marked nightly; `select` ignores marks.
     """
     # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
     variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
@@ -123,6 +123,8 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False) -> None:
         arguments += ["-k", select]
     elif fast:
         arguments += ["-m", "not slow", "--dist=worksteal"]
+    elif not nightly:
+        arguments += ["-m", "not nightly"]
     if workers > 1 and not select:
         arguments += [f"--numprocesses={workers}"]
         variables["OMP_NUM_THREADS"] = "1"  # two pools of as many threads as there are cores would wait for each other

@@ -62,7 +62,8 @@ def up(nodes, file):
     assert result.returncode == 0, result.stderr + logs
     yield result.stdout.strip()
     if any(nodes.work.glob("?/server.json")):  # else the last test ended it
-        nodes.inv("cluster.down", "--config", str(file), seconds=300)
+        down = nodes.inv("cluster.down", "--config", str(file), seconds=300)
+        assert (down.returncode, left(nodes, "a"), left(nodes, "b")) == (0, [], []), down.stderr
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,7 @@ def test_status_and_logs_name_both_nodes(answers, nodes, file):
     assert any(line.startswith("worker | ") and "headless" in line for line in lines)
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order(answers, up, nodes, file):
     former = {name: node["pid"] for name, node in status(nodes, file)[1]["nodes"].items()}
     everything = [pid for leader in former.values() for pid in session_members(leader)]
@@ -152,6 +154,7 @@ def test_a_killed_worker_ends_the_head_by_its_name_and_both_start_again_in_order
         assert logprobs_again == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_killed_head_ends_the_worker_by_its_name_and_down_leaves_no_process(up, nodes, file):
     """All its processes at once, as a machine that loses its power: none is left to say a word."""
     victims = left(nodes, "a")

@@ -17,7 +17,10 @@ from sparkforge.core.process import session_members, with_variable
 from sparkforge.serve import record
 from sparkforge.serve.cluster import config
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd"), pytest.mark.timeout(300)]
+pytestmark = [
+    *(pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(300)),
+    pytest.mark.needs("ip", "iptables", "ssh", "sshd"),
+]
 NODES = ",".join(f"root@{address}" for address in namespaces.ADDRESSES)
 KEY = "key-of-the-replicas"
 ASK = """

@@ -170,7 +170,14 @@ def outcomes(process, tree, submissions, scratch):
     }
 
 
-@pytest.mark.parametrize("submission", SUBMISSIONS, ids=lambda path: path.stem)
+# One of each package; the others run nightly.
+DAILY = {"0001-bound-jit-jobs-by-memory", "0004-read-final-json-as-content-type"}
+EACH = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in DAILY else pytest.mark.nightly) for path in SUBMISSIONS
+]
+
+
+@pytest.mark.parametrize("submission", EACH)
 def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
     package = request.getfixturevalue(status.target(submission.parent.parent.name)[0])
     without, patched = package.outcomes(submission)
@@ -183,6 +190,7 @@ def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
     assert f"{total} tests; without the patch {failing} of them fail" in text, (failing, total)
 
 
+@pytest.mark.nightly
 def test_the_patches_of_the_answers_do_the_same_in_the_next_release(next_trees, process, tmp_path):
     """vLLM 0.33.0 has no CPU build: its own Python, without a server, passes the tests of 0004 and later."""
     submissions = [path for path in SUBMISSIONS if "vllm" in path.parent.parent.name and path.stem >= "0004"]

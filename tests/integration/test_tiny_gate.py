@@ -16,7 +16,7 @@ from sparkforge.models.tiny import write_tiny
 from sparkforge.serve import embedded
 from sparkforge.serve.settings import TINY_ID
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 HERE = Path(__file__).parent
 RIGHT = ["none", "requantized", "mxfp8"]
 WRONG = [

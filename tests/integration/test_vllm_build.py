@@ -105,6 +105,7 @@ def test_the_table_has_every_target_of_cmake_and_of_setup_py_at_the_line_it_says
         assert "define" not in lines[0] or lines[1].strip() == name
 
 
+@pytest.mark.nightly
 def test_whole_extensions_are_built_loaded_beside_torch_and_not_built_twice(order, chain):
     build = vllm_build.build(order)
     assert (build.units, build.compiled + build.cached) == (3, 3)
@@ -126,6 +127,7 @@ UNITS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(order):
     wider = replace(order, targets=tuple(TABLE.used))
     assert wider.folder == order.folder, "what is built does not change how it is configured"
@@ -149,6 +151,7 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
         assert all(kernel.count(needs) >= 8 for kernel in wanted if needs)
 
 
+@pytest.mark.nightly
 def test_an_edited_checkout_is_compiled_as_it_is(order, tmp_path):
     """What `./inv dev.build vllm` compiles: a clone's own sources, without the sdist, without the queue."""
     checkout, edit = tmp_path / "vllm", "vllm of mine"

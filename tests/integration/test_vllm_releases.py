@@ -34,6 +34,7 @@ def test_every_supported_release_is_pinned():
     assert INSTALLED in SUPPORTED
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("release", [version for version in SUPPORTED if version != INSTALLED])
 def test_the_plugins_tests_pass_on_its_real_python(release):
     component = SDISTS[release]

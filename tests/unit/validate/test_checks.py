@@ -61,38 +61,37 @@ def test_every_check_has_a_broken_sheet(broken):
     assert set(broken) == set(CHECKS)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_broken_sheet_breaks_exactly_its_check(good, broken, with_values, check):
-    profile = next(p for p in PROFILES.values() if check in (*p.required, *p.advised))
-    values = broken[check]
-    assert set(values) <= KNOWN
-    report = rehearse(profile.name, with_values(good(profile.name), values), "test")
-    unwell = {f.check: f for f in report.findings if f.status is not Status.PASS}
-    assert set(unwell) == {check}
-    finding = unwell[check]
-    assert finding.evidence
-    assert finding.fix
-    assert finding.doc == f"docs/reference/checks.md#{check}"
-    required = check in profile.required
-    assert finding.status is (Status.FAIL if required else Status.WARN)
-    assert report.verdict is (ValidationVerdict.REFUSE if required else ValidationVerdict.SERVE)
+def profile_of(check):
+    return next(profile for profile in PROFILES.values() if check in (*profile.required, *profile.advised))
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
-def test_check_reads_no_more_than_it_declares(good, check):
-    facts = good(next(p.name for p in PROFILES.values() if check.name in (*p.required, *p.advised)))
-    declared = {name: facts[name] for name in check.needs}
-    assert set(check.needs) <= KNOWN
-    assert evaluate(check, declared, required=True).status is Status.PASS
+def test_broken_sheet_breaks_exactly_its_check(good, broken, with_values, subtests):
+    for check, values in broken.items():
+        with subtests.test(check):
+            profile = profile_of(check)
+            assert set(values) <= KNOWN
+            report = rehearse(profile.name, with_values(good(profile.name), values), "test")
+            (finding,) = (f for f in report.findings if f.status is not Status.PASS)
+            assert finding.check == check
+            assert finding.evidence
+            assert finding.fix
+            assert finding.doc == f"docs/reference/checks.md#{check}"
+            required = check in profile.required
+            assert finding.status is (Status.FAIL if required else Status.WARN)
+            assert report.verdict is (ValidationVerdict.REFUSE if required else ValidationVerdict.SERVE)
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
-@pytest.mark.parametrize("error", ["it hung", None])
-def test_unknown_facts_fail_closed(check, error):
-    facts = {} if error is None else {name: Fact(None, "test", error) for name in check.needs}
-    finding = evaluate(check, facts, required=True)
-    assert finding.status is Status.FAIL
-    assert "cannot be judged" in finding.evidence
+def test_checks_read_no_more_than_they_declare_and_fail_closed_without_it(good, subtests):
+    for name, check in CHECKS.items():
+        with subtests.test(name):
+            facts = good(profile_of(name).name)
+            assert set(check.needs) <= KNOWN
+            declared = {need: facts[need] for need in check.needs}
+            assert evaluate(check, declared, required=True).status is Status.PASS
+            for unknown in ({}, {need: Fact(None, "test", "it hung") for need in check.needs}):
+                finding = evaluate(check, unknown, required=True)
+                assert finding.status is Status.FAIL
+                assert "cannot be judged" in finding.evidence
 
 
 def test_a_missing_model_is_the_fix_of_every_check_that_needs_it(good):
