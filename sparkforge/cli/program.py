@@ -220,7 +220,7 @@ def listing(group: str = "") -> str:
     """
     if group:
         inner = [name for name in _names() if f"{name}.".startswith(f"{group}.")]
-        names = _expanded(GROUPS[group]) if group in GROUPS else inner
+        names = expanded(GROUPS[group]) if group in GROUPS else inner
         if not names:
             groups = [*GROUPS, *namespace.collections]
             raise UsageError(f"there is no group {group!r}", *_nearest(group, groups, "./inv --list", "./inv --list "))
@@ -230,7 +230,7 @@ def listing(group: str = "") -> str:
     for title, commands in GROUPS.items():
         rows = []
         for name in commands:
-            folded = [entry.rpartition(".")[2] for entry in _expanded((name,))] if name.endswith("*") else []
+            folded = [entry.rpartition(".")[2] for entry in expanded((name,))] if name.endswith("*") else []
             rows.append((name, ", ".join(folded) or _summary(name)))
         lines += [f"{title}:", _table(rows, width)]
     return "\n".join([*lines, "./inv --list bench lists bench.*; ./inv COMMAND --help shows options"]) + "\n"
@@ -246,7 +246,7 @@ def _names() -> list[str]:
     return names
 
 
-def _expanded(names: Iterable[str]) -> list[str]:
+def expanded(names: Iterable[str]) -> list[str]:
     """Return `names` with `NAME.*` replaced by the commands of that collection that no group lists by name."""
     listed = {name for group in GROUPS.values() for name in group}
     expanded = list[str]()

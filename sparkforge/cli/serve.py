@@ -125,7 +125,7 @@ def up(
 def down(_ctx: Context) -> None:
     """Stop the server and every process it started.
 
-    It ends a start or a rollback that is under way, too. Where nothing runs it says so, and ends with 0 all the same.
+    It also ends a start or a rollback that is under way. If nothing runs, it exits with 0.
     """
     from sparkforge.serve import launch, screen
 

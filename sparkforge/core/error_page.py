@@ -1,8 +1,6 @@
-"""`docs/reference/errors.md`, made from sparkforge.core.errors: `python3 -m sparkforge.core.error_page > PAGE`."""
+"""`docs/reference/errors.md`, made from sparkforge.core.errors; sparkforge.cli.reference_pages writes it."""
 
 from __future__ import annotations
-
-import sys
 
 from sparkforge.core.errors import CODES, SparkforgeError
 
@@ -21,7 +19,7 @@ The exit code tells scripts which family the error belongs to; the code tells th
 change between releases. Each has an anchor on this page, such as
 [`errors.html#integrity.hash`](#integrity.hash).
 
-This page is made by `python3 -m sparkforge.core.error_page > docs/reference/errors.md`; a test keeps the two equal.
+This page is made by `python -m sparkforge.cli.reference_pages`.
 
 ## Families
 
@@ -53,7 +51,3 @@ def page() -> str:
             for code, text in CODES.items()
         ),
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -42,7 +42,6 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from sparkforge.core import tables
-from sparkforge.core.console import echo
 from sparkforge.core.errors import InputError
 from sparkforge.core.events import CONSEQUENCE, NOISE, Event, Line
 from sparkforge.core.tables import Record
@@ -310,7 +309,3 @@ def _link(seen: Seen) -> str:
     if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
         return f"[{page[1]} {page[2]}]({seen.where}){when}"
     return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')}){when}"
-
-
-if __name__ == "__main__":
-    echo(markdown())

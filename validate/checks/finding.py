@@ -129,13 +129,17 @@ Judge = Callable[[View], CheckResult]
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: what is judged from which facts, and the next command if it fails."""
+    """One row of the table: what is judged from which facts, and the next command if it fails.
+
+    `about` is for the reference page: why the check exists and what it compares, in two sentences.
+    """
 
     name: str
     meaning: str
     needs: tuple[str, ...]
     judge: Judge
     fix: str
+    about: str = ""
 
     @property
     def deep(self) -> bool:
@@ -146,12 +150,12 @@ class Check:
 class CheckList(list[Check]):
     """The checks of one subject, in the order in which they are defined."""
 
-    def add(self, name: str, meaning: str, *, needs: tuple[str, ...], fix: str) -> Callable[[Judge], Judge]:
+    def add(self, name: str, meaning: str, *, needs: tuple[str, ...], fix: str, about: str) -> Callable[[Judge], Judge]:
         """Return a decorator that adds a check with this function as its judge."""
 
         def register(judge: Judge) -> Judge:
             """Add the check; the function stays as it is."""
-            self.append(Check(name, meaning, needs, judge, fix))
+            self.append(Check(name, meaning, needs, judge, fix, about))
             return judge
 
         return register

@@ -18,6 +18,10 @@ def some(names: list[str]) -> str:
     "Every shard of the index is there and whole, and so are the tokenizer's files.",
     needs=("model.shards_missing", "model.shards_damaged", "model.files_missing", "model.weight_bytes"),
     fix=MODEL_FIX,
+    about=(
+        "Every shard must have the size that its header promises and the tensors that the index places in it. The "
+        "bytes of the weights are not hashed, because that takes minutes."
+    ),
 )
 def _model_files(view: View) -> CheckResult:
     for fact, problem in (
@@ -35,6 +39,7 @@ def _model_files(view: View) -> CheckResult:
     "The checkpoint is gpt-oss with MXFP4 weights.",
     needs=("model.model_type", "model.quant_method"),
     fix="--model DIR of a gpt-oss checkpoint with native MXFP4 weights",
+    about=("`config.json` must say `model_type: gpt_oss` and `quantization_config.quant_method: mxfp4`."),
 )
 def _model_format(view: View) -> CheckResult:
     kind, method = view.text("model.model_type"), view.text("model.quant_method")

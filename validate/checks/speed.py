@@ -36,6 +36,11 @@ CHECKS = CheckList()
         "measured.tpot_ms",
     ),
     fix=DOCTOR,
+    about=(
+        "The newest `./inv bench.perf` of this model must reach 60 % of the computed ceiling; below 35 % the check"
+        " refuses. A result from before the last start only warns; thresholds are in `sparkforge/plan/plan.toml`, "
+        "and none was measured on a Spark."
+    ),
 )
 def _measured_speed(view: View) -> CheckResult:
     if view.is_none("measured.file"):

@@ -147,9 +147,3 @@ def test_a_table_that_is_not_there_is_named(tmp_path):
 
 def test_severities_go_from_worst_to_least():
     assert sorted(Severity, key=lambda severity: severity.rank) == [Severity.FATAL, Severity.SLOW, Severity.HARMLESS]
-
-
-def test_the_page_has_the_table():
-    """Made by `python3 -m sparkforge.doctor.signatures`."""
-    page = (ROOT / "docs" / "reference" / "problems.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n\n{signatures.markdown()}\n")

@@ -1,0 +1,163 @@
+"""Writes the generated pages of docs/reference: `python -m sparkforge.cli.reference_pages`.
+
+Each page comes from the code that it describes; `./inv test` compares them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from invoke.parser.argument import Argument
+
+from sparkforge import pins
+from sparkforge.cli import namespace, program
+from sparkforge.cli.command import DEFAULT_STACK, CommandTask
+from sparkforge.core import error_page
+from sparkforge.core.files import write_atomic
+from sparkforge.core.paths import ROOT
+from sparkforge.doctor import signatures
+from validate.checks import CHECKS, arguments, software
+from validate.profiles import PROFILES, Profile
+
+FOLDER = ROOT / "docs" / "reference"
+COMMANDS = """# Commands
+
+Run every command as `./inv COMMAND` from the checkout. The first run makes `.venv` from `locks/tools.txt`.
+
+- `./inv` shows the daily commands, `./inv --list` all of them, `./inv --list bench` one group. `./inv COMMAND --help`
+  shows the options and an example. `./inv --version` prints the version.
+- Relative paths and `~` start in the folder that you run the command in. Several values are separated by commas.
+- Every error shows what failed, why, and the next command ([Errors](errors.md) lists the exit codes). `./inv` ends
+  with 3 if it finds no Python 3.11, 3.12 or 3.13.
+- Ctrl-C, SIGTERM and SIGHUP end a command and the programs that it started, with exit code 130, 143 or 129. Run the
+  same command again to continue.
+- `--stack NAME` selects a [stack](../concepts/stacks.md) of `pins.toml`.
+
+This page is made from the help texts by `python -m sparkforge.cli.reference_pages`.
+
+{commands}
+
+## Shared options
+
+Several commands have these options.
+
+{shared}
+
+## Old names
+
+These names work for one release and print the new name.
+
+| Old | New |
+| --- | --- |
+{old}
+"""
+CHECKS_PAGE = """# Startup checks
+
+The [validator](../concepts/validation.md) runs these checks before a server starts. A *required* check that fails
+refuses the server; an *advised* check can only warn. A fact that cannot be determined counts as failed. *Deep* checks
+ask torch and vLLM in a child process.
+
+The profile `spark` has not run on a real DGX Spark; its good fact sheet is made from public documents ([Hardware
+ledger](../hardware.md)). This page is made from `validate/checks` by `python -m sparkforge.cli.reference_pages`.
+
+| Check | spark | embedded | What must be true |
+| --- | --- | --- | --- |
+{table}
+
+{sections}
+"""
+
+
+def commands() -> str:
+    """Return the page of every command: description, example and options, by the groups of `./inv --list`.
+
+    An option that several commands have with the same text is explained once, in a list of its own.
+    """
+    contexts = {str(name): context for context in namespace.to_contexts() for name in (context.name, *context.aliases)}
+    names = [name for group in program.GROUPS.values() for name in program.expanded(group)]
+    options = {name: [_option(argument) for argument in dict.fromkeys(contexts[name].args.values())] for name in names}
+    uses = Counter(option for name in names for option in options[name])
+    shared = {option for option, count in uses.items() if count > 1}
+    several = Counter(flag for flag, _ in shared)
+    shared = {option for option in shared if several[option[0]] == 1}
+    parts = []
+    for group, members in program.GROUPS.items():
+        parts.append(f"## {group.capitalize()}")
+        for name in program.expanded(members):
+            command = namespace[name]
+            parts += [f"### {name}", inspect.cleandoc(command.__doc__ or "")]
+            own = [f"- `{flag}`: {text}" for flag, text in options[name] if (flag, text) not in shared]
+            common = [f"[`{flag}`](#shared-options)" for flag, text in options[name] if (flag, text) in shared]
+            if isinstance(command, CommandTask):
+                parts += [f"```sh\n{command.example}\n```"] if command.example else []
+                own += [f"- `-- WORDS`: {_words(command.rest_text)}"] if command.rest else []
+            own += [f"- {', '.join(common)}"] if common else []
+            parts += ["\n".join(own)] if own else []
+    old = "\n".join(f"| `{before}` | `{after}` |" for before, after in program.OLD_NAMES.items())
+    explained = "\n".join(f"- `{flag}`: {text}" for flag, text in sorted(shared))
+    return COMMANDS.format(commands="\n\n".join(parts), shared=explained, old=old)
+
+
+def _option(argument: Argument) -> tuple[str, str]:
+    """Return how an option is written, and its help text."""
+    name = str(argument.names[0])
+    flag = name.upper() if argument.positional else ", ".join([f"--{name}", *(f"-{n}" for n in argument.nicknames)])
+    default = f" (default: {argument.default})" if argument.takes_value and argument.default else ""
+    return flag, _words((argument.help or "") + default)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split()).replace(DEFAULT_STACK, pins.load().default)
+
+
+def checks() -> str:
+    """Return the page of the validator's checks; its texts are those of the table."""
+    spark, embedded = PROFILES["spark"], PROFILES["embedded"]
+    table = [
+        f"| [{name}](#{name}) | {_severity(spark, name)} | {_severity(embedded, name)} | {check.meaning} |"
+        for name, check in CHECKS.items()
+    ]
+    sections = []
+    for name, check in CHECKS.items():
+        deep = "*Deep.* " if check.deep else ""
+        sections += [f"## {name}", f"{deep}{check.about}"]
+        if name == "serve-arguments":
+            sections.append(_rows("| Argument | Result | Why |\n| --- | --- | --- |", _argument_rows()))
+        if name == "unknown-environment":
+            replaced = (f"| `{variable}` | `{flags}` |" for variable, flags in software.REPLACEMENTS.items())
+            sections.append(_rows("| Variable | Now |\n| --- | --- |", replaced))
+        sections.append(f"Fix: `{check.fix}`")
+    return CHECKS_PAGE.format(table="\n".join(table), sections="\n\n".join(sections))
+
+
+def _severity(profile: Profile, name: str) -> str:
+    return {True: "required", False: "advised", None: "-"}[profile.severities.get(name)]
+
+
+def _argument_rows() -> Iterable[str]:
+    for rule in arguments.RULES:
+        yield f"| {', '.join(f'`{flag}`' for flag in rule.flags)} | {rule.status.value} | {rule.why} |"
+
+
+def _rows(head: str, rows: Iterable[str]) -> str:
+    return "\n".join([head, *rows])
+
+
+def problems() -> str:
+    """Return the page of known problems: the text above its tables as it is, and the tables of the signatures."""
+    above_tables = (FOLDER / "problems.md").read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
+    return f"{above_tables}\n\n{signatures.markdown()}\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "checks.md": checks,
+    "commands.md": commands,
+    "errors.md": error_page.page,
+    "problems.md": problems,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        write_atomic(FOLDER / name, page())
