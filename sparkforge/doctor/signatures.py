@@ -295,17 +295,15 @@ def markdown() -> str:
         rows = [f"## {kind[0].upper()}{kind[1:]}", "", "| id | what it says | read on |", "| --- | --- | --- |"]
         for signature in (signature for signature in known if signature.kind is kind):
             mark = "" if signature.severity is Severity.FATAL else f" *({signature.severity})*"
-            links = ", ".join(_link(seen) for seen in signature.seen)
             headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
-            rows.append(f"| `{signature.id}`{mark} | {headline} | {links} |")
+            rows.append(f"| `{signature.id}`{mark} | {headline} | {_link(signature.seen[0])} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
 
 
 def _link(seen: Seen) -> str:
-    when = f" ({seen.date})" if seen.date else ""
     if thread := re.fullmatch(r"https://github\.com/[\w.-]+/([\w.-]+)/\w+/(\d+)", seen.where):
-        return f"[{thread[1]} {thread[2]}]({seen.where}){when}"
+        return f"[{thread[1]} {thread[2]}]({seen.where})"
     if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
-        return f"[{page[1]} {page[2]}]({seen.where}){when}"
-    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')}){when}"
+        return f"[{page[1]} {page[2]}]({seen.where})"
+    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')})"
