@@ -44,9 +44,9 @@ from sparkforge.serve import container, embedded, known_good, launch, logs, prof
 from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.passed import CONTEXT, CONTEXT_VARIABLE
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
-from sparkforge.serve.start import StartRequest, compose_variables
 
 DEFAULT_MODEL = "the device's default"
 # What results depend on: of a configuration, and of the other options. The server is the profile's.
@@ -60,7 +60,7 @@ OF_THE_MACHINE = {"server.running", "server.port", "process.setup"}
 VARIABLES = ("VLLM_", "SPARK_MXFP4_", "FLASHINFER_")  # beginnings of those that change how a server computes
 LOG = "server.log"  # of a profile, in its folder
 CODE = ("*.py", "*.cu", "*.cuh", "*.json")  # of spark_mxfp4: plugin, kernels and their tuning
-Starter = Callable[[StartRequest], Server]
+Starter = Callable[[StartPlan], Server]
 
 
 class ProfileTrial(Record):
@@ -122,7 +122,7 @@ def read() -> BakeOff | None:
 
 @dataclass(frozen=True)
 class TrialServer:
-    """What a request serves, whatever its profile. `arguments` come behind the profile's; `facts` are in words."""
+    """What a plan serves, whatever its profile. `arguments` come behind the profile's; `facts` are in words."""
 
     stack: str
     model_id: str
@@ -130,18 +130,18 @@ class TrialServer:
     facts: Mapping[str, str]
 
 
-def resolve(request: StartRequest) -> TrialServer:
-    """Return what `request` serves: in a container what Compose makes of it, `.env` and the user's own files.
+def resolve(plan: StartPlan) -> TrialServer:
+    """Return what a plan serves: in a container what Compose makes of it, `.env` and the user's own files.
 
     Who may ask, the profiler and the flags behind `--` do not count. Raises UsageError, InputError, EngineError.
     """
-    request = replace(request, profile="", host="", key_file=None, allow_hosts="", profiler=False, flags=())
-    if request.device == EMBEDDED:
-        stack, variables = stack_of(request.device, request.stack), request.variables
-        model_id = served_name(paths.typed(request.model).absolute()) if request.model else server_settings.TINY_ID
-        arguments, own = embedded.vllm_arguments(request.variables), dict[str, str]()
+    plan = replace(plan, profile="", host="", key_file=None, hosts=(), profiled=False, flags=())
+    if plan.device == EMBEDDED:
+        stack, variables = stack_of(plan.device, plan.stack), plan.variables
+        model_id = served_name(paths.typed(plan.model).absolute()) if plan.model else server_settings.TINY_ID
+        arguments, own = embedded.vllm_arguments(plan.variables), dict[str, str]()
     else:
-        service = docker_compose.resolve(compose_variables(request))
+        service = docker_compose.resolve(container.variables(plan))
         inside = server_settings.read(service.environment)
         stack, variables = service.stack, service.environment
         model_id, arguments = inside.model_id, inside.arguments
@@ -154,22 +154,22 @@ def resolve(request: StartRequest) -> TrialServer:
     return TrialServer(stack, model_id, arguments, {**own, **settings})
 
 
-def identity(request: StartRequest, served: TrialServer) -> dict[str, str]:
+def identity(plan: StartPlan, served: TrialServer) -> dict[str, str]:
     """Return in words all but the profile that a result depends on."""
     machine, table = facts(), pins.load()
-    folder = Path(request.model) if request.model else None
+    folder = Path(plan.model) if plan.model else None
     weights = sorted(folder.glob("*.safetensors")) if folder else []
     checkpoint = {file.name: str(file.stat().st_size) for file in weights}
     if folder and (folder / "config.json").is_file():
         checkpoint["config.json"] = sha256_file(folder / "config.json")
     ours = sorted(file for kind in CODE for file in (paths.ROOT / "spark_mxfp4" / "src").rglob(kind))
     return {
-        "model": request.model or DEFAULT_MODEL,
+        "model": plan.model or DEFAULT_MODEL,
         "checkpoint": known_good.hashed(checkpoint),
-        "device": request.device,
+        "device": plan.device,
         "stack": served.stack,
         **served.facts,
-        "locks and patches": known_good.hashed(_inputs(request.device, served.stack, table)),
+        "locks and patches": known_good.hashed(_inputs(plan.device, served.stack, table)),
         "code of spark_mxfp4": known_good.hashed(_files(ours)),
         "processor": f"{machine['processor']}, {machine['cores']} cores",
         "memory": f"{machine['memory_bytes'] / 2**30:.0f} GiB",
@@ -190,29 +190,29 @@ def _files(files: Sequence[Path]) -> dict[str, str]:
     return {str(file.relative_to(paths.ROOT)): sha256_file(file) for file in files if file.is_file()}
 
 
-def run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, start: Starter, python: Path) -> None:
-    """Try every profile on `request`'s device, print the ranking and write it.
+def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter, python: Path) -> None:
+    """Try every profile on `plan`'s device, print the ranking and write it.
 
     `flags` are the options of the load and the gate, `replace` and `fresh` among them. Raises UsageError for a profile
     that is not known, ServerError if a server runs and may not be replaced or another command ended a trial's,
     BenchmarkError if none passed, and whatever is the fault of the command or the machine.
     """
     with locked(paths.state() / "bakeoff.lock", "run a bake-off beside another"):
-        _run(_checked(names), flags, request, start, python)
+        _run(_checked(names), flags, plan, start, python)
 
 
-def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, start: Starter, python: Path) -> None:
-    served = resolve(request)
-    chosen = {name: _profile(name, request.device, served.stack) for name in names}
+def _run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter, python: Path) -> None:
+    served = resolve(plan)
+    chosen = {name: _profile(name, plan.device, served.stack) for name in names}
     shape = {name: _shape(flags, (*profile.arguments(), *served.arguments), served) for name, profile in chosen.items()}
     settings = {name: _settings(profile) for name, profile in chosen.items()}
     folder = paths.state() / "bench" / "bakeoff"
     with launch.alone():
-        _make_way(request, replace_it=bool(flags.get("replace")))
+        _make_way(plan, replace_it=bool(flags.get("replace")))
     variables = {variable: name for name, (variable, _) in NAMES.items() if name in REPEATED and name != "tp"}
     comparison = _resumed(
         BakeOff(
-            identity=identity(request, served),
+            identity=identity(plan, served),
             shape=shape[names[0]],
             profiles=list(settings),
             options={name: str(flags[name]) for name in REPEATED if flags.get(name)},
@@ -228,7 +228,7 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
     )
     for name, own in settings.items():
         if name not in comparison.trials:
-            standing = _try(replace(request, profile=name, trial=True), flags, start, python, folder / name)
+            standing = _try(replace(plan, profile=name, trial=True), flags, start, python, folder / name)
             trial = ProfileTrial(settings=own, standing=standing)
             comparison = comparison.model_copy(update={"trials": {**comparison.trials, name: trial}})
             _write(comparison)
@@ -238,60 +238,60 @@ def _run(names: Sequence[str], flags: Mapping[str, Any], request: StartRequest, 
     say(f"record:  {record_path()}")
     if comparison.ranking[0].score is None:
         raise bakeoff.nobody_passed(comparison.ranking, _reasons(comparison))
-    context = request.variables.get(CONTEXT_VARIABLE, "")
+    context = plan.variables.get(CONTEXT_VARIABLE, "")
     arguments = [
         "./inv",
         "up",
         "--profile",
         AUTO,
-        *_server_options(request),
+        *_server_options(plan),
         *(("--context", context) if context else ()),
     ]
-    say(f"the winner is {comparison.ranking[0].name}: {_typed(arguments, _tp(request))}")
+    say(f"the winner is {comparison.ranking[0].name}: {_typed(arguments, _tp(plan))}")
 
 
-def winner(request: StartRequest) -> str:
+def winner(plan: StartPlan) -> str:
     """Return the profile that won this machine's last bake-off, for the same model, device, stack, code and machine.
 
     Raises BenchmarkError, which names what has changed since, and what `resolve` raises.
     """
     last = read()
     if last is None:
-        raise _no_winner("no bake-off has run here", _again(["A", "B"], request))
-    again = _again(last.profiles, request, last)
+        raise _no_winner("no bake-off has run here", _again(["A", "B"], plan))
+    again = _again(last.profiles, plan, last)
     if not last.complete:
         missing = ", ".join(name for name in last.profiles if name not in last.trials)
         raise _no_winner(f"the last bake-off was interrupted before {missing or 'its end'}", again)
-    served = resolve(request)
-    for key, now in identity(request, served).items():
+    served = resolve(plan)
+    for key, now in identity(plan, served).items():
         if (then := last.identity.get(key, "not known")) != now:
             raise _no_winner(f"{key}: then {_short(then)}, now {_short(now)}", again)
     best = last.ranking[0]
     if best.score is None:
         raise _no_winner("no profile passed the last bake-off", _reasons(last))
-    if last.trials[best.name].settings != _settings(_profile(best.name, request.device, served.stack)):
+    if last.trials[best.name].settings != _settings(_profile(best.name, plan.device, served.stack)):
         raise _no_winner(f"the profile {best.name} has other flags or variables now", again)
     say(f"profile: {best.name}, which won the bake-off of {last.machine.get('measured_at', 'an unknown day')}")
     return best.name
 
 
-def _again(names: Sequence[str], request: StartRequest, last: BakeOff | None = None) -> str:
-    """Return the command of a bake-off for `request`, with the options of the last one."""
+def _again(names: Sequence[str], plan: StartPlan, last: BakeOff | None = None) -> str:
+    """Return the command of a bake-off for `plan`, with the options of the last one."""
     options, environment = (last.options, last.environment) if last else ({}, {})
-    options = {**options, "max_model_len": request.variables.get(CONTEXT_VARIABLE, "")}
-    arguments = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(request)]
+    options = {**options, "max_model_len": plan.variables.get(CONTEXT_VARIABLE, "")}
+    arguments = ["./inv", "bench.bakeoff", "--profiles", ",".join(names), *_server_options(plan)]
     for name, value in options.items():
         arguments += [f"--{name.replace('_', '-')}", value] if value else []
-    return _typed(arguments, {**environment, **_tp(request)})
+    return _typed(arguments, {**environment, **_tp(plan)})
 
 
-def _server_options(request: StartRequest) -> list[str]:
-    options = {"--device": request.device, "--model": request.model, "--stack": request.stack}
+def _server_options(plan: StartPlan) -> list[str]:
+    options = {"--device": plan.device, "--model": plan.model, "--stack": plan.stack}
     return [word for option, value in options.items() if value for word in (option, value)]
 
 
-def _tp(request: StartRequest) -> dict[str, str]:
-    return {"TP": request.variables["TP"]} if request.variables.get("TP") else {}
+def _tp(plan: StartPlan) -> dict[str, str]:
+    return {"TP": plan.variables["TP"]} if plan.variables.get("TP") else {}
 
 
 def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -348,20 +348,20 @@ def _shape(flags: Mapping[str, Any], arguments: Sequence[str], served: TrialServ
     }
 
 
-def _make_way(request: StartRequest, *, replace_it: bool) -> None:
+def _make_way(plan: StartPlan, *, replace_it: bool) -> None:
     """End the server that runs if it may be replaced, and one that a killed bake-off left.
 
     Raises ServerError, UsageError for a port that is none.
     """
     server = record.read()
     if server is None or not server.alive:
-        launch.check_free(request.port)
+        launch.check_free(plan.port)
         return
     if not replace_it:
         failure, why = "a server of this checkout runs", f"{server.model_id} at {server.url}; a bake-off ends servers"
         raise ServerError(failure, why, "the same command with --replace, or ./inv down", code="server.running")
-    if request.port != server.port:
-        launch.check_port(request.port, launch.LOOPBACK)
+    if plan.port != server.port:
+        launch.check_port(plan.port, LOOPBACK)
     say(f"{server.model_id} at {server.url} is ended (--replace); ./inv up starts it again")
     launch.stop()
 
@@ -381,18 +381,18 @@ def _resumed(wanted: BakeOff, settings: Mapping[str, Mapping[str, str]], *, fres
     return wanted.model_copy(update={"trials": kept})
 
 
-def _try(request: StartRequest, flags: Mapping[str, Any], start: Starter, python: Path, folder: Path) -> Standing:
+def _try(plan: StartPlan, flags: Mapping[str, Any], start: Starter, python: Path, folder: Path) -> Standing:
     """Start a profile, gate it, load it, end it. A failure that is the profile's own becomes its standing.
 
     Every other one is raised, and a ServerError if another command ended the server: the figures may be another's.
     """
-    say(f"— {request.profile}")
+    say(f"— {plan.profile}")
     (folder / LOG).unlink(missing_ok=True)
     server: Server | None = None
     try:
-        server = start(request)
+        server = start(plan)
         own: dict[str, Any] = {"url": server.url, "port": "", "model": "", "output": str(folder), "fresh": True}
-        standing = bakeoff.standing(request.profile, runs.measure({**flags, **own}, python).results)
+        standing = bakeoff.standing(plan.profile, runs.measure({**flags, **own}, python).results)
     except BaseException as error:
         if not isinstance(error, OF_PROFILES) or error.code in OF_THE_MACHINE:
             if server:
@@ -401,13 +401,13 @@ def _try(request: StartRequest, flags: Mapping[str, Any], start: Starter, python
                 except SparkforgeError as second:  # the first error is the one to report
                     say(f"{second.what}: {second.why}; ./inv down ends the trial's server")
             raise
-        say(f"✗ {request.profile}: {error.what}")
-        standing = Standing(name=request.profile, score=None, results=[], why=f"{error.what}: {error.why}")
+        say(f"✗ {plan.profile}: {error.what}")
+        standing = Standing(name=plan.profile, score=None, results=[], why=f"{error.what}: {error.why}")
     if server is None:
-        _keep_log(folder, in_container=request.device != EMBEDDED)
+        _keep_log(folder, in_container=plan.device != EMBEDDED)
     elif not _end(server, folder):
-        why = f"{request.profile} gets no standing: what was measured may be of another server"
-        fix = f"run the same command again, it goes on with {request.profile}"
+        why = f"{plan.profile} gets no standing: what was measured may be of another server"
+        fix = f"run the same command again, it goes on with {plan.profile}"
         raise ServerError("the trial's server was ended by another command", why, fix, code="server.not-running")
     return standing
 

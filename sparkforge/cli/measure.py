@@ -12,7 +12,7 @@ from invoke.context import Context
 from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE, START
 from sparkforge.cli.build import build_image
 from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
-from sparkforge.cli.serve import ServeOptions, requested
+from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
 
 Options = Mapping[str, Any]
@@ -139,13 +139,13 @@ def bakeoff(options: Options) -> None:
         raise UsageError("no profiles are named", why, "./inv bench.bakeoff --profiles safe,fast")
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
-    request = requested(
+    plan = planned(
         ServeOptions(
             options["device"], model=options["model"], port=options["port"], context=options["max_model_len"],
             stack=options["stack"],
         )
     )  # fmt: skip
-    trials.run(names, options, request, lambda wanted: start(wanted, build_image), _python())
+    trials.run(names, options, plan, lambda wanted: start(wanted, build_image), _python())
 
 
 @task(

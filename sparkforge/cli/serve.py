@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from invoke.context import Context
 
 from sparkforge.cli.build import OFFLINE, build_image
-from sparkforge.cli.command import caller_path, option, task, texts, whole_number, with_fields
+from sparkforge.cli.command import caller_path, listed, option, task, texts, whole_number, with_fields
 from sparkforge.core import notify
 from sparkforge.core.console import Steps, echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import held
 
 if TYPE_CHECKING:
-    from sparkforge.serve.start import StartRequest
+    from sparkforge.serve.plan import StartPlan
 
 PORT = "8000"
 
@@ -46,14 +46,14 @@ class ServeOptions:
     vllm_flags: Sequence[str] = option("vLLM's own flags, as in: -- --max-num-seqs 4", ())
 
 
-def requested(options: ServeOptions) -> StartRequest:
-    """Return what the options of a command and the environment ask for, and say which device serves, and why.
+def planned(options: ServeOptions) -> StartPlan:
+    """Return the plan that the options of a command and the environment ask for; say which device serves, and why.
 
     MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
     """
     from sparkforge.serve import passed, settings
     from sparkforge.serve.device import choose
-    from sparkforge.serve.start import StartRequest
+    from sparkforge.serve.plan import StartPlan
 
     port = whole_number("--port" if options.port else "PORT", options.port or os.environ.get("PORT") or PORT)
     named = options.model or os.environ.get("MODEL", "")
@@ -64,10 +64,18 @@ def requested(options: ServeOptions) -> StartRequest:
     choice = choose(options.device)
     flags = passed.checked(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
     say(f"device: {choice.device}, because {choice.why}")
-    return StartRequest(
-        choice.device, model, options.profile, port, options.host and address, key_file, options.allow_hosts,
-        stack=options.stack, variables=variables, flags=flags,
-    )  # fmt: skip
+    return StartPlan(
+        choice.device,
+        model=model,
+        profile=options.profile,
+        stack=options.stack,
+        port=port,
+        host=options.host and address,
+        key_file=key_file,
+        hosts=tuple(listed(options.allow_hosts)),
+        flags=flags,
+        variables=variables,
+    )
 
 
 @task(
@@ -102,18 +110,18 @@ def up(
 
     with failure.remembered():
         use_bundle(caller_path(offline))
-        request = requested(options)
+        plan = planned(options)
         profile, flags = passed.with_quantization(
-            quantization, options.profile, request.flags, gpu=request.device == DOCKER, stack=request.stack
+            quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
-        request = replace(request, profile=profile, flags=flags, profiler=profiler)
+        plan = replace(plan, profile=profile, flags=flags, profiled=profiler)
         if profile == AUTO:
             from sparkforge.bench import trials
 
-            request = replace(request, profile=trials.winner(request))
+            plan = replace(plan, profile=trials.winner(plan))
             if quantization == passed.OURS:
-                passed.require_our_experts(request.profile, request.stack)
-        server = start.start(request, build_image)
+                passed.require_our_experts(plan.profile, plan.stack)
+        server = start.start(plan, build_image)
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
     if foreground:

@@ -8,7 +8,7 @@ from pathlib import Path
 from invoke.context import Context
 
 from sparkforge.cli.command import caller_path, task, texts, with_fields
-from sparkforge.cli.serve import ServeOptions, requested
+from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
 
 SYSTEM = "the system's service manager instead of your own; needs root (sudo)"
@@ -44,36 +44,29 @@ def install(
         why = "with --system it would be looked up in root's cache of the hub, and the service runs as another account"
         fix = "./inv service.install --system --model FOLDER: models/NAME, which ./inv model.fetch makes"
         raise UsageError(f"{named} is not a folder", why, fix)
-    request = requested(options)
-    if request.device == EMBEDDED:
-        embedded.check(request.model, request.profile, request.key_file, request.allow_hosts)
-        embedded.vllm_arguments(request.variables)
-    else:
-        container.variables(
-            request.model, request.profile, request.port, request.key_file, request.allow_hosts, request.stack
-        )
-        container.passed_on(request.variables, request.host, request.port, request.allow_hosts, request.flags)
-    stack_of(request.device, request.stack)
+    plan = planned(options)
+    (embedded.checked if plan.device == EMBEDDED else container.variables)(plan)
+    stack_of(plan.device, plan.stack)
     stated = {
-        "device": request.device,
-        "model": request.model,
-        "profile": request.profile,
-        "port": str(request.port),
-        "host": request.host,
+        "device": plan.device,
+        "model": plan.model,
+        "profile": plan.profile,
+        "port": str(plan.port),
+        "host": plan.host,
         "context": options.context,
-        "api-key-file": request.key_file or "",
-        "allow-hosts": request.allow_hosts,
-        "stack": request.stack,
+        "api-key-file": plan.key_file or "",
+        "allow-hosts": ",".join(plan.hosts),
+        "stack": plan.stack,
     }
     service.install(
         (
             *(f"--{name}={value}" for name, value in stated.items() if value),
-            *(("--", *request.flags) if request.flags else ()),
+            *(("--", *plan.flags) if plan.flags else ()),
         ),
         system=system,
         account=user,
-        container=request.device != EMBEDDED,
-        places=tuple(dict.fromkeys([paths.state(), *([Path(request.model)] if request.model else [])])),
+        container=plan.device != EMBEDDED,
+        places=tuple(dict.fromkeys([paths.state(), *([Path(plan.model)] if plan.model else [])])),
         now=now,
         show=show,
     )

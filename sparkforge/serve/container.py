@@ -23,7 +23,7 @@ from sparkforge.core.files import write_atomic, write_json
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
 from sparkforge.image.compose import SERVICE, Service
-from sparkforge.image.devices import build_command
+from sparkforge.image.devices import DOCKER, build_command, stack_of
 from sparkforge.image.engine import Engine, State
 from sparkforge.models import local
 from sparkforge.serve import (
@@ -42,6 +42,7 @@ from sparkforge.serve import (
 from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
 from sparkforge.serve.known_good import KnownGood
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.restarts import TOO_OFTEN
 from validate.facts import gpu
@@ -62,31 +63,28 @@ LEAK = (
 ImageBuilder = Callable[[str, Steps], None]
 
 
-def variables(
-    model: str,
-    profile: str,
-    port: int,
-    key_file: str | None = None,
-    allow_hosts: str = "",
-    stack: str = "",
-    profiled: bool = False,
-) -> dict[str, str]:
-    """Return what the Compose files read from the environment. Raises UsageError or InputError for a wrong argument.
+def variables(plan: StartPlan) -> dict[str, str]:
+    """Return what the Compose files read from the environment; an empty part of the plan leaves the files' default.
 
-    An empty argument leaves the files' own default. A `profiled` server has vLLM's torch profiler.
+    Raises UsageError or InputError for what is wrong in the plan or in the environment.
     """
-    environment = {"PORT": str(port), **docker_compose.variables(stack)}
-    if path := access.key_path(key_file):
+    stack = stack_of(plan.device, plan.stack)
+    # Without --stack, `.env` may name one: that is for Compose to read.
+    chosen = stack if plan.stack or plan.device != DOCKER else ""
+    environment = {"PORT": str(plan.port), **docker_compose.variables(chosen)}
+    if path := access.key_path(plan.key_file):
         environment[docker_compose.KEY_VARIABLE] = str(path)
-    if allow_hosts:
-        environment[access.HOSTS] = ",".join(access.named_hosts(allow_hosts))
-    if profiled:
+    names = access.named_hosts(",".join(plan.hosts))
+    if names or plan.host:
+        own = access.served_hosts(plan.host, plan.port, names) if plan.host else ()
+        environment[access.HOSTS] = ",".join((*own, *names))
+    if plan.profiled:
         environment[profiler.VARIABLE] = profiler.IN_CONTAINER
-    if profile:
-        profiles.named(profile, stack=stack)
-        environment["SPARKFORGE_SERVE_PROFILE"] = profile
-    if model:
-        folder = paths.typed(model).absolute()
+    if plan.profile:
+        profiles.named(plan.profile, stack=chosen)
+        environment["SPARKFORGE_SERVE_PROFILE"] = plan.profile
+    if plan.model:
+        folder = paths.typed(plan.model).absolute()
         served_name(folder)
         if cache := local.hub_cache_of(folder):  # a snapshot's files are links to elsewhere in the cache
             mounted = local.MOUNTED / "hub" / folder.relative_to(cache)
@@ -94,25 +92,12 @@ def variables(
         else:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
     settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start
+    settings.arguments(plan.variables)
     settings.require_guard(os.environ)
     _require_gpus(int(os.environ.get("TP") or 1))
-    return environment
-
-
-def passed_on(
-    environment: Mapping[str, str], host: str, port: int, allow_hosts: str, flags: Sequence[str]
-) -> dict[str, str]:
-    """Return what the Compose files read for --host, --context and the flags behind `--`; nothing for what is empty.
-
-    `environment` has --context as MAX_MODEL_LEN. Raises UsageError for a value of it that is no number.
-    """
-    settings.arguments(environment)
-    length = environment.get(passed.CONTEXT_VARIABLE, "")
-    wanted = {passed.CONTEXT_VARIABLE: length, BIND: host, FLAGS: shlex.join(flags)}
-    if host:
-        names = access.named_hosts(allow_hosts)
-        wanted[access.HOSTS] = ",".join((*access.served_hosts(host, port, names), *names))
-    return {name: value for name, value in wanted.items() if value}
+    length = plan.variables.get(passed.CONTEXT_VARIABLE, "")
+    further = {passed.CONTEXT_VARIABLE: length, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
+    return {**environment, **{name: value for name, value in further.items() if value}}
 
 
 def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
@@ -145,13 +130,13 @@ def _require_gpus(wanted: int) -> None:
         raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
 
-def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *, trial: bool = False) -> Server:
+def up(plan: StartPlan, steps: Steps, build: ImageBuilder) -> Server:
     """Start the container and return the serving server; `build(stack, steps)` makes a missing image.
 
-    `env` are the variables that the Compose files read. A `trial` is not recorded as known good. Raises an engine's
-    error, RefusalError with what the container's validator found, or ServerError; whenever it raises, the container is
-    stopped, not removed.
+    Raises an engine's error, RefusalError with what the container's validator found, or ServerError; whenever it
+    raises, the container is stopped, not removed.
     """
+    env = variables(plan)
     with steps.step("engine", "docker") as tell:
         docker_engine, project = _check_engine(), docker_compose.resolved(env)
         service = docker_compose.service_of(project)
@@ -164,7 +149,7 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
     access.require_key(service.host, service.key_file)
     if service.key_file:
         access.read_key(Path(service.key_file), private=False)  # before minutes go into an image
-    if docker_engine.leaks_loopback_ports and service.host == launch.LOOPBACK:
+    if docker_engine.leaks_loopback_ports and service.host == LOOPBACK:
         key = "" if service.key_file else "; or start with --api-key-file FILE"
         say(LEAK.format(version=docker_engine.version, key=key))
     launch.check_free(service.port, service.host)
@@ -180,8 +165,8 @@ def up(device: str, env: Mapping[str, str], steps: Steps, build: ImageBuilder, *
             image_id = _image_id(service, docker_engine)
         tell(image_id)
     with steps.step("container") as tell:
-        server = _start(device, env, service, tell)
-    if trial:
+        server = _start(plan.device, env, service, tell)
+    if plan.trial:
         return server
     if service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) == settings.STRICT:
         _remember(server, service, project)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sparkforge import environments
@@ -15,9 +15,23 @@ from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.environments import Environment
-from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, profiles, proof, settings
+from sparkforge.image.devices import stack_of
+from sparkforge.serve import (
+    access,
+    command_line,
+    environment,
+    known_good,
+    launch,
+    limits,
+    passed,
+    profiler,
+    profiles,
+    proof,
+    settings,
+)
 from sparkforge.serve.command_line import ServerCommand, served_name
-from sparkforge.serve.launch import LOOPBACK, Launch
+from sparkforge.serve.launch import Launch
+from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
@@ -31,29 +45,23 @@ DEVICE = "embedded"  # also the name of its first profile
 PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may ask the server: the API key with its file, both empty for none, and further names of this host."""
-
-    key_file: str = ""
-    key: str = field(default="", repr=False)
-    hosts: tuple[str, ...] = ()
-
-
-def check(model: str, profile: str, key_file: str | None = None, allow_hosts: str = "") -> Access:
-    """Check the arguments before minutes go into an environment; return who may ask the server.
+def checked(plan: StartPlan) -> StartPlan:
+    """Check a plan before minutes go into an environment; return it with its API key and vLLM's arguments complete.
 
     Raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
     """
-    require_processor(profile_named(profile), profile)
-    if model:
-        served_name(paths.typed(model).absolute())
+    profile = profile_named(plan.profile)
+    require_processor(profile, plan.profile)
+    if plan.model:
+        served_name(paths.typed(plan.model).absolute())
     access.refuse_inherited_key(os.environ)
     settings.require_guard(os.environ)
     limits.read(os.environ)
-    hosts = tuple(access.named_hosts(allow_hosts or os.environ.get(access.HOSTS, "")))
-    path = access.key_path(key_file)
-    return Access(str(path), access.read_key(path), hosts) if path else Access(hosts=hosts)
+    flags = (*vllm_arguments(plan.variables), *plan.flags)
+    hosts = tuple(access.named_hosts(",".join(plan.hosts) or os.environ.get(access.HOSTS, "")))
+    path = access.key_path(plan.key_file)
+    key = access.read_key(path) if path else ""
+    return replace(plan, key_file=str(path) if path else "", key=key, hosts=hosts, flags=flags, variables={})
 
 
 def profile_named(name: str) -> ServeProfile:
@@ -81,111 +89,84 @@ def environment_of(profile: ServeProfile) -> dict[str, str]:
     }
 
 
-def up(  # noqa: PLR0913 - a parameter an option
-    python: Path,
-    model: str,
-    port: int,
-    steps: Steps,
-    allowed: Access | None = None,
-    *,
-    profiled: bool = False,
-    arguments: tuple[str, ...] = (),
-    host: str = LOOPBACK,
-    profile: str = "",
-    trial: bool = False,
-) -> Server:
+def start(plan: StartPlan) -> Server:
+    """Prepare the environment, then do what `up` does. Raises what `checked`, `environment.prepare` and `up` raise."""
+    own_flags, plan = plan.flags, checked(plan)
+    passed.say_replaced(own_flags, profile_named(plan.profile))
+    steps = Steps(4)
+    python = environment.prepare(steps, Environment(stack_of(DEVICE, plan.stack))).python
+    return up(plan, python, steps)
+
+
+def up(plan: StartPlan, python: Path, steps: Steps) -> Server:
     """Prepare the model, validate, start the server; return it once it serves.
 
-    `python` is the environment's interpreter; an empty `model` means the tiny one; `allowed` is what `check` returned;
-    a `profiled` server can be asked for traces; `arguments` come behind the profile's; `host` is the address to bind;
-    an empty `profile` means `embedded`. A `trial` ends with this process, and is not recorded as known good.
-    Raises InputError, RefusalError, and what `launch.start` raises.
+    `python` is the environment's interpreter, and `plan` what `checked` returned. Raises InputError, RefusalError, and
+    what `launch.start` raises.
     """
     with steps.step("model") as tell:
-        directory = paths.typed(model).absolute() if model else write_tiny(python)
-        model_id = served_name(directory) if model else TINY_ID
-        tell(f"{model_id} in {directory}")
+        model = model_folder(plan, python)
+        tell(f"{_model_id(plan, model)} in {model}")
     with steps.step("validation", "profile embedded") as tell:
-        tell(validate(python, directory, port, host, arguments, profile))
+        tell(validate(plan, python, model))
     with steps.step("server", "vLLM starts") as tell:
-        described = describe(
-            python, directory, model_id, port, allowed, profiled=profiled, arguments=arguments, host=host,
-            profile=profile,
-        )  # fmt: skip
-        server = launch.start(replace(described, trial=trial), tell)
+        server = launch.start(describe(plan, python, model), tell)
         tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
-    write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": model_id})
-    if not trial:
-        _remember(server, python, model, allowed or Access(), profiled=profiled, arguments=arguments)
+    write_json(paths.state() / "up.json", {"seconds": steps.seconds, "model": server.model_id})
+    if not plan.trial:
+        _remember(plan, server, python)
     return server
 
 
-def _remember(
-    server: Server, python: Path, model: str, allowed: Access, *, profiled: bool, arguments: tuple[str, ...]
-) -> None:
-    """Record a start that proved itself, with the hash of its environment; an interpreter of elsewhere has none."""
-    environment = Environment(python.parent.parent.name)
-    if environment.python != python or not (inputs := environments.stamp(environment)):
+def model_folder(plan: StartPlan, python: Path) -> Path:
+    """Return the folder of the plan's model; without one write the tiny model. Raises InputError."""
+    return paths.typed(plan.model).absolute() if plan.model else write_tiny(python)
+
+
+def _model_id(plan: StartPlan, model: Path) -> str:
+    return plan.model_id or (served_name(model) if plan.model else TINY_ID)
+
+
+def _remember(plan: StartPlan, server: Server, python: Path) -> None:
+    """Record a start that proved itself with the hash of its environment, unless its interpreter is another one."""
+    own = Environment(python.parent.parent.name)
+    if own.python != python or not (inputs := environments.stamp(own)):
         return
     entry = replace(
-        known_good.started(server, environment.name, server.profile or DEVICE),
+        known_good.started(server, own.name, server.profile or DEVICE),
         environment=known_good.hashed(inputs),
         settings={
-            "model": str(paths.typed(model).absolute()) if model else "",
-            "key_file": allowed.key_file,
-            "hosts": list(allowed.hosts),
+            "model": str(paths.typed(plan.model).absolute()) if plan.model else "",
+            "key_file": plan.key_file or "",
+            "hosts": list(plan.hosts),
             "host": server.host,
-            "profiled": profiled,
-            "arguments": list(arguments),
+            "profiled": plan.profiled,
+            "arguments": list(plan.flags),
         },
     )
     known_good.remember(entry)
 
 
-def describe(  # noqa: PLR0913 - a parameter an option
-    python: Path,
-    model: Path,
-    model_id: str,
-    port: int,
-    allowed: Access | None = None,
-    *,
-    profiled: bool = False,
-    arguments: tuple[str, ...] = (),
-    host: str = LOOPBACK,
-    profile: str = "",
-) -> Launch:
-    """Return what starts vLLM's API server for `model` on the address `host`, behind `access.Guard`.
-
-    A `profiled` one has vLLM's torch profiler, with the routes that start and stop it; `arguments` come behind the
-    profile's.
-    """
-    allowed, serve_profile = allowed or Access(), profile_named(profile)
-    environment = {
-        **environment_of(serve_profile),
+def describe(plan: StartPlan, python: Path, model: Path) -> Launch:
+    """Return what starts vLLM's API server for the checkpoint in `model`, behind `access.Guard`."""
+    profile, model_id = profile_named(plan.profile), _model_id(plan, model)
+    variables = {
+        **environment_of(profile),
         **preloaded(python),
         "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
-        **access.variables(allowed.key, allowed.key_file),
+        **access.variables(plan.key, plan.key_file or ""),
         **limits.variables(os.environ),
-        access.HOSTS: ",".join((*access.served_hosts(host, port, allowed.hosts), *allowed.hosts)),
+        access.HOSTS: ",".join((*access.served_hosts(plan.address, plan.port, plan.hosts), *plan.hosts)),
         "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
-        **(profiler.ENVIRONMENT if profiled else {}),
+        **(profiler.ENVIRONMENT if plan.profiled else {}),
     }
-    extra_arguments = (*(profiler.arguments(profiler.folder()) if profiled else ()), *arguments)
+    traces = profiler.arguments(profiler.folder()) if plan.profiled else ()
     server = ServerCommand(
-        str(model), model_id, host, port, serve_profile, extra_arguments, environment, forked=model_id == TINY_ID
-    )
-    return Launch(
-        command=server.command(python),
-        environment=server.environment,
-        model=model,
-        model_id=model_id,
-        device="embedded",
-        port=port,
-        host=host,
-        profile=profile or DEVICE,
-        key_file=allowed.key_file,
-        key=allowed.key,
-    )
+        str(model), model_id, plan.address, plan.port, profile, (*traces, *plan.flags), variables,
+        forked=model_id == TINY_ID,
+    )  # fmt: skip
+    plan = replace(plan, device=DEVICE, model_id=model_id, profile=plan.profile or DEVICE)
+    return Launch(server.command(python), server.environment, plan, model)
 
 
 def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -226,17 +207,15 @@ def write_tiny(python: Path) -> Path:
     return directory
 
 
-def validate(
-    python: Path, model: Path, port: int, host: str = LOOPBACK, arguments: tuple[str, ...] = (), profile: str = ""
-) -> str:
+def validate(plan: StartPlan, python: Path, model: Path) -> str:
     """Run the validator in the environment that will serve; return its verdict in one line. Raises RefusalError."""
-    serve_profile = profile_named(profile)
+    profile = profile_named(plan.profile)
     report = paths.state() / "validation.json"
     command: list[str | Path] = [python, "-m", "validate", "--profile", "embedded", "--json", report]
-    command += ["--model", model, "--host", host, "--port", str(port)]
-    command += ["--serve-args", *serve_profile.arguments(), *arguments]
-    environment = environment_of(serve_profile)  # what the server gets
-    process = run(command, cwd=paths.ROOT, env=environment, check=False)
+    command += ["--model", model, "--host", plan.address, "--port", str(plan.port)]
+    command += ["--serve-args", *profile.arguments(), *plan.flags]
+    variables = environment_of(profile)  # what the server gets
+    process = run(command, cwd=paths.ROOT, env=variables, check=False)
     if process.returncode:
         say(process.stdout + process.stderr)
         failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkforge import pins
@@ -23,10 +23,10 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
 from sparkforge.patching import status
 from sparkforge.serve import hold, known_good, logs, proof, record
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
 
-LOOPBACK = "127.0.0.1"
 # vLLM gives its processes titles, and setproctitle writes those over their environment in /proc unless told not to.
 # The mark of a server stands there.
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
@@ -38,24 +38,16 @@ CANCEL_SECONDS = 100.0  # for a start to end in order: Compose gives a container
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: a command with the environment added to ours, and where it will listen.
+    """What to start: a command with the environment added to ours, the plan that it serves, and its model's folder.
 
-    A `trial` ends with the process that starts it, even if that is killed. `calls` are those of `proof.CALLS` that
-    prove a server other than vLLM.
+    `calls` are those of `proof.CALLS` that prove a server other than vLLM.
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    plan: StartPlan
     model: Path
-    model_id: str
-    device: str
-    port: int
-    host: str = LOOPBACK
-    timeout: float = field(default=READY_SECONDS)
-    key_file: str = ""
-    key: str = field(default="", repr=False)
-    profile: str = ""
-    trial: bool = False
+    timeout: float = READY_SECONDS
     calls: tuple[str, ...] = ()
 
 
@@ -129,7 +121,7 @@ def start(launch: Launch, progress: Callable[[str], None]) -> Server:
     Raises ServerError; whenever it raises, nothing is left running.
     """
     with ExitStack() as stack:
-        check_free(launch.port, launch.host)
+        check_free(launch.plan.port, launch.plan.address)
         with interrupt.held():  # none may run that we do not know of
             server = _spawn(launch)
             stack.push(lambda kind, *_: _end(server) if kind else None)  # also Ctrl-C: nobody waits for it then
@@ -221,20 +213,20 @@ def _spawn(launch: Launch) -> Server:
         log.replace(log.with_name("server.previous.log"))
     record.end_path().unlink(missing_ok=True)
     environment = {**os.environ, **launch.environment, record.MARK: record.mark(), **KEEP_ENVIRONMENT}
-    weights = str(launch.model) if launch.model_id else ""
-    command = supervised(launch.command, record.end_path(), weights, trial=launch.trial)
+    weights = str(launch.model) if launch.plan.model_id else ""
+    command = supervised(launch.command, record.end_path(), weights, trial=launch.plan.trial)
     pid = spawn(command, log=log, env=environment, cwd=paths.state())
     server = Server(
         pid=pid,
         started=started_at(pid) or 0.0,
-        host=launch.host,
-        port=launch.port,
+        host=launch.plan.address,
+        port=launch.plan.port,
         model=str(launch.model),
-        model_id=launch.model_id,
-        device=launch.device,
+        model_id=launch.plan.model_id,
+        device=launch.plan.device,
         log=str(log),
-        key_file=launch.key_file,
-        profile=launch.profile,
+        key_file=launch.plan.key_file or "",
+        profile=launch.plan.profile,
     )
     try:
         record.write(server)
@@ -252,9 +244,9 @@ def _wait(server: Server, launch: Launch, progress: Callable[[str], None]) -> Se
 
     try:
         deadline = time.monotonic() + launch.timeout
-        if Endpoint(server.url, server.model_id, key=launch.key).wait_until_serving(deadline, alive):
+        if Endpoint(server.url, server.model_id, key=launch.plan.key).wait_until_serving(deadline, alive):
             stack = "" if launch.calls else stack_of(server.device)
-            return proved(server, max(1.0, deadline - time.monotonic()), launch.key, stack, launch.calls)
+            return proved(server, max(1.0, deadline - time.monotonic()), launch.plan.key, stack, launch.calls)
         problem = "did not answer in time" if server.alive else f"{record.how_it_ended(server)}, before it served"
     except ServerError as error:
         problem = f"is healthy but cannot generate ({error.why})"

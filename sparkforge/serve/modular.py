@@ -16,7 +16,8 @@ from sparkforge.core.process import call
 from sparkforge.environments import TEST, Environment
 from sparkforge.serve import environment, launch, proof
 from sparkforge.serve.command_line import served_name
-from sparkforge.serve.launch import LOOPBACK, Launch, check_port
+from sparkforge.serve.launch import Launch, check_port
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import TINY_ID
 
@@ -71,12 +72,9 @@ def up(model: Path, device: str, port: int, context: int) -> Server:
                 Launch(
                     command=(*map(str, command), "--served-model-name", model_id),
                     environment=variables(),
+                    plan=StartPlan(MAX.name, str(model), model_id, device, port=port),
                     model=model,
-                    model_id=model_id,
-                    device=MAX.name,
-                    port=port,
                     timeout=START_SECONDS,
-                    profile=device,
                     calls=CALLS,
                 ),
                 tell,

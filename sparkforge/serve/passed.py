@@ -14,9 +14,9 @@ from sparkforge.core.arguments import flag_value, meant
 from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
 from sparkforge.serve import profiles
+from sparkforge.serve.plan import LOOPBACK
 from sparkforge.serve.profiles import ServeProfile
 
-LOOPBACK = "127.0.0.1"
 CONTEXT, CONTEXT_VARIABLE = "--max-model-len", "MAX_MODEL_LEN"
 CHECKPOINTS = "mxfp4"  # vLLM's name of gpt-oss's own format
 QUANTIZATION, OURS = "--quantization", "spark-mxfp4"  # OURS is also the profile with our experts on a GPU

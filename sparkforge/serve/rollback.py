@@ -26,8 +26,8 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
 from sparkforge.image.compose import SERVICE
 from sparkforge.serve import access, container, embedded, environment, known_good, launch, record
-from sparkforge.serve.embedded import Access
 from sparkforge.serve.known_good import KnownGood
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 
 UNCHANGED = "the record of known good starts and the tag of the image are as they were"
@@ -229,20 +229,27 @@ def _start_embedded(start: KnownGood, steps: Steps) -> Server:
     python = environment.prepare(steps, Environment(start.stack)).python
     settings = start.settings
     path = str(settings.get("key_file") or "")
-    allowed = Access(path, access.read_key(Path(path)) if path else "", tuple(settings.get("hosts") or ()))
-    arguments, profiled = tuple(settings.get("arguments") or ()), bool(settings.get("profiled"))
-    model = str(settings.get("model") or "")
-    return embedded.up(
-        python, model, start.port, steps, allowed, profiled=profiled, arguments=arguments, host=_host(start),
+    plan = StartPlan(
+        start.device,
+        model=str(settings.get("model") or ""),
         profile=start.profile,
-    )  # fmt: skip
+        stack=start.stack,
+        port=start.port,
+        host=_host(start),
+        key_file=path,
+        key=access.read_key(Path(path)) if path else "",
+        hosts=tuple(settings.get("hosts") or ()),
+        flags=tuple(settings.get("arguments") or ()),
+        profiled=bool(settings.get("profiled")),
+    )
+    return embedded.up(plan, python, steps)
 
 
 def _host(start: KnownGood) -> str:
     """Return the address on which a start listened."""
     if start.image:
         return docker_compose.service_of(start.project).host
-    return str(start.settings.get("host") or launch.LOOPBACK)
+    return str(start.settings.get("host") or LOOPBACK)
 
 
 def _own_name(client: docker.DockerClient, image_id: str, start: KnownGood) -> str:

@@ -25,11 +25,13 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.serve import command_line, embedded
+from sparkforge.serve.plan import StartPlan
 from sparkforge.sources import trees
 
 LEFT_OUT = shutil.ignore_patterns(
@@ -182,7 +184,13 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     assert len(scripts) == sum(len(module.SCRIPTS) for module in modules), "two files have one cue"
     work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
-    launch = forking(embedded.describe(Path(sys.executable), tiny.write_tiny(work / "model", weights), model, port))
+    launch = forking(
+        embedded.describe(
+            StartPlan(EMBEDDED, model_id=model, port=port),
+            Path(sys.executable),
+            tiny.write_tiny(work / "model", weights),
+        )
+    )
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
     environment["VLLM_RESPONSES_API_STORE_MAX_ENTRIES"] = str(STORED_RESPONSES)
     pid = spawn(launch.command, log=work / "log", env=environment, cwd=work)

@@ -21,8 +21,10 @@ from sparkforge.core.errors import ServerError, StorageError
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.serve import conversation, embedded, launch, record, screen, status
+from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
 pytestmark = pytest.mark.integration
@@ -41,9 +43,12 @@ def served(tmp_path_factory, free_port, forking):
         (work / "key").write_text(f"{KEY}\n")
         (work / "key").chmod(0o600)
         (work / "state").mkdir(mode=0o755)
-        allowed = embedded.check("", "", str(work / "key"), "spark.example")
+        plan = StartPlan(
+            EMBEDDED, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
+        )
+        plan = embedded.checked(plan)
         model = tiny.write_tiny(work / "model")
-        command = embedded.describe(Path(sys.executable), model, TINY_ID, free_port(), allowed, profiled=True)
+        command = embedded.describe(plan, Path(sys.executable), model)
         argv = (*command.command, "--middleware", "list_routes.ListRoutes")
         server = launch.start(forking(dataclasses.replace(command, command=argv)), lambda _text: None)
         try:

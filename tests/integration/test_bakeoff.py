@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from sparkforge.core import paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
 from sparkforge.serve import embedded, launch, record
-from sparkforge.serve.start import StartRequest
+from sparkforge.serve.plan import StartPlan
 from validate.facts import machine
 
 pytestmark = pytest.mark.integration
@@ -26,11 +25,11 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
 
     def start(request):
         """As on the embedded device, without making an environment and without the validator: minutes."""
-        described = embedded.describe(Path(sys.executable), model, model.name, port, profile=request.profile)
+        described = embedded.describe(request, Path(sys.executable), model)
         with launch.starting():
-            return launch.start(forking(replace(described, trial=request.trial)), lambda _: None)
+            return launch.start(forking(described), lambda _: None)
 
-    request = StartRequest(EMBEDDED, model=str(model), port=port)
+    request = StartPlan(EMBEDDED, model=str(model), port=port)
     other = "embedded-kv8" if "avx512f" in machine.cpu_flags(None) else "embedded-dense-8"
     trials.run(["embedded", other], LOAD, request, start, Path("/nonexistent"))
     bakeoff = json.loads((paths.state() / "bakeoff.json").read_text())

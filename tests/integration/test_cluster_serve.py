@@ -17,8 +17,10 @@ import pytest
 
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
 from sparkforge.serve import command_line, embedded, record
+from sparkforge.serve.plan import StartPlan
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
 FLAGS = ("--dtype=float32", "--max-num-seqs=4")
@@ -101,7 +103,11 @@ def wait_for(true, seconds, why):
 
 def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
     port = free_port()
-    launch = forking(embedded.describe(Path(sys.executable), model, "tiny", port, arguments=FLAGS))
+    launch = forking(
+        embedded.describe(
+            StartPlan(EMBEDDED, model_id="tiny", port=port, flags=tuple(FLAGS)), Path(sys.executable), model
+        )
+    )
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(namespaces.ROOT)}
     pid = spawn(launch.command, log=nodes.work / "one.log", env=environment, cwd=nodes.work)
     started, url = started_at(pid), f"http://127.0.0.1:{port}"

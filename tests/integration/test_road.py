@@ -15,8 +15,10 @@ from findings import faults
 from sparkforge import pins
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.patching.series import Queue
 from sparkforge.serve import embedded, launch, proof, record
+from sparkforge.serve.plan import StartPlan
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny-gpt-oss"
@@ -245,7 +247,10 @@ def test_a_dead_engine_ends_the_server_with_a_code(up):
 def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, monkeypatch):
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
-    launch.start(forking(embedded.describe(python, model, MODEL, stopped.port)), lambda _: None)
+    launch.start(
+        forking(embedded.describe(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model)),
+        lambda _: None,
+    )
     monkeypatch.undo()
     supervisor = psutil.Process(server(stopped)["pid"])
     members, api = session_members(supervisor.pid), supervisor.children()

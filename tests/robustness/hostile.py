@@ -30,7 +30,9 @@ import httpx
 
 from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import embedded, limits
+from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -319,7 +321,7 @@ def server(unbounded: bool) -> Iterator[tuple[str, int, int]]:
     python = Path(sys.executable)
     if unbounded:
         os.environ[limits.VARIABLE] = ",".join(f"{name}=0" for name in limits.LIMITS)
-    described = embedded.describe(python, embedded.write_tiny(python), TINY_ID, port)
+    described = embedded.describe(StartPlan(EMBEDDED, port=port), python, embedded.write_tiny(python))
     log = Path(tempfile.mkdtemp(prefix="sparkforge-hostile-")) / "server.log"
     environment = {**os.environ, **described.environment, "PYTHONPATH": str(paths.ROOT)}
     with log.open("wb") as output:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparkforge.core.errors import UsageError
 from sparkforge.serve.cluster.config import ClusterConfig
-from sparkforge.serve.launch import LOOPBACK
+from sparkforge.serve.plan import LOOPBACK
 
 PROGRAM = "haproxy"
 FILE = "haproxy.cfg"

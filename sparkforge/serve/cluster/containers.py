@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from sparkforge.serve import container, entrypoint, launch, logs, record
 from sparkforge.serve.cluster import engine, watch
 from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 
 PYTHON = "/opt/venv/bin/python"  # of the image
@@ -66,10 +66,18 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
         peers=[worker.name for worker in config.workers] if is_head else [config.head.name],
         listen=is_head,
     )
+    plan = StartPlan(
+        config.device,
+        model=config.model,
+        profile=config.profile,
+        stack=config.stack,
+        port=config.port,
+        key_file=key_file,
+        flags=flags,
+    )
     return {
-        **container.variables(config.model, config.profile, config.port, key_file, stack=config.stack),
+        **container.variables(plan),
         **engine.environment(node),
-        container.FLAGS: shlex.join(flags),
         entrypoint.CLUSTER: json.dumps(watching),
         watch.TOKEN: token,
     }
@@ -126,7 +134,7 @@ def begin(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     server = Server(
         pid=0,
         started=started,
-        host=launch.LOOPBACK,
+        host=LOOPBACK,
         port=config.port,
         model=env.get("SPARKFORGE_MODEL", ""),
         model_id="a worker's part",
@@ -149,7 +157,7 @@ def start(config: ClusterConfig, node: ClusterNode, token: str) -> dict[str, Any
     document = parse_json(
         docker(docker_compose.compose("config", "--format", "json", more=files(config)), env=env), "Compose"
     )
-    server = container.start_part(config.device, env, document, launch.LOOPBACK, config.port, files(config))
+    server = container.start_part(config.device, env, document, LOOPBACK, config.port, files(config))
     answer = {"url": server.url, "model": server.model_id, "proof": server.proof}
     if not config.has_gpus:
         return answer

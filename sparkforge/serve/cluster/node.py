@@ -33,12 +33,12 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, embedded, environment, launch, logs, record
 from sparkforge.serve.cluster import balancer, containers, engine, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.command_line import served_name
-from sparkforge.serve.launch import LOOPBACK, Launch
-from sparkforge.serve.settings import TINY_ID
+from sparkforge.serve.launch import Launch
+from sparkforge.serve.plan import StartPlan
 
 LINES = 400
 BALANCE_SECONDS = 30.0
@@ -67,25 +67,33 @@ def end_path() -> Path:
     return paths.state() / watch.END
 
 
-def describe(request: NodeRequest) -> Launch:
-    """Return what starts this node's part. Raises what `environment.prepare` and `embedded.write_tiny` raise."""
+def _planned(request: NodeRequest) -> StartPlan:
+    """Return the plan of this node's part, checked. Raises what `embedded.checked` raises."""
     config, node = request.config, request.node
-    python = _interpreter(node)
-    model = paths.typed(config.model).absolute() if config.model else embedded.write_tiny(python)
-    is_head, is_replica = node == config.head, config.mode == "replicas"
-    allowed = embedded.check(config.model, config.profile, ((is_head or is_replica) and config.key_file) or None)
-    if is_replica:  # the balancer passes on what its clients say
-        allowed = replace(allowed, hosts=tuple(access.loopback_hosts(config.port)))
-    described = embedded.describe(
-        python,
-        model,
-        served_name(model) if config.model else TINY_ID,
-        config.replica_port if is_replica else config.port,
-        allowed,
-        arguments=_flags(request),
-        host=node.address if is_replica else LOOPBACK,
+    is_replica = config.mode == "replicas"
+    plan = StartPlan(
+        EMBEDDED,
+        model=config.model,
         profile=config.profile,
+        port=config.replica_port if is_replica else config.port,
+        host=node.address if is_replica else "",
+        key_file=((is_replica or node == config.head) and config.key_file) or None,
+        flags=(*(() if is_replica else engine.arguments(config, node)), *config.flags),
     )
+    # The balancer passes on the Host header of its clients.
+    hosts = tuple(access.loopback_hosts(config.port)) if is_replica else ()
+    return replace(embedded.checked(plan), hosts=hosts)
+
+
+def describe(request: NodeRequest) -> Launch:
+    """Return what starts this node's part.
+
+    Raises what `embedded.checked`, `environment.prepare` and `embedded.write_tiny` raise.
+    """
+    config, node, plan = request.config, request.node, _planned(request)
+    python = _interpreter(node)
+    is_head, is_replica = node == config.head, config.mode == "replicas"
+    described = embedded.describe(plan, python, embedded.model_folder(plan, python))
     if is_replica:
         return described
     command = watch.watched(
@@ -101,24 +109,16 @@ def describe(request: NodeRequest) -> Launch:
     return replace(described, command=command, environment=variables)
 
 
-def _flags(request: NodeRequest) -> tuple[str, ...]:
-    config = request.config
-    return (*(engine.arguments(config, request.node) if config.mode == "split" else ()), *config.flags)
-
-
 def validate(request: NodeRequest) -> dict[str, Any]:
     """Validate this node's part.
 
     Raises RefusalError; ServerError if a server of this checkout runs, which a failed start would end with the rest;
-    and what `embedded.check` raises.
+    and what `embedded.checked` raises.
     """
     launch.refuse_second()
-    config = request.config
-    embedded.check(config.model, config.profile)  # before an environment is made
-    described, python = describe(request), _interpreter(request.node)
-    verdict = embedded.validate(
-        python, described.model, described.port, described.host, _flags(request), config.profile
-    )
+    plan = _planned(request)  # before an environment is made
+    python = _interpreter(request.node)
+    verdict = embedded.validate(plan, python, embedded.model_folder(plan, python))
     return {"verdict": verdict}
 
 
@@ -168,8 +168,7 @@ def balance(request: NodeRequest) -> dict[str, Any]:
     run([*command, "-c"], fix=f"less {file}")
     with launch.starting():
         launch.check_free(config.port)
-        described = Launch(command, {}, Path(), "", balancer.PROGRAM, config.port)
-        server = launch.begin(described)
+        server = launch.begin(Launch(command, {}, StartPlan(balancer.PROGRAM, port=config.port), Path()))
         deadline = time.monotonic() + BALANCE_SECONDS
         if not openai.wait_until(Endpoint(server.url).healthy, deadline, lambda: server.alive):
             why = "\n".join(logs.read(record.log_path()).splitlines()[-TAIL_LINES:]) or "its log is empty"

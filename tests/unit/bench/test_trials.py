@@ -21,8 +21,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import started_at
 from sparkforge.image.compose import Service
 from sparkforge.serve import record
+from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.record import Server
-from sparkforge.serve.start import StartRequest
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
@@ -31,7 +31,7 @@ FLAGS = {
     "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "client": "own", "silence": "60",
     "text": "persuasion-24",
 }  # fmt: skip
-REQUEST = StartRequest("docker")
+REQUEST = StartPlan("docker")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def fake_compose(monkeypatch):
 @pytest.fixture
 def starter(stub, unused_port):
     """Start "servers": a process that sleeps, recorded at the stub's address; `acts` maps a profile to what it does."""
-    fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartRequest("docker", port=unused_port))
+    fake = SimpleNamespace(acts={}, started=[], processes=[], request=StartPlan("docker", port=unused_port))
 
     def start(request):
         assert request.trial
@@ -212,7 +212,7 @@ def test_a_record_that_is_no_record_is_refused(starter):
 
 
 def test_a_server_that_runs_is_not_ended_without_saying(starter):
-    starter.start(StartRequest("docker", profile="mine", trial=True))
+    starter.start(StartPlan("docker", profile="mine", trial=True))
     starter.started = []
     with pytest.raises(ServerError, match="runs", check=lambda error: "--replace" in error.fix):
         bake(starter, "safe")
@@ -334,7 +334,7 @@ def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypat
     ids=str,
 )  # fmt: skip
 def test_options_and_text_are_checked_before_a_server_is_ended(starter, wrong):
-    starter.start(StartRequest("docker", profile="mine", trial=True))
+    starter.start(StartPlan("docker", profile="mine", trial=True))
     starter.started = []
     with pytest.raises((UsageError, InputError)):
         bake(starter, "safe", replace=True, **wrong)
@@ -343,7 +343,7 @@ def test_options_and_text_are_checked_before_a_server_is_ended(starter, wrong):
 
 @pytest.mark.parametrize("port", [0, 99999])
 def test_the_port_is_checked_before_a_server_is_ended(starter, port):
-    starter.start(StartRequest("docker", profile="mine", trial=True))
+    starter.start(StartPlan("docker", profile="mine", trial=True))
     starter.request = replace(starter.request, port=port)
     with pytest.raises(UsageError, match="is no port"):
         bake(starter, "safe", replace=True)

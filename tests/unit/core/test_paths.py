@@ -14,6 +14,7 @@ from sparkforge.models import hub
 from sparkforge.models.hub_mirror import Mirror
 from sparkforge.serve import container as docker_device
 from sparkforge.serve import embedded
+from sparkforge.serve.plan import StartPlan
 from sparkforge.sources import offline
 
 NOBODY = "~nobody-has-this-name/x"
@@ -57,8 +58,8 @@ def test_a_state_folder_of_another_user_stays_as_it_is(monkeypatch, tmp_path):
         lambda: doctor.gather("", NOBODY),
         lambda: doctor.gather(NOBODY, ""),
         lambda: doctor.main(log="", state="", as_json=False, bundle=f"{NOBODY}.tar.gz"),
-        lambda: embedded.check(NOBODY, ""),
-        lambda: docker_device.variables(NOBODY, "", 8000),
+        lambda: embedded.checked(StartPlan("embedded", model=NOBODY)),
+        lambda: docker_device.variables(StartPlan("docker", NOBODY)),
         lambda: hub.fetch_checkpoint(None, Path(NOBODY)),
         lambda: Mirror(Path(NOBODY), "openai/gpt-oss-120b", ""),
         lambda: offline.use_bundle(NOBODY),

@@ -6,8 +6,10 @@ import os
 import pytest
 
 from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, embedded
 from sparkforge.serve import container as docker_device
+from sparkforge.serve.plan import StartPlan
 
 OPEN_PATHS = ["/health"]
 GUARDED = [
@@ -253,16 +255,20 @@ def test_a_word_that_is_no_host_is_refused(text):
 
 def test_the_embedded_server_gets_its_key_in_the_environment_only(key_file, tmp_path):
     path = key_file(b"sesame\n")
-    launch = embedded.describe(tmp_path, tmp_path, "m", 8000, embedded.check("", "", str(path), "spark.local"))
+    launch = embedded.describe(
+        embedded.checked(StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))),
+        tmp_path,
+        tmp_path,
+    )
     assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
     assert launch.command[-3:] == ("--middleware", "sparkforge.serve.access.Guard", "--disable-fastapi-docs")
-    assert launch.environment[access.KEY] == launch.key == "sesame"
+    assert launch.environment[access.KEY] == launch.plan.key == "sesame"
     assert launch.environment[access.HOSTS] == "localhost:8000,127.0.0.1:8000,[::1]:8000,spark.local"
     assert launch.environment["VLLM_SERVER_DEV_MODE"] == "0"
 
 
 def test_without_a_key_the_guard_still_checks_the_host(tmp_path):
-    launch = embedded.describe(tmp_path, tmp_path, "m", 8000)
+    launch = embedded.describe(StartPlan(EMBEDDED, model_id="m"), tmp_path, tmp_path)
     assert launch.command[-2:] == ("--middleware", "sparkforge.serve.access.Guard")
     assert launch.environment[access.KEY] == launch.environment[access.KEY_FILE] == ""
     assert "localhost:8000" in launch.environment[access.HOSTS]
@@ -271,11 +277,17 @@ def test_without_a_key_the_guard_still_checks_the_host(tmp_path):
 def test_a_key_from_the_environment_of_up_is_refused(monkeypatch):
     monkeypatch.setenv(access.KEY, "sesame")
     with pytest.raises(UsageError, match="--api-key-file") as caught:
-        embedded.check("", "")
+        embedded.checked(StartPlan(EMBEDDED))
     assert "sesame" not in str(caught.value)
 
 
-@pytest.mark.parametrize("device", [lambda: embedded.check("", "", ""), lambda: docker_device.variables("", "", 1, "")])
+@pytest.mark.parametrize(
+    "device",
+    [
+        lambda: embedded.checked(StartPlan(EMBEDDED, key_file="")),
+        lambda: docker_device.variables(StartPlan("docker-cpu", key_file="")),
+    ],
+)
 def test_an_empty_name_of_a_key_file_is_no_way_to_have_none(device):
     with pytest.raises(UsageError, match="names no file"):
         device()

@@ -1,5 +1,6 @@
 """`./inv up` by the gpt-oss competition's variables: MODEL, PORT, TP, MAX_MODEL_LEN."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ from sparkforge.core import paths
 from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.image import devices
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import local
 from sparkforge.serve import container, embedded, entrypoint, environment, launch, screen, settings
+from sparkforge.serve.plan import StartPlan
 
 IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120b", "SPARKFORGE_STACK": "spark"}
 
@@ -57,7 +60,9 @@ def test_the_embedded_device_takes_a_length_and_no_gpus():
     with pytest.raises(UsageError, match="TP=8 has no meaning here"):
         embedded.vllm_arguments({"TP": "8"})
     model = Path("/m")
-    command = embedded.describe(Path("/python"), model, "m", 1, arguments=("--max-model-len=512",)).command
+    command = embedded.describe(
+        StartPlan(EMBEDDED, model_id="m", flags=("--max-model-len=512",)), Path("/python"), model
+    ).command
     assert flag_value(command, "--max-model-len") == "512"
 
 
@@ -67,9 +72,9 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
     monkeypatch.setattr(container.gpu, "nvidia_smi", lambda _target: ({}, {}))
     if refused:
         with pytest.raises(UsageError, match="TP=8 is too many"):
-            container.variables("", "", 8000)
+            container.variables(StartPlan("docker"))
     else:
-        assert container.variables("", "", 8000) == {"PORT": "8000"}
+        assert container.variables(StartPlan("docker")) == {"PORT": "8000"}
 
 
 @pytest.fixture
@@ -78,9 +83,9 @@ def started(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
 
-    def up(_python, model, port, *_more, **options):
-        calls.append((model, port, options))
-        return SimpleNamespace(model_id=model, url="http://127.0.0.1")
+    def up(plan, *_more):
+        calls.append(plan)
+        return SimpleNamespace(model_id=plan.model, url="http://127.0.0.1")
 
     monkeypatch.setattr(embedded, "up", up)
     monkeypatch.setattr(launch, "check_free", lambda *_address: None)
@@ -93,7 +98,7 @@ def started(monkeypatch, tmp_path):
 UP = ["up", "--device", devices.EMBEDDED]
 
 
-OPTIONS = {"profiled": False, "arguments": (), "host": "127.0.0.1", "profile": "", "trial": False}
+PLAN = StartPlan(EMBEDDED, key_file="")
 
 
 def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
@@ -101,18 +106,18 @@ def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
-    assert started == [(str(tmp_path), 8888, {**OPTIONS, "arguments": ("--max-model-len=999",)})]
+    assert started == [replace(PLAN, model=str(tmp_path), port=8888, flags=("--max-model-len=999",))]
 
 
 def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
     monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [("", 8001, OPTIONS)]
+    assert started == [replace(PLAN, port=8001)]
 
 
 def test_up_without_variables_is_as_ever(started):
     assert program.main(UP) == 0
-    assert started == [("", 8000, OPTIONS)]
+    assert started == [PLAN]
 
 
 def test_a_wrong_variable_is_named(started, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from sparkforge.core.console import Steps
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import container as docker_device
 from sparkforge.serve import launch, proof, record, restarts, screen, settings
+from sparkforge.serve.plan import StartPlan
 
 REFUSAL = """\
 validate · profile embedded · this machine · 2026-11-21T07:00:00+00:00
@@ -86,8 +87,9 @@ def key_is_mounted(tmp_path, fake_engine):
     fake_engine.container["Mounts"] = [{"Source": str(tmp_path / "key"), "Destination": "/run/secrets/api_key"}]
 
 
-def up(device="docker-cpu", build=None, **env):
-    return docker_device.up(device, env, Steps(3), build or (lambda *_: pytest.fail("nothing is to be built")))
+def up(device="docker-cpu", build=None, **options):
+    build = build or (lambda *_: pytest.fail("nothing is to be built"))
+    return docker_device.up(StartPlan(device, **options), Steps(3), build)
 
 
 def called(docker_command, method):
@@ -95,7 +97,7 @@ def called(docker_command, method):
 
 
 def test_a_healthy_container_that_gives_a_token_is_recorded(checkout, fake_engine, docker_command, api, capsys):
-    server = up(PORT=str(api))
+    server = up(port=api)
     assert record.running() == server
     assert (server.model_id, server.device, server.container[:6]) == ("tiny-gpt-oss", "docker-cpu", "c0ffee")
     assert server.url == f"http://127.0.0.1:{api}"
@@ -360,30 +362,33 @@ def test_docker_before_28_is_told(checkout, fake_engine, capsys, version, rootle
 
 def test_the_key_file_and_the_hosts_become_variables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert docker_device.variables("", "", 8000, "key", "Spark.local,localhost:9000") == {
+    assert docker_device.variables(StartPlan("docker", key_file="key", hosts=("Spark.local", "localhost:9000"))) == {
         "PORT": "8000",
         "SPARKFORGE_API_KEY": str(tmp_path / "key"),
         "SPARKFORGE_ALLOWED_HOSTS": "spark.local,localhost:9000",
     }
     with pytest.raises(errors.UsageError, match="is no host"):
-        docker_device.variables("", "", 8000, None, "http://spark.local")
+        docker_device.variables(StartPlan("docker", hosts=("http://spark.local",)))
 
 
 def test_flags_become_the_variables_that_compose_reads(tmp_path):
     folder = tmp_path / "my-gpt-oss"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    assert docker_device.variables("", "", 8001) == {"PORT": "8001"}
-    assert docker_device.variables("", "", 8001, stack="s") == {"PORT": "8001", "SPARKFORGE_STACK": "s"}
-    profiled = docker_device.variables("", "", 8001, profiled=True)
+    assert docker_device.variables(StartPlan("docker", port=8001)) == {"PORT": "8001"}
+    assert docker_device.variables(StartPlan("docker", port=8001, stack="spark-next")) == {
+        "PORT": "8001",
+        "SPARKFORGE_STACK": "spark-next",
+    }
+    profiled = docker_device.variables(StartPlan("docker", port=8001, profiled=True))
     assert profiled == {"PORT": "8001", "SPARKFORGE_PROFILER": "/var/cache/sparkforge/profiler"}
-    assert docker_device.variables(str(folder), "safe", 8000) == {
+    assert docker_device.variables(StartPlan("docker", str(folder), profile="safe")) == {
         "PORT": "8000",
         "SPARKFORGE_SERVE_PROFILE": "safe",
         "SPARKFORGE_MODELS": str(tmp_path),
         "SPARKFORGE_MODEL": "/models/my-gpt-oss",
     }
     with pytest.raises(errors.UsageError, match="there are safe"):
-        docker_device.variables("", "quick", 8000)
+        docker_device.variables(StartPlan("docker", profile="quick"))
     with pytest.raises(errors.InputError):
-        docker_device.variables(str(tmp_path), "", 8000)
+        docker_device.variables(StartPlan("docker", str(tmp_path)))

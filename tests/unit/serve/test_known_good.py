@@ -9,8 +9,10 @@ import pytest
 from sparkforge.core import errors
 from sparkforge.core.redact_rules import TOKEN
 from sparkforge.environments import Environment
+from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import embedded, known_good, launch, record, rollback
 from sparkforge.serve.known_good import KnownGood
+from sparkforge.serve.plan import StartPlan
 
 START = KnownGood(1.0, "docker", "spark", "/models/gpt-oss-120b", "gpt-oss-120b", "safe", 8000, image="sha256:a")
 
@@ -185,13 +187,13 @@ def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
     monkeypatch.setattr(embedded.environments, "stamp", lambda _environment: {"lock": "1"})
     server = record.Server(1, 1.0, "::1", 8000, "m", "m", "embedded", "", proved=1.0)
     python = Environment("embedded").python
-    embedded._remember(server, python, "", embedded.Access(), profiled=False, arguments=())
+    embedded._remember(StartPlan(EMBEDDED), server, python)
     (start,) = known_good.read()
-    requests = {}
+    plans = []
     monkeypatch.setattr(rollback.environment, "prepare", lambda *_args: Environment("embedded"))
-    monkeypatch.setattr(rollback.embedded, "up", lambda *_args, **more: requests.update(more) or server)
+    monkeypatch.setattr(rollback.embedded, "up", lambda plan, *_more: plans.append(plan) or server)
     assert rollback._start_embedded(start, None) == server
-    assert requests["host"] == "::1"
+    assert plans[0].host == "::1"
     older = {name: value for name, value in start.settings.items() if name != "host"}
     assert rollback._host(replace(start, settings=older)) == "127.0.0.1"
 

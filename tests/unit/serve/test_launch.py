@@ -31,6 +31,7 @@ from sparkforge.core.process import session_members, started_at
 from sparkforge.patching import status
 from sparkforge.serve import conversation, embedded, launch, logs, proof, record, screen
 from sparkforge.serve.launch import Launch
+from sparkforge.serve.plan import StartPlan
 
 
 @pytest.fixture
@@ -45,7 +46,9 @@ def begin(port, tmp_path, ended, monkeypatch):
     def begin(behaviour="good", timeout=120.0, changes=("", {})):
         state().mkdir(exist_ok=True)
         command = (sys.executable, misbehaving.__file__, str(port), behaviour, json.dumps(changes))
-        return launch.start(Launch(command, {}, tmp_path, "m", "embedded", port, timeout=timeout), notices.append)
+        return launch.start(
+            Launch(command, {}, StartPlan("embedded", model_id="m", port=port), tmp_path, timeout), notices.append
+        )
 
     notices = []
     begin.notices, begin.ended = notices, ended
@@ -334,9 +337,10 @@ def test_a_server_that_was_started_but_not_recorded_is_found(port, tmp_path):
     code = f"""
 import os, pathlib, signal
 from sparkforge.serve import launch, record
+from sparkforge.serve.plan import StartPlan
 record.write = lambda server: os.kill(os.getpid(), signal.SIGKILL)
 command = {(sys.executable, misbehaving.__file__, str(port))!r}
-launch.start(launch.Launch(command, {{}}, pathlib.Path("x"), "m", "embedded", {port}), print)
+launch.start(launch.Launch(command, {{}}, StartPlan("embedded", model_id="m", port={port}), pathlib.Path("x")), print)
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -452,9 +456,9 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
 def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, check=lambda error: error.code == "input.model"):
-        embedded.check(str(tmp_path), "")
+        embedded.checked(StartPlan("embedded", model=str(tmp_path)))
     with pytest.raises(UsageError, match="--profile safe"):
-        embedded.check("", "safe")
+        embedded.checked(StartPlan("embedded", profile="safe"))
 
 
 def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):

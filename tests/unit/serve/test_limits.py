@@ -8,6 +8,7 @@ import pytest
 from sparkforge.core import paths
 from sparkforge.core.errors import UsageError
 from sparkforge.serve import access, embedded, limits, settings
+from sparkforge.serve.plan import StartPlan
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 USUAL = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
@@ -206,7 +207,7 @@ def test_a_setting_without_a_meaning_is_refused_before_a_start(text, monkeypatch
         settings.read({limits.VARIABLE: text})
     monkeypatch.setenv(limits.VARIABLE, text)
     with pytest.raises(UsageError, match=limits.VARIABLE):
-        embedded.check("", "")
+        embedded.checked(StartPlan("embedded"))
 
 
 def test_the_settings_page_has_every_bound():

@@ -11,6 +11,7 @@ from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
 from sparkforge.image import devices
 from sparkforge.serve import access, container, embedded, environment, launch, passed, profiles, screen
+from sparkforge.serve.plan import StartPlan
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
 UP = ["up", "--device", devices.EMBEDDED]
@@ -50,7 +51,7 @@ def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, 
     assert program.main([*UP, "--context", "512", "--", *flags]) == 2
     _address, validated, launched = started
     wanted = ("--max-model-len=512", *flags[:2], f"--chat-template={tmp_path}/x.jinja", flags[3])
-    assert validated[-2] == wanted  # behind the address, before the profile
+    assert validated[0].flags == wanted
     at = launched.command.index("--max-model-len=512")
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=16") < at
@@ -80,7 +81,7 @@ def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
 def test_quantization_reaches_validator_and_server(started):
     program.main([*UP, "--quantization", "spark-mxfp4"])
     _address, validated, launched = started
-    assert validated[-1] == "embedded"
+    assert validated[0].profile == "embedded"
     assert flag_value(launched.command, "--quantization") == "spark-mxfp4"
 
 
@@ -191,9 +192,9 @@ def test_a_wrong_context_or_an_open_address_is_refused(started, capsys, device, 
 def test_a_loopback_address_needs_no_key(started, host, url, hosts):
     program.main([*UP, *(["--host", host] if host else [])])
     address, validated, launched = started
-    assert address == (8000, launched.host)
-    assert validated[3] == flag_value(launched.command, "--host") == launched.host
-    assert launch.Server(1, 0.0, launched.host, 8000, "", "", "", "").url == url
+    assert address == (8000, launched.plan.address)
+    assert validated[0].address == flag_value(launched.command, "--host") == launched.plan.address
+    assert launch.Server(1, 0.0, launched.plan.address, 8000, "", "", "", "").url == url
     assert launched.environment[access.HOSTS] == hosts
 
 
@@ -208,7 +209,7 @@ def test_a_loopback_address_needs_no_key(started, host, url, hosts):
 def test_an_address_that_others_reach_has_a_key_and_its_name(started, key, host, more, hosts):
     program.main([*UP, "--host", host, "--api-key-file", key, *more])
     launched = started[-1]
-    assert (launched.host, launched.key) == (host, "sesame")
+    assert (launched.plan.host, launched.plan.key) == (host, "sesame")
     assert launched.environment[access.HOSTS] == hosts
 
 
@@ -227,21 +228,22 @@ def compose_config(docker_command, monkeypatch, **changes):
 
 
 def test_compose_gets_the_address_the_context_and_the_flags():
-    variables = container.passed_on({"MAX_MODEL_LEN": "512"}, "192.168.1.20", 8000, "", ["--a", "b c"])
-    assert variables == {
+    plan = StartPlan("docker", variables={"MAX_MODEL_LEN": "512"}, host="192.168.1.20", flags=("--a", "b c"))
+    assert container.variables(plan) == {
+        "PORT": "8000",
         "MAX_MODEL_LEN": "512",
         "SPARKFORGE_BIND": "192.168.1.20",
         "VLLM_ARGS": "--a 'b c'",
         access.HOSTS: "localhost:8000,127.0.0.1:8000,[::1]:8000,192.168.1.20:8000",
     }
-    assert container.passed_on({}, "", 8000, "", []) == {}
+    assert container.variables(StartPlan("docker")) == {"PORT": "8000"}
 
 
 def test_up_hands_them_to_compose(started, key, monkeypatch):
     """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
 
-    def start(device, env, *_more, **_options):
-        started.append((device, env))
+    def start(plan, *_more):
+        started.append((plan.device, container.variables(plan)))
         return SimpleNamespace(model_id="m", url="http://127.0.0.1")
 
     monkeypatch.setattr(container, "up", start)
@@ -262,21 +264,20 @@ def test_up_hands_them_to_compose(started, key, monkeypatch):
 
 
 def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, docker_command, monkeypatch):
-    flags = {"VLLM_ARGS": "--a '$x'"}
     escaped = {"VLLM_ARGS": "--a '$$x'"}  # as `docker compose config` prints it
     compose_config(docker_command, monkeypatch, host=EVERYWHERE, variables=escaped)
     monkeypatch.setattr(container.access, "require_key", lambda *_key: None)  # it has a test of its own
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
     with pytest.raises(UsageError, match="so far"):
-        container.up(devices.DOCKER_CPU, {"SPARKFORGE_BIND": EVERYWHERE, **flags}, Steps(4), lambda *_: None)
+        container.up(StartPlan(devices.DOCKER_CPU, host=EVERYWHERE, flags=("--a", "$x")), Steps(4), lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("wanted", "changes", "message"),
     [
-        ({"SPARKFORGE_BIND": EVERYWHERE}, {}, "--host 0.0.0.0 has no effect"),
-        ({"VLLM_ARGS": "--a 1"}, {}, "the flags --a 1 have no effect"),
-        ({"SPARKFORGE_SERVE_PROFILE": "fast"}, {}, "--profile fast has no effect"),
+        ({"host": EVERYWHERE}, {}, "--host 0.0.0.0 has no effect"),
+        ({"flags": ("--a", "1")}, {}, "the flags --a 1 have no effect"),
+        ({"profile": "embedded-dense-8"}, {}, "--profile embedded-dense-8 has no effect"),
     ],
 )
 def test_compose_files_that_leave_out_what_was_asked_for_are_named(
@@ -285,7 +286,9 @@ def test_compose_files_that_leave_out_what_was_asked_for_are_named(
     """Somebody's own Compose file may publish elsewhere, or pass no flags on: nothing starts then."""
     compose_config(docker_command, monkeypatch, **changes)
     with pytest.raises(UsageError) as caught:
-        container.up(devices.DOCKER_CPU, wanted, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
+        container.up(
+            StartPlan(devices.DOCKER_CPU, **wanted), Steps(4), lambda *_: pytest.fail("nothing is to be built")
+        )
     assert caught.value.what == message
     assert not [call for call in docker_command.calls if " up " in call]
 
@@ -297,7 +300,7 @@ def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
     compose_config(docker_command, monkeypatch, variables={passed.KERNEL_VARIABLE: inside} if inside else {})
     monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
     with pytest.raises(UsageError, match="fast_moe:FastMoe has no effect") as caught:
-        container.up(devices.DOCKER_CPU, {}, Steps(4), lambda *_: pytest.fail("nothing is to be built"))
+        container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: pytest.fail("nothing is to be built"))
     assert "vllm.env" in caught.value.fix
     assert "--device embedded" in caught.value.fix
 
@@ -307,7 +310,7 @@ def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_com
     monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
     with pytest.raises(UsageError, match="so far"):
-        container.up(devices.DOCKER_CPU, {}, Steps(4), lambda *_: None)
+        container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: None)
 
 
 def test_the_variable_of_the_kernel_is_the_librarys():

@@ -7,6 +7,7 @@ import pytest
 from sparkforge.core.errors import UsageError
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import device, embedded, profiles
+from sparkforge.serve.plan import StartPlan
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import machine
@@ -43,9 +44,9 @@ def fake_processor(request, monkeypatch, tmp_path):
 def test_a_profile_is_served_or_refused_by_name_before_it_starts(fake_processor, profile):
     if profile in NEEDS_FP8_CACHE and fake_processor not in WITH_FP8_CACHE:
         with pytest.raises(UsageError, match=f"--profile {profile} cannot be served.*AVX-512 or AMX"):
-            embedded.check("", profile)
+            embedded.checked(StartPlan(EMBEDDED, profile=profile))
     else:
-        embedded.check("", profile)
+        embedded.checked(StartPlan(EMBEDDED, profile=profile))
 
 
 def test_a_lack_is_a_warning_with_its_cost_and_a_flag_that_needs_more_is_refused(fake_processor):

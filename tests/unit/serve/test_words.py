@@ -13,6 +13,7 @@ from sparkforge.image import compose
 from sparkforge.models import local
 from sparkforge.serve import access, container, embedded, entrypoint, settings
 from sparkforge.serve.entrypoint import ContainerArguments
+from sparkforge.serve.plan import StartPlan
 
 MODEL = "openai/gpt-oss-120b"
 FLAGS = ("--max-model-len", "8192")
@@ -149,9 +150,9 @@ def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
         settings.read({"SPARKFORGE_GUARD_GIB": text})
     monkeypatch.setenv("SPARKFORGE_GUARD_GIB", text)
     with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        embedded.check("", "")
+        embedded.checked(StartPlan("embedded"))
     with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        container.variables("", "", 8000)
+        container.variables(StartPlan("docker"))
     assert settings.read({"SPARKFORGE_GUARD_GIB": "0"}) == settings.read({"SPARKFORGE_GUARD_GIB": ""})
 
 
@@ -219,7 +220,7 @@ def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch):
     engine = type("Engine", (), {"version": "28", "platform": "linux", "leaks_loopback_ports": False})
     monkeypatch.setattr(container, "_check_engine", lambda: engine)
     with pytest.raises(UsageError, match=r"0\.0\.0\.0 would open the server without an API key"):
-        container.up("docker", {}, Step(), lambda *_more: pytest.fail("it was built"))
+        container.up(StartPlan("docker"), Step(), lambda *_more: pytest.fail("it was built"))
 
 
 @pytest.mark.parametrize(

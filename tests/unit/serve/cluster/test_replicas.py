@@ -92,7 +92,7 @@ def test_a_replica_is_a_whole_server_on_its_address_with_the_key(replicas, monke
     nodes = tuple(part.model_copy(update={"python": "/python"}) for part in replicas.nodes)
     request = node.NodeRequest(action="start", name="spark2", config=replicas.model_copy(update={"nodes": nodes}))
     described = node.describe(request)
-    assert (described.host, described.port, described.key) == (ADDRESSES[1], 8001, "key-of-a-test")
+    assert (described.plan.host, described.plan.port, described.plan.key) == (ADDRESSES[1], 8001, "key-of-a-test")
     assert not [word for word in described.command if "nnodes" in word or "headless" in word or "watch" in word]
     hosts = described.environment["SPARKFORGE_ALLOWED_HOSTS"].split(",")
     assert {"127.0.0.1:8000", f"{ADDRESSES[1]}:8001"} <= set(hosts)  # through the balancer, and for its own proof
@@ -103,7 +103,7 @@ def test_a_split_models_head_takes_the_key_and_its_worker_needs_none(replicas, m
     split = changed(replicas, mode="split", tensor=2)
     nodes = tuple(part.model_copy(update={"python": "/python"}) for part in split.nodes)
     split = split.model_copy(update={"nodes": nodes})
-    keys = [node.describe(node.NodeRequest(action="x", name=part.name, config=split)).key for part in nodes]
+    keys = [node.describe(node.NodeRequest(action="x", name=part.name, config=split)).plan.key for part in nodes]
     assert keys == ["key-of-a-test", ""]
 
 
