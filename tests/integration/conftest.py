@@ -317,9 +317,9 @@ def next_trees(large_folder):
         for tree in (pristine, patched):
             for name in ("vllm", "vllm.egg-info"):
                 shutil.copytree(source / name, tree / name, copy_function=link_or_copy)
-        for change in (change for applied in queue.patches for change in applied.changes):
-            file = patched / change.path
-            content = change.apply(file.read_bytes())
-            file.unlink()  # a hard link
-            file.write_bytes(content)
+        files = {path: patched / path for path in queue.paths}
+        before = {path: file.read_bytes() if file.exists() else None for path, file in files.items()}
+        for path, content in queue.apply(before).items():
+            files[path].unlink(missing_ok=True)  # a hard link
+            files[path].write_bytes(content)
         yield SimpleNamespace(upstream=pristine, patched=patched)
