@@ -296,7 +296,10 @@ def vllm_trees(installed_vllm):
     queue = Queue.load(ROOT / "patches" / component.patches)
     wheel = wheels.fetch_upstream(component, choose_pinned(component, TargetMachine(platform.machine())).filename)
     for path, content in upstream.members(wheel, None, set(queue.paths)).items():
-        write_atomic(copies.upstream / path, content)  # renamed: the installed file keeps its bytes
+        if content is None:  # the queue creates it
+            (copies.upstream / path).unlink()
+        else:
+            write_atomic(copies.upstream / path, content)  # renamed: the installed file keeps its bytes
         for compiled in (copies.upstream / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
             compiled.unlink()
     return copies
