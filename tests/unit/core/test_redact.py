@@ -5,10 +5,10 @@ import re
 import socket
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparkforge.core import redact
+from sparkforge.core import redact, redact_rules
 from sparkforge.core.paths import ROOT
 
 KEPT = [
@@ -136,6 +136,7 @@ def test_no_neighbour_saves_a_leak(leak, neighbour):
 
 @given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=40))
 def test_whatever_stands_behind_a_named_key_goes(secret):
+    assume(not redact_rules.NO_SECRET.fullmatch(secret))  # a word such as "required" says that there is none
     for text in (f"HF_TOKEN={secret}", f'{{"api_key": "{secret}"}}', f"--api-key {secret}", f"--hf-token={secret}"):
         assert secret not in redact.for_support(text)
     assert secret not in str(redact.for_support(["--api-key", secret]))
