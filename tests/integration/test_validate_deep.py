@@ -26,7 +26,7 @@ from validate.facts.target import Target
 
 pytestmark = pytest.mark.integration
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
@@ -90,7 +90,7 @@ def claim(tmp_path_factory):
 
 def environment(*path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    ours = {"PYTHONPATH": ":".join(map(str, (*path, HERE))), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    ours = {"PYTHONPATH": ":".join(map(str, (*path, ROOT))), "OMP_NUM_THREADS": "1", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
     # vLLM keeps one answer about the model's class, by the hash of its file: trees that differ there would replace it.
     (model,) = (tree / "vllm/model_executor/models/gpt_oss.py" for tree in path if (tree / "vllm").is_dir())
     cache = Path(os.environ["VLLM_CACHE_ROOT"], hashlib.sha256(model.read_bytes()).hexdigest()[:8])
@@ -103,7 +103,7 @@ def target(model, *path, args=()):
 
 
 # What the validator's programs import before they have a configuration.
-IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms", "fork_inspection"]
+IMPORTS = ["vllm.engine.arg_utils", "vllm.utils.argparse_utils", "vllm.platforms", "sparkforge.serve.forked_vllm"]
 
 
 @pytest.fixture(scope="module")
