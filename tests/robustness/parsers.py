@@ -642,6 +642,12 @@ def _signatures() -> Sequence[signatures.Signature]:
     return signatures.load()
 
 
+def _signatures_alone(_scratch: Path) -> list[bytes]:
+    """Return the first signatures that refer to no other; `_files` would cut off those that others follow."""
+    tables = signatures.TABLE.read_bytes().split(b"\n\n")
+    return [_short(b"\n\n".join(table for table in tables if b"\nfollows = " not in table))]
+
+
 def _read_log(data: bytes, _scratch: Path) -> None:
     signatures.recognise(events.read([data[:7], data[7:]]), _signatures())
 
@@ -818,9 +824,7 @@ def _parsers() -> Iterator[Parser]:
     yield Parser(
         "baselines", _files("sparkforge/bench/baselines.toml"), _loaded(baselines.load, "baselines.toml"), cost=8.0
     )
-    yield Parser(
-        "signatures", _files("sparkforge/doctor/signatures.toml"), _loaded(signatures.load, "signatures.toml"), cost=8.0
-    )
+    yield Parser("signatures", _signatures_alone, _loaded(signatures.load, "signatures.toml"), cost=8.0)
     yield Parser(
         "profiles", _files("sparkforge/serve/profiles.toml"), _loaded(profiles.load, "profiles.toml"), cost=4.0
     )
