@@ -25,14 +25,13 @@ from typing import Any
 from lab.served import random_load
 from sparkforge.bench.machine import facts
 from sparkforge.core import gpus, interrupt, openai
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import call, spawn, started_at, terminate_session
+from sparkforge.core.process import ProbeError, call, spawn, started_at, terminate_session
 from sparkforge.serve import modular
 
 SERVED_NAME = "measured"

@@ -12,7 +12,6 @@ from pathlib import Path
 from lab.served.second_host import SecondHost
 from sparkforge.core.errors import ProcessError, UsageError
 from sparkforge.core.process import run
-from sparkforge.serve.cluster import engine
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
 # NVLink multicast takes a share of the NVSwitches, which the host's other guests use too: it stays off in NCCL, in
@@ -117,8 +116,8 @@ def parts(split: Split, host: SecondHost, port: int, master_port: int) -> tuple[
         # that vLLM compiled for two GPUs of one host name device 1, which a host with one GPU does not have.
         cache = Path.home() / ".cache" / "vllm-of-two-hosts" / node.name
         own = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_HOSTID": node.name, "VLLM_CACHE_ROOT": str(cache)}
-        environment = {**engine.environment(node), **SOCKETS_ONLY, **own}
-        host_parts.append(HostPart(engine.arguments(config, node), environment, host.inside if gpu else ()))
+        environment = {**node.variables, **SOCKETS_ONLY, **own}
+        host_parts.append(HostPart(config.engine_flags(node), environment, host.inside if gpu else ()))
     return host_parts[0], host_parts[1]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 
 from sparkforge import __version__
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.git import checkout_git
 from sparkforge.core.gpus import query
 from sparkforge.core.paths import ROOT
+from sparkforge.core.process import ProbeError
 
 
 def facts() -> dict[str, Any]:

@@ -23,7 +23,6 @@ from sparkforge.bench.bakeoff import Standing
 from sparkforge.bench.machine import facts
 from sparkforge.bench.settings import MOST, NAMES, BenchSettings
 from sparkforge.core import paths
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import (
@@ -37,16 +36,17 @@ from sparkforge.core.errors import (
 )
 from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import CONTEXT, flag_value
 from sparkforge.environments import Environment
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import AUTO, EMBEDDED, stack_of
 from sparkforge.serve import container, embedded, known_good, launch, logs, profiles, record
 from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
-from sparkforge.serve.passed import CONTEXT, CONTEXT_VARIABLE
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
+from sparkforge.serve.settings import CONTEXT_VARIABLE
 
 DEFAULT_MODEL = "the device's default"
 # What results depend on: of a configuration, and of the other options. The server is the profile's.

@@ -51,7 +51,8 @@ def planned(options: ServeOptions) -> StartPlan:
 
     MODEL, PORT and MAX_MODEL_LEN count where no option says otherwise. Raises UsageError, InputError or StorageError.
     """
-    from sparkforge.serve import passed, settings
+    from sparkforge.core.vllm_flags import passable
+    from sparkforge.serve import access, settings
     from sparkforge.serve.device import choose
     from sparkforge.serve.plan import StartPlan
 
@@ -59,10 +60,10 @@ def planned(options: ServeOptions) -> StartPlan:
     named = options.model or os.environ.get("MODEL", "")
     model = settings.checkpoint(named, caller_path(named))
     key_file = caller_path(options.api_key_file) if options.api_key_file else options.api_key_file
-    address = passed.address(options.host, key_file)
-    variables = passed.with_context(os.environ, options.context, options.vllm_flags)
+    address = access.listen_address(options.host, key_file)
+    variables = settings.with_context(os.environ, options.context, options.vllm_flags)
     choice = choose(options.device)
-    flags = passed.checked(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
+    flags = passable(options.vllm_flags, relative_to=None if choice.container else caller_path("."))
     say(f"device: {choice.device}, because {choice.why}")
     return StartPlan(
         choice.device,
@@ -105,13 +106,13 @@ def up(
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
     from sparkforge.image.devices import AUTO, DOCKER
-    from sparkforge.serve import failure, passed, screen, start
+    from sparkforge.serve import failure, profiles, screen, start
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
         use_bundle(caller_path(offline))
         plan = planned(options)
-        profile, flags = passed.with_quantization(
+        profile, flags = profiles.with_quantization(
             quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
         plan = replace(plan, profile=profile, flags=flags, profiled=profiler)
@@ -119,8 +120,8 @@ def up(
             from sparkforge.bench import trials
 
             plan = replace(plan, profile=trials.winner(plan))
-            if quantization == passed.OURS:
-                passed.require_our_experts(plan.profile, plan.stack)
+            if quantization == profiles.OURS:
+                profiles.require_our_experts(plan.profile, plan.stack)
         server = start.start(plan, build_image)
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")

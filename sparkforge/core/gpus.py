@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparkforge.core.bounded import ProbeError, ask, require
+from sparkforge.core.process import ProbeError, ask, require
 
 SECONDS = 5.0  # nvidia-smi hangs with a broken driver
 

@@ -1,4 +1,4 @@
-"""The one way in which Sparkforge runs other programs."""
+"""The one way in which Sparkforge runs other programs: to their end, detached, measured, or as probes that may hang."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ LARGEST_PID = 1 << 22  # PID_MAX_LIMIT of 64-bit Linux, include/linux/threads.h
 PIECE = 1 << 16  # bytes
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
+REAP_SECONDS = 0.2  # for a killed probe; one that is stuck in the kernel is left behind
+POLL_SECONDS = 0.01  # between two looks at a probe
+LONGEST_OUTPUT = 16 << 20  # bytes that are read of what a probe printed
 
 
 def run(
@@ -132,6 +136,94 @@ def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], c
             start_new_session=True,
         )
     return child.pid
+
+
+class ProbeError(Exception):
+    """A probe gave no answer; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class ProgramOutput:
+    """What a program left behind: its exit code (None: it was still running when time was up) and its output."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+    def last_line(self) -> str:
+        """Last line that was printed on stderr, else on stdout."""
+        lines = [line.strip() for text in (self.stdout, self.stderr) for line in text.splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "it printed nothing"
+
+
+def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None = None) -> ProgramOutput:
+    """Run a program that may hang for at most `seconds`; then kill its session and do not wait for it.
+
+    Output goes to files, not pipes: a process stuck in the kernel (a known way for a GPU driver to fail) cannot be
+    reaped, and reading its pipe would never end. `env` is the whole environment; None keeps ours.
+    Raises ProbeError if the program cannot be started.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = _probe(command, env, stdout=out, stderr=err)
+        code = _code_within(child, seconds)
+        if code is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(REAP_SECONDS)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(LONGEST_OUTPUT).decode(errors="replace"))
+        return ProgramOutput(code, *texts)
+
+
+def watch(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]) -> int | None:
+    """Run `command` with our own stdout and stderr for at most `seconds`; return its exit code, None if time was up.
+
+    A program that outlives its time, or an exception in this process such as a signal's, is killed with all its
+    descendants: probes sit in sessions of their own. Raises ProbeError if the program cannot be started.
+    """
+    child = _probe(command, env)
+    try:
+        return _code_within(child, seconds)
+    finally:
+        if child.poll() is None:
+            _signal_all(_tree([child.pid]), signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(REAP_SECONDS)
+
+
+def _probe(command: Sequence[str | Path], env: Mapping[str, str] | None, **streams: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [str(word) for word in command], stdin=subprocess.DEVNULL, env=env, start_new_session=True, **streams
+        )
+    except OSError as error:
+        raise ProbeError(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def _code_within(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (code := child.poll()) is not None:
+            return code
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def require(answer: ProgramOutput, name: str, seconds: float) -> str:
+    """Return the stdout of a program that ended well; raise ProbeError that says how it ended otherwise."""
+    if answer.code is None:
+        raise ProbeError(f"{name} did not answer within {seconds:g} s")
+    if answer.code != 0:
+        raise ProbeError(f"{name} {ending(answer.code)}: {answer.last_line()}")
+    return answer.stdout
+
+
+def ending(code: int) -> str:
+    """Say how a process ended, from its return code."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.plan import budget, formats
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
 from sparkforge.plan.budget import BATCHED_TOKENS, DEFAULT_UTILIZATION, SEQUENCES, Workload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.documents import DocumentError, parse_json
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.plan.architecture import BF16, DenseFormat
 
 COMPARED = (

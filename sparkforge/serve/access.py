@@ -28,9 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.arguments import meant
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.paths import typed
+from sparkforge.core.vllm_flags import meant
 from sparkforge.serve import limits
 
 KEY, KEY_FILE, HOSTS, METRICS, BIND = (
@@ -182,6 +182,22 @@ def flags(key: str) -> tuple[str, ...]:
 def variables(key: str, key_file: str) -> dict[str, str]:
     """Return the environment that hands the key to the server; empty values overrule inherited ones."""
     return {KEY: key, KEY_FILE: key_file}
+
+
+def listen_address(host: str, key_file: str | None) -> str:
+    """Return the IP address that `host` names; empty means loopback. Raises UsageError.
+
+    `key_file` is that of the API key: an address that other machines reach needs one.
+    """
+    try:
+        ip = ipaddress.ip_address({"": LOOPBACK[1], "localhost": LOOPBACK[1]}.get(host, host))
+    except ValueError:
+        why = "it takes an address of this machine, such as 127.0.0.1 or 192.168.1.20; 0.0.0.0 is all of them"
+        raise UsageError(f"--host {host[:80]!r} is no IP address", why, "hostname -I") from None
+    if not ip.is_loopback and not key_file:
+        why = "other machines reach that address, and without a key everybody there may use the server"
+        raise UsageError(f"--host {ip} needs --api-key-file", why, f"./inv up --host {ip} --api-key-file FILE")
+    return str(ip)
 
 
 def refuse_key_argument(arguments: Iterable[str]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkforge.core.arguments import flag_value, meant
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.vllm_flags import HEADLESS, HOST, PORT, flag_value, meant
 from sparkforge.models import local
 from sparkforge.models.harmony import offline_environment
 from sparkforge.serve import access
@@ -17,7 +17,7 @@ from sparkforge.serve.profiles import ServeProfile
 
 MODULE = "vllm.entrypoints.openai.api_server"  # unlike the `vllm` command it needs no distribution called vllm
 FORKED = "sparkforge.serve.forked_vllm"  # runs MODULE with forks in place of new interpreters
-HEADLESS, WORKER = "--headless", ("vllm.entrypoints.cli.main", "serve")  # which only that command has
+WORKER = ("vllm.entrypoints.cli.main", "serve")  # only that command takes --headless
 ENVIRONMENT = {
     **offline_environment(),  # the model is on disk; a start must not wait for a network
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,10 +77,10 @@ class ServerCommand:
         An abbreviated flag, which vLLM would take and `flag_value` does not see, is refused too.
         """
         for word in self.arguments:
-            flag, name = meant(word, ("--host", "--port")), word.partition("=")[0]
+            flag, name = meant(word, (HOST, PORT)), word.partition("=")[0]
             if flag and name != flag:
                 raise UsageError(f"vLLM reads {name} as {flag}", "the address must be plain to see", f"write {flag}")
-        host, port = (flag_value(self.arguments, flag) or "" for flag in ("--host", "--port"))
+        host, port = (flag_value(self.arguments, flag) or "" for flag in (HOST, PORT))
         if port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536:
             return host, int(port)
         fix = "leave --port out: it is 8000 in the image"

@@ -15,11 +15,11 @@ from typing import Any
 import docker
 
 from sparkforge.core import openai, paths
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
 from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.process import ProbeError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
 from sparkforge.image.compose import SERVICE, Service
@@ -32,7 +32,6 @@ from sparkforge.serve import (
     launch,
     logs,
     memory_plan,
-    passed,
     profiler,
     profiles,
     proof,
@@ -95,8 +94,8 @@ def variables(plan: StartPlan) -> dict[str, str]:
     settings.arguments(plan.variables)
     settings.require_guard(os.environ)
     _require_gpus(int(os.environ.get("TP") or 1))
-    length = plan.variables.get(passed.CONTEXT_VARIABLE, "")
-    further = {passed.CONTEXT_VARIABLE: length, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
+    length = plan.variables.get(settings.CONTEXT_VARIABLE, "")
+    further = {settings.CONTEXT_VARIABLE: length, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}
 
 
@@ -109,12 +108,14 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     if profile and profile != served:
         raise UsageError(f"--profile {profile} has no effect", f"the Compose files serve {served or 'none'}", fix)
     passed_values = [value.replace("$$", "$") for value in service.environment.values()]  # as `config` escapes them
-    if (kernel := os.environ.get(passed.KERNEL_VARIABLE)) and kernel != service.environment.get(passed.KERNEL_VARIABLE):
+    if (kernel := os.environ.get(profiles.KERNEL_VARIABLE)) and kernel != service.environment.get(
+        profiles.KERNEL_VARIABLE
+    ):
         why = (
             "the Compose files do not pass it on; a container has neither the shell's variables nor the kernel's files"
         )
         own = f"write it into vllm.env and mount its folder ({KERNEL_PAGE}), or: ./inv up --device embedded"
-        raise UsageError(f"{passed.KERNEL_VARIABLE}={kernel} has no effect", why, f"unset it, or {own}")
+        raise UsageError(f"{profiles.KERNEL_VARIABLE}={kernel} has no effect", why, f"unset it, or {own}")
     if (flags := env.get(FLAGS)) and flags not in passed_values:
         raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
 

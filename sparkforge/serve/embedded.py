@@ -23,7 +23,6 @@ from sparkforge.serve import (
     known_good,
     launch,
     limits,
-    passed,
     profiler,
     profiles,
     proof,
@@ -92,7 +91,8 @@ def environment_of(profile: ServeProfile) -> dict[str, str]:
 def start(plan: StartPlan) -> Server:
     """Prepare the environment, then do what `up` does. Raises what `checked`, `environment.prepare` and `up` raise."""
     own_flags, plan = plan.flags, checked(plan)
-    passed.say_replaced(own_flags, profile_named(plan.profile))
+    for line in profile_named(plan.profile).replaced_by(own_flags):
+        say(line)
     steps = Steps(4)
     python = environment.prepare(steps, Environment(stack_of(DEVICE, plan.stack))).python
     return up(plan, python, steps)

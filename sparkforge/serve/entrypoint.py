@@ -32,11 +32,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sparkforge.core import paths
-from sparkforge.core.arguments import flag_value, without_flag
-from sparkforge.core.bounded import ProbeError, ending, watch
 from sparkforge.core.console import echo, say, show_error
 from sparkforge.core.errors import RefusalError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.process import ProbeError, ending, watch
+from sparkforge.core.vllm_flags import MODEL, QUANTIZATION, REVISION, flag_value, positional, without_flag
 from sparkforge.models import local
 from sparkforge.serve import access, command_line, hold, limits, profiler, profiles, record, restarts, settings
 from sparkforge.serve.command_line import ServerCommand
@@ -54,11 +54,7 @@ REPORT = "validation.json"
 REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
 # Docker restarts after 0.1, 0.2, 0.4 s …: within this time a new start is the restart policy's, later a person's.
 RESTARTED_SECONDS = 15.0
-MODEL, QUANTIZATION, API_SERVER = "--model", "--quantization", ["-m", command_line.MODULE]
-# vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py: flags of several values, and of none.
-SEVERAL = ("--served-model-name", "--lora-modules", "--cudagraph-capture-sizes")
-NO_VALUE = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
-PATHS = ("--tokenizer", "--chat-template", "--download-dir", "--hf-config-path", "--generation-config", "--config")
+API_SERVER = ["-m", command_line.MODULE]
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -137,31 +133,15 @@ def read_arguments(arguments: Sequence[str]) -> ContainerArguments:
         remaining = without_flag(remaining, MODEL)
     if len(models) > 1:
         raise UsageError(f"two models are named: {' and '.join(models)}", "a server has one", f"leave {MODEL} out")
-    if not models and (word := _perhaps_model(remaining)):
+    word = next((word for word, flag in positional(remaining) if not flag or _like_model(word)), "")
+    if not models and word:
         why = "behind a flag it may be the flag's value or the model, and another model must not be served in its place"
         raise UsageError(f"what {word[:200]!r} is cannot be told", why, "put the model first: MODEL --flag=value")
     return ContainerArguments("".join(models), tuple(remaining), only_validate)
 
 
-def _perhaps_model(arguments: Sequence[str]) -> str:
-    """Return the first word that vLLM may read as the model, or that its user may have meant so; empty for none."""
-    flag, values = "", 0  # what `flag` can still take
-    for word in arguments:
-        if word.startswith("-") and word != "-":
-            name, equals, _ = word.partition("=")
-            flag = name.replace("_", "-")
-            values = 0 if equals or flag == "--" or flag.startswith(NO_VALUE) else 1
-        elif flag in SEVERAL:
-            continue
-        elif not values or (flag not in PATHS and (word == settings.TINY or _like_model(word))):
-            return word
-        else:
-            values = 0
-    return ""
-
-
 def _like_model(word: str) -> bool:
-    return bool(local.REPOSITORY.fullmatch(word)) or word.startswith(("/", "./", "../", "~"))
+    return word == settings.TINY or bool(local.REPOSITORY.fullmatch(word)) or word.startswith(("/", "./", "../", "~"))
 
 
 def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
@@ -183,7 +163,7 @@ def plan(options: Settings, request: ContainerArguments) -> ServerCommand:
 
         model = str(write_tiny(paths.state() / "models" / settings.TINY_ID))
     else:
-        folder = local.find(model, os.environ, flag_value(arguments, "--revision") or "")
+        folder = local.find(model, os.environ, flag_value(arguments, REVISION) or "")
         if cache := local.hub_cache_of(folder):  # a drafter or another tokenizer that is named lies there too
             environment.setdefault("HF_HUB_CACHE", str(cache))
         model = str(folder)

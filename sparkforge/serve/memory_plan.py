@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.arguments import flag_value
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.console import say
 from sparkforge.core.errors import RefusalError, StorageError, UsageError
+from sparkforge.core.process import ProbeError
+from sparkforge.core.vllm_flags import REVISION, flag_value
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.models import local
 from sparkforge.plan import devices
@@ -43,7 +43,7 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
         return
     profile = profiles.named(container.serve_profile, stack=container.stack)
     arguments = (*profile.arguments(), *container.arguments, *command.arguments)
-    model, revision = command.model or container.model, flag_value(arguments, "--revision") or ""
+    model, revision = command.model or container.model, flag_value(arguments, REVISION) or ""
     try:
         folder = local.find_mounted(model, service.environment, _mounts(project), revision)
     except (OSError, UnicodeError, StorageError) as error:  # the container's user may read it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,8 +11,12 @@ from pydantic import Field, StrictFloat, StrictInt, StrictStr, StringConstraints
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import QUANTIZATION, flag_of, flag_value
 
 TABLE = Path(__file__).with_name("profiles.toml")
+OURS = "spark-mxfp4"  # our experts: vLLM's name of our plugin's method, and the profile with them on a GPU
+CHECKPOINT_FORMAT = "mxfp4"  # vLLM's name of gpt-oss's own format
+KERNEL_VARIABLE = "SPARK_MXFP4_KERNEL"  # as spark_mxfp4.registry has it, which imports torch
 Flag = Annotated[str, StringConstraints(pattern=r"^--[^=\s]+$")]
 
 
@@ -45,6 +49,15 @@ class ServeProfile(Record):
     def arguments(self) -> tuple[str, ...]:
         """Return the flags as arguments."""
         return tuple(f"{flag}={setting.value}" if setting.value != "" else flag for flag, setting in self.flags.items())
+
+    def replaced_by(self, flags: Sequence[str]) -> Iterator[str]:
+        """Yield a line for each flag of the profile that a user's flags replace."""
+        for word in flags:
+            name = flag_of(word)
+            own = next((flag for flag in self.flags if name in {flag, flag.replace("--", "--no-", 1)}), "")
+            if own:
+                value = f" ({self.flags[own].value})" if self.flags[own].value != "" else ""
+                yield f"{word.partition('=')[0]} takes the place of the profile's {own}{value}"
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables."""
@@ -120,3 +133,38 @@ def named(name: str, table: Path = TABLE, *, stack: str = "") -> ServeProfile:
             f"./inv up --profile {next(iter(profiles), 'safe')}",
         )
     return profiles[name]
+
+
+def with_quantization(
+    quantization: str, profile: str, flags: Sequence[str], *, gpu: bool, stack: str = ""
+) -> tuple[str, tuple[str, ...]]:
+    """Return the profile and vLLM's flags that --quantization asks for; those that are there if it is empty.
+
+    mxfp4 is what the checkpoint is already, so it changes nothing, as in a container (entrypoint.py). spark-mxfp4
+    stands for the profile of that name, or without a GPU for `embedded`, which has our experts already; beside a
+    profile it is vLLM's flag, behind the profile's. Raises UsageError for another name, beside the flag itself, and
+    beside a profile that leaves the experts to vLLM.
+    """
+    if quantization in ("", CHECKPOINT_FORMAT):
+        return profile, tuple(flags)
+    if quantization != OURS:
+        why = f"it takes {OURS}, our experts, or {CHECKPOINT_FORMAT}, the checkpoint's; vLLM's others stand behind --"
+        fix = f"./inv up --quantization {OURS}; or: ./inv up -- {QUANTIZATION} {quantization[:40]}"
+        raise UsageError(f"--quantization {quantization[:40]!r} is not known", why, fix)
+    short = next((word for word in flags if word.startswith("-q")), None)  # vLLM's short form: -q NAME, -qNAME
+    if short or flag_value(flags, QUANTIZATION) is not None:
+        why = "they choose the same"
+        raise UsageError(f"{short or QUANTIZATION} stands behind -- too", why, "leave one of them out")
+    if profile:
+        require_our_experts(profile, stack)
+        return profile, (*flags, f"{QUANTIZATION}={OURS}")
+    return OURS if gpu else "embedded", tuple(flags)
+
+
+def require_our_experts(profile: str, stack: str = "") -> None:
+    """Raise UsageError for a profile that leaves the experts to vLLM; an unknown one is refused where it is read."""
+    known = load(stack=stack)
+    if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
+        why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"
+        fix = f"leave one of them out; our experts: ./inv up {QUANTIZATION} {OURS}"
+        raise UsageError(f"{QUANTIZATION} {OURS} has no effect beside --profile {profile}", why, fix)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.vllm_flags import CONTEXT, MODEL, flag_value
 from sparkforge.models import local
 from sparkforge.plan import thresholds
 from sparkforge.serve import access, limits, profiler, profiles
@@ -22,6 +23,8 @@ HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  #
 SECONDS = 600.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics 180 s, and some air
 # The validator's profile → serve profile and model by default.
 VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
+CONTEXT_VARIABLE = "MAX_MODEL_LEN"
+NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
 DEFAULTS = {"spark": ("safe", "/models/gpt-oss-120b"), "embedded": ("embedded", TINY)}
 
 
@@ -109,7 +112,7 @@ def vllm_args(env: Mapping[str, str]) -> list[str]:
         split = shlex.split(env.get(VLLM_ARGS) or "")
     except ValueError as error:
         raise UsageError(f"{VLLM_ARGS} cannot be read", str(error), f"{VLLM_ARGS}='--max-num-seqs 8'") from error
-    if any(word.partition("=")[0] == "--model" for word in split):
+    if flag_value(split, MODEL) is not None:
         raise UsageError(f"{VLLM_ARGS} names a model", "the model is a setting of its own", "SPARKFORGE_MODEL=…")
     return split
 
@@ -119,13 +122,29 @@ def arguments(env: Mapping[str, str], prefix: str = "") -> tuple[str, ...]:
 
     A variable that is empty or not there leaves the serve profile's. Raises UsageError for one that is no number.
     """
-    flags = {"TP": "--tensor-parallel-size", "MAX_MODEL_LEN": "--max-model-len"}
-    numbers = {name: env.get(f"{prefix}{name}", "") for name in flags}
+    numbers = {name: env.get(f"{prefix}{name}", "") for name in NUMBERS}
     for name, text in numbers.items():
-        if text and not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
+        if text and not _is_count(text):
             why = "it must be a whole number above 0"
             raise UsageError(f"{prefix}{name} is {text[:40]!r}", why, f"unset {prefix}{name}")
-    return tuple(f"{flags[name]}={int(text)}" for name, text in numbers.items() if text)
+    return tuple(f"{NUMBERS[name]}={int(text)}" for name, text in numbers.items() if text)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0
+
+
+def with_context(environment: Mapping[str, str], context: str, flags: Sequence[str]) -> dict[str, str]:
+    """Return the environment with --context in MAX_MODEL_LEN. Raises UsageError for a conflict with `flags`."""
+    if not context:
+        return dict(environment)
+    if not _is_count(context):
+        failure, fix = f"--context {context[:40]!r} is no length", "./inv up --context 8192"
+        raise UsageError(failure, "it takes tokens, above 0", fix)
+    if (value := flag_value(flags, CONTEXT)) is not None:
+        failure = f"--context {context} and {CONTEXT} {value}"
+        raise UsageError(failure, "they set the same length", "leave one of them out")
+    return {**environment, CONTEXT_VARIABLE: context}
 
 
 def checkpoint(model: str, folder: str) -> str:

@@ -23,11 +23,10 @@ import psutil
 from pydantic import Field
 
 from sparkforge.core import http, memory, metrics, openai, paths
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import session_members
+from sparkforge.core.process import ProbeError, session_members
 from sparkforge.core.tables import Record
 from sparkforge.serve import failure, proof
 from sparkforge.serve.record import Server

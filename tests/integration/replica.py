@@ -11,7 +11,7 @@ import threading
 
 import fake_api
 
-from sparkforge.core.arguments import flag_value
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.serve import access
 
 GO = threading.Event()

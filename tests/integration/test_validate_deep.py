@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.core.bounded import entries
 from sparkforge.models import dummy
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import checkpoint, deep, numerics
+from validate.facts.child import entries
 from validate.facts.fact import Fact
 from validate.facts.target import Target
 

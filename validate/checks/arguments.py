@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sparkforge.core.arguments import flag_value, meant
+from sparkforge.core.vllm_flags import flag_value, meant
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, Status, View, judged, passed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.plan.architecture import BITS, KV_BLOCK, Architecture, DenseFormat, parse
 from sparkforge.plan.budget import BATCHED_TOKENS, SEQUENCES, Workload
 from sparkforge.plan.formats import kv_type

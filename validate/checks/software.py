@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from packaging.version import Version
 
-from sparkforge.core.arguments import flag_value
+from sparkforge.core.vllm_flags import flag_value
 from validate.checks.finding import CheckList, CheckResult, View, failed, judged, passed, warned
 from validate.checks.model import some
 

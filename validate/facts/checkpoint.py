@@ -6,9 +6,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.files import unreadable
+from sparkforge.core.process import ProbeError
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.bounded import ProbeError, ask, ending, entries
+from sparkforge.core.documents import parse_json, read_bytes
+from sparkforge.core.process import ProbeError, ask, ending
 from validate.facts import checkpoint
 from validate.facts.target import Target
 
@@ -32,4 +34,15 @@ def run_child(
         written = {entry["name"]: entry for entry in entries(answers)}
     if answer.code is None:
         return written, f"{name} did not answer within {seconds:g} s"
-    return written, f"the child process {ending(answer.code)}: {answer.last_line() or 'it printed nothing'}"
+    return written, f"the child process {ending(answer.code)}: {answer.last_line()}"
+
+
+def entries(answers: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects that a child appended to `answers`, one a line, but for the line that it died in."""
+    objects = []
+    for line in read_bytes(answers).splitlines() if answers.is_file() else ():
+        with suppress(ValueError):
+            value = parse_json(line, str(answers), finite=False)  # a wrong kernel gives NaN
+            if isinstance(value, dict):
+                objects.append(value)
+    return objects

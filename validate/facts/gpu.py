@@ -7,7 +7,7 @@ import json
 import sys
 
 from sparkforge.core import gpus
-from sparkforge.core.bounded import ProbeError, ask, require
+from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Reading
 from validate.facts.target import Options, Target, once
 

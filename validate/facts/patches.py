@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparkforge import pins
-from sparkforge.core.bounded import ProbeError
 from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.installed import Installed
 from sparkforge.core.paths import ROOT
+from sparkforge.core.process import ProbeError
 from sparkforge.pins import verify
 from sparkforge.pins.patched import load_patched
 from sparkforge.pins.verify import ImageChanges, WheelOrigin

@@ -12,9 +12,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sparkforge import pins
-from sparkforge.core.bounded import ProbeError, ask, require
 from sparkforge.core.documents import read_json
 from sparkforge.core.files import sha256_file
+from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Reading
 from validate.facts.target import Target, once
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from packaging.utils import canonicalize_name
 
-from sparkforge.core.arguments import flag_value
-from sparkforge.core.bounded import ProbeError, ask, require
+from sparkforge.core.process import ProbeError, ask, require
+from sparkforge.core.vllm_flags import flag_value
 
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")

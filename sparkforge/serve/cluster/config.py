@@ -14,8 +14,8 @@ from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
+from sparkforge.core.vllm_flags import HEADLESS, passable
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
-from sparkforge.serve import passed
 
 FILE = "cluster.toml"
 BALANCER = "balancer"
@@ -54,6 +54,19 @@ class ClusterNode(Record):
     interface: Name
     hcas: tuple[Name, ...] = ()
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables with which Gloo, NCCL and vLLM take the control network and both halves of each port.
+
+        Left alone, Gloo takes the address of the host's name, which is often loopback's, and NCCL any interface.
+        """
+        return {
+            "VLLM_HOST_IP": self.address,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",
+            **({"NCCL_IB_HCA": "=" + ",".join(self.hcas)} if self.hcas else {}),
+        }
+
     @field_validator("address")
     @classmethod
     def _is_address(cls, text: str) -> str:
@@ -84,7 +97,7 @@ class ClusterConfig(Record):
     @classmethod
     def _are_flags_of_up(cls, flags: tuple[str, ...]) -> tuple[str, ...]:
         try:
-            return passed.checked(flags, relative_to=None)
+            return passable(flags, relative_to=None)
         except UsageError as error:
             raise ValueError(f"{error.what}: {error.why}") from None
 
@@ -158,6 +171,25 @@ class ClusterConfig(Record):
             return self.nodes
         state = f"{self.head.state or STATE}/{BALANCER}"
         return (*self.nodes, self.head.model_copy(update={"name": BALANCER, "state": state}))
+
+    def engine_flags(self, node: ClusterNode) -> tuple[str, ...]:
+        """Return the flags that make vLLM's server this node's part.
+
+        Every node runs the same program with its own rank. A worker is --headless and waits for the head at
+        master_addr:master_port; vLLM needs nothing else to find the others.
+        """
+        rank = self.nodes.index(node)
+        flags = {
+            "--tensor-parallel-size": self.tensor,
+            "--pipeline-parallel-size": self.pipeline,
+            "--distributed-executor-backend": "mp",
+            "--nnodes": len(self.nodes),
+            "--node-rank": rank,
+            "--master-addr": self.head.address,
+            "--master-port": self.master_port,
+        }
+        experts = ("--enable-expert-parallel",) if self.expert else ()
+        return (*(f"{name}={value}" for name, value in flags.items()), *experts, *((HEADLESS,) if rank else ()))
 
     def ports(self, node: ClusterNode) -> tuple[int, ...]:
         """Return the ports on which a node listens."""

@@ -24,7 +24,7 @@ from sparkforge.core.files import write_atomic
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.compose import SERVICE
 from sparkforge.serve import container, entrypoint, launch, logs, record
-from sparkforge.serve.cluster import engine, watch
+from sparkforge.serve.cluster import watch
 from sparkforge.serve.cluster.channels import transport
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.plan import LOOPBACK, StartPlan
@@ -58,7 +58,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     """
     is_head = node == config.head
     key_file = (config.key_file or None) if is_head else None  # a worker answers no client
-    flags = (*engine.arguments(config, node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
+    flags = (*config.engine_flags(node), *((f"--port={config.port}",) if is_head else ()), *config.flags)
     watching = watch.watch_options(
         node=node.name,
         address=config.head.address,
@@ -77,7 +77,7 @@ def variables(config: ClusterConfig, node: ClusterNode, token: str = "") -> dict
     )
     return {
         **container.variables(plan),
-        **engine.environment(node),
+        **node.variables,
         entrypoint.CLUSTER: json.dumps(watching),
         watch.TOKEN: token,
     }

@@ -35,7 +35,7 @@ from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import balancer, containers, engine, watch
+from sparkforge.serve.cluster import balancer, containers, watch
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.launch import Launch
 from sparkforge.serve.plan import StartPlan
@@ -78,7 +78,7 @@ def _planned(request: NodeRequest) -> StartPlan:
         port=config.replica_port if is_replica else config.port,
         host=node.address if is_replica else "",
         key_file=((is_replica or node == config.head) and config.key_file) or None,
-        flags=(*(() if is_replica else engine.arguments(config, node)), *config.flags),
+        flags=(*(() if is_replica else config.engine_flags(node)), *config.flags),
     )
     # The balancer passes on the Host header of its clients.
     hosts = tuple(access.loopback_hosts(config.port)) if is_replica else ()
@@ -105,7 +105,7 @@ def describe(request: NodeRequest) -> Launch:
         listen=is_head,
         end=end_path(),
     )
-    variables = {**described.environment, **engine.environment(node), watch.TOKEN: request.token}
+    variables = {**described.environment, **node.variables, watch.TOKEN: request.token}
     return replace(described, command=command, environment=variables)
 
 

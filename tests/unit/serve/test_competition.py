@@ -8,8 +8,8 @@ import pytest
 
 from sparkforge.cli import program
 from sparkforge.core import paths
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.vllm_flags import flag_value
 from sparkforge.image import devices
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import local

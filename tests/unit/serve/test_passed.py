@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.cli import program
-from sparkforge.core.arguments import flag_value
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
+from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
-from sparkforge.serve import access, container, embedded, environment, launch, passed, profiles, screen
+from sparkforge.serve import access, container, embedded, environment, launch, profiles, screen
 from sparkforge.serve.plan import StartPlan
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
@@ -70,9 +70,9 @@ def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, 
     ],
 )
 def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
-    assert passed.with_quantization("spark-mxfp4", profile, (), gpu=gpu) == asked
+    assert profiles.with_quantization("spark-mxfp4", profile, (), gpu=gpu) == asked
     for same in ("", "mxfp4"):
-        assert passed.with_quantization(same, profile, ("-O3",), gpu=gpu) == (profile, ("-O3",))
+        assert profiles.with_quantization(same, profile, ("-O3",), gpu=gpu) == (profile, ("-O3",))
     if profile in ("", "fast") and gpu:
         served = profiles.named(asked[0]).arguments() + asked[1]
         assert flag_value(served, "--quantization") == "spark-mxfp4"
@@ -106,8 +106,8 @@ def test_another_quantization_is_refused(started, capsys, options, message, fix)
 @pytest.mark.parametrize("profile", ["fast-dense-8", "fast-dense-4"])
 def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
     with pytest.raises(UsageError, match=f"has no effect beside --profile {profile}"):
-        passed.with_quantization("spark-mxfp4", profile, (), gpu=True)
-    assert passed.with_quantization("", profile, (), gpu=True) == (profile, ())
+        profiles.with_quantization("spark-mxfp4", profile, (), gpu=True)
+    assert profiles.with_quantization("", profile, (), gpu=True) == (profile, ())
 
 
 def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsys):
@@ -157,7 +157,7 @@ def test_a_flag_that_would_break_the_proof_or_the_address_is_refused(started, ca
     "flags", [["--model-impl", "auto"], ["--uvicorn-log-level=info"], ["-O3"], ["--config-format", "hf"]]
 )
 def test_a_flag_whose_name_only_begins_like_a_refused_one_passes(flags):
-    assert passed.checked(flags, relative_to=None) == tuple(flags)
+    assert passable(flags, relative_to=None) == tuple(flags)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_compose_files_that_leave_out_what_was_asked_for_are_named(
 def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
     fake_engine, docker_command, monkeypatch, inside
 ):
-    compose_config(docker_command, monkeypatch, variables={passed.KERNEL_VARIABLE: inside} if inside else {})
-    monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
+    compose_config(docker_command, monkeypatch, variables={profiles.KERNEL_VARIABLE: inside} if inside else {})
+    monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
     with pytest.raises(UsageError, match="fast_moe:FastMoe has no effect") as caught:
         container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: pytest.fail("nothing is to be built"))
     assert "vllm.env" in caught.value.fix
@@ -306,8 +306,8 @@ def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
 
 
 def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_command, monkeypatch):
-    compose_config(docker_command, monkeypatch, variables={passed.KERNEL_VARIABLE: "fast_moe:FastMoe"})
-    monkeypatch.setenv(passed.KERNEL_VARIABLE, "fast_moe:FastMoe")
+    compose_config(docker_command, monkeypatch, variables={profiles.KERNEL_VARIABLE: "fast_moe:FastMoe"})
+    monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
     with pytest.raises(UsageError, match="so far"):
         container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: None)
@@ -315,4 +315,4 @@ def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_com
 
 def test_the_variable_of_the_kernel_is_the_librarys():
     registry = pytest.importorskip("spark_mxfp4.registry")
-    assert registry.KERNEL_VARIABLE == passed.KERNEL_VARIABLE
+    assert registry.KERNEL_VARIABLE == profiles.KERNEL_VARIABLE

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from sparkforge.core import paths
-from sparkforge.core.arguments import without_flag
 from sparkforge.core.errors import UsageError
 from sparkforge.core.paths import ROOT
+from sparkforge.core.vllm_flags import without_flag
 from sparkforge.image import compose
 from sparkforge.models import local
 from sparkforge.serve import access, container, embedded, entrypoint, settings

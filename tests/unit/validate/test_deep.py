@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.core.bounded import entries
 from validate import Options, ValidationVerdict, run
 from validate.checks.finding import Status
 from validate.facts import deep, deep_child
+from validate.facts.child import entries
 
 PLATFORM = """
 class Capability:

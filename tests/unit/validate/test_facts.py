@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkforge.core.bounded import ProbeError, ask, require
 from sparkforge.core.errors import InputError
+from sparkforge.core.process import ProbeError, ask, require
 from validate.facts.fact import Fact, Reading, as_json, gather, load_sheet
 from validate.facts.target import once
 

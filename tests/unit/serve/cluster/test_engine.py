@@ -10,7 +10,7 @@ import pytest
 from sparkforge.core.errors import NetworkError, ProcessError, RefusalError, ServerError, UsageError
 from sparkforge.core.paths import ROOT
 from sparkforge.serve import launch
-from sparkforge.serve.cluster import check, engine, node, remote, start
+from sparkforge.serve.cluster import check, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
 
@@ -23,11 +23,11 @@ def config(healthy):
 
 
 def test_each_node_gets_its_rank_and_only_workers_are_headless(config):
-    head, worker = (engine.arguments(config, node) for node in config.nodes)
+    head, worker = (config.engine_flags(node) for node in config.nodes)
     assert {"--nnodes=2", "--node-rank=0", "--tensor-parallel-size=2", "--master-addr=192.168.177.11"} < set(head)
     assert "--headless" not in head
     assert {"--node-rank=1", "--headless", "--master-addr=192.168.177.11"} < set(worker)
-    assert "--enable-expert-parallel" in engine.arguments(config.model_copy(update={"expert": True}), config.head)
+    assert "--enable-expert-parallel" in config.model_copy(update={"expert": True}).engine_flags(config.head)
 
 
 def test_a_worker_is_started_by_the_command_that_has_headless():
@@ -37,7 +37,7 @@ def test_a_worker_is_started_by_the_command_that_has_headless():
 
 
 def test_nccl_and_gloo_take_the_control_network_and_both_halves(config):
-    variables = engine.environment(config.workers[0])
+    variables = config.workers[0].variables
     assert variables == {
         "VLLM_HOST_IP": "192.168.177.12",
         "GLOO_SOCKET_IFNAME": "enp1s0f1np1",

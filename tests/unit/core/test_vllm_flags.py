@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparkforge.core.arguments import flag_value
+from sparkforge.core.vllm_flags import flag_value
 
 
 @pytest.mark.parametrize(

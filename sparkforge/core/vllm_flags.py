@@ -1,0 +1,160 @@
+"""vLLM's flags: which ones `./inv up` sets itself, which take values, and how a list of arguments is read.
+
+It reads a list as vLLM's own parser does (vllm/utils/argparse_utils.py, FlexibleArgumentParser): underscores stand for
+hyphens, the beginning of a flag for the flag, and the last occurrence wins. It imports the standard library and
+`core.errors` only: vLLM's process loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkforge.core.errors import UsageError
+
+MODEL, REVISION, HOST, PORT = "--model", "--revision", "--host", "--port"
+QUANTIZATION, CONTEXT = "--quantization", "--max-model-len"
+HEADLESS = "--headless"  # a worker of another machine's server, without an API
+MANY_VALUES = 1 << 30
+
+
+@dataclass(frozen=True)
+class VllmFlag:
+    """What we know of a flag: how many values it takes, whether they are paths, and why a user may not pass it.
+
+    `instead` is the command that does it right; both texts are empty for a flag that anybody may pass.
+    """
+
+    values: int = 1
+    is_path: bool = False
+    refusal: str = ""
+    instead: str = ""
+
+
+_NAME = "the start's proof and our commands ask by that name"
+_HTTP = "the start's proof and our commands speak HTTP to the address"
+_GUARD = "the guard, which checks keys and host names, must stand in front"
+_TOOLS = "the start's proof calls a tool"
+_VISIBLE = "arguments can be read by every user of the machine"
+_TLS = "docs/guide/docker.md, access from another machine"
+# vllm/engine/arg_utils.py and vllm/entrypoints/launchers/cli_args.py, 0.32.0. A flag that is not here takes one value.
+FLAGS: Mapping[str, VllmFlag] = {
+    HOST: VllmFlag(
+        refusal="./inv up sets it, and asks for a key where others reach it", instead="./inv up --host ADDRESS"
+    ),
+    PORT: VllmFlag(refusal="./inv up sets it", instead="./inv up --port N"),
+    MODEL: VllmFlag(refusal="./inv up sets it, and validates that model", instead="./inv up --model FOLDER"),
+    "--api-key": VllmFlag(refusal=_VISIBLE, instead="./inv up --api-key-file FILE"),
+    "--hf-token": VllmFlag(refusal=_VISIBLE, instead="hf auth login"),
+    "--served-model-name": VllmFlag(
+        MANY_VALUES, refusal=_NAME, instead="name the model's folder so, then ./inv up --model FOLDER"
+    ),
+    "--middleware": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
+    "--root-path": VllmFlag(refusal=_GUARD, instead="run a proxy of yours in front"),
+    "--uds": VllmFlag(refusal=_HTTP, instead="./inv up --host ADDRESS"),
+    "--ssl-keyfile": VllmFlag(refusal=_HTTP, instead=_TLS),
+    "--ssl-certfile": VllmFlag(refusal=_HTTP, instead=_TLS),
+    "--ssl-ca-certs": VllmFlag(refusal=_HTTP, instead=_TLS),
+    "--grpc": VllmFlag(0, refusal=_HTTP, instead="leave it out"),
+    HEADLESS: VllmFlag(0, refusal="it serves no API", instead="leave it out"),
+    "--config": VllmFlag(
+        is_path=True,
+        refusal="a file could set any of the flags that ./inv up sets",
+        instead="write its flags behind --",
+    ),
+    "--tool-call-parser": VllmFlag(refusal=_TOOLS, instead="leave it out"),
+    "--no-enable-auto-tool-choice": VllmFlag(0, refusal=_TOOLS, instead="leave it out"),
+    "--enable-scale-out": VllmFlag(0, refusal="it opens routes that move the engine's cache", instead="leave it out"),
+    "--lora-modules": VllmFlag(MANY_VALUES),
+    "--cudagraph-capture-sizes": VllmFlag(MANY_VALUES),
+    "--tokenizer": VllmFlag(is_path=True),
+    "--chat-template": VllmFlag(is_path=True),
+    "--download-dir": VllmFlag(is_path=True),
+    "--hf-config-path": VllmFlag(is_path=True),
+    "--generation-config": VllmFlag(is_path=True),
+}
+REFUSED = tuple(name for name, flag in FLAGS.items() if flag.refusal)
+SWITCHES = ("--enable-", "--disable-", "--no-", "--enforce-eager", "--trust-remote-code", "--async-scheduling")
+
+
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the last value of `flag`, behind it or behind an equals sign; None if it is not there or has none."""
+    value = None
+    for index, argument in enumerate(arguments):
+        name, equals, inline = argument.partition("=")
+        if name.replace("_", "-") == flag:
+            value = inline if equals else next(iter(arguments[index + 1 : index + 2]), None)
+    return value
+
+
+def flag_of(argument: str) -> str:
+    """Return the flag of an argument: without its value, with hyphens."""
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def meant(argument: str, flags: Iterable[str]) -> str:
+    """Return which of `flags` an argument stands for, abbreviated or not; empty for none."""
+    name = flag_of(argument)
+    return next((flag for flag in flags if len(name) > 2 and flag.startswith(name)), "") if name[:2] == "--" else ""
+
+
+def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return the arguments without `flag` and its values."""
+    remaining, skip = list[str](), False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if skip:
+            skip = False
+        elif name.replace("_", "-") == flag:
+            skip = not equals
+        else:
+            remaining.append(argument)
+    return remaining
+
+
+def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the words that may be the model, each with the flag before it; a flag takes as many values as it can.
+
+    A word behind a flag with one value that is not a path may be either, so it is among them with its flag.
+    """
+    words, flag, free = list[tuple[str, str]](), "", 0
+    for word in arguments:
+        if word.startswith("-") and word != "-":
+            flag = flag_of(word)
+            known = FLAGS.get(flag, VllmFlag(0 if flag.startswith(SWITCHES) else 1))
+            free = 0 if "=" in word or flag == "--" else known.values
+        elif free:
+            free -= 1
+            if free == 0 and not FLAGS.get(flag, VllmFlag()).is_path:
+                words.append((word, flag))
+        else:
+            words.append((word, ""))
+    return words
+
+
+def passable(flags: Sequence[str], *, relative_to: str | None) -> tuple[str, ...]:
+    """Return a user's flags as vLLM gets them. Raises UsageError for one that would break what `./inv up` sets.
+
+    A value that begins with ./, ../ or ~ is a path: below the folder `relative_to`, if one is named, it becomes
+    absolute, since vLLM runs in another folder. A container has its own files.
+    """
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(f"{flags[0]!r} is no flag", "behind -- stand flags of vLLM", "./inv up -- --max-num-seqs 4")
+    for word in flags:
+        name, refused = flag_of(word), meant(word, REFUSED)
+        if word == "--":
+            raise UsageError("-- cannot be passed to vLLM", "one -- is enough", "./inv up -- FLAGS")
+        if refused:
+            meaning = f", which vLLM reads as {refused}," if refused != name else ""
+            flag = FLAGS[refused]
+            raise UsageError(f"{name}{meaning} cannot be passed to vLLM", flag.refusal, flag.instead)
+    return tuple(_absolute(word, relative_to) if relative_to else word for word in flags)
+
+
+def _absolute(word: str, folder: str) -> str:
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if value.startswith(("./", "../", "~/")):
+        value = str((Path(folder) / Path(value).expanduser()).resolve())
+    return f"{flag}{equals}{value}"
