@@ -19,11 +19,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from lab.served import dummy
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_bytes
 from sparkforge.core.errors import SparkforgeError, UsageError
 from sparkforge.core.files import atomic_file, require_writable, write_atomic, write_json
-from sparkforge.models import dummy
 from sparkforge.models.harmony import tokenizer_files
 from sparkforge.models.tiny_format import BLOCK, DTYPES, bfloat16
 

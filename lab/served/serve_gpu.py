@@ -2,7 +2,7 @@
 
 `python -m lab.served.serve_gpu --out FILE.json` starts a server for each backend, asks it for a fixed
 number of tokens at each concurrency, and ends it. Every figure is written at once, so that a run that is cut short
-keeps them. The model is `sparkforge.models.dummy`'s: right shapes, random experts; its speed is realistic, its answers
+keeps them. The model is `lab.served.dummy`'s: right shapes, random experts; its speed is realistic, its answers
 mean nothing.
 `--tensor-parallel 2`, `--expert-parallel` and `--two-hosts` split the model over two GPUs; `--together` starts all
 servers at once and measures one after another.
@@ -376,7 +376,7 @@ def _log(options: argparse.Namespace, backend: str) -> Path:
 
 def _measure_all(options: argparse.Namespace, plan: ServingPlan) -> int:
     model = options.work / f"gpt-oss-{options.size}"
-    run([sys.executable, "-m", "sparkforge.models.dummy", str(model), "--size", options.size], cwd=ROOT)
+    run([sys.executable, "-m", "lab.served.dummy", str(model), "--size", options.size], cwd=ROOT)
     result: dict[str, Any] = {"size": options.size, "weights": plan.weights, "backends": {}}
     exit_code = 0
     with _all_started(options, plan, model, ("--load-format", plan.weights)) as servers:

@@ -9,8 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from lab.served import max_serve, random_checkpoint
-from sparkforge.models import dummy
+from lab.served import dummy, max_serve, random_checkpoint
 
 SERVER = """\
 import json, sys

@@ -15,6 +15,7 @@ from sparkforge.core import tables
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.openai import last_part
 from sparkforge.core.tables import Record
+from sparkforge.plan.cited import CitedFigure
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "baselines.toml"
@@ -77,22 +78,6 @@ class Canaries(Record):
     model: str
     ask: list[Literal["answers", "first_token", "content", "tool_call"]]
     why: str
-
-
-class CitedFigure(Record):
-    """Figures that others published. `shape` is isl, osl, concurrency; 0 is unknown."""
-
-    name: str
-    shape: tuple[int, int, int]
-    values: dict[str, float]
-    source: str = Field(min_length=1)
-    date: str = Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")
-
-    @property
-    def shape_text(self) -> str:
-        """The shape as a result's `Config.shape` writes it."""
-        isl, osl, conc = (str(n) if n else "?" for n in self.shape)
-        return f"{isl}/{osl} c{conc}"
 
 
 class Board(Record):

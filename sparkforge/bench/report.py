@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkforge.bench import page
-from sparkforge.bench.baselines import Baselines, CitedFigure, missing_figures
+from sparkforge.bench.baselines import Baselines, missing_figures
 from sparkforge.bench.page import Cell, SortableTable
 from sparkforge.bench.schema import Result, ServedModel
 from sparkforge.core.files import write_atomic
+from sparkforge.plan.cited import CitedFigure
 
 GATE = ("check", "verdict", "value", "limit", "detail")
 MEASURED = (

@@ -18,7 +18,7 @@ import httpx
 
 from sparkforge import pins
 from sparkforge.bench import baselines, runs, schema
-from sparkforge.bench.baselines import Baselines, CitedFigure
+from sparkforge.bench.baselines import Baselines
 from sparkforge.bench.context import read_table
 from sparkforge.bench.schema import Result
 from sparkforge.core import http, sse
@@ -28,6 +28,7 @@ from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, Usa
 from sparkforge.core.files import write_json
 from sparkforge.core.openai import require_url, uses_proxy
 from sparkforge.core.redact import redact
+from sparkforge.plan.cited import CitedFigure
 
 WAITS = (1.0, 4.0, 15.0)  # seconds before each further try
 LONGEST_WAIT = 60.0  # what a Retry-After may ask for

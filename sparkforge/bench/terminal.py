@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparkforge.bench.baselines import CitedFigure
 from sparkforge.bench.page import format_figure, format_optional
 from sparkforge.bench.schema import Result
 from sparkforge.core.console import console
+from sparkforge.plan.cited import CitedFigure
 
 COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
 

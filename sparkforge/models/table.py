@@ -12,6 +12,7 @@ from pydantic import Field
 from sparkforge.core import tables
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
+from sparkforge.plan.architecture import KnownModel
 
 TABLE = Path(__file__).with_name("models.toml")
 # Names of sizes in training/ → in config.json.
@@ -33,24 +34,14 @@ class Checkpoint(Record):
     source: str
 
 
-class Configuration(Record):
-    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known."""
-
-    config: dict[str, Any]
-    source: str
-    sizes: str = ""  # a safetensors file beside the table whose metadata has the sizes
-    tensor_bytes: int | None = None
-    tensor_bytes_source: str = ""
-
-
 class ModelTable(Record):
     """The whole of models.toml."""
 
     models: dict[str, Checkpoint] = Field(default_factory=dict)
-    configs: dict[str, Configuration]
+    configs: dict[str, KnownModel]
 
 
-def load(table: Path = TABLE) -> dict[str, Configuration]:
+def load(table: Path = TABLE) -> dict[str, KnownModel]:
     """Return every known configuration by name. Raises InputError."""
     rows = tables.load(table, ModelTable).configs
     return {

@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODEL_TYPE = "gpt_oss"
@@ -26,6 +27,16 @@ DECODING = STEPS_UNDER_WAY  # tokens that a decoding sequence has in flight: one
 LARGEST = 10**9  # no size in a config.json is larger; keeps arithmetic within sense
 CONFIG_BYTES = 10_000_000  # a config.json is a few kilobytes
 GET = "./inv plan gpt-oss-120b   # or a folder or config.json of a gpt-oss model"
+
+
+class KnownModel(Record):
+    """The sizes in a model's config.json, and their source. `tensor_bytes`: of all weights, None if not known."""
+
+    config: dict[str, Any]
+    source: str
+    sizes: str = ""  # a safetensors file beside the table whose metadata has the sizes
+    tensor_bytes: int | None = None
+    tensor_bytes_source: str = ""
 
 
 @dataclass(frozen=True)

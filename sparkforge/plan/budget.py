@@ -24,7 +24,7 @@ class Workload:
     """What is to be served: tokens a sequence, sequences at once, formats of KV cache and dense layers, bounds."""
 
     context: int
-    concurrency: int
+    concurrency: int = 1
     kv: str = "bf16"
     dense: DenseFormat = BF16
     batched: int = BATCHED_TOKENS

@@ -9,23 +9,18 @@ bytes, arithmetic or the link. Experts are taken to be spread evenly over the ma
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from sparkforge.core.errors import UsageError
-from sparkforge.core.tables import Figure, Record, load
+from sparkforge.core.tables import Figure, Record
 from sparkforge.plan import budget, roofline
 from sparkforge.plan.architecture import BLOCK, Architecture, DenseFormat
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device, Interconnect
 from sparkforge.plan.roofline import Work
 
-FILE = Path(__file__).with_name("cluster.toml")
 USERS = (1, 4, 8, 16, 32, 64)
 MOST_NODES = 128
 MOST_USERS = 1024  # up to which a crossover is looked for
@@ -59,51 +54,6 @@ class WayRow(Record):
     against: tuple[str, ...]
 
 
-class CitedSpeeds(Record):
-    """Published speeds of one machine, of both as one server, and of two servers, in tokens a second of all users."""
-
-    users: int = Field(ge=1)
-    single: float = Field(gt=0)
-    tensor: float = Field(gt=0)
-    replicas: float = Field(gt=0)
-
-
-class CitedCluster(Record):
-    """Somebody's figures. `sequences`: how many users a server works on at once; `why_sequences`: how that is known.
-
-    The servers of their own had a balancer that chooses at random.
-    """
-
-    model: str
-    device: str
-    nodes: int
-    context: int
-    attention: Literal["bf16", "fp8", "mxfp4"]
-    head: Literal["bf16", "fp8", "mxfp4"]
-    kv: Literal["bf16", "fp8"]
-    sequences: int
-    why_sequences: str
-    source: str = Field(min_length=1)
-    date: str
-    speeds: tuple[CitedSpeeds, ...]
-
-
-class CitedClusters(Record):
-    """The whole of cluster.toml."""
-
-    cited: tuple[CitedCluster, ...]
-
-
-class ClusterComparison(Record):
-    """A published figure beside the computed one: the gain of both machines as one server, and of two servers."""
-
-    users: int
-    cited_gain: float
-    computed_gain: float
-    cited_winner: Literal["tensor", "replicas"]
-    computed_winner: Literal["tensor", "replicas"]
-
-
 class ClusterPlan(Record):
     """What `./inv plan --nodes N` adds. `crossover`: users from which servers of their own win; None: they do not."""
 
@@ -115,8 +65,6 @@ class ClusterPlan(Record):
     crossover: int | None
     recommended: Way
     why: str
-    cited: list[ClusterComparison]
-    cited_source: str = ""
 
 
 def read_nodes(text: str) -> int:
@@ -127,15 +75,14 @@ def read_nodes(text: str) -> int:
     return number
 
 
-def make(name: str, model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
-    """Return the plan for `nodes` machines; `name` is the model's. Raises UsageError for a device without a link."""
+def make(model: Architecture, device: Device, asked: Workload, nodes: int) -> ClusterPlan:
+    """Return the plan for `nodes` machines. Raises UsageError for a device without a link."""
     if device.link is None:
         fix = "./inv plan gpt-oss-120b --device spark --nodes 2"
         raise UsageError(f"{device.about} has no link in devices.toml", "nothing is known of its network", fix)
     ways = [_way(model, device, asked, nodes, way) for way in WAYS]
     crossover = _crossover(model, device, asked, nodes)
     recommended, why = _recommend(ways, asked, crossover)
-    source, comparisons = _against(name, model, device, nodes)
     return ClusterPlan(
         nodes=nodes,
         link=device.link.bandwidth,
@@ -145,8 +92,6 @@ def make(name: str, model: Architecture, device: Device, asked: Workload, nodes:
         crossover=crossover,
         recommended=recommended,
         why=why,
-        cited=comparisons,
-        cited_source=source,
     )
 
 
@@ -235,17 +180,6 @@ def total(model: Architecture, device: Device, load: Workload, nodes: int, users
     return batch / (seconds + link_seconds(model, device.link, batch, nodes, way)) if seconds else None
 
 
-def shuffled(model: Architecture, device: Device, load: Workload, nodes: int, users: int) -> float | None:
-    """Return the tokens a second of `users` on servers of their own, each sent to one at random; in expectation."""
-    expected = 0.0
-    for count in range(users + 1):
-        speed = _single(model, device, load, count)
-        if speed is None:
-            return None
-        expected += math.comb(users, count) * (nodes - 1) ** (users - count) / nodes**users * speed
-    return nodes * expected
-
-
 def _single(model: Architecture, device: Device, load: Workload, users: int) -> float | None:
     batch = min(users, load.sequences)
     if not batch:
@@ -256,7 +190,7 @@ def _single(model: Architecture, device: Device, load: Workload, users: int) -> 
 
 def _seconds(model: Architecture, device: Device, load: Workload, batch: int, nodes: int = 1) -> float | None:
     """Return the seconds of a step on one of `nodes` machines that split its work; router and norms are on each."""
-    work = roofline.decode(model, batch, load.context, load.kv, load.dense)
+    work = roofline.decode(model, batch, load)
     whole = _replicated_bytes(model, load.dense)
     cut = Work((work.bytes - whole) / nodes + whole, work.expert_flops / nodes, work.dense_flops / nodes)
     return roofline.time(cut, device).seconds
@@ -318,29 +252,3 @@ def _recommend(ways: Sequence[WayRow], load: Workload, crossover: int | None) ->
     if not split:
         return "replicas", "the model cannot be split so"
     return split[0], f"{load.concurrency} users have more tokens a second than with servers of their own"
-
-
-def table(path: Path = FILE) -> tuple[CitedCluster, ...]:
-    """Return the published figures. Raises InputError."""
-    return load(path, CitedClusters).cited
-
-
-def _against(name: str, model: Architecture, device: Device, nodes: int) -> tuple[str, list[ClusterComparison]]:
-    figures = [row for row in table() if row.model == name and row.nodes == nodes and row.device in device.names]
-    for row in figures:
-        dense = DenseFormat(row.attention, row.head)
-        served = Workload(row.context, 1, row.kv, dense, sequences=row.sequences)
-        return f"{row.source} ({row.date})", [_compare(model, device, served, nodes, cited) for cited in row.speeds]
-    return "", []
-
-
-def _compare(model: Architecture, device: Device, load: Workload, nodes: int, cited: CitedSpeeds) -> ClusterComparison:
-    row = speeds(model, device, load, nodes, cited.users)
-    tensor, replicas = row.ways["tensor"] or 0.0, shuffled(model, device, load, nodes, cited.users) or 0.0
-    return ClusterComparison(
-        users=cited.users,
-        cited_gain=cited.tensor / cited.single,
-        computed_gain=tensor / row.single if row.single else 0.0,
-        cited_winner="replicas" if cited.replicas > cited.tensor else "tensor",
-        computed_winner="replicas" if replicas > tensor else "tensor",
-    )

@@ -9,15 +9,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from sparkforge.core.errors import InputError, RefusalError, UsageError
 from sparkforge.core.tables import TOLD
 from sparkforge.plan import architecture, budget, choose, cited, cluster, devices, roofline, speed
-from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat
+from sparkforge.plan.architecture import BF16, KV_BYTES, Architecture, DenseFormat, KnownModel
 from sparkforge.plan.budget import Workload
 from sparkforge.plan.choose import ProfileFit, ServerOptions
-from sparkforge.plan.cited import CitedRow
+from sparkforge.plan.cited import CitedFigure
 from sparkforge.plan.devices import GIB, Device
 from sparkforge.plan.document import (
     Asked,
@@ -43,26 +42,6 @@ CITED_MODEL, CITED_GPU = "gpt-oss-120b", "GB10"
 MOST_SEQUENCES = 100_000
 PROFILES = "sparkforge/serve/profiles.toml"
 DEFAULT_CONTEXT, DEFAULT_CONCURRENCY = 8192, "4"
-
-
-class KnownModel(Protocol):
-    """What is read of a row of sparkforge/models/models.toml."""
-
-    @property
-    def config(self) -> Mapping[str, object]:
-        """Its config.json."""
-
-    @property
-    def source(self) -> str:
-        """Where that is from."""
-
-    @property
-    def tensor_bytes(self) -> int | None:
-        """Bytes of all weights, None if not known."""
-
-    @property
-    def tensor_bytes_source(self) -> str:
-        """Where that is from."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +123,18 @@ def read_device(name: str, resident: str, gpu: str) -> Device:
 
 def make_plan(
     subject: Subject,
-    name: str,
     device: Device,
     load: Workload,
     profiles: Mapping[str, ServerOptions],
-    figures: Sequence[CitedRow] = (),
-    nodes: int = 0,
+    request: PlanRequest,
+    figures: Sequence[CitedFigure] = (),
 ) -> Plan:
-    """Return the plan. `name` is the device's in the request, `figures` are other people's.
+    """Return the plan; `figures` are other people's. With `request.nodes` it is also for so many machines together.
 
-    With `nodes` it is also for so many machines together. Raises InputError for a table that is malformed, UsageError
-    for several machines of a device whose network is not known.
+    Raises InputError for a table that is malformed, UsageError for several machines of a device whose network is not
+    known.
     """
+    nodes = cluster.read_nodes(request.nodes) if request.nodes else 0
     model = subject.model
     verdicts = choose.verdicts(model, device, load, profiles)
     recommended = choose.recommended(verdicts)
@@ -178,7 +157,7 @@ def make_plan(
             on_disk=subject.on_disk,
             on_disk_source=subject.on_disk_source,
         ),
-        device=DeviceRow(name=name, described=device),
+        device=DeviceRow(name=request.device, described=device),
         weights=[WeightRow(name=p.name, form=p.form, bytes=p.bytes) for p in model.parts(load.dense)],
         kv=_kv(model, load),
         memory_bytes=memory.total,
@@ -202,8 +181,8 @@ def make_plan(
         recommended=recommended.name if recommended else "",
         advice=_advice(model, device, load, recommended, nearest),
         cited=cited.against(model, device, figures) if is_cited else [],
-        measured=_measured(subject, device, load) if name == devices.THIS else [],
-        cluster=cluster.make(subject.name, model, device, load, nodes) if nodes else None,
+        measured=_measured(subject, device, load) if request.device == devices.THIS else [],
+        cluster=cluster.make(model, device, load, nodes) if nodes else None,
     )
 
 
@@ -232,8 +211,7 @@ def _measured(subject: Subject, device: Device, load: Workload) -> list[Comparis
     measured = speed.newest(subject.name)
     if measured is None or not device.names:
         return []
-    served = replace(measured, kv=load.kv, dense=load.dense, batched=load.batched)
-    comparisons = speed.compare(subject.model, device, served)
+    comparisons = speed.compare(subject.model, device, measured, load)
     return [c.model_copy(update={"told": f"{measured.file}: {c.told}"}) for c in comparisons]
 
 
@@ -267,8 +245,8 @@ def _loading(device: Device, size: int) -> list[LoadingRow]:
 
 
 def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> DecodeRow:
-    time = roofline.time(roofline.decode(model, batch, load.context, load.kv, load.dense), device)
-    same = roofline.decode(model, batch, load.context, load.kv, load.dense, touched=model.top_k)
+    time = roofline.time(roofline.decode(model, batch, load), device)
+    same = roofline.decode(model, batch, load, touched=model.top_k)
     best, seconds = roofline.time(same, device).seconds, time.seconds
     return DecodeRow(
         batch=batch,
@@ -287,16 +265,16 @@ def _decode(model: Architecture, device: Device, load: Workload, batch: int) -> 
 def _format(
     model: Architecture, device: Device, load: Workload, profiles: Mapping[str, ServerOptions], dense: DenseFormat
 ) -> FormatRow:
-    freed = model.weight_bytes() - model.weight_bytes(dense)
+    freed, served = model.weight_bytes() - model.weight_bytes(dense), replace(load, dense=dense)
     return FormatRow(
         name=dense.name,
         attention=dense.attention,
         head=dense.head,
-        bytes=int(roofline.decode(model, 1, 0, load.kv, dense).bytes),
+        bytes=int(roofline.decode(model, 1, replace(served, context=0)).bytes),
         freed_bytes=freed,
         kv_tokens=freed // max(1, model.full_layers * model.kv_layer_token(load.kv)),
         users=USERS,
-        each=tuple(speed.ceiling(model, device, users, load.context, load.kv, dense) for users in USERS),
+        each=tuple(speed.ceiling(model, device, users, served) for users in USERS),
         profiles=tuple(name for name in choose.candidates(device, profiles) if profiles[name].dense == dense),
     )
 
@@ -316,8 +294,7 @@ def _for_users(
         speeds: dict[str, float | None] = {}
         for verdict in choose.verdicts(model, device, asked, profiles):
             if not verdict.against:
-                own = profiles[verdict.name].load(asked)
-                speeds[verdict.name] = speed.ceiling(model, device, users, load.context, own.kv, own.dense)
+                speeds[verdict.name] = speed.ceiling(model, device, users, profiles[verdict.name].load(asked))
         cautious = next(iter(speeds), "")
         fastest = max(speeds, key=lambda name: speeds[name] or 0.0, default="")
         yield ProfileForUsers(
@@ -330,8 +307,8 @@ def _for_users(
 
 
 def _prefill(model: Architecture, device: Device, load: Workload, prompt: int) -> PrefillRow:
-    works = list(roofline.prefill(model, prompt, 1, load.batched, load.kv, load.dense))
-    seconds = roofline.first_token_seconds(model, device, prompt, 1, load.batched, load.kv, load.dense)
+    works = list(roofline.prefill(model, prompt, 1, load))
+    seconds = roofline.first_token_seconds(model, device, prompt, 1, load)
     bounds = {roofline.time(work, device).bound for work in works}
     return PrefillRow(
         prompt=prompt,

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkforge.plan.architecture import BF16, BITS, Architecture, DenseFormat
+from sparkforge.plan.architecture import BITS, Architecture, DenseFormat
+from sparkforge.plan.budget import Workload
 from sparkforge.plan.devices import Device
 
 MOST_STEPS = 10_000  # beyond that, steps are taken larger: a shape that makes no sense must still end
@@ -75,18 +76,12 @@ def time(work: Work, device: Device) -> Time:
     return Time(work, work.bytes / bandwidth if bandwidth else None, compute)
 
 
-def decode(
-    model: Architecture,
-    batch: int,
-    context: int,
-    kv: str,
-    dense: DenseFormat = BF16,
-    touched: float | None = None,
-) -> Work:
-    """One step that decodes a token of `batch` sequences, each behind `context` tokens.
+def decode(model: Architecture, batch: int, load: Workload, touched: float | None = None) -> Work:
+    """One step that decodes a token of `batch` sequences, each behind `load.context` tokens.
 
     `touched`: experts a layer, if not by even routing.
     """
+    context, kv, dense = load.context, load.kv, load.dense
     hit = experts_touched(model.experts, model.top_k, batch) if touched is None else touched
     attended = batch * attention_flops(model, context, context + 1)
     head = 2 * batch * model.vocab * model.hidden
@@ -99,15 +94,14 @@ def decode(
     )
 
 
-def prefill(
-    model: Architecture, prompt: int, prompts: int, chunk: int, kv: str, dense: DenseFormat = BF16
-) -> Iterator[Work]:
+def prefill(model: Architecture, prompt: int, prompts: int, load: Workload) -> Iterator[Work]:
     """Yield the steps that read `prompts` prompts of `prompt` tokens each.
 
-    `chunk` tokens are read a step (--max-num-batched-tokens), across prompts.
-    Logits are computed for each prompt's last token only, as vLLM does.
+    A step reads `load.batched` tokens (--max-num-batched-tokens), across prompts. Logits are computed for each prompt's
+    last token only, as vLLM does.
     """
-    step = max(chunk, prompts * prompt // MOST_STEPS)
+    kv, dense = load.kv, load.dense
+    step = max(load.batched, prompts * prompt // MOST_STEPS)
     for begin in range(0, prompts * prompt, step):
         end = min(begin + step, prompts * prompt)
         pieces = list(_pieces(begin, end, prompt))
@@ -126,20 +120,12 @@ def prefill(
         )
 
 
-def first_token_seconds(
-    model: Architecture,
-    device: Device,
-    prompt: int,
-    prompts: int,
-    chunk: int,
-    kv: str,
-    dense: DenseFormat = BF16,
-) -> float | None:
+def first_token_seconds(model: Architecture, device: Device, prompt: int, prompts: int, load: Workload) -> float | None:
     """Seconds until the last of `prompts` prompts, sent together, can have its first token.
 
     None if the device's bandwidth or rates are not known: a prompt's time without its arithmetic says nothing.
     """
-    times = [time(work, device) for work in prefill(model, prompt, prompts, chunk, kv, dense)]
+    times = [time(work, device) for work in prefill(model, prompt, prompts, load)]
     if any(step.memory is None or step.compute is None for step in times):
         return None
     return sum(step.seconds or 0.0 for step in times)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from sparkforge.core.console import console, echo_json, say
 from sparkforge.plan import choose, cluster, planner
+from sparkforge.plan.architecture import KnownModel
 from sparkforge.plan.choose import ProfileRow
-from sparkforge.plan.cited import NAMES, CitedRow
+from sparkforge.plan.cited import NAMES, CitedFigure
 from sparkforge.plan.cluster import ClusterPlan
 from sparkforge.plan.devices import GIB
 from sparkforge.plan.document import Plan
-from sparkforge.plan.planner import KnownModel, PlanRequest
+from sparkforge.plan.planner import PlanRequest
 
 UNKNOWN = "-"
 QUANTITIES = {"interactivity": "each", "output_throughput": "all", "prefill": "prefill"}
@@ -24,7 +25,7 @@ def report(
     request: PlanRequest,
     known: Mapping[str, KnownModel],
     serve_profiles: Mapping[str, ProfileRow],
-    figures: Sequence[CitedRow],
+    figures: Sequence[CitedFigure],
     *,
     gpu: str = "",
     as_json: bool,
@@ -39,210 +40,192 @@ def report(
     device = planner.read_device(request.device, request.resident, gpu)
     profiles = choose.read_profiles(serve_profiles)
     load = planner.read_load(request, subject.model, device, profiles)
-    nodes = cluster.read_nodes(request.nodes) if request.nodes else 0
-    plan = planner.make_plan(subject, request.device, device, load, profiles, figures, nodes)
+    plan = planner.make_plan(subject, device, load, profiles, request, figures)
     if as_json:
         echo_json(plan.model_dump(mode="json"))
     else:
-        print_tables(plan)
+        _print_plan(plan)
     planner.require_fit(plan)
 
 
-def print_tables(plan: Plan) -> None:  # noqa: C901 - a table after the other
-    """Print every table."""
+def _print_plan(plan: Plan) -> None:
     say(f"computed, not measured · {plan.model.name} on {plan.device.described.about}")
     say(f"model: {plan.model.source}")
-    for table in (_weights(plan), _memory(plan)):
-        console().print(table)
-    fit, asked = plan.fit, plan.asked
-    verdict = "fits" if fit.fits else f"does not fit: {_gib(fit.missing_bytes)} GiB are missing"
-    say(f"{verdict}: a share of {fit.needed_share:.2f} is needed, {fit.most_share:.2f} can be had")
-    say(f"at {asked.context} tokens each: at most {fit.most_sequences} sequences")
-    say(f"with {asked.concurrency} sequences: at most {fit.most_tokens} tokens each")
-    console().print(_decode(plan))
-    say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
-    console().print(_prefill(plan))
-    console().print(_formats(plan))
-    say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
-    for packed in plan.formats[1:]:
-        if packed.profiles:
-            say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
-    console().print(_caches(plan))
-    if plan.for_users:
-        console().print(_for_users(plan))
-        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
-    if plan.loading:
-        console().print(_loading(plan))
-    if plan.profiles:
-        console().print(_profiles(plan))
+    _print_memory(plan)
+    _print_speed(plan)
+    _print_formats(plan)
+    _print(
+        "loading the weights · by published rates (cited), none measured by us",
+        ("format", ">GB/s", ">s", ""),
+        [(row.name, _number(row.rate, "g"), _number(row.seconds, ".0f"), row.note) for row in plan.loading],
+    )
+    marks = {plan.recommended: "recommended"}
+    _print(
+        "serve profiles · computed",
+        ("profile", ">share", ">needs", ""),
+        [
+            (row.name, f"{row.share:.2f}", f"{row.needed:.2f}", "; ".join(row.against) or marks.get(row.name, "fits"))
+            for row in plan.profiles
+        ],
+    )
     if plan.cluster:
         _print_cluster(plan.cluster)
-    if plan.cited:
-        console().print(_cited(plan))
-    if any(figure.share > 1 for figure in plan.cited):
-        say("over 100 %: those requests shared more experts than even routing has them share")
+    _print_cited(plan)
     for row in plan.measured:
         say(f"measured · {row.told}" + (f". Likely: {row.causes}. Next: ./inv doctor" if row.causes else ""))
     say(f"{'serve' if plan.recommended else 'next'}: {plan.advice}")
 
 
-def _weights(plan: Plan) -> Table:
-    unit, size = ("GB", 1e9) if plan.model.computed >= 1e9 else ("MB", 1e6)
-    table = Table("weights", "format", _right(unit), title="weights · computed", box=SIMPLE)
-    for row in plan.weights:
-        table.add_row(row.name, row.form, f"{row.bytes / size:.3f}")
-    table.add_row("sum", "", f"{plan.model.computed / size:.3f}")
-    if plan.model.on_disk:
-        off = plan.model.computed / plan.model.on_disk - 1
-        table.add_row("the checkpoint has", f"{off:+.2%}", f"{plan.model.on_disk / size:.3f}")
-    return table
+def _print_memory(plan: Plan) -> None:
+    fit, asked, model = plan.fit, plan.asked, plan.model
+    unit, size = ("GB", 1e9) if model.computed >= 1e9 else ("MB", 1e6)
+    weights = [(row.name, row.form, f"{row.bytes / size:.3f}") for row in plan.weights]
+    weights.append(("sum", "", f"{model.computed / size:.3f}"))
+    if model.on_disk:
+        off = model.computed / model.on_disk - 1
+        weights.append(("the checkpoint has", f"{off:+.2%}", f"{model.on_disk / size:.3f}"))
+    _print("weights · computed", ("weights", "format", f">{unit}"), weights)
+    uses = [(row.name, _gib(row.bytes), "yes" if row.share else "", row.how) for row in plan.budget]
+    uses.append(("left, and page cache", _gib(plan.left_bytes), "", ""))
+    uses.append(("memory", _gib(plan.memory_bytes), "", plan.device.described.memory.origin))
+    title = f"memory · computed · {asked.concurrency} x {asked.context} tokens, KV in {asked.kv}"
+    _print(title, ("use", ">GiB", "share", "from"), uses)
+    verdict = "fits" if fit.fits else f"does not fit: {_gib(fit.missing_bytes)} GiB are missing"
+    say(f"{verdict}: a share of {fit.needed_share:.2f} is needed, {fit.most_share:.2f} can be had")
+    say(f"at {asked.context} tokens each: at most {fit.most_sequences} sequences")
+    say(f"with {asked.concurrency} sequences: at most {fit.most_tokens} tokens each")
 
 
-def _memory(plan: Plan) -> Table:
-    title = f"memory · computed · {plan.asked.concurrency} x {plan.asked.context} tokens, KV in {plan.asked.kv}"
-    table = Table("use", _right("GiB"), "share", "from", title=title, box=SIMPLE)
-    for row in plan.budget:
-        table.add_row(row.name, _gib(row.bytes), "yes" if row.share else "", row.how)
-    table.add_row("left, and page cache", _gib(plan.left_bytes), "", "")
-    table.add_row("memory", _gib(plan.memory_bytes), "", plan.device.described.memory.origin)
-    return table
+def _print_speed(plan: Plan) -> None:
+    _print(
+        f"decode ceiling · computed · {plan.asked.context} tokens behind each",
+        (">at once", ">experts", ">GB", ">ms", ">tok/s", ">all", ">best", ">FLOP/B", "bound"),
+        [
+            (
+                str(row.batch),
+                f"{row.experts:.1f}",
+                f"{row.bytes / 1e9:.2f}",
+                _ms(row.seconds),
+                *map(_speed, (row.each, row.total, row.best_total)),
+                f"{row.intensity:.1f}",
+                row.bound,
+            )
+            for row in plan.decode
+        ],
+    )
+    say("experts: by even routing; best: all tok/s if every token chose the same; GB, ms: of a step")
+    _print(
+        f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step",
+        (">prompt", ">ms to first token", ">tok/s", ">FLOP/B", "bound"),
+        [
+            (str(row.prompt), _ms(row.seconds), _speed(row.rate), f"{row.intensity:.0f}", row.bound)
+            for row in plan.prefill
+        ],
+    )
 
 
-def _decode(plan: Plan) -> Table:
-    columns = ("at once", "experts", "GB", "ms", "tok/s", "all", "best", "FLOP/B")
-    title = f"decode ceiling · computed · {plan.asked.context} tokens behind each"
-    table = Table(*(_right(name) for name in columns), "bound", title=title, box=SIMPLE)
-    for row in plan.decode:
-        table.add_row(
-            str(row.batch),
-            f"{row.experts:.1f}",
-            f"{row.bytes / 1e9:.2f}",
-            _ms(row.seconds),
-            _speed(row.each),
-            _speed(row.total),
-            _speed(row.best_total),
-            f"{row.intensity:.1f}",
-            row.bound,
+def _print_formats(plan: Plan) -> None:
+    """Print what dense layers and KV cache in fewer bits gain, and the profiles that use them."""
+    context, users = plan.asked.context, (f">{count}" for count in plan.formats[0].users)
+    _print(
+        f"by format of attention/LM head · computed · tok/s a user for so many, {context} tokens behind",
+        ("format", ">GB", *users, ">GiB", ">KV tokens"),
+        [
+            (
+                f"{row.attention}/{row.head}",
+                f"{row.bytes / 1e9:.2f}",
+                *map(_speed, row.each),
+                *((_gib(row.freed_bytes), f"{row.kv_tokens:,}") if row.kv_tokens else ("", "")),
+            )
+            for row in plan.formats
+        ],
+    )
+    say("GB: of a token; GiB, KV tokens: memory that is free then, and what it holds of a KV cache")
+    for packed in plan.formats[1:]:
+        if packed.profiles:
+            say(f"{packed.attention}/{packed.head}: {', '.join(packed.profiles)}")
+    _print(
+        f"KV cache by type · computed · sequences of {context} tokens that fit",
+        ("type", ">bytes a token", ">sequences", ">tokens"),
+        [(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}") for row in plan.caches],
+    )
+    _print(
+        f"profile by users · computed · {context} tokens behind each, tok/s a user at most",
+        (">users", "first that fits", ">tok/s", "highest bound", ">tok/s"),
+        [
+            (
+                str(row.users),
+                row.cautious or "none",
+                _speed(row.cautious_each),
+                row.fastest if row.fastest != row.cautious else "the same",
+                _speed(row.fastest_each),
+            )
+            for row in plan.for_users
+        ],
+    )
+    if plan.for_users:
+        say("fewer bits cost accuracy: ./inv bench.bakeoff --profiles A,B measures both and ranks what passes the gate")
+
+
+def _print_cited(plan: Plan) -> None:
+    rows = [
+        (
+            row.whose.removeprefix(f"{NAMES}, ") if before is None or before.whose != row.whose else "",
+            row.shape,
+            QUANTITIES[row.quantity],
+            f"{row.cited:.1f}",
+            _speed(row.computed),
+            f"{row.share:.0%}",
+            f"{row.dense} {row.kv}",
         )
-    return table
-
-
-def _prefill(plan: Plan) -> Table:
-    columns = ("prompt", "ms to first token", "tok/s", "FLOP/B")
-    title = f"prefill ceiling · computed · one prompt, {plan.prefill[0].chunk} tokens a step"
-    table = Table(*(_right(name) for name in columns), "bound", title=title, box=SIMPLE)
-    for row in plan.prefill:
-        speed = _speed(row.rate)
-        table.add_row(str(row.prompt), _ms(row.seconds), speed, f"{row.intensity:.0f}", row.bound)
-    return table
-
-
-def _formats(plan: Plan) -> Table:
-    columns = ("GB", *(str(count) for count in plan.formats[0].users), "GiB", "KV tokens")
-    title = f"by format of attention/LM head · computed · tok/s a user for so many, {plan.asked.context} tokens behind"
-    table = Table("format", *(_right(name) for name in columns), title=title, box=SIMPLE)
-    for row in plan.formats:
-        speeds, won = (_speed(rate) for rate in row.each), f"{row.kv_tokens:,}" if row.kv_tokens else ""
-        form = f"{row.attention}/{row.head}"
-        table.add_row(form, f"{row.bytes / 1e9:.2f}", *speeds, _gib(row.freed_bytes) if won else "", won)
-    return table
-
-
-def _caches(plan: Plan) -> Table:
-    title = f"KV cache by type · computed · sequences of {plan.asked.context} tokens that fit"
-    columns = ("bytes a token", "sequences", "tokens")
-    table = Table("type", *(_right(name) for name in columns), title=title, box=SIMPLE)
-    for row in plan.caches:
-        table.add_row(row.kv, f"{row.token_bytes:,}", str(row.sequences), f"{row.tokens:,}")
-    return table
-
-
-def _for_users(plan: Plan) -> Table:
-    title = f"profile by users · computed · {plan.asked.context} tokens behind each, tok/s a user at most"
-    table = Table(_right("users"), "first that fits", _right("tok/s"), "highest bound", _right("tok/s"), title=title)
-    table.box = SIMPLE
-    for row in plan.for_users:
-        cautious, fastest = row.cautious or "none", row.fastest if row.fastest != row.cautious else "the same"
-        table.add_row(str(row.users), cautious, _speed(row.cautious_each), fastest, _speed(row.fastest_each))
-    return table
-
-
-def _loading(plan: Plan) -> Table:
-    title = "loading the weights · by published rates (cited), none measured by us"
-    table = Table("format", _right("GB/s"), _right("s"), "", title=title, box=SIMPLE)
-    for row in plan.loading:
-        rate = UNKNOWN if row.rate is None else f"{row.rate:g}"
-        table.add_row(row.name, rate, UNKNOWN if row.seconds is None else f"{row.seconds:.0f}", row.note)
-    return table
-
-
-def _profiles(plan: Plan) -> Table:
-    table = Table("profile", _right("share"), _right("needs"), "", title="serve profiles · computed", box=SIMPLE)
-    for row in plan.profiles:
-        mark = "recommended" if row.name == plan.recommended else "fits"
-        table.add_row(row.name, f"{row.share:.2f}", f"{row.needed:.2f}", "; ".join(row.against) or mark)
-    return table
-
-
-def _cited(plan: Plan) -> Table:
-    columns = (Column("whose", max_width=18), "in/out", "", _right("cited"), _right("computed"), _right("share"))
+        for row, before in zip(plan.cited, (None, *plan.cited), strict=False)
+    ]
     title = "others' tok/s (cited), and the bound for their formats (computed)"
-    table = Table(*columns, "formats", title=title, box=SIMPLE)
-    for row, before in zip(plan.cited, (None, *plan.cited), strict=False):
-        name = "" if before and before.whose == row.whose else row.whose.removeprefix(f"{NAMES}, ")
-        figures = (f"{row.cited:.1f}", _speed(row.computed), f"{row.share:.0%}")
-        table.add_row(name, row.shape, QUANTITIES[row.quantity], *figures, f"{row.dense} {row.kv}")
-    return table
+    _print(title, ("whose", "in/out", "", ">cited", ">computed", ">share", "formats"), rows)
+    if any(figure.share > 1 for figure in plan.cited):
+        say("over 100 %: those requests shared more experts than even routing has them share")
 
 
 def _print_cluster(plan: ClusterPlan) -> None:
-    """Print how several machines serve the model, beside published figures."""
-    console().print(_ways(plan))
+    """Print how several machines serve the model together."""
+    _print(
+        f"{plan.nodes} machines · computed · of one machine; over the link for one user",
+        ("way", ">weights GiB", ">KV GiB", ">share", "", ">kB a token", ">ms a step"),
+        [
+            (
+                row.way,
+                _gib(row.weights_bytes),
+                _gib(row.kv_bytes),
+                f"{row.share:.2f}",
+                "impossible" if row.against else "fits" if row.fits else "does not fit",
+                f"{row.link_bytes / 1e3:.0f}",
+                _ms(row.link_seconds),
+            )
+            for row in plan.ways
+        ],
+    )
     for row in plan.ways:
         for objection in row.against:
             say(f"{row.way}: {objection}")
-    console().print(_together(plan))
+    _print(
+        "tok/s of all users · computed",
+        (">users", ">one machine", *(f">{way}" for way in cluster.WAYS)),
+        [(str(row.users), _speed(row.single), *(_speed(row.ways[way]) for way in cluster.WAYS)) for row in plan.speeds],
+    )
     say(f"a server works on {plan.sequences} users at once (--max-num-seqs); the others wait")
     crossover = "no number of users" if plan.crossover is None else f"{plan.crossover} users on"
     say(f"servers of their own have more tokens a second in all from {crossover}")
-    if plan.cited:
-        console().print(_cited_cluster(plan))
-        say(f"cited: {plan.cited_source}")
     say(f"{plan.nodes} machines: {plan.recommended}, because {plan.why}")
 
 
-def _ways(plan: ClusterPlan) -> Table:
-    columns = (_right("weights GiB"), _right("KV GiB"), _right("share"), "", _right("kB a token"), _right("ms a step"))
-    title = f"{plan.nodes} machines · computed · of one machine; over the link for one user"
-    table = Table("way", *columns, title=title, box=SIMPLE)
-    for row in plan.ways:
-        verdict = "impossible" if row.against else "fits" if row.fits else "does not fit"
-        sizes = (_gib(row.weights_bytes), _gib(row.kv_bytes), f"{row.share:.2f}", verdict)
-        table.add_row(row.way, *sizes, f"{row.link_bytes / 1e3:.0f}", _ms(row.link_seconds))
-    return table
-
-
-def _together(plan: ClusterPlan) -> Table:
-    title = "tok/s of all users · computed"
-    table = Table(
-        _right("users"), _right("one machine"), *(_right(way) for way in cluster.WAYS), title=title, box=SIMPLE
-    )
-    for row in plan.speeds:
-        table.add_row(str(row.users), _speed(row.single), *(_speed(row.ways[way]) for way in cluster.WAYS))
-    return table
-
-
-def _cited_cluster(plan: ClusterPlan) -> Table:
-    columns = (_right("users"), _right("cited gain"), _right("computed gain"), "cited winner", "computed winner")
-    table = Table(*columns, title="tensor against one machine (gain), and against two servers (winner)", box=SIMPLE)
-    for row in plan.cited:
-        gains = (f"{row.cited_gain:.2f}", f"{row.computed_gain:.2f}")
-        table.add_row(str(row.users), *gains, row.cited_winner, row.computed_winner)
-    return table
-
-
-def _right(name: str) -> Column:
-    return Column(name, justify="right")
+def _print(title: str, columns: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, unless it has no rows; a column whose name begins with `>` is aligned right."""
+    if rows:
+        headings = [Column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left") for name in columns]
+        table = Table(*headings, title=title, box=SIMPLE)
+        for row in rows:
+            table.add_row(*row)
+        console().print(table)
 
 
 def _gib(count: float) -> str:
@@ -250,8 +233,12 @@ def _gib(count: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else f"{seconds * 1000:.1f}"
+    return _number(seconds and seconds * 1000, ".1f")
 
 
 def _speed(rate: float | None) -> str:
-    return UNKNOWN if rate is None else f"{rate:.1f}" if rate < 1000 else f"{rate:.0f}"
+    return _number(rate, ".1f" if (rate or 0.0) < 1000 else ".0f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AliasPath, Field
 
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
 from sparkforge.core.tables import Record, load
 from sparkforge.plan import roofline
 from sparkforge.plan.architecture import BF16, Architecture, DenseFormat
-from sparkforge.plan.budget import BATCHED_TOKENS
+from sparkforge.plan.budget import BATCHED_TOKENS, Workload
 from sparkforge.plan.devices import Device
 
 FILE = Path(__file__).with_name("plan.toml")
@@ -70,74 +70,39 @@ class Judging(Record):
     formats: tuple[CitedFormat, ...]
 
 
-class _Part(Record, extra="ignore"):
-    """A part of a benchmark's result, sparkforge-bench/1, of which only some keys are read."""
+class Measured(Record, extra="ignore", populate_by_name=True):
+    """What `./inv bench.perf` measured: medians in milliseconds; `tpot_ms` None for answers of one token.
+
+    It is read from a result, sparkforge-bench/1, of which only these keys matter.
+    """
+
+    prompt: Count = Field(validation_alias=AliasPath("config", "isl"))
+    answer: Count = Field(validation_alias=AliasPath("config", "osl"))
+    concurrency: Count = Field(validation_alias=AliasPath("config", "conc"))
+    ttft_ms: Milliseconds = Field(validation_alias=AliasPath("metrics", "ttft_ms", "median"))
+    tpot_ms: Milliseconds | None = Field(default=None, validation_alias=AliasPath("metrics", "tpot_ms", "median"))
+    file: str = ""
+    at: str = Field(default="", validation_alias=AliasPath("machine", "measured_at"))
 
 
-class _Config(_Part):
-    model: str
-    url: str
-    tp: Literal[1]
-    isl: Count
-    osl: Count
-    conc: Count
+class _Passed(Record, extra="ignore"):
+    """Of the same result: what makes it count."""
 
-
-class _FirstToken(_Part):
-    median: Milliseconds
-
-
-class _BetweenTokens(_Part):
-    median: Milliseconds | None = None
-
-
-class _Metrics(_Part):
-    ttft_ms: _FirstToken
-    tpot_ms: _BetweenTokens | None = None
-
-
-class _Server(_Part):
-    device: str
-
-
-class _Machine(_Part):
-    measured_at: str = ""
-
-
-class _Result(_Part):
     format: Literal["sparkforge-bench/1"]
     passed: Literal[True]
-    config: _Config
-    metrics: _Metrics
-    server: _Server
-    machine: _Machine
+    machine: dict[str, Any]
+    model: str = Field(validation_alias=AliasPath("config", "model"))
+    url: str = Field(validation_alias=AliasPath("config", "url"))
+    tp: Literal[1] = Field(validation_alias=AliasPath("config", "tp"))
+    device: str = Field(validation_alias=AliasPath("server", "device"))
 
     def is_from_here(self, model: str) -> bool:
         """Whether it is of `model`, served from this machine on its GPU."""
         return (
-            self.config.model.rstrip("/").rsplit("/", 1)[-1] == model
-            and urlsplit(self.config.url).hostname in LOOPBACK
-            and self.server.device not in PROCESSORS
+            self.model.rstrip("/").rsplit("/", 1)[-1] == model
+            and urlsplit(self.url).hostname in LOOPBACK
+            and self.device not in PROCESSORS
         )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What `./inv bench.perf` measured: medians in milliseconds; `tpot_ms` None for answers of one token.
-
-    `kv`, `dense` and `batched` are how the server kept its KV cache and dense layers, and its --max-num-batched-tokens.
-    """
-
-    prompt: int
-    answer: int
-    concurrency: int
-    ttft_ms: float
-    tpot_ms: float | None
-    kv: str = "bf16"
-    dense: DenseFormat = BF16
-    batched: int = BATCHED_TOKENS
-    file: str = ""
-    at: str = ""
 
 
 class Comparison(Record):
@@ -167,15 +132,11 @@ def newest(model: str) -> Measured | None:
     results: list[Measured] = []
     for file in files:
         try:
-            result = _Result.model_validate(read_json(file, largest=LARGEST))
-            if not result.is_from_here(model):
-                continue
+            document = read_json(file, largest=LARGEST)
+            if _Passed.model_validate(document).is_from_here(model):
+                results.append(Measured.model_validate(document).model_copy(update={"file": file.name}))
         except (OSError, ValueError):
             continue
-        config, metrics = result.config, result.metrics
-        between = metrics.tpot_ms.median if metrics.tpot_ms else None
-        measured = Measured(config.isl, config.osl, config.conc, metrics.ttft_ms.median, between)
-        results.append(replace(measured, file=file.name, at=result.machine.measured_at))
     return max(results, key=lambda measured: measured.at, default=None)
 
 
@@ -186,31 +147,29 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def ceiling(
-    model: Architecture, device: Device, batch: int, context: int, kv: str, dense: DenseFormat = BF16
-) -> float | None:
+def ceiling(model: Architecture, device: Device, batch: int, load: Workload) -> float | None:
     """Tokens a second that each of `batch` sequences can decode at most, by even routing; None if not known."""
-    seconds = roofline.time(roofline.decode(model, batch, context, kv, dense), device).seconds
+    seconds = roofline.time(roofline.decode(model, batch, load), device).seconds
     return 1.0 / seconds if seconds else None
 
 
-def compare(model: Architecture, device: Device, measured: Measured) -> Iterator[Comparison]:
-    """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds."""
+def compare(model: Architecture, device: Device, measured: Measured, served: Workload) -> Iterator[Comparison]:
+    """Yield the decode speed a sequence (tokens a second) and the first token's time (ms) against their bounds.
+
+    `served` says how the server kept its KV cache and dense layers, and its --max-num-batched-tokens.
+    """
     bounds = judging().thresholds
-    context = measured.prompt + measured.answer // 2
-    best = ceiling(model, device, measured.concurrency, context, measured.kv, measured.dense)
+    load = replace(served, context=measured.prompt + measured.answer // 2)
+    best = ceiling(model, device, measured.concurrency, load)
     if best and measured.tpot_ms:
         speed = 1000.0 / measured.tpot_ms
-        kept = "" if measured.dense == BF16 else f" with dense layers in {measured.dense.name}"
+        kept = "" if load.dense == BF16 else f" with dense layers in {load.dense.name}"
         sentence = f"decode {speed:.1f} tok/s each, {speed / best:.0%} of the computed ceiling of {best:.1f}{kept}"
         bound = next((bounds.decode[name] for name in device.names if name in bounds.decode), bounds.decode["other"])
         causes = bound.causes if speed < bound.value * best else ""
         refused = speed < (bound.refuse or 0) * best
         yield Comparison(told=sentence, measured=speed, computed=best, causes=causes, refused=refused)
-    floor = roofline.first_token_seconds(
-        model, device, measured.prompt, measured.concurrency, measured.batched, measured.kv, measured.dense
-    )
-    if floor:
+    if floor := roofline.first_token_seconds(model, device, measured.prompt, measured.concurrency, load):
         times = measured.ttft_ms / 1000.0 / floor
         sentence = f"first token {measured.ttft_ms:.0f} ms, {times:.1f} times the computed floor of {floor * 1000:.0f}"
         causes = bounds.first_token.causes if times > bounds.first_token.value else ""

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.models import dummy
+from sparkforge.core.files import write_atomic, write_json
+from sparkforge.models.harmony import tokenizer_files
+from sparkforge.models.tiny_format import Sizes, config
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
@@ -197,7 +199,12 @@ def test_our_plugin_may_serve_on_a_claimed_gb10(
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The 120b shape, for which vLLM chooses by size; without weights."""
-    return dummy.write_dummy(tmp_path_factory.mktemp("large"), "120b")
+    folder = tmp_path_factory.mktemp("large")
+    sizes = Sizes(hidden=2880, intermediate=2880, layers=36, experts=128, top_k=4, heads=64, kv_heads=8)
+    write_json(folder / "config.json", config(sizes))
+    for name, data in tokenizer_files().items():
+        write_atomic(folder / name, data)
+    return folder
 
 
 @pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])

@@ -58,8 +58,8 @@ def _measured_speed(view: View) -> CheckResult:
     served = load(view, model)
     between = None if view.is_none("measured.tpot_ms") else view.number("measured.tpot_ms")
     prompt, answer, concurrency = (int(size) for size in shape)
-    measured = speed.Measured(prompt, answer, concurrency, first, between, served.kv, served.dense, served.batched)
-    comparisons = list(speed.compare(model, device, measured))
+    measured = speed.Measured(prompt=prompt, answer=answer, concurrency=concurrency, ttft_ms=first, tpot_ms=between)
+    comparisons = list(speed.compare(model, device, measured, served))
     evidence = f"{view.text('measured.file')}: {'; '.join(comparison.told for comparison in comparisons)}"
     causes = "; ".join(comparison.causes for comparison in comparisons if comparison.causes)
     if not causes:

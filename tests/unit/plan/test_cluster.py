@@ -1,19 +1,14 @@
 """Several machines: what each holds, what goes over the link, when servers of their own win, and published figures."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from sparkforge.core.errors import UsageError
-from sparkforge.core.paths import ROOT
 from sparkforge.models import table as models
 from sparkforge.plan import budget, cluster, devices, roofline
-from sparkforge.plan.architecture import parse
+from sparkforge.plan.architecture import DenseFormat, parse
 from sparkforge.plan.budget import Workload
-from sparkforge.plan.document import Plan
 
 BIG = parse(models.load()["gpt-oss-120b"].config, "test")
 SPARK = devices.table()["spark"]
@@ -21,7 +16,7 @@ LOAD = Workload(8192, 4, sequences=16)
 
 
 def make(nodes=2, load=LOAD, model=BIG):
-    return cluster.make("gpt-oss-120b", model, SPARK, load, nodes)
+    return cluster.make(model, SPARK, load, nodes)
 
 
 def test_two_machines_hold_half_of_the_weights_each_and_send_two_hidden_states_a_layer():
@@ -47,7 +42,7 @@ def test_an_all_reduce_takes_the_cited_latency_and_beyond_it_the_bandwidth():
 
 def test_one_user_gains_by_the_half_of_the_bytes_and_pays_for_the_link():
     row = cluster.speeds(BIG, SPARK, LOAD, 2, 1)
-    work = roofline.decode(BIG, 1, 8192, "bf16")
+    work = roofline.decode(BIG, 1, LOAD)
     link = cluster.link_seconds(BIG, SPARK.link, 1, 2, "tensor")
     assert row.single == pytest.approx(273e9 / work.bytes)
     assert 1 / row.ways["tensor"] == pytest.approx(work.bytes / 2 / 273e9 + link, rel=0.01)
@@ -66,14 +61,17 @@ def test_servers_of_their_own_win_where_one_server_has_no_more_room():
     assert make(load=replace(LOAD, concurrency=64)).recommended == "replicas"
 
 
-def test_the_published_gain_and_winner_are_near_the_computed_ones():
-    rows = {row.users: row for row in make().cited}
-    assert rows[1].cited_gain == pytest.approx(69.0 / 57.5)
-    # At 8 users the computed ones are within 2 % of each other.
-    assert [users for users, row in rows.items() if row.cited_winner != row.computed_winner] == [8]
-    assert rows[64].cited_winner == "replicas"
-    for row in rows.values():  # a ceiling: measured servers gain less
-        assert row.cited_gain < row.computed_gain < 1.35 * row.cited_gain
+# kubis.ai/blog/dgx_series/benchmarks/gpt-oss-120b-topology-benchmark, 2026-03-22: two Sparks, eugr's image, attention
+# and LM head in MXFP4, FP8 KV cache, pp1024 tg128. Users; tokens a second of one machine, and of both as one server.
+PUBLISHED = [(1, 57.5, 69.0), (2, 78.4, 104.1), (4, 107.9, 155.3), (8, 153.5, 231.0), (16, 218.5, 342.1)]
+
+
+@pytest.mark.parametrize(("users", "single", "tensor"), PUBLISHED)
+def test_the_published_gain_is_near_the_computed_one(users, single, tensor):
+    load = Workload(1088, kv="fp8", dense=DenseFormat("mxfp4", "mxfp4"), sequences=32)
+    row = cluster.speeds(BIG, SPARK, load, 2, users)
+    gain, cited = row.ways["tensor"] / row.single, tensor / single
+    assert cited < gain < 1.35 * cited  # a ceiling: measured servers gain less
 
 
 @pytest.mark.parametrize(
@@ -112,11 +110,4 @@ def test_a_number_of_machines_that_makes_no_sense_is_refused(text):
 
 def test_a_device_without_a_known_network_is_refused():
     with pytest.raises(UsageError, match="link"):
-        cluster.make("gpt-oss-120b", BIG, devices.table()["h200"], LOAD, 2)
-
-
-def test_the_command_prints_the_plan_of_two_machines():
-    command = [sys.executable, "-m", "invoke", "plan", "gpt-oss-120b", "--nodes", "2", "--json"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert Plan.model_validate(json.loads(result.stdout)).cluster.nodes == 2
+        cluster.make(BIG, devices.table()["h200"], LOAD, 2)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sparkforge.models import table as models
 from sparkforge.plan import devices, roofline
 from sparkforge.plan.architecture import parse
+from sparkforge.plan.budget import Workload
 
 BIG = parse(models.load()["gpt-oss-120b"].config, "test")
 SPARK = devices.table()["spark"]
@@ -17,7 +18,7 @@ ROUTER, NORMS, HEAD = 36 * 2 * (128 * 2_880 + 128), 73 * 2_880 * 2, 201_088 * 2_
 
 
 def test_one_token_of_gpt_oss_120b_reads_four_experts_a_layer():
-    work = roofline.decode(BIG, 1, 1_000, "bf16")
+    work = roofline.decode(BIG, 1, Workload(1_000))
     cache = 18 * 2_048 * (1_000 + 128)
     own = 2 * 2_880 + 36 * 2_048  # its embedding, and its keys and values
     assert work.bytes == pytest.approx(36 * 4 * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + cache + own, rel=1e-12)
@@ -43,7 +44,7 @@ def test_experts_touched_are_what_even_routing_draws():
 
 
 def test_a_prompt_in_one_step_by_hand():
-    (work,) = roofline.prefill(BIG, 4_096, 1, 8_192, "bf16")
+    (work,) = roofline.prefill(BIG, 4_096, 1, Workload(1))
     hit = 128 * (1 - (1 - 4 / 128) ** 4_096)
     own = 4_096 * (2 * 2_880 + 36 * 2_048)
     assert work.bytes == pytest.approx(36 * hit * EXPERT + ATTENTION + ROUTER + NORMS + HEAD + own, rel=1e-12)
@@ -61,8 +62,8 @@ def test_a_prompt_in_one_step_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.integers(1, 3_000), prompts=st.integers(1, 4), chunk=st.integers(1, 2_000))
 def test_steps_of_a_prompt_add_up_to_the_whole(prompt, prompts, chunk):
-    whole = list(roofline.prefill(BIG, prompt, prompts, prompts * prompt, "bf16"))
-    steps = list(roofline.prefill(BIG, prompt, prompts, chunk, "bf16"))
+    whole = list(roofline.prefill(BIG, prompt, prompts, Workload(1, batched=prompts * prompt)))
+    steps = list(roofline.prefill(BIG, prompt, prompts, Workload(1, batched=chunk)))
     assert len(whole) == 1
     assert len(steps) == -(-prompt * prompts // chunk)
     for name in ("expert_flops", "dense_flops"):
@@ -74,7 +75,7 @@ def test_steps_of_a_prompt_add_up_to_the_whole(prompt, prompts, chunk):
 @given(batch=st.integers(1, 300), context=st.integers(1, 131_071), kv=st.sampled_from(["bf16", "fp8"]))
 def test_more_work_takes_longer(batch, context, kv):
     def seconds(batch, context, **more):
-        return roofline.time(roofline.decode(BIG, batch, context, kv, **more), SPARK).seconds
+        return roofline.time(roofline.decode(BIG, batch, Workload(context, kv=kv), **more), SPARK).seconds
 
     assert seconds(batch, context) <= seconds(batch, context + 1)
     assert seconds(batch, context) < seconds(batch + 1, context)
@@ -82,17 +83,17 @@ def test_more_work_takes_longer(batch, context, kv):
 
 
 def test_many_at_once_wait_for_arithmetic():
-    assert roofline.time(roofline.decode(BIG, 20_000, 1, "bf16"), SPARK).bound == "compute"
+    assert roofline.time(roofline.decode(BIG, 20_000, Workload(1)), SPARK).bound == "compute"
 
 
 def test_a_device_of_unknown_rates_has_no_prefill_bound():
     card = devices.table()["rtx-5090"]
-    assert roofline.first_token_seconds(BIG, card, 1_024, 1, 8_192, "bf16") is None
-    assert roofline.time(roofline.decode(BIG, 1, 1, "bf16"), card).bound == "memory?"
+    assert roofline.first_token_seconds(BIG, card, 1_024, 1, Workload(1)) is None
+    assert roofline.time(roofline.decode(BIG, 1, Workload(1)), card).bound == "memory?"
     blind = card.model_copy(update={"bandwidth": None})
-    took = roofline.time(roofline.decode(BIG, 1, 1, "bf16"), blind)
+    took = roofline.time(roofline.decode(BIG, 1, Workload(1)), blind)
     assert (took.seconds, took.bound) == (None, "?")
 
 
 def test_a_shape_without_sense_still_ends():
-    assert len(list(roofline.prefill(BIG, 10_000_000, 10_000, 1, "bf16"))) <= 10_001
+    assert len(list(roofline.prefill(BIG, 10_000_000, 10_000, Workload(1, batched=1)))) <= 10_001

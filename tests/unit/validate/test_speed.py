@@ -11,6 +11,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.models import table as models
 from sparkforge.plan import cited, devices, speed
 from sparkforge.plan.architecture import DenseFormat, parse
+from sparkforge.plan.budget import Workload
 from validate.checks import CHECKS
 from validate.checks.finding import Status, evaluate
 from validate.facts import machine, measured
@@ -241,11 +242,12 @@ def test_our_own_h200_figures_pass_too():
         backends = json.loads((results / file).read_text())["backends"]
         for name in backends.keys() & H200_FORMATS.keys():
             for row in backends[name]["rows"]:
-                shape = speed.Measured(
-                    row["input_tokens"], row["output_tokens"], row["concurrency"], row["ttft_ms"], row["tpot_ms"],
-                    dense=DenseFormat(*H200_FORMATS[name]),
+                taken = speed.Measured(
+                    prompt=row["input_tokens"], answer=row["output_tokens"], concurrency=row["concurrency"],
+                    ttft_ms=row["ttft_ms"], tpot_ms=row["tpot_ms"],
                 )  # fmt: skip
-                decode, first = speed.compare(BIG, devices.table()["h200"], shape)
+                served = Workload(1, dense=DenseFormat(*H200_FORMATS[name]))
+                decode, first = speed.compare(BIG, devices.table()["h200"], taken, served)
                 assert (decode.causes, first.causes) == ("", ""), (file, name, row)
                 if row["concurrency"] == 1:
                     ratios.append(decode.measured / decode.computed)

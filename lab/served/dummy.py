@@ -1,6 +1,6 @@
 """Write the folder of a gpt-oss model of real size without weights.
 
-`python -m sparkforge.models.dummy OUT --size 120b`. It is for `--load-format dummy`: configuration and tokenizer are
+`python -m lab.served.dummy OUT --size 120b`. It is for `--load-format dummy`: configuration and tokenizer are
 whole, the server makes up the weights. Speed can be measured with it, answers cannot.
 """
 
@@ -12,27 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import SparkforgeError, UsageError
+from lab.program import exit_code
+from sparkforge.core.console import say
+from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic, write_json
-from sparkforge.models import tiny_format, tiny_random
+from sparkforge.models import table, tiny_format, tiny_random
 from sparkforge.models.harmony import tokenizer_files
 
-# Where they differ from a tiny model; openai/gpt-oss-20b and gpt-oss-120b, config.json.
-COMMON: Mapping[str, Any] = {
-    "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
-}  # fmt: skip
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "20b": {**COMMON, "num_hidden_layers": 24, "num_local_experts": 32},
-    "120b": {**COMMON, "num_hidden_layers": 36, "num_local_experts": 128},
-}
+# Where they differ from a tiny model: sparkforge/models/models.toml.
+SIZES: Mapping[str, Mapping[str, Any]] = {size: table.load()[f"gpt-oss-{size}"].config for size in ("20b", "120b")}
 
 
 def config(size: str) -> dict[str, Any]:
     """Return config.json of openai/gpt-oss-`size`; raises UsageError for a size that is not in SIZES."""
     if size not in SIZES:
         raise UsageError(f"there is no gpt-oss of size {size!r}", f"known are {', '.join(SIZES)}", "name one of them")
-    merged = {**tiny_format.config(tiny_random.SIZES), **SIZES[size]}
+    tiny = tiny_format.config(tiny_random.SIZES)
+    merged = {**tiny, **SIZES[size], "quantization_config": tiny["quantization_config"]}
     return {**merged, "layer_types": ["sliding_attention", "full_attention"] * (merged["num_hidden_layers"] // 2)}
 
 
@@ -48,16 +44,11 @@ def write_dummy(directory: Path, size: str) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the folder that the command line names; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sparkforge.models.dummy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lab.served.dummy", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="120b", help=", ".join(SIZES))
     options = parser.parse_args(arguments)
-    try:
-        say(f"gpt-oss-{options.size} without weights: {write_dummy(options.out, options.size)}")
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: say(f"gpt-oss-{options.size} without weights: {write_dummy(options.out, options.size)}"))
 
 
 if __name__ == "__main__":

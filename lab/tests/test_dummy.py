@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparkforge.models import dummy
+from lab.served import dummy
 
 
 @pytest.mark.parametrize(("size", "layers", "experts", "billions"), [("20b", 24, 32, 20.9), ("120b", 36, 128, 116.8)])
