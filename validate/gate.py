@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from sparkforge.core.errors import RefusalError, SparkforgeError
 from validate.checks import CHECKS
-from validate.checks.finding import Check, Finding, Status, evaluate, skipped
+from validate.checks.finding import Check, Finding, Status, View, evaluate, skipped
 from validate.facts import checkpoint, deep, gpu, machine, measured, numerics, patches, software
 from validate.facts.fact import Fact, Facts, gather
 from validate.facts.target import Options, Target
@@ -130,11 +130,11 @@ def _judge(
     )
 
 
-def _evaluate(check: Check, facts: Facts, *, required: bool, with_deep: bool) -> Finding:
+def _evaluate(check: Check[View], facts: Facts, *, required: bool, with_deep: bool) -> Finding:
     if check.deep and not with_deep:
         return skipped(check, "asks torch and vllm, and --no-deep was given", "leave out --no-deep", required=required)
     model = facts.get("model.path")
     no_model = model is not None and model.value is None and model.error is None
     if no_model and any(name.startswith("model.") for name in check.needs):
         return skipped(check, "no model directory was given", "add --model DIR", required=required)
-    return evaluate(check, facts, required=required)
+    return evaluate(check, View(facts), required=required)

@@ -66,10 +66,10 @@ def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool
     from sparkforge.core.files import write_atomic
     from sparkforge.serve.cluster import check, checks, facts
 
-    situation = check.look(_read(config))
+    cluster = check.look(_read(config))
     if record:
-        write_atomic(Path(caller_path(record)), facts.as_sheet(situation.facts))
-    findings = checks.evaluate(situation)
+        write_atomic(Path(caller_path(record)), facts.as_sheet(cluster.facts))
+    findings = checks.evaluate_all(cluster)
     if json_:
         echo_json([asdict(finding) for finding in findings])
     else:

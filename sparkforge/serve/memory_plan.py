@@ -19,7 +19,7 @@ from sparkforge.models import local
 from sparkforge.plan import devices
 from sparkforge.serve import entrypoint, profiles, settings
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import checkpoint, gpu, machine
 from validate.facts.fact import gather
 from validate.facts.target import Options, Target
@@ -69,7 +69,7 @@ def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str
     facts = gather(target, (machine.READINGS, checkpoint.READINGS))
     if any(facts[name].error or facts[name].value is None for name in ("model.weight_bytes", "model.config")):
         return
-    finding = evaluate(CHECKS[CHECK], facts, required=True)
+    finding = evaluate(CHECKS[CHECK], View(facts))
     if finding.status is Status.FAIL:
         failure = f"{local.name_of(model)} does not fit the memory that is free now"
         raise RefusalError(failure, finding.evidence, finding.fix, code="validation.too-large")

@@ -20,7 +20,7 @@ from sparkforge.models.harmony import tokenizer_files
 from sparkforge.models.tiny_format import Sizes, config
 from validate import Options, ValidationVerdict, rehearse
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import checkpoint, deep, numerics
 from validate.facts.child import entries
 from validate.facts.fact import Fact
@@ -348,10 +348,10 @@ def test_numerics_go_through_vllms_own_experts_on_a_claimed_gb10(computed):
     assert (facts["numerics.kernel"].value, facts["numerics.tolerance"].value) == (FP4, 0.1), facts
     assert facts["numerics.difference"].error is None
     assert 0.005 < facts["numerics.difference"].value < 0.06
-    assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.PASS
+    assert evaluate(CHECKS["numerics"], View(facts)).status is Status.PASS
 
 
 def test_numerics_notice_gate_and_up_in_the_wrong_order(computed):
     facts = computed(lambda text: text.replace("up, gate = (first", "gate, up = (first"))
     assert facts["numerics.difference"].value > 0.5, facts
-    assert evaluate(CHECKS["numerics"], facts, required=True).status is Status.FAIL
+    assert evaluate(CHECKS["numerics"], View(facts)).status is Status.FAIL

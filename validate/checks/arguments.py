@@ -9,7 +9,7 @@ from sparkforge.core.vllm_flags import flag_value, meant
 from validate.checks import serving
 from validate.checks.finding import CheckList, CheckResult, Status, View, judged, passed
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 class ArgumentRule(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks and findings. A check is a pure function of facts; whatever goes wrong in it is a fail."""
+"""Checks and findings, of a machine or a cluster. A check is a pure function of facts; an error in it is a fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Generic, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
@@ -124,22 +125,24 @@ def _of_type(name: str, value: Value, wanted: str) -> FactMissing:
     return FactMissing(f"{name} is {repr(value)[:80]}, which is not {wanted}")
 
 
-Judge = Callable[[View], CheckResult]
+FactSource = TypeVar("FactSource")  # View for a machine, ClusterFacts for a cluster
+Judge = Callable[[FactSource], CheckResult]
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Generic[FactSource]):
     """One row of the table: what is judged from which facts, and the next command if it fails.
 
-    `about` is for the reference page: why the check exists and what it compares, in two sentences.
+    `about` is for the reference page: why the check exists and what it compares, in two sentences. `doc` is that page.
     """
 
     name: str
     meaning: str
     needs: tuple[str, ...]
-    judge: Judge
+    judge: Judge[FactSource]
     fix: str
     about: str = ""
+    doc: str = DOC
 
     @property
     def deep(self) -> bool:
@@ -147,15 +150,19 @@ class Check:
         return any(name.startswith(("deep.", "numerics.")) for name in self.needs)
 
 
-class CheckList(list[Check]):
-    """The checks of one subject, in the order in which they are defined."""
+class CheckList(list[Check[FactSource]]):
+    """The checks of one subject, in the order in which they are defined; `doc` is the page that explains them."""
 
-    def add(self, name: str, meaning: str, *, needs: tuple[str, ...], fix: str, about: str) -> Callable[[Judge], Judge]:
+    doc = DOC
+
+    def add(
+        self, name: str, meaning: str, *, fix: str, needs: tuple[str, ...] = (), about: str = ""
+    ) -> Callable[[Judge[FactSource]], Judge[FactSource]]:
         """Return a decorator that adds a check with this function as its judge."""
 
-        def register(judge: Judge) -> Judge:
+        def register(judge: Judge[FactSource]) -> Judge[FactSource]:
             """Add the check; the function stays as it is."""
-            self.append(Check(name, meaning, needs, judge, fix, about))
+            self.append(Check(name, meaning, needs, judge, fix, about, self.doc))
             return judge
 
         return register
@@ -173,10 +180,10 @@ class Finding:
     doc: str
 
 
-def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
+def evaluate(check: Check[FactSource], facts: FactSource, *, required: bool = True) -> Finding:
     """Judge one check. An unknown fact or a bug in the check is a fail; a fail that is not required, a warning."""
     try:
-        judgement = check.judge(View(facts))
+        judgement = check.judge(facts)
     except FactMissing as error:
         judgement = CheckResult(Status.FAIL, f"cannot be judged: {error}", error.fix)
     except Exception as error:  # noqa: BLE001 - fails closed: a bug in a check must not let the server start
@@ -187,12 +194,12 @@ def evaluate(check: Check, facts: Facts, *, required: bool) -> Finding:
         )
     status = Status.WARN if judgement.status is Status.FAIL and not required else judgement.status
     fix = judgement.fix or check.fix if status is not Status.PASS else ""
-    return Finding(check.name, status, required, judgement.evidence, fix, f"{DOC}#{check.name}")
+    return Finding(check.name, status, required, judgement.evidence, fix, f"{check.doc}#{check.name}")
 
 
-def skipped(check: Check, reason: str, fix: str, *, required: bool) -> Finding:
+def skipped(check: Check[Any], reason: str, fix: str = "", *, required: bool = True) -> Finding:
     """Build the finding of a check that was not run."""
-    return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{DOC}#{check.name}")
+    return Finding(check.name, Status.SKIPPED, required, reason, fix, f"{check.doc}#{check.name}")
 
 
 def passed(evidence: str) -> CheckResult:
@@ -215,10 +222,10 @@ def judged(fine: bool, evidence: str, fix: str = "") -> CheckResult:
     return passed(evidence) if fine else failed(evidence, fix)
 
 
-Table = Mapping[str, Check]
+Table = Mapping[str, Check[View]]
 
 
-def join(*groups: Sequence[Check]) -> Table:
+def join(*groups: Sequence[Check[View]]) -> Table:
     """Join groups of checks by name. Raises ValueError for a name that occurs twice."""
     checks = [check for group in groups for check in group]
     table = {check.name: check for check in checks}

@@ -24,7 +24,7 @@ SAFER = "--gpu-memory-utilization 0.85"
 LARGER = "SPARKFORGE_MEMORY=8g docker compose up -d   # or no --memory"
 FREE_MEMORY = "stop other programs, then: sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'"
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 @CHECKS.add(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparkforge.core.memory import in_gib as gib
 from validate.checks.finding import MODEL_FIX, CheckList, CheckResult, View, failed, judged, passed
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 def some(names: list[str]) -> str:

@@ -10,7 +10,7 @@ BUILD = "./inv build.kernels   # then validate again"
 # Device → why nothing was captured there.
 NO_GRAPH = {"cpu": "no GPU, so no CUDA graph", EAGER: "the kernel says that no CUDA graph can hold it"}
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 @CHECKS.add(

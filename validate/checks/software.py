@@ -38,7 +38,7 @@ REPLACEMENTS = {
     "VLLM_USE_CUDA_GRAPH": "--enforce-eager turns CUDA graphs off; this variable never existed",
 }
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 def reinstall(packages: Sequence[str]) -> str:

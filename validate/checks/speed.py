@@ -16,7 +16,7 @@ NOTHING = (
 DOCTOR = "./inv doctor   # then ./inv bench.perf again"
 REMOVE = "./inv doctor; then, to start and measure again: find .sparkforge/bench -name {} -delete"
 
-CHECKS = CheckList()
+CHECKS = CheckList[View]()
 
 
 @CHECKS.add(

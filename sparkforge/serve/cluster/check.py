@@ -17,7 +17,7 @@ from sparkforge.plan import architecture, choose
 from sparkforge.plan.architecture import Architecture
 from sparkforge.serve import profiles, settings
 from sparkforge.serve.cluster import checks, discover, facts, remote
-from sparkforge.serve.cluster.checks import Situation
+from sparkforge.serve.cluster.checks import ClusterFacts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NodeFacts, Reach
 from validate.checks.finding import Finding, Status
@@ -73,12 +73,12 @@ def _node(destination: str, index: int) -> ClusterNode:
     return ClusterNode(name=name, ssh=ssh, address=f"0.0.0.{index}", interface="unknown")
 
 
-def look(config: ClusterConfig) -> Situation:
+def look(config: ClusterConfig) -> ClusterFacts:
     """Return what there is to judge: facts of all nodes, and what comes from one to another."""
     answers = remote.on_all(config.nodes, lambda node: facts.ask(node, _options(config, node)))
     known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
-    return Situation(
+    return ClusterFacts(
         config,
         known,
         errors,
@@ -168,4 +168,4 @@ def require_fine(findings: Sequence[Finding]) -> None:
 
 def checked(config: ClusterConfig) -> list[Finding]:
     """Return the findings about a cluster as it is now."""
-    return checks.evaluate(look(config))
+    return checks.evaluate_all(look(config))

@@ -16,9 +16,19 @@ from sparkforge.plan.architecture import Architecture
 from sparkforge.plan.devices import GIB
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NetworkInterface, NodeFacts, Reach
-from validate.checks.finding import CheckResult, Finding, Status, failed, judged, passed, warned
+from validate.checks.finding import (
+    CheckList,
+    CheckResult,
+    Finding,
+    Status,
+    evaluate,
+    failed,
+    judged,
+    passed,
+    skipped,
+    warned,
+)
 
-DOC = "docs/reference/cluster.md"
 CLOCK_SECONDS = 2.0  # our own bound: logs of two nodes are read side by side, and tokens of registries expire
 FULL_MTU = 9000  # RDMA packets of 4096 bytes need more than 4200; 1500 leaves 1024
 # Registering NCCL's buffers fails with ENOMEM while the page cache has all memory. Our own bound.
@@ -31,7 +41,7 @@ MARLIN_TILE = 128  # columns: a quantised LM head's part of 100,544 is no multip
 
 
 @dataclass(frozen=True)
-class Situation:
+class ClusterFacts:
     """What is known: the configuration, facts or error of every node, and what comes from one node to another.
 
     `nccl` is the version in the stack's lock, `model` the sizes of what will be served, `head` its LM head's format.
@@ -66,81 +76,46 @@ class Situation:
         )
 
 
-ClusterJudge = Callable[[Situation], CheckResult]
+class ClusterChecks(CheckList[ClusterFacts]):
+    """The checks of a cluster. Those that need `gpus` are skipped on a device without them."""
+
+    doc = "docs/reference/cluster.md"
 
 
-@dataclass(frozen=True)
-class ClusterCheck:
-    """One row of the table: what is judged, and the next command if it fails."""
-
-    name: str
-    meaning: str
-    judge: ClusterJudge
-    fix: str
+CHECKS = ClusterChecks()
+GPUS = ("gpus",)
 
 
-CHECKS: list[ClusterCheck] = []
+def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
+    """Judge every check."""
+    reason = f"the device {cluster.config.device} has none"
+    skips = not cluster.config.has_gpus
+    return [skipped(check, reason) if skips and check.needs == GPUS else evaluate(check, cluster) for check in CHECKS]
 
 
-def add(name: str, meaning: str, fix: str) -> Callable[[ClusterJudge], ClusterJudge]:
-    """Return a decorator that adds a check with this function as its judge."""
-
-    def register(judge: ClusterJudge) -> ClusterJudge:
-        """Add the check; the function stays as it is."""
-        CHECKS.append(ClusterCheck(name, meaning, judge, fix))
-        return judge
-
-    return register
-
-
-def evaluate(situation: Situation) -> list[Finding]:
-    """Judge every check. A bug in a check is a fail: it must not let a cluster start."""
-    findings = []
-    for check in CHECKS:
-        try:
-            result = check.judge(situation)
-        except Exception as error:  # noqa: BLE001 - fails closed
-            result = failed(f"internal error in this check: {type(error).__name__}: {error}", "report this")
-        fix = "" if result.status is Status.PASS else result.fix or check.fix
-        findings.append(Finding(check.name, result.status, True, result.evidence, fix, f"{DOC}#{check.name}"))
-    return findings
-
-
-def _same(situation: Situation, name: str, fact: str) -> CheckResult:
+def _same(cluster: ClusterFacts, name: str, fact: str) -> CheckResult:
     """Pass if a fact is known and the same on all nodes."""
-    if unknown := situation.unknown(fact):
+    if unknown := cluster.unknown(fact):
         return failed(f"{name} is not known: {unknown}")
-    values = {node.name: str(getattr(facts, fact)) for node, facts in situation.nodes()}
+    values = {node.name: str(getattr(facts, fact)) for node, facts in cluster.nodes()}
     if len(set(values.values())) > 1:
         return failed(f"{name} differs: " + ", ".join(f"{node} has {value[:80]}" for node, value in values.items()))
     return passed(f"{next(iter(values.values()), 'no node')[:80]} on {len(values)} nodes")
 
 
-def _on_gpus(judge: ClusterJudge) -> ClusterJudge:
-    """Skip a check on a device without GPUs."""
-
-    def only(situation: Situation) -> CheckResult:
-        """Judge if there are GPUs."""
-        if situation.config.has_gpus:
-            return judge(situation)
-        return CheckResult(Status.SKIPPED, f"the device {situation.config.device} has none")
-
-    return only
-
-
-@add("nodes", "Every node answers over ssh, without a question.", "ssh NODE true   # then ssh-copy-id NODE")
-def _nodes(situation: Situation) -> CheckResult:
-    silent = {name: error for name, error in situation.errors.items() if name not in situation.facts}
+@CHECKS.add("nodes", "Every node answers over ssh, without a question.", fix="ssh NODE true   # then ssh-copy-id NODE")
+def _nodes(cluster: ClusterFacts) -> CheckResult:
+    silent = {name: error for name, error in cluster.errors.items() if name not in cluster.facts}
     if silent:
         first = next(iter(silent.values()))
         return failed("; ".join(f"{name}: {error.why}" for name, error in silent.items()), first.fix)
-    return judged(len(situation.facts) == len(situation.config.nodes), f"{len(situation.facts)} nodes answer")
+    return judged(len(cluster.facts) == len(cluster.config.nodes), f"{len(cluster.facts)} nodes answer")
 
 
-@add("clocks", "The nodes' clocks agree.", "sudo timedatectl set-ntp true   # on the node that is off")
-def _clocks(situation: Situation) -> CheckResult:
-    offsets = {node.name: facts.clock_offset for node, facts in situation.nodes() if facts.clock_offset is not None}
-    errors = [facts.clock_error for _, facts in situation.nodes()]
+@CHECKS.add("clocks", "The nodes' clocks agree.", fix="sudo timedatectl set-ntp true   # on the node that is off")
+def _clocks(cluster: ClusterFacts) -> CheckResult:
+    offsets = {node.name: facts.clock_offset for node, facts in cluster.nodes() if facts.clock_offset is not None}
+    errors = [facts.clock_error for _, facts in cluster.nodes()]
     if len(offsets) < 2:
         return failed("fewer than two clocks are known")
     late, early = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
@@ -148,51 +123,53 @@ def _clocks(situation: Situation) -> CheckResult:
     evidence = f"{early} is {apart:.1f} s ahead of {late}, measured to {surely:.1f} s"
     if apart - surely > CLOCK_SECONDS:
         return failed(evidence)
-    free = [node.name for node, facts in situation.nodes() if facts.clock_synchronised is False]
+    free = [node.name for node, facts in cluster.nodes() if facts.clock_synchronised is False]
     return warned(f"{', '.join(free)}: the clock follows no server") if free else passed(evidence)
 
 
-@add("machines", "All nodes have the same processor architecture.", "one kind of machine for all nodes of a cluster")
-def _machines(situation: Situation) -> CheckResult:
-    return _same(situation, "the architecture", "machine")
+@CHECKS.add(
+    "machines", "All nodes have the same processor architecture.", fix="one kind of machine for all nodes of a cluster"
+)
+def _machines(cluster: ClusterFacts) -> CheckResult:
+    return _same(cluster, "the architecture", "machine")
 
 
-@add(
+@CHECKS.add(
     "drivers",
     "All nodes have the same GPU driver.",
-    "sudo apt update && sudo apt full-upgrade && sudo reboot   # on each",
+    needs=GPUS,
+    fix="sudo apt update && sudo apt full-upgrade && sudo reboot   # on each",
 )
-@_on_gpus
-def _drivers(situation: Situation) -> CheckResult:
-    return _same(situation, "the driver", "driver")
+def _drivers(cluster: ClusterFacts) -> CheckResult:
+    return _same(cluster, "the driver", "driver")
 
 
-@add(
+@CHECKS.add(
     "images",
     "All nodes have the same image, by its id.",
-    "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node",
+    fix="./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node",
 )
-def _images(situation: Situation) -> CheckResult:
-    if not situation.config.in_containers:
+def _images(cluster: ClusterFacts) -> CheckResult:
+    if not cluster.config.in_containers:
         return CheckResult(Status.SKIPPED, "the embedded device has none")
-    return _same(situation, "the image", "image")
+    return _same(cluster, "the image", "image")
 
 
-@add("models", "All nodes have the same model, by a hash.", "./inv cluster.sync")
-def _models(situation: Situation) -> CheckResult:
-    if not situation.config.model:
+@CHECKS.add("models", "All nodes have the same model, by a hash.", fix="./inv cluster.sync")
+def _models(cluster: ClusterFacts) -> CheckResult:
+    if not cluster.config.model:
         return CheckResult(Status.SKIPPED, "cluster.toml names no model")
-    return _same(situation, "the model", "model")
+    return _same(cluster, "the model", "model")
 
 
-@add(
+@CHECKS.add(
     "link",
     "Each node's control interface is up, has a cable, and has its address.",
-    "ip -br addr; ibdev2netdev; check the cable",
+    fix="ip -br addr; ibdev2netdev; check the cable",
 )
-def _link(situation: Situation) -> CheckResult:
+def _link(cluster: ClusterFacts) -> CheckResult:
     problems = []
-    for node, facts in situation.nodes():
+    for node, facts in cluster.nodes():
         interface = facts.interface(node.interface)
         if interface is None:
             problems.append(f"{node.name} has no interface {node.interface}")
@@ -204,14 +181,14 @@ def _link(situation: Situation) -> CheckResult:
     return judged(not problems, "; ".join(problems) or "up on every node")
 
 
-@add(
+@CHECKS.add(
     "control-network",
     "The control network is one subnet, and no WiFi.",
-    "name a wired interface in cluster.toml: ./inv cluster.discover",
+    fix="name a wired interface in cluster.toml: ./inv cluster.discover",
 )
-def _control_network(situation: Situation) -> CheckResult:
+def _control_network(cluster: ClusterFacts) -> CheckResult:
     subnets, radio = set(), []
-    for node, facts in situation.nodes():
+    for node, facts in cluster.nodes():
         interface = facts.interface(node.interface)
         if interface and interface.wireless:
             radio.append(f"{node.interface} of {node.name}")
@@ -224,15 +201,15 @@ def _control_network(situation: Situation) -> CheckResult:
     return judged(len(subnets) == 1, f"{len(subnets)} subnets: {', '.join(map(str, sorted(subnets)))}")
 
 
-@add(
+@CHECKS.add(
     "rdma",
     "Every RDMA device that cluster.toml names is there and active.",
-    "ibdev2netdev   # then hcas in cluster.toml",
+    needs=GPUS,
+    fix="ibdev2netdev   # then hcas in cluster.toml",
 )
-@_on_gpus
-def _rdma(situation: Situation) -> CheckResult:
+def _rdma(cluster: ClusterFacts) -> CheckResult:
     problems = []
-    for node, facts in situation.nodes():
+    for node, facts in cluster.nodes():
         if not node.hcas:
             problems.append(f"{node.name} names no hcas, so that NCCL takes TCP: two machines are slower than one then")
         for name in node.hcas:
@@ -246,15 +223,15 @@ def _rdma(situation: Situation) -> CheckResult:
     return judged(not problems, "; ".join(problems) or "active on every node")
 
 
-@add(
+@CHECKS.add(
     "port-halves",
     "Both halves of each port are used, and are on different subnets.",
-    "name both RDMA devices of the port in hcas, and give each half a subnet of its own",
+    needs=GPUS,
+    fix="name both RDMA devices of the port in hcas, and give each half a subnet of its own",
 )
-@_on_gpus
-def _port_halves(situation: Situation) -> CheckResult:
+def _port_halves(cluster: ClusterFacts) -> CheckResult:
     problems = []
-    for node, facts in situation.nodes():
+    for node, facts in cluster.nodes():
         used = {device.interface: device.name for name in node.hcas if (device := facts.device(name))}
         for port in sorted({entry.port for entry in facts.interfaces or () if entry.name in used and entry.port}):
             halves = [entry for entry in facts.interfaces or () if entry.port == port]
@@ -267,13 +244,13 @@ def _port_halves(situation: Situation) -> CheckResult:
     return judged(not problems, "; ".join(problems) or "both halves, on their own subnets")
 
 
-@add(
+@CHECKS.add(
     "mtu",
     "Every interface that carries the model has the same MTU, 9000.",
-    "sudo ip link set INTERFACE mtu 9000   # on each node",
+    fix="sudo ip link set INTERFACE mtu 9000   # on each node",
 )
-def _mtu(situation: Situation) -> CheckResult:
-    sizes = {f"{node.name} {entry.name}": entry.mtu for node, entry in situation.used()}
+def _mtu(cluster: ClusterFacts) -> CheckResult:
+    sizes = {f"{node.name} {entry.name}": entry.mtu for node, entry in cluster.used()}
     text = ", ".join(f"{name} {size}" for name, size in sizes.items())
     if len(set(sizes.values())) > 1:
         return failed(f"they differ: {text}")
@@ -282,21 +259,21 @@ def _mtu(situation: Situation) -> CheckResult:
     return judged(bool(sizes), text or "no interface is known")
 
 
-@add(
+@CHECKS.add(
     "packets",
     "A packet of the whole MTU passes between the nodes, on every subnet that they share.",
-    "set the same MTU on both ends and on the switch",
+    fix="set the same MTU on both ends and on the switch",
 )
-def _packets(situation: Situation) -> CheckResult:
-    return _reached(situation, lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}")
+def _packets(cluster: ClusterFacts) -> CheckResult:
+    return _reached(cluster, lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}")
 
 
-@add(
+@CHECKS.add(
     "round-trip",
     "Small packets between the nodes all come back, the fastest within 1 ms.",
-    "reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
+    fix="reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
 )
-def _round_trip(situation: Situation) -> CheckResult:
+def _round_trip(cluster: ClusterFacts) -> CheckResult:
     def problem(reach: Reach) -> str:
         """Say what is wrong with the way."""
         if reach.lost or not reach.sent:
@@ -304,81 +281,85 @@ def _round_trip(situation: Situation) -> CheckResult:
         slow = reach.fastest is None or reach.fastest > ROUND_TRIP_SECONDS
         return f"the fastest packet took {(reach.fastest or 0) * 1e3:.1f} ms there and back" if slow else ""
 
-    return _reached(situation, problem)
+    return _reached(cluster, problem)
 
 
-@add("ports", "The ports of cluster.toml are free.", "choose other ports in cluster.toml, or ./inv cluster.down")
-def _ports(situation: Situation) -> CheckResult:
-    taken = {node.name: facts.ports_taken for node, facts in situation.nodes() if facts.ports_taken}
+@CHECKS.add(
+    "ports", "The ports of cluster.toml are free.", fix="choose other ports in cluster.toml, or ./inv cluster.down"
+)
+def _ports(cluster: ClusterFacts) -> CheckResult:
+    taken = {node.name: facts.ports_taken for node, facts in cluster.nodes() if facts.ports_taken}
     problems = [f"{name}: {', '.join(map(str, ports))}" for name, ports in taken.items()]
     return judged(not problems, "; ".join(problems) or "free on every node")
 
 
-@add("firewall", "The nodes reach each other's ports.", "sudo ufw allow from OTHER-ADDRESS   # on both nodes")
-def _firewall(situation: Situation) -> CheckResult:
+@CHECKS.add(
+    "firewall", "The nodes reach each other's ports.", fix="sudo ufw allow from OTHER-ADDRESS   # on both nodes"
+)
+def _firewall(cluster: ClusterFacts) -> CheckResult:
     def blocked(reach: Reach) -> str:
         """Name the ports that cannot be reached."""
         return ", ".join(f"port {port}: {why}" for port, why in reach.blocked.items())
 
-    return _reached(situation, blocked)
+    return _reached(cluster, blocked)
 
 
-def _reached(situation: Situation, problem: Callable[[Reach], str]) -> CheckResult:
+def _reached(cluster: ClusterFacts, problem: Callable[[Reach], str]) -> CheckResult:
     problems = []
-    for (sender, receiver), reach in situation.reaches.items():
+    for (sender, receiver), reach in cluster.reaches.items():
         why = reach.why if isinstance(reach, SparkforgeError) else problem(reach)
         if why:
             problems.append(f"from {sender} to {receiver}: {why}")
-    if not situation.reaches:
+    if not cluster.reaches:
         return failed("not tried: fewer than two nodes answered")
-    return judged(not problems, "; ".join(problems) or f"{len(situation.reaches)} ways between nodes")
+    return judged(not problems, "; ".join(problems) or f"{len(cluster.reaches)} ways between nodes")
 
 
-@add(
+@CHECKS.add(
     "nccl",
     "NCCL is no version that is known to hang.",
-    "take another version into locks/spark.in, then ./inv pins.lock",
+    needs=GPUS,
+    fix="take another version into locks/spark.in, then ./inv pins.lock",
 )
-@_on_gpus
-def _nccl(situation: Situation) -> CheckResult:
-    if not situation.nccl:
+def _nccl(cluster: ClusterFacts) -> CheckResult:
+    if not cluster.nccl:
         return failed("the stack's lock names no NCCL")
-    if report := HANGING_NCCL.get(situation.nccl):
-        return failed(f"NCCL {situation.nccl} hangs between Sparks ({report})")
-    return passed(f"NCCL {situation.nccl}")
+    if report := HANGING_NCCL.get(cluster.nccl):
+        return failed(f"NCCL {cluster.nccl} hangs between Sparks ({report})")
+    return passed(f"NCCL {cluster.nccl}")
 
 
-@add(
+@CHECKS.add(
     "remove-ipc",
     "A logout does not delete a server's shared memory.",
-    "sudo loginctl enable-linger USER   # on each node",
+    fix="sudo loginctl enable-linger USER   # on each node",
 )
-def _remove_ipc(situation: Situation) -> CheckResult:
-    deleting = [node.name for node, facts in situation.nodes() if facts.remove_ipc]
+def _remove_ipc(cluster: ClusterFacts) -> CheckResult:
+    deleting = [node.name for node, facts in cluster.nodes() if facts.remove_ipc]
     return warned(f"RemoveIPC is on for this user: {', '.join(deleting)}") if deleting else passed("off, or no logind")
 
 
-@add(
+@CHECKS.add(
     "free-memory",
     "Enough memory is free, not only available, for RDMA buffers.",
-    "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # on that node",
+    needs=GPUS,
+    fix="sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'   # on that node",
 )
-@_on_gpus
-def _free_memory(situation: Situation) -> CheckResult:
-    if unknown := situation.unknown("memory"):
+def _free_memory(cluster: ClusterFacts) -> CheckResult:
+    if unknown := cluster.unknown("memory"):
         return failed(f"not known: {unknown}")
-    free = {node.name: (facts.memory or {}).get("MemFree", 0) for node, facts in situation.nodes()}
+    free = {node.name: (facts.memory or {}).get("MemFree", 0) for node, facts in cluster.nodes()}
     text = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in free.items())
     return judged(all(size >= LEAST_FREE for size in free.values()), f"MemFree: {text}")
 
 
-@add(
+@CHECKS.add(
     "split",
     "The model can be split as cluster.toml says.",
-    "set tensor and pipeline in cluster.toml: ./inv plan MODEL --nodes N",
+    fix="set tensor and pipeline in cluster.toml: ./inv plan MODEL --nodes N",
 )
-def _split(situation: Situation) -> CheckResult:
-    config, model = situation.config, situation.model
+def _split(cluster: ClusterFacts) -> CheckResult:
+    config, model = cluster.config, cluster.model
     if model is None:
         return failed("the model's sizes are not known")
     ways: list[tuple[int, plan.Way]] = [
@@ -392,7 +373,7 @@ def _split(situation: Situation) -> CheckResult:
         config.pipeline > 1 and not config.has_gpus
     ):  # the second node's buffers are never made: gpu_model_runner.py:5801
         problems.append("vLLM's CPU build serves no pipeline; replicas can be any number")
-    if situation.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
+    if cluster.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
         columns = model.vocab // config.tensor
-        problems.append(f"an LM head in {situation.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
+        problems.append(f"an LM head in {cluster.head} has {columns} columns a node, no multiple of {MARLIN_TILE}")
     return judged(not problems, "; ".join(problems) or f"tensor {config.tensor}, pipeline {config.pipeline}")

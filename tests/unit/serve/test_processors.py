@@ -9,7 +9,7 @@ from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import device, embedded, profiles
 from sparkforge.serve.plan import StartPlan
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine
 from validate.facts.fact import Fact
 
@@ -52,11 +52,11 @@ def test_a_profile_is_served_or_refused_by_name_before_it_starts(fake_processor,
 def test_a_lack_is_a_warning_with_its_cost_and_a_flag_that_needs_more_is_refused(fake_processor):
     architecture, flags = PROCESSORS[fake_processor]
     facts = {"os.machine": Fact(architecture, "t"), "cpu.flags": Fact(flags.split(), "t")}
-    finding = evaluate(CHECKS["cpu-instructions"], facts, required=True)
+    finding = evaluate(CHECKS["cpu-instructions"], View(facts))
     assert finding.status is (Status.WARN if fake_processor in SLOW else Status.PASS)
     assert ("slowly" in finding.evidence) == (fake_processor in SLOW)
     for arguments, needs in (["--kv-cache-dtype", "fp8_e4m3"], True), (["--kv-cache-dtype=auto"], False):
-        finding = evaluate(CHECKS["cpu-arguments"], facts | {"serve.args": Fact(arguments, "t")}, required=True)
+        finding = evaluate(CHECKS["cpu-arguments"], View(facts | {"serve.args": Fact(arguments, "t")}))
         assert finding.status is (Status.FAIL if needs and fake_processor not in WITH_FP8_CACHE else Status.PASS)
 
 

@@ -87,16 +87,16 @@ def test_checks_read_no_more_than_they_declare_and_fail_closed_without_it(good, 
             facts = good(profile_of(name).name)
             assert set(check.needs) <= KNOWN
             declared = {need: facts[need] for need in check.needs}
-            assert evaluate(check, declared, required=True).status is Status.PASS
+            assert evaluate(check, View(declared)).status is Status.PASS
             for unknown in ({}, {need: Fact(None, "test", "it hung") for need in check.needs}):
-                finding = evaluate(check, unknown, required=True)
+                finding = evaluate(check, View(unknown))
                 assert finding.status is Status.FAIL
                 assert "cannot be judged" in finding.evidence
 
 
 def test_a_missing_model_is_the_fix_of_every_check_that_needs_it(good):
     facts = {**good("embedded"), "model.weight_bytes": Fact(None, "test", "/models/x is not a directory")}
-    assert "./inv model.fetch" in evaluate(CHECKS["memory-host"], facts, required=True).fix
+    assert "./inv model.fetch" in evaluate(CHECKS["memory-host"], View(facts)).fix
 
 
 JSON = st.recursive(
@@ -118,7 +118,7 @@ JSON = st.recursive(
 def test_no_check_ever_raises(data):
     check = data.draw(st.sampled_from(sorted(CHECKS.values(), key=lambda c: c.name)))
     facts = {name: Fact(data.draw(JSON), "fuzz", data.draw(st.none() | st.text(max_size=5))) for name in check.needs}
-    finding = evaluate(check, facts, required=True)
+    finding = evaluate(check, View(facts))
     assert "internal error" not in finding.evidence
     assert "is not on the sheet" not in finding.evidence  # every fact it reads is declared
     assert (finding.fix == "") == (finding.status is Status.PASS)
@@ -170,7 +170,7 @@ def test_a_spark_serves_with_our_plugin_if_its_numbers_are_right(good, with_valu
 )
 def test_arguments_are_judged(good, with_values, arguments, status, message):
     facts = with_values(good("spark"), {"serve.args": arguments})
-    finding = evaluate(CHECKS["serve-arguments"], facts, required=True)
+    finding = evaluate(CHECKS["serve-arguments"], View(facts))
     assert finding.status is status, finding
     assert message in finding.evidence
 
@@ -181,7 +181,7 @@ def test_arguments_are_judged(good, with_values, arguments, status, message):
 )
 def test_a_refused_list_of_architectures_has_its_reason(good, with_values, architectures, why):
     facts = with_values(good("spark"), {"env.flashinfer_cuda_arch_list": architectures})
-    finding = evaluate(CHECKS["flashinfer-arch-list"], facts, required=True)
+    finding = evaluate(CHECKS["flashinfer-arch-list"], View(facts))
     assert finding.status is Status.FAIL
     assert why in finding.evidence
 
@@ -190,7 +190,7 @@ def test_a_bug_in_a_check_is_a_fail():
     def bug(_view: View):
         raise ZeroDivisionError("oops")
 
-    finding = evaluate(Check("x", "m", (), bug, "fix"), {}, required=True)
+    finding = evaluate(Check("x", "m", (), bug, "fix"), View({}))
     assert finding.status is Status.FAIL
     assert "internal error in this check: ZeroDivisionError: oops" in finding.evidence
 
@@ -320,7 +320,7 @@ SPARK_CASES = {
 @pytest.mark.parametrize("case", SPARK_CASES)
 def test_boundaries(good, with_values, case):
     check, values, status = SPARK_CASES[case]
-    assert evaluate(CHECKS[check], with_values(good("spark"), values), required=True).status is status
+    assert evaluate(CHECKS[check], View(with_values(good("spark"), values))).status is status
 
 
 @pytest.mark.parametrize(
@@ -335,41 +335,41 @@ def test_boundaries(good, with_values, case):
 )
 def test_cpu_instructions(machine, flags, status):
     facts = {"os.machine": Fact(machine, "t"), "cpu.flags": Fact(flags, "t")}
-    assert evaluate(CHECKS["cpu-instructions"], facts, required=True).status is status
+    assert evaluate(CHECKS["cpu-instructions"], View(facts)).status is status
 
 
 def test_a_companion_without_a_name_is_still_judged():
-    finding = evaluate(CHECKS["torch-companions"], {"torch.companions": Fact([""], "t")}, required=True)
+    finding = evaluate(CHECKS["torch-companions"], View({"torch.companions": Fact([""], "t")}))
     assert "internal error" not in finding.evidence
 
 
 def test_unknown_variables_are_told_what_replaces_them(good, with_values):
     facts = with_values(good("spark"), {"env.unknown_to_vllm": ["VLLM_ATTENTION_BACKEND", "VLLM_TYPO"]})
-    fix = evaluate(CHECKS["unknown-environment"], facts, required=True).fix
+    fix = evaluate(CHECKS["unknown-environment"], View(facts)).fix
     assert fix == "unset VLLM_ATTENTION_BACKEND VLLM_TYPO; VLLM_ATTENTION_BACKEND → --attention-backend FLASHINFER"
 
 
 def test_refused_memory_offers_a_share_that_would_pass(good, with_values):
     facts = with_values(good("spark"), {"memory.available_bytes": 90 << 30})
-    finding = evaluate(CHECKS["memory-unified"], facts, required=True)
+    finding = evaluate(CHECKS["memory-unified"], View(facts))
     share = float(finding.fix.rsplit(" ", 1)[1])
     facts = with_values(facts, {"serve.gpu_memory_utilization": share})
-    assert evaluate(CHECKS["memory-unified"], facts, required=True).status is Status.PASS
-    assert evaluate(CHECKS["memory-unified"], facts, required=True).evidence.startswith("90.0 GiB free of 119.7 GiB")
+    assert evaluate(CHECKS["memory-unified"], View(facts)).status is Status.PASS
+    assert evaluate(CHECKS["memory-unified"], View(facts)).evidence.startswith("90.0 GiB free of 119.7 GiB")
 
 
 def test_refused_memory_offers_a_length_that_would_pass_and_names_who_holds_memory(good, with_values):
     largest = "python3 (pid 12), 31.0 GiB"
     values = {"memory.available_bytes": 78 << 30, "memory.largest_process": largest, "memory.swap_free_bytes": 16 << 30}
     facts = with_values(good("spark"), values)
-    finding = evaluate(CHECKS["memory-unified"], facts, required=True)
+    finding = evaluate(CHECKS["memory-unified"], View(facts))
     assert finding.status is Status.FAIL
     assert finding.evidence.startswith("78.0 GiB free (16.0 GiB of swap not counted)")
     assert largest in finding.fix
     flags = finding.fix.split("; or ")[1].split()
     arguments = [*flags[:2], *facts["serve.args"].value]
     smaller = {"serve.args": arguments, "serve.gpu_memory_utilization": float(flags[3])}
-    assert evaluate(CHECKS["memory-unified"], with_values(facts, smaller), required=True).status is Status.PASS
+    assert evaluate(CHECKS["memory-unified"], View(with_values(facts, smaller))).status is Status.PASS
 
 
 def test_what_a_plan_leaves_free_is_where_the_guard_ends_a_server(good, with_values):
@@ -378,7 +378,7 @@ def test_what_a_plan_leaves_free_is_where_the_guard_ends_a_server(good, with_val
     least = int(total * share) + (4 << 30) + thresholds.load().end_below(total)
     for available, status in ((least + 1, Status.PASS), (least - 1, Status.FAIL)):
         changed = with_values(facts, {"memory.available_bytes": available})
-        assert evaluate(CHECKS["memory-unified"], changed, required=True).status is status
+        assert evaluate(CHECKS["memory-unified"], View(changed)).status is status
 
 
 def test_sheet_of_the_good_kind_loads(sheets):

@@ -10,7 +10,7 @@ import torch
 from spark_mxfp4 import experts
 from spark_mxfp4.experts import ExpertWeights, Projection, moe
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import numerics
 from validate.facts import numerics_child as child
 from validate.facts.fact import Fact
@@ -67,7 +67,7 @@ def gathered(tmp_path, environment):
 
 
 def judge(facts):
-    return evaluate(CHECK, facts, required=True)
+    return evaluate(CHECK, View(facts))
 
 
 def test_the_kernel_of_this_checkout_is_right(environment):

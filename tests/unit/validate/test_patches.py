@@ -16,7 +16,7 @@ from sparkforge.core.errors import IntegrityError
 from sparkforge.core.installed import Installed, parse_record, record_digest
 from sparkforge.pins import patched, verify
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import patches
 from validate.facts.fact import take
 
@@ -30,7 +30,9 @@ def judge(target, tmp_path):
     def judge():
         """Return the finding."""
         asked = target(python=tmp_path / "environment/bin/python")
-        return evaluate(CHECK, {reading.name: take(reading, asked) for reading in patches.READINGS}, required=True)
+        return evaluate(
+            CHECK, View({reading.name: take(reading, asked) for reading in patches.READINGS}), required=True
+        )
 
     return judge
 

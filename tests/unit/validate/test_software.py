@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine, software
 from validate.facts.fact import take
 from validate.facts.target import Options, Target
@@ -163,7 +163,7 @@ def built(site, install, tmp_path):
 def judged_modules(target, site, environ):
     validated = target(python=site.parent / "python", environ={"PATH": "/usr/bin:/bin", **environ})
     needs = CHECKS["sm121-modules"].needs
-    return evaluate(CHECKS["sm121-modules"], {name: fact(name, validated) for name in needs}, required=True)
+    return evaluate(CHECKS["sm121-modules"], View({name: fact(name, validated) for name in needs}))
 
 
 def test_modules_are_compared_with_the_manifest_of_their_build(target, site, built):

