@@ -60,6 +60,6 @@ def expected(machine: str, *, stack: str) -> Mapping[str, Mapping[str, str]]:
     """
     lock = pins.load().image(stack).lock(devices.OCI_MACHINES[machine])
     return {
-        "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in rootfs.queues(stack, pins.load())},
+        "patches": {queue.name: queue.sha256 for queue in rootfs.queues(stack, pins.load())},
         "lock": {lock: hashlib.sha256(locks.lock_path(lock).read_bytes()).hexdigest()},
     }

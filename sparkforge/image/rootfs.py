@@ -317,7 +317,7 @@ def describe(tree: Tree) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "lock": {tree.lock: hashlib.sha256(locks.lock_path(tree.lock).read_bytes()).hexdigest()},
         "packages": {canonicalize_name(name): version for name, _, version in parts},
-        "patches": {f"{queue.upstream}-{queue.version}": queue.sha256 for queue in queues(tree.stack, table)},
+        "patches": {queue.name: queue.sha256 for queue in queues(tree.stack, table)},
         "without licence text": list(licences.without(tree.packages)),
         **image_changes(tree).model_dump(mode="json"),
         "kernels": {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries},

@@ -82,7 +82,7 @@ def prepare(table: Pins, name: str, stack: str, of: str, patches: Path = status.
     for pending in patches.glob(f"*/.????-*.patch{PENDING}"):
         _take_back(pending)
     component, queue, _ = status.chosen(table, stack, f"{of}-0", patches)
-    folder = patches / f"{queue.upstream}-{queue.version}"
+    folder = patches / queue.name
     draft = PatchDraft(name, folder, queue, upstream.release(table, component, queue.version))
     if present := [patch.name for patch in queue.patches if patch.name[5:] == f"{name}.patch"]:
         undo = f"; if it is that patch: rm -r {shlex.quote(str(draft.scratch))}" if draft.scratch.is_dir() else ""
@@ -103,7 +103,7 @@ def begin_patch(draft: PatchDraft) -> Path:
         temporary = draft.scratch.with_name(f".{draft.name}.{os.getpid()}.tmp")
         archive.unpack(file, temporary, top=draft.release.top)
         checkout.make_repository(temporary, {}, str(draft.release))
-        checkout.apply_mailbox(temporary, draft.folder, draft.queue)
+        checkout.apply_mailbox(temporary, draft.queue)
         temporary.rename(draft.scratch)
         fsync_directory(draft.scratch.parent)
     return draft.scratch

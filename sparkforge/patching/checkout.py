@@ -75,9 +75,8 @@ def commit_to_checkout(table: Pins, stack: str, tree: Path, patches: Path = stat
 def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
     """Do what `commit_to_checkout` does, while no other process does."""
     component, queue = _queue_of(table, stack, tree, patches)
-    folder = patches / f"{queue.upstream}-{queue.version}"
     if holds_queue(tree, queue):
-        return f"{folder.name} in {tree}: already there, {len(queue.patches)} commits"
+        return f"{queue.name} in {tree}: already there, {len(queue.patches)} commits"
     read = upstream.reader(upstream.release(table, component), queue.paths)
     released = {path: read(path) for path in queue.paths}
     patched, present = queue.apply(released), read_files(tree, queue.paths)
@@ -102,10 +101,10 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
         git(tree, "worktree", "add", "--quiet", "--detach", "--no-checkout", beside, "HEAD", settings=SETTINGS)
         git(beside, "read-tree", "HEAD")
         git(beside, "checkout-index", "--quiet", "--", *(path for path in released if released[path] is not None))
-        apply_mailbox(beside, folder, queue)
+        apply_mailbox(beside, queue)
         if read_files(beside, queue.paths) != patched:
             raise PatchError(
-                f"the queue {folder.name} was not committed", "git made other bytes of its patches than they say",
+                f"the queue {queue.name} was not committed", "git made other bytes of its patches than they say",
                 f"look for filters and line ends in {tree}/.gitattributes", code="patch.conflict"
             )  # fmt: skip
         last = git(beside, "rev-parse", "HEAD").stdout.strip()
@@ -119,7 +118,7 @@ def _commit(table: Pins, stack: str, tree: Path, patches: Path) -> str:
     git(tree, "merge", "--quiet", "--ff-only", last, settings=SETTINGS)
     undo = f"git -C {shlex.quote(str(tree))} reset --keep {head}"
     names = "".join(f"\n  {patch.name}" for patch in queue.patches)
-    return f"{folder.name} in {tree}: {len(queue.patches)} commits on {head}{names}\nto undo it: {undo}"
+    return f"{queue.name} in {tree}: {len(queue.patches)} commits on {head}{names}\nto undo it: {undo}"
 
 
 def _remove_beside(tree: Path) -> None:
@@ -130,11 +129,10 @@ def _remove_beside(tree: Path) -> None:
 
 def holds_queue(tree: Path, queue: Queue) -> bool:
     """Tell whether the commits of `tree` hold exactly `queue`. Raises PatchError if they hold another one."""
-    folder = f"{queue.upstream}-{queue.version}"
     present = sorted((commit.patch, commit.sha256) for commit in queue_commits(tree, queue.upstream))
-    if present and present != [(f"{folder}/{patch.name}", patch.sha256) for patch in queue.patches]:
+    if present and present != [(f"{queue.name}/{patch.name}", patch.sha256) for patch in queue.patches]:
         raise PatchError(
-            f"{tree} holds another queue than {folder}",
+            f"{tree} holds another queue than {queue.name}",
             f"its commits are {', '.join(name for name, _ in present)}, and some differ from the files of those names",
             "start again from the release's tag, then carry your own commits over (git rebase --onto)",
             code="patch.modified",
@@ -159,28 +157,28 @@ def commits(tree: Path, revisions: str, *options: str) -> list[Commit]:
     return result
 
 
-def mail(folder: Path, patch: Patch) -> bytes:
-    """Return a patch file of `folder` as a mail that `git am` reads."""
-    head, _, diff = (folder / patch.name).read_bytes().partition(b"\n---\n")
+def mail(queue: str, patch: Patch) -> bytes:
+    """Return a patch of `queue`, a folder's name, as a mail that `git am` reads."""
+    head, _, diff = patch.text.partition(b"\n---\n")
     date = datetime.combine(datetime.fromisoformat(patch.header["Last-Update"]).date(), time(), UTC)
     lines = (
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001", f"From: {NAME} <{EMAIL}>", f"Date: {format_datetime(date)}",
         f"Subject: {patch.header['Description'].splitlines()[0]}", "MIME-Version: 1.0",
         "Content-Type: text/plain; charset=UTF-8", "Content-Transfer-Encoding: 8bit", "", head.decode(),
-        f"{FIELD}: {folder.name}/{patch.name} {patch.sha256}", "---", "",
+        f"{FIELD}: {queue}/{patch.name} {patch.sha256}", "---", "",
     )  # fmt: skip
     return "\n".join(lines).encode() + diff
 
 
-def apply_mailbox(tree: Path, folder: Path, queue: Queue) -> None:
-    """Commit each patch of the queue in `folder` with `git am` to `tree`, a private one. Raises PatchError."""
+def apply_mailbox(tree: Path, queue: Queue) -> None:
+    """Commit each patch of the queue with `git am` to `tree`, a private one. Raises PatchError."""
     with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
         mailbox = Path(scratch).resolve() / "mailbox"
-        mailbox.write_bytes(b"\n".join(mail(folder, patch) for patch in queue.patches))
+        mailbox.write_bytes(b"\n".join(mail(queue.name, patch) for patch in queue.patches))
         result = git(tree, *AM, mailbox, settings=SETTINGS, ends=range(256))
     if result.returncode:
         why = " ".join((result.stderr or result.stdout).split())
-        raise PatchError(f"the queue {folder.name} does not apply to {queue.upstream} {queue.version}", why,
+        raise PatchError(f"the queue {queue.name} does not apply to {queue.upstream} {queue.version}", why,
                          "nothing was changed; ./inv patch.status says which patch", code="patch.conflict")  # fmt: skip
 
 

@@ -134,17 +134,17 @@ def tree_of(file: Path) -> Path:
 
 def _patches(path: str, wheel: WheelOrigin, folder: Path) -> tuple[Patch, ...]:
     """Return the patches of a wheel that touch `path`, the last applied first, as this checkout has them."""
-    queue = folder / f"{wheel.upstream}-{wheel.version}"
+    queue = Queue.load(folder / f"{wheel.upstream}-{wheel.version}")
+    present = {patch.name: patch.sha256 for patch in queue.patches}
     for patch in wheel.patches:
-        file = queue / patch.name
-        if not file.is_file() or sha256_file(file) != patch.sha256:
+        if present.get(patch.name) != patch.sha256:
             raise IntegrityError(
                 f"the patch {patch.name} cannot be shown",
-                f"{file} is gone, or not the one that the wheel has: {patch.sha256}",
+                f"it is not in {folder / queue.name}/series, or not the one that the wheel has: {patch.sha256}",
                 "git log -- patches shows its history; ./inv up installs the wheel of the queue as it is now",
                 code="integrity.provenance",
             )
-    applied = Queue.load(queue).for_files(wheel.files).patches
+    applied = queue.for_files(wheel.files).patches
     touching = [patch for patch in applied if any(change.path == path for change in patch.changes)]
     return tuple(reversed(touching))
 

@@ -36,7 +36,7 @@ TODO = ".git/sparkforge-todo"
 
 @dataclass(frozen=True)
 class Carried:
-    """One patch of the old queue: what was done with it, and whether the new queue has it."""
+    """One patch of the old queue: its line in `series`, what was done with it, and whether the new queue has it."""
 
     name: str
     action: str
@@ -101,7 +101,7 @@ def prepare(table: Pins, stack: str, to: str, drop: frozenset[str], patches: Pat
             f"cannot drop {', '.join(unknown)}", f"the queue has {', '.join(sorted(numbers))}", "./inv patch.status"
         )
     old, new = (upstream.release(table, component, number) for number in (queue.version, version))
-    folder = patches / f"{queue.upstream}-{queue.version}"
+    folder = patches / queue.name
     upstream.reader(new, status.paths_of(queue))  # all at once; a file that only an edit adds is read when asked for
     command = f"./inv patch.rebase {to} --stack {stack}"
     return Rebase(queue, folder, upstream.reader(old, queue.paths), lambda path: upstream.reader(new, [path])(path),
@@ -184,7 +184,7 @@ def _make_branches(rebase: Rebase, tree: Path) -> None:
     released = {path: rebase.new(path) for path in status.paths_of(rebase.queue)}
     checkout.commit_files(tree, {path: released[path] for path in names}, f"{rebase.queue.upstream} {rebase.version}")
     git(tree, "checkout", "--quiet", "-b", "queue", "old")
-    checkout.apply_mailbox(tree, rebase.folder, rebase.queue)
+    checkout.apply_mailbox(tree, rebase.queue)
     unneeded = {
         patch.name for patch in rebase.queue.patches
         if patch.name[:4] in rebase.drop or any(line.holds_for(released[line.path]) for line in patch.drop_when)
@@ -224,6 +224,8 @@ def _export(rebase: Rebase, tree: Path) -> list[Carried]:
     wanted = read_files(tree, _tracked(tree, "HEAD"))
     temporary = rebase.folder.parent / f".rebase.{os.getpid()}.tmp"
     folder = temporary / rebase.target.name
+    folder.mkdir(parents=True)
+    (temporary / "common").symlink_to(rebase.folder.parent / "common")  # what its series may name
     try:
         carried = list(_carried(rebase, _with_base_files(rebase, tree, temporary / "tree"), folder))
         names = [patch.name for patch in carried if patch.in_queue]
@@ -298,7 +300,11 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
             data = re.sub(rb"(?m)^Last-Update: .*$", f"Last-Update: {today}".encode(), data, count=1)
             action = "merged: read it before you trust it"
         elif judgement.verdict is Verdict.APPLIES:
-            data, action = (rebase.folder / patch.name).read_bytes(), "applies as it is"
-        write_atomic(folder / patch.name, data)
+            data, action = patch.text, "applies as it is"
         now |= changed
-        yield Carried(patch.name, action)
+        if data == patch.text and patch.entry != patch.name:
+            (folder / patch.name).unlink()  # the common one serves this release too
+            yield Carried(patch.entry, action)
+        else:
+            write_atomic(folder / patch.name, data)
+            yield Carried(patch.name, action)

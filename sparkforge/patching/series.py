@@ -1,5 +1,7 @@
 """A patch queue on disk: `patches/<upstream>-<version>/series` and its patches with DEP-3 headers.
 
+A patch that is the same in several releases lies in `patches/common/`; each series names it as `../common/FILE`.
+
 DEP-3 is Debian's format for patch headers (https://dep-team.pages.debian.net/deps/dep3/): `Field: value`, continued by
 lines that begin with a space, closed by a line `---`. `Drop-when` is our own field: one condition a line, any of which
 says that upstream no longer needs the patch.
@@ -23,6 +25,7 @@ FIELDS = ("Description", "Origin", "Bug", "Forwarded", "Last-Update", "Drop-when
 DIRECTORY = re.compile(r"(?P<upstream>[a-z][a-z0-9_-]*?)-(?P<version>\d[0-9A-Za-z.+]*)")
 PATCH_NAME = re.compile(r"\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch")
 FIELD = re.compile(r"(?P<name>[A-Za-z][A-Za-z-]*): *(?P<value>.*)")
+COMMON = "../common/"  # begins a line of `series` whose patch several queues share
 CONDITION = re.compile(r"(?P<kind>contains|lacks) (?P<path>\S+) (?P<text>\S.*)")
 
 
@@ -56,6 +59,7 @@ class Patch:
     changes: tuple[FileChange, ...]
     drop_when: tuple[Condition, ...]
     text: bytes  # the whole file
+    entry: str  # its line in `series`
 
     @classmethod
     def load(cls, file: Path) -> Patch:
@@ -81,6 +85,7 @@ class Patch:
             parse(file.name, diff),
             tuple(_condition(file.name, line) for line in header["Drop-when"].splitlines()),
             data,
+            COMMON + file.name if file.parent.name == "common" else file.name,
         )
 
 
@@ -138,6 +143,11 @@ class Queue:
                 write_atomic(tree / path, content)
 
     @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.upstream}-{self.version}"
+
+    @property
     def sha256(self) -> str:
         """Hex sha256 over upstream, version, and each patch's name and hash, in order."""
         lines = [f"{self.upstream} {self.version}", *(f"{patch.sha256} {patch.name}" for patch in self.patches)]
@@ -172,18 +182,20 @@ def _installed(directory: Path) -> dict[str, str]:
 
 
 def _series(directory: Path) -> list[str]:
-    """Return the names in `series`: each exists and is listed once, in rising order, and no patch is unlisted."""
+    """Return the lines of `series`: each names a patch, once, in rising order, and names all patches of the folder."""
     file = directory / "series"
     if not file.is_file():
         raise _bad_series(directory, "there is no file `series`")
     lines = (line.partition("#")[0].strip() for line in _lines(directory, file))
     names = [line for line in lines if line]
-    present = {path.name for path in directory.glob("*.patch")}
+    own = {path.name for path in directory.glob("*.patch")}
+    present = own | {COMMON + path.name for path in (directory / COMMON).glob("*.patch")}
+    rising = sorted(set(names), key=lambda name: name.removeprefix(COMMON))
     checks = (
         (not names, "`series` names no patch"),
         ([name for name in names if name not in present], "`series` names files that are not there"),
-        (sorted(present - set(names)), "these patches are not in `series`"),
-        (names != sorted(set(names)), "the patches in `series` are not in rising order, each once"),
+        (sorted(own - set(names)), "these patches are not in `series`"),
+        (names != rising, "the patches in `series` are not in rising order, each once"),
     )
     for wrong, reason in checks:
         if wrong:

@@ -159,7 +159,7 @@ def print_status(stack: str, against: str = "", tree: str = "") -> None:
         else:
             release = upstream.release(table, component, version)
             subject, verdicts = str(release), judge_release(queue, release)
-        print_all(f"{queue.upstream}-{queue.version} on {subject}", verdicts)
+        print_all(f"{queue.name} on {subject}", verdicts)
         judgements += verdicts
     if conflicts := [judgement.patch.name for judgement in judgements if judgement.verdict is Verdict.CONFLICTS]:
         fix = f"./inv patch.rebase {against}" if against else "docs/guide/troubleshooting.md#patches"

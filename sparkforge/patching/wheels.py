@@ -28,17 +28,16 @@ from sparkforge.core.documents import read_json
 from sparkforge.core.errors import IntegrityError, PatchError
 from sparkforge.core.files import atomic_file, require_space, write_json
 from sparkforge.core.installed import parse_record, record_digest
-from sparkforge.core.paths import ROOT
 from sparkforge.patching import repack, upstream
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.patching.repack import HashedOutput
 from sparkforge.patching.series import Queue
+from sparkforge.patching.status import PATCHES
 from sparkforge.pins import Component, Pins, Stack
 from sparkforge.pins.patched import PatchedFile, load_patched, write_patched
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 from sparkforge.sources import archive, fetch, pip_download
 
-PATCHES = ROOT / "patches"
 SCHEMA = 1
 AGAIN = "if the change is meant: ./inv patch --lock; else git checkout -- patches locks pins.toml"
 LARGEST_RATIO = 8  # of a stored source archive to the packed one; FlashInfer's has 7.7

@@ -80,11 +80,12 @@ def test_a_release_that_is_not_pinned_is_the_one_the_index_has():
 def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path / "state"))
     patches = tmp_path / "patches"
-    shutil.copytree(status.PATCHES / "vllm-0.32.0", patches / "vllm-0.32.0")
+    for folder in ("common", "vllm-0.32.0"):
+        shutil.copytree(status.PATCHES / folder, patches / folder)
     series = patches / "vllm-0.32.0" / "series"
     lines = series.read_text().splitlines()
     for later in lines[4:]:  # those of the answers need edits of their own
-        (series.parent / later).unlink()
+        (series.parent / later).unlink(missing_ok=True)
     series.write_text("\n".join(lines[:4]) + "\n")
     released("spark", "0.33.0")
     job = rebase.prepare(TABLE, "spark", "0.33.0", frozenset(), patches)
@@ -95,7 +96,7 @@ def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_
     ):
         rebase.begin_rebase(job)
     assert ORACLE in capsys.readouterr().err
-    assert [path.name for path in patches.iterdir()] == ["vllm-0.32.0"]
+    assert {path.name for path in patches.iterdir()} == {"common", "vllm-0.32.0"}
     left = job.work / ORACLE
     text, count = re.subn(  # upstream added a function where we add ours: keep both
         r"(?ms)^<{7} [^\n]*\n(.*?)^\|{7} .*?^={7}\n(.*?)^>{7} [^\n]*\n", r"\1\2", left.read_text()
@@ -113,9 +114,7 @@ def test_a_rebase_to_0_33_0_needs_one_edit_and_ends_in_a_queue_that_applies(tmp_
     for path, content in after.items():
         compile(content, path, "exec")
     assert after[ORACLE] == text.encode()
-    assert (patches / "vllm-0.33.0" / queue.patches[0].name).read_bytes() == (
-        patches / "vllm-0.32.0" / queue.patches[0].name
-    ).read_bytes()
+    assert queue.patches[0].entry == f"../common/{queue.patches[0].name}"
 
 
 @pytest.mark.parametrize("name", ["vllm", "flashinfer"])

@@ -91,7 +91,7 @@ def outdated(target: Target) -> list[str] | None:
 
 def _outdated(origin: WheelOrigin, queue: Path) -> list[str]:
     lines = (line.partition("#")[0].strip() for line in (queue / "series").read_text(encoding="utf-8").splitlines())
-    series = {line: sha256_file(queue / line) for line in lines if line}
+    series = {Path(line).name: sha256_file(queue / line) for line in lines if line}
     applied = {patch.name: patch.sha256 for patch in origin.patches}
     wheel = f"the installed {origin.upstream}"
     return [

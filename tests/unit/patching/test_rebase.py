@@ -62,6 +62,23 @@ def test_patches_that_apply_are_the_same_bytes(world):
         rebase.begin_rebase(job(world))
 
 
+def test_a_common_patch_that_still_applies_is_named_and_not_copied(world):
+    common = world.patches / "common"
+    common.mkdir()
+    for name in NAMES[:2]:
+        (world.folder / name).rename(common / name)
+    (world.folder / "series").write_text("".join(f"../common/{name}\n" for name in NAMES[:2]) + NAMES[2] + "\n")
+    world.release("2.0", world.V1)
+    rebase.begin_rebase(job(world))
+    assert [patch.entry for patch in Queue.load(world.patches / "up-2.0").patches] == [
+        *(f"../common/{name}" for name in NAMES[:2]), NAMES[2],
+    ]  # fmt: skip
+    assert {path.name for path in (world.patches / "up-2.0").iterdir()} == {"series", NAMES[2]}
+    world.release("3.0", edited(world, "line 0", "x\nline 0"))
+    rebase.begin_rebase(job(world, "3.0"))
+    assert [patch.entry for patch in Queue.load(world.patches / "up-3.0").patches] == NAMES
+
+
 def test_a_changed_context_is_merged_three_ways_and_said_so(kit, world, tmp_path):
     files = edited(world, "line 7", "line seven")
     world.release("2.0", files)

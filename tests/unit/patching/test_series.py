@@ -131,6 +131,20 @@ def test_a_series_that_is_not_its_directory_is_refused(kit, tmp_path, series, re
     assert reason in caught.value.why
 
 
+def test_a_common_patch_counts_as_one_of_the_folder(kit, tmp_path):
+    directory = kit.write_queue(tmp_path / "queue-1.0", GOOD, NEW)
+    whole, first = Queue.load(directory), "0001-change-something.patch"
+    (tmp_path / "common").mkdir()
+    (directory / first).rename(tmp_path / "common" / first)
+    (directory / "series").write_text(f"../common/{first}\n0002-change-something.patch\n")
+    shared = Queue.load(directory)
+    assert shared.sha256 == whole.sha256
+    assert [patch.entry for patch in shared.patches] == [f"../common/{first}", "0002-change-something.patch"]
+    (directory / "series").write_text(f"0002-change-something.patch\n../common/{first}\n")
+    with pytest.raises(PatchError, match="not in rising order"):
+        Queue.load(directory)
+
+
 @pytest.mark.parametrize("line", ["csrc", "csrc ../out", "csrc /out", "a/b c", "csrc x y", "csrc x//y"])
 def test_a_place_outside_the_package_is_refused(kit, tmp_path, line):
     directory = kit.write_queue(tmp_path / "queue-1.0", GOOD)

@@ -181,7 +181,7 @@ INSTALLED_BREAKS = {
         "pkg/a.py", "0001-change-x", IntegrityError,
     ),
     "no patch": (
-        lambda r, q: (q / "0001-change-x.patch").unlink(), "pkg/a.py", "0001-change-x.patch is gone", IntegrityError,
+        lambda r, q: (q / "0001-change-x.patch").unlink(), "pkg/a.py", "not there: 0001-change-x.patch", PatchError,
     ),
     "a damaged upstream.json": (
         lambda r, q: (r / OURS / "patches/upstream.json").write_text("{"),
