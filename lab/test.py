@@ -1,4 +1,7 @@
-"""python -m lab.test [ARGUMENTS OF PYTEST]: the laboratory's tests, in the environment of `./inv test`."""
+"""The laboratory's tests, in the environment of `./inv test`: `python -m lab.test [ARGUMENTS OF PYTEST]`.
+
+`python -m lab.test --max [--device gpu]` instead serves the tiny model by MAX and compares its tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def main() -> None:
     python = environment.prepare(Steps(1), environments.TEST).python
     # Compiled bytecode is kept: the tests start many interpreters.
     settings = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
-    if code := call([python, "-m", "pytest", "lab/tests", *sys.argv[1:]], cwd=ROOT, env=settings):
+    serves_max, arguments = sys.argv[1:2] == ["--max"], sys.argv[1:]
+    arguments = ["lab/tests/max", *arguments[1:]] if serves_max else ["lab/tests", "--ignore=lab/tests/max", *arguments]
+    if code := call([python, "-m", "pytest", *arguments], cwd=ROOT, env=settings):
         why = f"pytest ended with code {code}"
         raise ProcessError("the laboratory's tests failed", why, "read pytest's report above", code="process.tests")
 

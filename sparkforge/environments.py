@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,17 @@ from sparkforge.pins import Component, EnvironmentPin, Pins, load, locks
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
 
 STAMP = ".complete.json"
-PROJECTS = (paths.ROOT, paths.ROOT / "spark_mxfp4")  # our two distributions: sparkforge and spark-mxfp4
+LIBRARY = paths.ROOT / "spark_mxfp4"  # the sources of the distribution spark-mxfp4
+NOT_SOURCES = (
+    "tests",
+    "docs",
+    "bench",
+    "build",
+    "compiled",
+    "__pycache__",
+    "*.egg-info",
+    ".*",
+)  # of the library's wheel
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,7 @@ def ensure(env: Environment, pins: Pins) -> bool:
             for component in _components(pin, pins):
                 if component.provides:
                     name_distribution(env.site_packages, *component.provides.split("=="))
-            if pin.project:
-                install_project(env)
+            install_own(env, pin)
             os.sync()  # thousands of files at once: one call instead of an fsync each
             write_json(env.path / STAMP, wanted)
         return True
@@ -105,7 +115,8 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
         lock = patched_wheels.locked(component, wheel.filename)[1] if component.patches else wheel
         wheels[name.rpartition("/")[2]] = lock.sha256
     project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
-    return {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version, **wheels, **project}
+    library = {"library": library_hash()} if pin.library else {}
+    return {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version, **wheels, **project, **library}
 
 
 def installed_version(component: Component) -> str:
@@ -116,12 +127,24 @@ def installed_version(component: Component) -> str:
 
 
 def _project() -> str:
-    """Hash what of our pyproject.toml files reaches an environment: packages and entry points, not linter settings."""
-    installed = []
-    for folder in PROJECTS:
-        table = read_toml(folder / "pyproject.toml")
-        installed += [table["project"], table["tool"]["setuptools"]]
+    """Hash what of our pyproject.toml reaches an environment: packages and entry points, not linter settings."""
+    table = read_toml(paths.ROOT / "pyproject.toml")
+    installed = [table["project"], table["tool"]["setuptools"]]
     return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()
+
+
+def library_hash() -> str:
+    """Hash the sources of the library's wheel."""
+    digest = hashlib.sha256((LIBRARY / "pyproject.toml").read_bytes() + (LIBRARY / "setup.py").read_bytes())
+    for file in sorted((LIBRARY / "src").rglob("*")):
+        name = file.relative_to(LIBRARY).as_posix()
+        if (
+            file.is_file()
+            and not set(file.parts).intersection(("__pycache__", "compiled"))
+            and ".egg-info/" not in name
+        ):
+            digest.update(f"\0{name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def is_complete(env: Environment, inputs: Mapping[str, str]) -> bool:
@@ -243,10 +266,28 @@ def name_distribution(site_packages: Path, name: str, version: str, entry_points
         (folder / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
-def install_project(env: Environment) -> None:
-    """Install this checkout's distributions editable, so that vLLM finds the plugin's entry point."""
-    command: list[str | Path] = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", env.python]
-    command += ["--offline", "--no-deps", "--no-build-isolation"]
-    for folder in PROJECTS:
-        command += ["--editable", folder]
-    run(command, env=locks.uv_environment(), fix="rm -rf .sparkforge/envs, then run the same command again")
+def install_own(env: Environment, pin: EnvironmentPin) -> None:
+    """Install what it gets of this checkout: the product editable, the library as a wheel by its version."""
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(env.python), "--offline"]
+    command += ["--no-deps", "--no-build-isolation"]
+    fix = "rm -rf .sparkforge/envs, then run the same command again"
+    if pin.project:
+        run([*command, "--editable", paths.ROOT], env=locks.uv_environment(), fix=fix)
+    if pin.library:
+        with tempfile.TemporaryDirectory() as folder:
+            wheels = library_wheel(Path(folder)).parent
+            run([*command, "--no-index", "--find-links", wheels, pin.library], env=locks.uv_environment(), fix=fix)
+
+
+def library_wheel(folder: Path) -> Path:
+    """Build the library's wheel into `folder`, from a copy of its sources, since setuptools writes beside them."""
+    sources = folder / "sources"
+    shutil.copytree(LIBRARY, sources, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--offline", "--no-build-isolation"]
+    run(
+        [*command, "--python", sys.executable, "--out-dir", folder, sources],
+        env={**locks.uv_environment(), "SPARK_MXFP4_PRECOMPILE": ""},
+        fix="read setuptools' output above",
+    )
+    [wheel] = folder.glob("*.whl")
+    return wheel

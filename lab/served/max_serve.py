@@ -38,7 +38,7 @@ SERVED_NAME = "measured"
 LOAD_SECONDS = 300.0  # for one load
 WARM_UP_TOKENS = 16
 CORPUS = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
-# Of tests/max/test_serve.py: tokens of the prompts, of the answers, and how far the reference's token may lead the
+# Of lab/tests/max/test_serve.py: tokens of the prompts, of the answers, and how far the reference's token may lead the
 # second one where they part.
 LENGTHS = (8, 63, 127, 128, 129, 139, 173, 300)
 GENERATED = 32

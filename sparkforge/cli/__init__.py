@@ -88,9 +88,6 @@ for _collection in (
     Collection(
         "max",
         up=modular.up,
-        serve=modular.serve,
-        compile=modular.compile,
-        test=modular.test,
     ),
 ):
     namespace.add_collection(_collection)

@@ -117,7 +117,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
         workers = min(FAST_WORKERS, 2 * (os.cpu_count() or 1))
     else:
         python = embedded.prepare(Steps(1), environments.TEST).python
-        arguments = ["tests", "--ignore=tests/max", "--durations=15"]  # `./inv max.test` runs those
+        arguments = ["tests", "--durations=15"]
         workers = workers_for(memory.measure())
     if select:
         arguments += ["-k", select]

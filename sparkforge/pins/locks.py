@@ -43,6 +43,17 @@ class LockSet(Record):
     constraint: str = ""
     omit: tuple[str, ...] = ()
     source: str = ""
+    folder: str = ""
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return ROOT / self.folder if self.folder else LOCKS
+
+    @property
+    def path(self) -> Path:
+        """The locked file."""
+        return self.directory / f"{self.name}.txt"
 
     @property
     def requirements(self) -> str:
@@ -61,14 +72,15 @@ class LockSet(Record):
         """The files that its resolution reads."""
         constraint = f"{self.constraint}.txt" if self.constraint else ""
         names = [self.requirements, *filter(None, (self.override, constraint))]
-        lines = (LOCKS / self.requirements).read_text(encoding="utf-8").splitlines()
+        lines = (self.directory / self.requirements).read_text(encoding="utf-8").splitlines()
         included = [name for line in lines if line.startswith("-r ") for name in line.split()[1:2]]
-        return [LOCKS / name for name in [*names, *included]]
+        return [self.directory / name for name in [*names, *included]]
 
     def header(self) -> str:
         """The locked file's first line: what made it, and from which inputs."""
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in self.inputs)).hexdigest()
-        return f"# Made from locks/{self.requirements} by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
+        source = f"{self.folder or 'locks'}/{self.requirements}"
+        return f"# Made from {source} by `./inv pins.lock`; do not edit. Inputs: sha256 {digest}\n"
 
 
 class LockTable(Record):
@@ -103,12 +115,13 @@ def load(table: Path = TABLE) -> LockTable:
 
 def lock_path(name: str) -> Path:
     """Return the path of a locked set."""
-    return LOCKS / f"{name}.txt"
+    lock = load().sets.get(name)
+    return lock.path if lock else LOCKS / f"{name}.txt"
 
 
 def drifted() -> list[str]:
     """Return the names of the sets whose inputs have changed since they were locked."""
-    return [lock.name for lock in load().sets.values() if not _text(lock_path(lock.name)).startswith(lock.header())]
+    return [lock.name for lock in load().sets.values() if not _text(lock.path).startswith(lock.header())]
 
 
 def require_current() -> None:
@@ -124,13 +137,13 @@ def require_current() -> None:
 
 def compile_set(lock: LockSet) -> Path:
     """Resolve one set; a locked version is kept unless it must change. Raises ProcessError."""
-    output = lock_path(lock.name)
-    with tempfile.TemporaryDirectory(dir=LOCKS) as folder:
+    output = lock.path
+    with tempfile.TemporaryDirectory(dir=lock.directory) as folder:
         work = Path(folder) / output.name  # uv writes in place; a killed run must not leave half a lock
         if output.exists():
             shutil.copyfile(output, work)
         command = [sys.executable, "-m", "uv", "pip", "compile", lock.requirements, *load().targets[lock.target], *FORM]
-        run([*command, *lock.options, "--output-file", work], cwd=LOCKS, env=uv_environment(), fix=NETWORK)
+        run([*command, *lock.options, "--output-file", work], cwd=lock.directory, env=uv_environment(), fix=NETWORK)
         locked = [line for line in _text(work).splitlines(keepends=True) if not line.startswith("#")]
         write_atomic(output, lock.header() + "".join(locked))
     return output

@@ -147,7 +147,8 @@ class EnvironmentPin(Record):
 
     lock: Text  # a hash-locked set
     wheels: tuple[Text, ...] = ()  # STACK/COMPONENT, fetched by their pins; installed besides the lock if it lacks them
-    project: bool = False  # with this checkout's own distributions, editable
+    project: bool = False  # with this checkout, editable
+    library: Text | None = None  # requirement of spark-mxfp4, whose wheel is built from this checkout
     copy_files: bool = Field(False, alias="copy")  # instead of hard links into uv's cache
     size: int = Field(gt=0, strict=True)  # bytes to ask for: installed, and the downloads
 

@@ -16,7 +16,7 @@ from sparkforge.core import paths
 from sparkforge.core.console import confirmed, say
 from sparkforge.core.errors import StorageError
 from sparkforge.core.files import tree_size
-from sparkforge.pins.locks import LOCKS
+from sparkforge.pins.locks import LOCKS, load
 from sparkforge.sources import fetch
 
 QUESTION = "Remove them? No other checkout of this user may be installing or building now."
@@ -44,7 +44,8 @@ def named_hashes(files: Iterable[Path]) -> set[str]:
 
 def unnamed() -> list[StoredFile]:
     """Return what of the cache neither pins.toml nor a file under `locks/` names, the largest first."""
-    named = named_hashes([paths.ROOT / "pins.toml", *(path for path in LOCKS.rglob("*") if path.is_file())])
+    sets = [lock.path for lock in load().sets.values() if lock.folder]
+    named = named_hashes([paths.ROOT / "pins.toml", *sets, *(path for path in LOCKS.rglob("*") if path.is_file())])
     folders = [
         folder
         for folder in (paths.cache() / "files").glob("*/")

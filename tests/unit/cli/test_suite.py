@@ -50,10 +50,10 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        ({}, ["tests", "--ignore=tests/max", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
-        ({"nightly": True}, ["tests", "--ignore=tests/max", "--durations=15", "--numprocesses=2"]),
+        ({}, ["tests", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
+        ({"nightly": True}, ["tests", "--durations=15", "--numprocesses=2"]),
         ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=4"]),
-        ({"select": "ctrl"}, ["tests", "--ignore=tests/max", "--durations=15", "-k", "ctrl"]),
+        ({"select": "ctrl"}, ["tests", "--durations=15", "-k", "ctrl"]),
         ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=4", *suite.COVERAGE]),
         ({"fast": True, "select": "ctrl"}, ["tests/unit", "-k", "ctrl"]),
     ],

@@ -31,7 +31,7 @@ def filled(monkeypatch):
     monkeypatch.setattr(environments, "fetch_wheels", lambda lock, components: environments.WheelSet((), {}, ()))
     monkeypatch.setattr(environments, "_install", fill)
     monkeypatch.setattr(environments, "name_distribution", lambda *_: None)
-    monkeypatch.setattr(environments, "install_project", lambda _: None)
+    monkeypatch.setattr(environments, "install_own", lambda *_: None)
     fill.calls = calls
     return fill
 
@@ -54,7 +54,7 @@ def test_a_half_made_one_is_made_anew(table, filled):
     assert environments.ensure(ENV, table)
 
 
-@pytest.mark.parametrize("field", ["lock", "torch", "project", "python", "root"])
+@pytest.mark.parametrize("field", ["lock", "torch", "project", "library", "python", "root"])
 def test_any_other_input_makes_it_anew(table, filled, field):
     environments.ensure(ENV, table)
     stamp = json.loads((ENV.path / environments.STAMP).read_text())
@@ -103,7 +103,7 @@ def test_the_stamp_is_written_when_all_that_it_vouches_for_is_on_the_disk(table,
     events = []
     monkeypatch.setattr(environments, "run", lambda *_, **__: ENV.site_packages.mkdir(parents=True))
     monkeypatch.setattr(environments.locks, "install", lambda *_, **__: events.append("install"))
-    monkeypatch.setattr(environments, "install_project", lambda _: events.append("project"))
+    monkeypatch.setattr(environments, "install_own", lambda *_: events.append("project"))
     monkeypatch.setattr(
         environments.os, "sync", lambda: events.append(("sync", (ENV.path / environments.STAMP).exists()))
     )

@@ -34,10 +34,10 @@ def server(checkout, started):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkout):
+def tokenizer(server):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(checkout.model)
+    return AutoTokenizer.from_pretrained(server.model)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ import pytest
 import triton
 
 from sparkforge.audit import elf
+from sparkforge.models import tiny
 from sparkforge.serve import modular
+from sparkforge.serve.modular import MAX
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(modular.START_SECONDS)]
 NVDISASM = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")  # noqa: PTH118, PTH120
@@ -23,10 +25,15 @@ BRANCH = re.compile(r"@!?U?P\d.*\bBRA\b.*\((\.L_x_\d+)\)")
 
 
 @pytest.fixture(scope="module")
-def artifact(checkout, compiled, tmp_path_factory):
+def artifact(compiled, tmp_path_factory):
     """The decoder as MAX writes it for carrying to another machine; from the cache if it was compiled before."""
     folder = tmp_path_factory.mktemp("compiled")
-    command = [*modular.compile_command(checkout.model, "sm_90a"), "--max-length", "512", "--export-mefs", folder]
+    model = tiny.write_tiny(tmp_path_factory.mktemp("models") / "tiny-gpt-oss")
+    command = [
+        MAX.path.absolute() / "bin" / "max", "warm-cache", "--model-path", model, "--max-length", "512",
+        "--custom-architectures", modular.ARCHITECTURE, *modular.DEVICES["gpu"], "--target", "cuda:sm_90a",
+        "--export-mefs", folder,
+    ]  # fmt: skip
     environment = {**os.environ, **modular.variables(), "MODULAR_CACHE_DIR": str(compiled)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
