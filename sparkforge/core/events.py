@@ -96,6 +96,9 @@ ENDED = re.compile(
 )
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
 KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
+# What a shell says of a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`.
+SHELL = re.compile(r"^(?:\S+: line \d+: +\d+ +|\[\d+\]\S? +(?:\d+ +)?)?(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b")
+SHELL_SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Illegal instruction": 4, "Aborted": 6}
 # A program's own way to say that it cannot go on.
 FATAL = re.compile(
     r"""^(?:.{0,80}:\ )?(?:fatal\ error|fatal|panic|error|Error|FATAL|ERROR)(?:\ \[[^\]]*\])?\s*:\ |
@@ -468,6 +471,8 @@ def parse(text: str, number: int = 0) -> Line:
         line.xid = int(match[1] or match[2])
     if match := KILLED.search(rest):
         line.signal = SIGNALS[match[1] or match[2]]
+    elif match := SHELL.match(rest):
+        line.signal = SHELL_SIGNALS[match[1]]
     if match := ENDED.search(rest):
         name, value = next((name, value) for name, value in match.groupdict().items() if value is not None)
         line.code = -int(value) if name == "f" else int(value)
