@@ -1,4 +1,4 @@
-"""The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM | text.
+"""The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM.
 
 The options are those of `./inv bench.*`. BENCH_URL, BENCH_MODEL and BENCH_TOKENIZER stand in for --url, --model and
 --tokenizer; the competition's variables count as with `./inv`.
@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sparkforge.bench import runs, submit, text
-from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE
+from sparkforge.bench import runs, submit
+from sparkforge.bench.options import ACCURACY, LOAD, OPTIONS, SUBMIT
 from sparkforge.core.console import show_error
 from sparkforge.core.declare import declare
 from sparkforge.core.errors import SparkforgeError, UsageError
 
-COMMANDS = {
-    "acc": (*SERVER, *SHAPE, "record"),
-    "perf": LOAD,
-    "submit": (*LOAD, "to", "form", "result"),
-}
+COMMANDS = {"acc": ACCURACY, "perf": LOAD, "submit": SUBMIT}
 VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL", "tokenizer": "BENCH_TOKENIZER"}
 
 
@@ -51,8 +47,6 @@ def parser() -> CommandParser:
             else:
                 default = os.environ.get(VARIABLES.get(name, ""), default)
                 options.add_argument(f"--{flag}", f"-{flag}", dest=name, default=default, help=help_text)
-    options = commands.add_parser("text", allow_abbrev=False)
-    options.add_argument("--from", dest="source", default="", help="a file, a folder or a URL; default: the hub")
     return top
 
 
@@ -67,10 +61,8 @@ def main(command_line: Sequence[str]) -> int:
                 runs.run_gate(flags)
             case "perf":
                 runs.run_benchmark(flags, Path(sys.executable))
-            case "submit":
-                submit.main(flags, Path(sys.executable))
             case _:
-                text.fetch(flags["source"])
+                submit.main(flags, Path(sys.executable))
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code

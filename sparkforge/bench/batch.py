@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from sparkforge.bench import page, schema
+from sparkforge.bench import schema
 from sparkforge.bench.measure import Bench
 from sparkforge.bench.schema import Config, Result
+from sparkforge.bench.terminal import PER_GPU
 from sparkforge.core import paths
-from sparkforge.core.console import Steps, say
+from sparkforge.core.console import Steps, safe, say
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.files import write_atomic, write_json
@@ -66,7 +67,7 @@ def run(bench: Bench, configs: Sequence[Config], batch: Path) -> list[Result]:
     for config in configs:
         path = batch / f"{config.name}.json"
         results.append(measure(bench, config, path, steps, saved=_saved_result(path)))
-        write_atomic(batch / "summary.txt", summary(results, len(configs)))
+        write_atomic(batch / "summary.txt", safe(summary(results, len(configs))))
     return results
 
 
@@ -116,7 +117,7 @@ def line(result: Result) -> str:
         return "; ".join(result.reasons)
     m = result.metrics
     return (
-        f"{m.output_throughput:.1f} output tok/s, {m.tput_per_gpu:.1f} {page.PER_GPU}, "
+        f"{m.output_throughput:.1f} output tok/s, {m.tput_per_gpu:.1f} {PER_GPU}, "
         f"median E2E {m.e2el_ms.median:.0f} ms, TTFT {m.ttft_ms.median:.0f} ms"
     )
 

@@ -74,10 +74,12 @@ def differences(before: Sequence[Result], after: Sequence[Result]) -> list[Diffe
     floor = 0.0 if min(len(before), len(after)) >= 3 else FLOOR
     compared = []
     for name, (statistic, more_is_better) in QUANTITIES.items():
-        a, b = _value(before, statistic), _value(after, statistic)
+        a, b = (statistic([r for result in side for r in result.requests]) for side in (before, after))
         if a > 0 and b > 0:
             low, high = interval(before, after, statistic)
-            change = _verdict(low, high, floor, more_is_better=more_is_better)
+            change = "no difference seen"
+            if low > 1 + floor or high < 1 - floor:
+                change = "better" if (low > 1) == more_is_better else "worse"
             compared.append(Difference(name, b / a, low, high, change))
     return compared
 
@@ -97,14 +99,6 @@ def interval(before: Sequence[Result], after: Sequence[Result], statistic: Stati
             ratios.append(b / a)
     ratios.sort()
     return ratios[int(0.025 * len(ratios))], ratios[min(len(ratios) - 1, int(0.975 * len(ratios)))]
-
-
-def _verdict(low: float, high: float, floor: float, *, more_is_better: bool) -> str:
-    if low > 1 + floor:
-        return "better" if more_is_better else "worse"
-    if high < 1 - floor:
-        return "worse" if more_is_better else "better"
-    return "no difference seen"
 
 
 def print_comparison(before: str, after: str) -> None:
@@ -151,13 +145,9 @@ def require_no_regression(results: Sequence[Result]) -> None:
         raise BenchmarkError(
             "slower than the accepted result",
             "\n        ".join(worse),
-            "./inv bench.compare on three runs a side; ./inv bench.accept FILE if it is meant",
+            "./inv bench.compare on three runs a side; ./inv bench.compare FILE --accept if it is meant",
             code="benchmark.regression",
         )
-
-
-def _value(results: Sequence[Result], statistic: Statistic) -> float:
-    return statistic([request for result in results for request in result.requests])
 
 
 def _require_comparable(results: Sequence[Result]) -> None:

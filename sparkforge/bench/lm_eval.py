@@ -31,7 +31,7 @@ def checks(endpoint: Endpoint, baselines: Baselines, tasks: list[str]) -> tuple[
     return tuple(_run_task(endpoint, baselines, task) for task in tasks)
 
 
-def command(endpoint: Endpoint, task: str, tokenizer: str, folder: Path) -> list[str]:
+def command(endpoint: Endpoint, task: str, folder: Path) -> list[str]:
     """Return the command for one task; its result goes below `folder`."""
     settings: dict[str, Any] = {
         "model": endpoint.model,
@@ -40,8 +40,6 @@ def command(endpoint: Endpoint, task: str, tokenizer: str, folder: Path) -> list
         "max_retries": 1,
         "tokenized_requests": False,
     }
-    if tokenizer:
-        settings["tokenizer"] = tokenizer
     arguments = ",".join(f"{name}={value}" for name, value in settings.items())
     shots = ["--num_fewshot", str(SHOTS[task])] if task in SHOTS else []
     options = ["--model", "local-completions", "--model_args", arguments, "--tasks", task, *shots]
@@ -71,5 +69,5 @@ def _run_task(endpoint: Endpoint, baselines: Baselines, task: str) -> ResultChec
     if shutil.which(PROGRAM) is None:
         raise UsageError("lm-eval is not installed", f"there is no {PROGRAM} on PATH", INSTALL)
     with tempfile.TemporaryDirectory(prefix="sparkforge-lm-eval-") as name:
-        run_program(command(endpoint, task, "", Path(name)), fix="./inv bench.acc without --lm-eval")
+        run_program(command(endpoint, task, Path(name)), fix="./inv bench.acc without --lm-eval")
         return bounded(task, score(Path(name), task), threshold.at_least[task], upper=False)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.bench import judge, samples
+from sparkforge.bench import load_checks, samples
 from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server
 from sparkforge.bench.load import LoadClient, OwnClient
@@ -72,7 +72,7 @@ class Bench:
         finished: FinishedLoad | None = None
         try:
             finished = self.load_client.run(self.endpoint, config, self.text, advance)
-            checks = judge.check_load(finished, config)
+            checks = load_checks.check_load(finished, config)
         except SparkforgeError as error:
             checks = [ResultCheck(name="the load ran to its end", ok=False, told=f"{error.what}: {error.why}")]
         figures = samples.compute_metrics(finished, config) if finished else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+HUB = "hub"  # for --fetch-text: the Hugging Face hub, or what HF_ENDPOINT names
 # Option → its default and help. The upper-case name in brackets is the environment variable that stands in for it.
 OPTIONS: dict[str, tuple[str | bool, str]] = {
     "model": ("", "as the server names it; default: the only one it serves [MODEL]"),
@@ -19,13 +20,17 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "seed": ("", "of the prompts; default 0"),
     "client": ("", "auto, vllm (vllm bench serve) or own"),
     "tokenizer": ("", "folder of the tokenizer, for --client vllm"),
-    "text": ("", "text that the gate scores: a name or a file; default: the model's own (./inv bench.text)"),
+    "text": (
+        "",
+        "text that the gate scores: a name or a file; default: the model's own (see bench.acc)",
+    ),
     "lm_eval": ("", "lm-eval tasks as more checks, with commas: gsm8k"),
     "silence": ("", "seconds without a token until a request counts as failed; default 600"),
     "limit": ("", "seconds until a load counts as failed; default 7200"),
     "output": ("", "folder for results; default .sparkforge/bench"),
     "cited": (False, "print published figures too; the report always has them"),
     "fresh": (False, "begin a new batch even where one was killed"),
+    "fetch_text": ("", f"first fetch the text that gpt-oss is scored on: {HUB}, or a file, folder or URL that has it"),
     "record": (False, "measure, and print the row that makes it this model's threshold"),
     "to": ("", "where to post: a URL, or board for the competition's; without it nothing leaves this machine"),
     "form": ("", "json, or the competition's gradio or gradio-gsm8k; default json, for --to board gradio"),
@@ -38,4 +43,6 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
 START = ("profiles", "device", "stack", "replace")
 SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
 SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
+ACCURACY = (*SERVER, *SHAPE, "fetch_text", "record")
 LOAD = (*SERVER, *SHAPE, "warmups", "seed", "client", "tokenizer", "limit", "fresh", "cited")
+SUBMIT = (*LOAD, "to", "form", "result")

@@ -14,17 +14,17 @@ from pydantic import Field
 from rich.box import SIMPLE
 from rich.table import Table
 
-from sparkforge.bench import baselines, batch, context, load, machine, page, settings, trace
+from sparkforge.bench import baselines, batch, context, load, machine, settings, trace
 from sparkforge.bench.measure import LIMIT_SECONDS
-from sparkforge.bench.page import Cell, SortableTable, format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import BenchSettings, parse_whole
+from sparkforge.bench.terminal import format_figure
 from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
-from sparkforge.core.console import Steps, console, echo, say
+from sparkforge.core.console import Steps, console, echo
 from sparkforge.core.docker import docker
 from sparkforge.core.errors import ServerError, UsageError
-from sparkforge.core.files import locked, sha256_file, write_atomic, write_json
+from sparkforge.core.files import locked, sha256_file, write_json
 from sparkforge.core.openai import READ_SECONDS, Endpoint
 from sparkforge.core.tables import Record
 from sparkforge.serve import profiler
@@ -34,7 +34,7 @@ HEAVIEST = 20  # operators that are shown; the JSON file has all of them
 # A trace grows with every operator of every step. This gives steady shares and a trace that is read in seconds.
 DEFAULTS = {"isl": "512", "osl": "32", "conc": "4"}
 START, STOP = "/start_profile", "/stop_profile"
-LONGEST_NAME = 160  # characters of a kernel's name that are shown; templates of C++ have thousands
+LONGEST_NAME = 60  # characters of a kernel's name that are shown; templates of C++ have thousands
 PROCESSORS = {"gpu": "kernels and copies on the GPU", "cpu": "operators of the thread that runs the model"}
 
 
@@ -63,10 +63,8 @@ def main(flags: Mapping[str, str]) -> None:
         with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
             profile, folder = measure(flags, output, stamp)
     write_json(folder / "profile.json", profile.model_dump(mode="json"))
-    write_atomic(folder / "report.html", render(profile))
     print_profile(profile)
     echo(str(folder))
-    say(f"report: {folder / 'report.html'}")
 
 
 def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TraceProfile, Path]:
@@ -152,52 +150,17 @@ def move_traces(source: Path, prefix: str, target: Path) -> list[Path]:
     return traces
 
 
-def render(profile: TraceProfile) -> str:
-    """Return the page of a profile."""
-    config, server = profile.config, profile.server
-    subject = f"{config.model}, {config.shape}" if config else profile.trace
-    parts = {
-        "configuration": config.model_dump() if config else {},
-        "server": {"version": server.version, **server.records} if server else {},
-        "machine": profile.machine,
-        "sha256": profile.traces,
-    }
-    provenance = [[part, name, str(value)] for part, values in parts.items() for name, value in values.items()]
-    return page.render(
-        "profile.html.jinja",
-        f"{subject}: profile",
-        profile=profile,
-        processor=PROCESSORS[profile.breakdown.processor],
-        tables={
-            "Where the time went": _groups(profile.breakdown),
-            "Heaviest operators": _operators(profile.breakdown),
-            "Provenance": SortableTable("of this profile", ("", "name", "value"), provenance),
-        },
-    )
-
-
-def _groups(breakdown: Breakdown) -> SortableTable:
-    rows: list[list[Cell]] = [[group.name, group.share * 100, group.ms, group.about] for group in breakdown.groups]
-    return SortableTable("all time, waiting included", ("part", "%", "ms", "what it is"), rows)
-
-
-def _operators(breakdown: Breakdown) -> SortableTable:
-    heaviest = breakdown.operators[:HEAVIEST]
-    rows: list[list[Cell]] = [[_short(row.name), row.group, row.share * 100, row.ms, row.calls] for row in heaviest]
-    caption = f"{len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
-    return SortableTable(caption, ("operator", "part", "%", "ms", "calls"), rows)
-
-
-def _short(name: str, longest: int = LONGEST_NAME) -> str:
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
-
-
 def print_profile(profile: TraceProfile) -> None:
     """Print the parts of the model and the heaviest operators as tables."""
-    tables = []
-    for name, content in (("parts", _groups(profile.breakdown)), ("heaviest operators", _operators(profile.breakdown))):
-        table = Table(*content.headings, title=f"{name} · {PROCESSORS[profile.breakdown.processor]}", box=SIMPLE)
-        for row in content.rows:
-            table.add_row(*(_short(cell, 60) if isinstance(cell, str) else format_figure(cell or 0.0) for cell in row))
-        tables.append(table)
-    console().print(*tables)
+    breakdown = profile.breakdown
+    of = PROCESSORS[breakdown.processor]
+    parts = Table("part", "%", "ms", "what it is", title=f"parts, waiting included · {of}", box=SIMPLE)
+    for group in breakdown.groups:
+        parts.add_row(group.name, format_figure(group.share * 100), format_figure(group.ms), group.about)
+    heaviest = breakdown.operators[:HEAVIEST]
+    title = f"heaviest operators, {len(heaviest)} of {len(breakdown.operators)}, without the time of what they call"
+    operators = Table("operator", "part", "%", "ms", "calls", title=f"{title} · {of}", box=SIMPLE)
+    for row in heaviest:
+        name = row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 1]}…"
+        operators.add_row(name, row.group, format_figure(row.share * 100), format_figure(row.ms), str(row.calls))
+    console().print(parts, operators)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal
+from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
@@ -64,7 +64,12 @@ def check(flags: Mapping[str, str], model: str, longest: int) -> tuple[list[Conf
 
 
 def run_gate(flags: Mapping[str, str]) -> Gate:
-    """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError."""
+    """Run the gate alone and print it; with `record`, without a threshold. Raises BenchmarkError.
+
+    With `fetch_text` its text is fetched first. Raises what `text.fetch` raises.
+    """
+    if source := flags.get("fetch_text"):
+        text.fetch(source)
     prepared = prepare(flags)
     for name in ("isl", "osl", "num_prompts"):  # of the load, which the competition's command names here too
         prepared.settings.number(name, 0)

@@ -7,8 +7,9 @@ digest as Idempotency-Key, the competition's Gradio form does not. Whatever happ
 from __future__ import annotations
 
 import re
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,17 +40,6 @@ NOT_TAKEN = {429, 503}  # the receiver did not take it: safe for every form
 EVENT = re.compile(r"[\w-]{1,100}")
 PERHAPS_TAKEN = {500, 502, 504}
 BOARD = "board"  # for --to: the competition's board for the result's shape
-ZERO_COLUMNS = 0.0  # the form wants a number where there is no baseline
-
-
-@dataclass(frozen=True)
-class Post:
-    """One result on its way to one place; `figure` is what the competition holds its shape against."""
-
-    url: str
-    team: str
-    result: Result
-    figure: CitedFigure | None
 
 
 @dataclass(frozen=True)
@@ -65,11 +55,18 @@ class Destination:
         own = {board.url for board in table.competition.boards}
         return self.to == BOARD or self.form != "json" or self.to.rstrip("/") in own
 
+    def command(self, result: Path, to: str) -> str:
+        """Return the command that posts a result there later."""
+        form = ["--form", self.form] if self.form != "json" else []
+        return shlex.join(["./inv", "bench.submit", self.team, "--result", str(result), "--to", to, *form])
+
 
 def main(flags: Mapping[str, Any], python: Path) -> None:
     """Measure or read, then post. Raises what measuring raises, UsageError, BenchmarkError, NetworkError."""
-    to, form = flags.get("to", ""), flags.get("form", "")
-    destination = Destination(checked_team(flags["team"]), to, form or ("gradio" if to == BOARD else "json"))
+    team, to, form = flags["team"].strip(), flags.get("to", ""), flags.get("form", "")
+    if not 0 < len(team) <= 80 or not team.isprintable():
+        raise UsageError("the team needs a name", "1 to 80 printable characters", "./inv bench.submit TEAM --to URL")
+    destination = Destination(team, to, form or ("gradio" if to == BOARD else "json"))
     if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
     if to and destination.form != "json" and not sse.available():
@@ -78,26 +75,24 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
     if to and to != BOARD:
         require_url(to, "--to", f"--to https://HOST/PATH, or --to {BOARD}")
     table = baselines.load()
-    if not flags.get("result") and to and destination.is_competition(table):
+    if path := flags.get("result"):
+        result = schema.read(Path(path))
+        if not result.passed:
+            why, fix = "; ".join(result.reasons), "submit a result that passed"
+            raise InputError(f"{Path(path).name} did not pass", why, fix, code="input.result")
+        deliver(Path(path), result, destination, table)
+        return
+    if to and destination.is_competition(table):
         prepared = runs.prepare(flags)  # an hour of load must not end with a result that is refused
         threshold = table.threshold(prepared.endpoint.model, prepared.passage.name)
         limits = threshold.at_most if threshold else {}
         isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
         _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl), to))
-    outcome = None if flags.get("result") else runs.measure(flags, python)
-    for path in outcome.files if outcome else [Path(flags["result"])]:
-        result = schema.read(path)
+    outcome = runs.measure(flags, python)
+    for file, result in zip(outcome.files, outcome.results, strict=True):
         if result.passed:
-            deliver(path, result, destination, table)
-        elif outcome is None:
-            raise InputError(
-                f"{path.name} did not pass",
-                "; ".join(result.reasons),
-                "submit a result that passed",
-                code="input.result",
-            )
-    if outcome:
-        outcome.require()
+            deliver(file, result, destination, table)
+    outcome.require()
 
 
 def find_differences(
@@ -137,7 +132,7 @@ def _refuse(differences: list[str]) -> None:
         raise BenchmarkError(
             "the competition's board does not take this",
             "\n        ".join(differences),
-            "measure gpt-oss-120b on the board's text: ./inv bench.text, then ./inv bench.submit TEAM without --text",
+            "measure gpt-oss-120b on the board's text: ./inv bench.acc --fetch-text hub, then ./inv bench.submit TEAM",
             code="benchmark.board",
         )
 
@@ -152,63 +147,46 @@ def require_board(table: Baselines, result: Result, to: str) -> None:
     _refuse(differences)
 
 
-def checked_team(name: str) -> str:
-    """Return a team's name. Raises UsageError for one that a board could not show."""
-    if not 0 < len(name.strip()) <= 80 or not name.isprintable():
-        raise UsageError("the team needs a name", "1 to 80 printable characters", "./inv bench.submit TEAM --to URL")
-    return name.strip()
-
-
 def deliver(path: Path, result: Result, destination: Destination, table: Baselines) -> None:
     """Post one result, unless it was, or no URL was given. Raises NetworkError, BenchmarkError for a wrong result."""
-    config, team = result.config, destination.team
+    config = result.config
     board = table.competition.url(config.isl, config.osl)
-    later = f"./inv bench.submit '{team}' --result {path}"
     if not destination.to:
-        say(f"nothing was posted: no --to URL. Later: {later} --to URL")
+        say(f"nothing was posted: no --to URL. Later: {destination.command(path, 'URL')}")
         if board:
-            say(f"the competition's board for {config.isl}/{config.osl} is {board}: {later} --to {BOARD}")
+            command = destination.command(path, BOARD)
+            say(f"the competition's board for {config.isl}/{config.osl} is {board}: {command}")
         return
     if destination.is_competition(table):
         require_board(table, result, destination.to)
     url, form = board if destination.to == BOARD else destination.to, destination.form
     record = path.with_suffix(".submitted.json")
-    post = {"digest": result.digest, "url": url, "team": team, "form": form}
+    post = {"digest": result.digest, "url": url, "team": destination.team, "form": form}
     earlier = read_table(record)
     if all(earlier.get(name) == value for name, value in post.items()):
         say(f"{path.name} was posted to this URL before; it is not posted again")
         return
-    figure = table.competition_figure(*config.key)
-    FORMS[form](Post(url.rstrip("/"), team, result, figure), f"{later} --to {url} --form {form}")
+    retry_command = destination.command(path, url)
+    if names := FORMS[form]:
+        call = f"{url.rstrip('/')}/gradio_api/call/submit_results"
+        values = columns(destination.team, result, table.competition_figure(*config.key))
+        response = send(call, {"data": [values[name] for name in names]}, retry_command)
+        _await_event(call, response, retry_command)
+    else:
+        body = {"team": destination.team, "result": redact(result.model_dump(mode="json"))}
+        send(url.rstrip("/"), body, retry_command, key=result.digest)
     write_json(record, {**post, "posted_at": datetime.now(UTC).isoformat(timespec="seconds")})
     say(f"posted {path.name} to {url}")
 
 
-def as_json(post: Post, retry_command: str) -> None:
-    """POST {team, result}, redacted, with the result's digest as Idempotency-Key."""
-    body = {"team": post.team, "result": redact(post.result.model_dump(mode="json"))}
-    send(post.url, body, retry_command, headers={"Idempotency-Key": post.result.digest}, repeatable=True)
+def columns(team: str, result: Result, figure: CitedFigure | None) -> dict[str, str | float]:
+    """Return every column that the competition's forms know; 0 where there is no figure, as they have it.
 
-
-def as_gradio(names: tuple[str, ...]) -> Callable[[Post, str], None]:
-    """Return the competition's form with these columns: call `submit_results`, then read what became of it."""
-
-    def post_form(post: Post, retry_command: str) -> None:
-        """Post the columns; `retry_command` posts them later. Raises NetworkError."""
-        call = f"{post.url}/gradio_api/call/submit_results"
-        values = columns(post)
-        response = send(call, {"data": [values[name] for name in names]}, retry_command, headers={}, repeatable=False)
-        _await_event(call, response, retry_command)
-
-    return post_form
-
-
-def columns(post: Post) -> dict[str, str | float]:
-    """Return every column that the competition's forms know; 0 where there is no figure, as they have it."""
-    result, m = post.result, post.result.metrics
+    `figure` is what the competition holds the result's shape against.
+    """
+    m, cited = result.metrics, figure.values if figure else {}
     if m is None:
         raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
-    cited = post.figure.values if post.figure else {}
     gsm8k = next((check.value for check in result.gate.checks if check.name == "gsm8k"), None)
     figures: dict[str, float | None] = {
         "conc": result.config.conc,
@@ -226,34 +204,34 @@ def columns(post: Post) -> dict[str, str | float]:
     for name in ("e2e", "tput", "interactivity"):
         measured, published = figures[name], figures[f"cited_{name}"]
         figures[f"{name}_ratio"] = measured / published if measured is not None and published else None
-    return {"team": post.team, **{name: ZERO_COLUMNS if v is None else v for name, v in figures.items()}}
+    return {"team": team, **{name: 0.0 if value is None else value for name, value in figures.items()}}
 
 
 _LOAD_COLUMNS = (
     *("team", "conc", "e2e", "tput", "cited_e2e", "cited_tput", "e2e_ratio", "tput_ratio"),
     *("interactivity", "cited_interactivity", "interactivity_ratio"),
 )
-FORMS: dict[str, Callable[[Post, str], None]] = {
-    "json": as_json,
+# Name → the columns of the competition's form; none for our JSON.
+FORMS: dict[str, tuple[str, ...]] = {
+    "json": (),
     # danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary) and of 2026-03-04 (source).
-    "gradio": as_gradio((*_LOAD_COLUMNS, "bits_per_byte", "byte_perplexity", "word_perplexity")),
-    "gradio-gsm8k": as_gradio((*_LOAD_COLUMNS, "gsm8k")),
+    "gradio": (*_LOAD_COLUMNS, "bits_per_byte", "byte_perplexity", "word_perplexity"),
+    "gradio-gsm8k": (*_LOAD_COLUMNS, "gsm8k"),
 }
 
 
-def send(
-    url: str, body: Mapping[str, Any], retry_command: str, *, headers: Mapping[str, str], repeatable: bool
-) -> httpx.Response:
-    """POST until it is taken. Tries again what surely did not arrive, and if `repeatable` also what may have.
+def send(url: str, body: Mapping[str, Any], retry_command: str, key: str = "") -> httpx.Response:
+    """POST until it is taken. Tries again what surely did not arrive, and with an Idempotency-Key also what may have.
 
     Raises NetworkError; `retry_command` is the one that tries later.
     """
+    headers, repeatable = {"Idempotency-Key": key} if key else {}, bool(key)
     why = ""
     for wait in (*WAITS, None):
         try:
             with httpx.Client(timeout=TIMEOUT, trust_env=uses_proxy(url)) as client:
                 response = http.request(
-                    client, "POST", url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, json=body, headers=dict(headers)
+                    client, "POST", url, seconds=ANSWER_SECONDS, limit=ANSWER_BYTES, json=body, headers=headers
                 )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             why, retry, pause = repr(error), True, 0.0

@@ -1,4 +1,4 @@
-"""Results as tables in a terminal."""
+"""Results as tables in a terminal, and how figures are written there and in reports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparkforge.bench.page import format_figure, format_optional
 from sparkforge.bench.schema import Result
 from sparkforge.core.console import console
 from sparkforge.plan.cited import CitedFigure
 
+PER_GPU = "in+out tok/s/GPU"  # tput_per_gpu: unlike output tok/s it counts the prompts' tokens
 COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
+
+
+def format_figure(value: float | None) -> str:
+    """Return a figure with about four significant digits; `-` where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"
 
 
 def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Sequence[str] = ()) -> None:
@@ -23,17 +32,13 @@ def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], mis
     `missing` are sentences about figures that nobody has published.
     """
     measured = Table(*COLUMNS, title="measured · ms: median, below it p99", box=SIMPLE)
+    ratios = Table("isl/osl conc", "quantity", "ours / theirs", "", "theirs", title="ratios")
     for result in results:
-        measured.add_row(*_measured(result))
-    tables: list[RenderableType] = [measured]
-    if any(result.ratios for result in results):
-        ratios = Table("isl/osl conc", "quantity", "ours / theirs", "", "theirs", title="ratios")
-        for result in results:
-            for r in result.ratios:
-                better = "better" if r.better else "worse"
-                ratios.add_row(result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}")
-        tables.append(ratios)
-    tables.extend(map(Text, missing))
+        measured.add_row(result.config.shape, "✓" if result.passed else "✗", *_figures(result))
+        for r in result.ratios:
+            better = "better" if r.better else "worse"
+            ratios.add_row(result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}")
+    tables: list[RenderableType] = [measured, *([ratios] if ratios.row_count else []), *map(Text, missing)]
     if figures:
         cited = Table("published by", "shape", "figures", "source", "date", title="cited, not measured here")
         for published in figures:
@@ -43,14 +48,11 @@ def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], mis
     console().print(*tables)
 
 
-def _measured(result: Result) -> list[str]:
-    metrics, cells = result.metrics, [result.config.shape, "✓" if result.passed else "✗"]
+def _figures(result: Result) -> list[str]:
+    metrics = result.metrics
     if metrics is None:
-        return [*cells, "; ".join(result.reasons)[:120]]
+        return ["; ".join(result.reasons)[:120]]
     speeds = (metrics.output_throughput, metrics.tput_per_gpu, metrics.interactivity)
     latencies = (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms)
-    return [
-        *cells,
-        *(format_optional(speed) for speed in speeds),
-        *(f"{format_figure(value.median)}\n{format_figure(value.p99)}" if value else "-" for value in latencies),
-    ]
+    medians = [f"{format_figure(value.median)}\n{format_figure(value.p99)}" if value else "-" for value in latencies]
+    return [*map(format_figure, speeds), *medians]

@@ -1,6 +1,6 @@
-"""The texts that the accuracy gate scores and that are not in this repository: pins.toml says where they are from.
+"""The text that the accuracy gate scores and that is not in this repository: pins.toml says where it is from.
 
-A text lies in the state folder as its archive has it, and is checked against its pin whenever it is read.
+It lies in the state folder as its archive has it, and is checked against its pin whenever it is read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from urllib.parse import urlsplit
 import httpx
 
 from sparkforge import pins
+from sparkforge.bench.options import HUB
 from sparkforge.core import http, paths
-from sparkforge.core.console import echo, say
+from sparkforge.core.console import say
 from sparkforge.core.documents import DocumentError, read_bytes
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.urls import without_passwords
 from sparkforge.pins import PinnedFile, TextPin
 
-HUB = "https://huggingface.co"  # unless HF_ENDPOINT names another
-FETCH = "./inv bench.text"
+ENDPOINT = "https://huggingface.co"  # unless HF_ENDPOINT names another
+FETCH = "./inv bench.acc --fetch-text"
 SECONDS = 600.0  # for the whole download of 4.7 MB
 TIMEOUT = httpx.Timeout(30.0)
 
@@ -36,23 +37,18 @@ def path(name: str) -> Path:
 
 def read(name: str, pin: TextPin) -> str:
     """Return a text as the competition's script makes it. Raises InputError if it is not here, or is another one."""
-    file = path(name)
-    try:
-        data = read_bytes(file, largest=_size(pin.pinned_files[pin.member]))
-    except FileNotFoundError:
+    if not path(name).exists():
         raise InputError(
             f"the text {name} is not here",
             f"the gate's limits belong to this text; it is not in this repository ({pin.licence})",
-            f"{FETCH}   # fetches {_size(pin.pinned_files[pin.archive]) / 1e6:.1f} MB; without a network: "
-            f"{FETCH} --from {Path(pin.member).name}",
+            f"{FETCH} {HUB}   # {_size(pin.pinned_files[pin.archive]) / 1e6:.1f} MB; without a network: "
+            f"{FETCH} {Path(pin.member).name}",
             code="input.text",
-        ) from None
-    except (OSError, DocumentError) as error:
-        why = error.why if isinstance(error, DocumentError) else error.strerror or str(error)
-        raise InputError(f"cannot read {file}", why, FETCH, code="input.text") from error
+        )
+    data = _read(path(name), _size(pin.pinned_files[pin.member]), f"{FETCH} {HUB}")
     if (sha256 := hashlib.sha256(data).hexdigest()) != pin.pinned_files[pin.member].sha256:
         why = f"its sha256 is {sha256}, so limits mean nothing on it"
-        raise InputError(f"{file} is not {name}", why, FETCH, code="input.text")
+        raise InputError(f"{path(name)} is not {name}", why, f"{FETCH} {HUB}", code="input.text")
     return join_rows(data.decode())
 
 
@@ -65,68 +61,45 @@ def join_rows(text: str) -> str:
     return "\n".join(f"{line}\n" for line in text.split("\n") if line.strip())
 
 
-def fetch(source: str, name: str = "") -> Path:
-    """Fetch a text into the state folder, check it, and print its path.
+def fetch(source: str) -> Path:
+    """Fetch the text of pins.toml into the state folder, check it, and return its path.
 
-    `source` is a file (the archive or its member), a folder that holds one, a URL of one, or empty for the hub; `name`
-    is one of pins.toml, by default the first. Raises InputError, IntegrityError, NetworkError.
+    `source` is HUB, a URL or a file (the archive or its member), or a folder that holds one. Raises InputError,
+    IntegrityError, NetworkError.
     """
-    texts = pins.load().texts
-    name = name or next(iter(texts), "")
-    if name not in texts:
-        known = ", ".join(texts) or "none"
-        raise InputError(f"there is no text {name!r}", f"pins.toml has {known}", FETCH, code="input.text")
-    pin = texts[name]
-    if not source and _is_whole(name, pin):
-        say(f"{name} is here, with the sha256 of its pin")
+    name, pin = next(iter(pins.load().texts.items()))
+    if source == HUB:
+        try:
+            read(name, pin)
+        except InputError:
+            endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+            source = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
+        else:
+            say(f"{name} is here, with the sha256 of its pin")
+            return path(name)
+    if "://" in source:
+        data, source = _download(source, pin), without_passwords(source)
     else:
-        data, origin = _get(source, pin)
-        write_atomic(path(name), _member(data, origin, pin))
-        say(f"{name}: sha256 {pin.pinned_files[pin.member].sha256}, from {origin}")
-    echo(str(path(name)))
+        names = [pin.member, Path(pin.member).name, pin.archive]
+        files = [Path(source) / name for name in names] if Path(source).is_dir() else [Path(source)]
+        file = next((file for file in files if file.is_file()), files[0])
+        data = _read(file, max(map(_size, pin.pinned_files.values())), f"{FETCH} FILE   # {' or '.join(names)}")
+    write_atomic(path(name), _unpacked(data, source, pin))
+    say(f"{path(name)}: sha256 {pin.pinned_files[pin.member].sha256}, from {source}")
     return path(name)
 
 
-def _is_whole(name: str, pin: TextPin) -> bool:
+def _read(file: Path, largest: int, fix: str) -> bytes:
     try:
-        read(name, pin)
-    except InputError:
-        return False
-    return True
-
-
-def _get(source: str, pin: TextPin) -> tuple[bytes, str]:
-    """Return the bytes of the archive or of its member, and their origin for messages."""
-    if "://" in source:
-        return _download(source, pin), without_passwords(source)
-    if source:
-        file = _find(Path(source), pin)
-        try:
-            return read_bytes(file), str(file)
-        except (OSError, DocumentError) as error:
-            why = error.why if isinstance(error, DocumentError) else error.strerror or str(error)
-            raise InputError(f"cannot read {file}", why, f"{FETCH} --from FILE", code="input.text") from error
-    endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
-    url = f"{endpoint}/datasets/{pin.dataset}/resolve/{pin.revision}/{pin.archive}"
-    return _download(url, pin), without_passwords(url)
-
-
-def _find(source: Path, pin: TextPin) -> Path:
-    """Return the file itself, or the first of a folder that has the name of the member or of the archive."""
-    if not source.is_dir():
-        return source
-    names = [pin.member, Path(pin.member).name, pin.archive]
-    for name in names:
-        if (source / name).is_file():
-            return source / name
-    raise InputError(
-        f"{source} holds no such text", f"it has none of {', '.join(names)}", f"{FETCH} --from FILE", code="input.text"
-    )
+        return read_bytes(file, largest=largest)
+    except (OSError, DocumentError) as error:
+        why = error.why if isinstance(error, DocumentError) else error.strerror or str(error)
+        raise InputError(f"cannot read {file}", why, fix, code="input.text") from error
 
 
 def _download(url: str, pin: TextPin) -> bytes:
     """Return what a URL answers, at most the larger pin's size. Raises NetworkError."""
-    limit = max(_size(file) for file in pin.pinned_files.values())
+    limit = max(map(_size, pin.pinned_files.values()))
     try:
         with httpx.Client(timeout=TIMEOUT, follow_redirects=True) as client:
             response = http.request(client, "GET", url, seconds=SECONDS, limit=limit)
@@ -135,12 +108,12 @@ def _download(url: str, pin: TextPin) -> bytes:
         why = f"{type(error).__name__}: {error}"[:300]
     if why:
         name = Path(urlsplit(url).path).name or pin.archive
-        fix = f"check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here: {FETCH} --from FILE"
+        fix = f"check the network and HF_ENDPOINT; or copy {Path(pin.member).name} here: {FETCH} FILE"
         raise NetworkError(f"cannot fetch {name}", without_passwords(why), fix, code="network.fetch")
     return response.content
 
 
-def _member(data: bytes, origin: str, pin: TextPin) -> bytes:
+def _unpacked(data: bytes, origin: str, pin: TextPin) -> bytes:
     """Return the member's bytes from those of the archive, or of itself. Raises IntegrityError for any others."""
     archive, member = pin.pinned_files[pin.archive], pin.pinned_files[pin.member]
     sha256 = hashlib.sha256(data).hexdigest()
@@ -157,12 +130,8 @@ def _member(data: bytes, origin: str, pin: TextPin) -> bytes:
             if hashlib.sha256(unpacked).hexdigest() == member.sha256:
                 return unpacked
             why = f"its {pin.member} has another sha256 than the pin, {member.sha256}"
-    raise IntegrityError(
-        f"{origin} is not the pinned text",
-        f"{why}; nothing was kept",
-        f"{FETCH}, or {FETCH} --from FILE with {pin.archive} or {Path(pin.member).name}",
-        code="integrity.hash",
-    )
+    fix = f"{FETCH} {HUB}, or {FETCH} FILE with {pin.archive} or {Path(pin.member).name}"
+    raise IntegrityError(f"{origin} is not the pinned text", f"{why}; nothing was kept", fix, code="integrity.hash")
 
 
 def _size(file: PinnedFile) -> int:

@@ -70,11 +70,9 @@ for _collection in (
     Collection(
         "bench",
         measure.acc,
-        measure.text,
         measure.perf,
         measure.submit,
         measure.compare,
-        measure.accept,
         measure.bakeoff,
         measure.profile,
     ),

@@ -9,9 +9,9 @@ from typing import Any
 
 from invoke.context import Context
 
-from sparkforge.bench.options import LOAD, OPTIONS, SERVER, SHAPE, START
+from sparkforge.bench.options import ACCURACY, HUB, LOAD, OPTIONS, START, SUBMIT
 from sparkforge.cli.build import build_image
-from sparkforge.cli.command import CommandTask, caller_path, listed, name_or_path, task
+from sparkforge.cli.command import CommandTask, caller_path, caller_paths, listed, name_or_path, task
 from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
 
@@ -22,14 +22,19 @@ PATHS: dict[str, Callable[[str], str]] = {
     "tokenizer": caller_path,
     "output": caller_path,
     "result": caller_path,
+    "trace": caller_path,
     "text": name_or_path,
+    "fetch_text": lambda source: source if source == HUB or "://" in source else caller_path(source),
 }
 
 
 def with_options(
-    names: tuple[str, ...], *positional: str, example: str
+    names: tuple[str, ...], *positional: str, example: str, **texts: str
 ) -> Callable[[Callable[[Options], None]], CommandTask]:
-    """Make a command with the options `names` of the table, which its function gets as one mapping."""
+    """Make a command with the options `names` of the table, which its function gets as one mapping.
+
+    `texts` are help texts in place of the table's, and those of options that it does not have.
+    """
 
     def decorate(function: Callable[[Options], None]) -> CommandTask:
         """Return the command that calls `function`."""
@@ -38,12 +43,12 @@ def with_options(
             """Call the function with its options; those that are paths start at the caller's folder."""
             function({name: PATHS[name](value) if name in PATHS else value for name, value in values.items()})
 
-        kind = Parameter.POSITIONAL_OR_KEYWORD
-        options = [Parameter(name, kind, default=OPTIONS[name][0]) for name in names]
+        kind, table = Parameter.POSITIONAL_OR_KEYWORD, {name: OPTIONS.get(name, ("", "")) for name in names}
+        options = [Parameter(name, kind, default=default) for name, (default, _) in table.items()]
         signature = Signature([Parameter("ctx", kind), *(Parameter(name, kind) for name in positional), *options])
         body.__signature__ = signature  # type: ignore[attr-defined]
         body.__name__, body.__doc__ = function.__name__, function.__doc__
-        return task(example, **{name: OPTIONS[name][1] for name in names})(body)
+        return task(example, **{name: text for name, (_, text) in table.items()} | texts)(body)
 
     return decorate
 
@@ -56,26 +61,16 @@ def _python() -> Path:
     return Environment(stack_of(EMBEDDED)).python
 
 
-@with_options((*SERVER, *SHAPE, "record"), example="./inv bench.acc")
+@with_options(ACCURACY, example="./inv bench.acc --fetch-text hub   # the first time")
 def acc(options: Options) -> None:
     """Run the accuracy gate on a served model.
 
-    It takes the shape of a load, as the competition's command does; the gate is the same for every shape.
+    It takes the shape of a load, as the competition's command does; the gate is the same for every shape. The text that
+    gpt-oss is scored on is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
     """
     from sparkforge.bench import runs
 
     runs.run_gate(options)
-
-
-@task(example="./inv bench.text", from_="a file, a folder or a URL with the text or its archive; default: the hub")
-def text(_ctx: Context, from_: str = "") -> None:
-    """Fetch the text that gpt-oss is scored on.
-
-    It is wikitext-2 (raw, test), 4.7 MB, checked against its pin.
-    """
-    from sparkforge.bench.text import fetch
-
-    fetch(from_ if "://" in from_ else caller_path(from_))
 
 
 @with_options(LOAD, example="./inv bench.perf --isl 1024 --osl 1024 --conc 4,8")
@@ -89,7 +84,7 @@ def perf(options: Options) -> None:
     runs.run_benchmark(options, _python())
 
 
-@with_options((*LOAD, "to", "form", "result"), "team", example="./inv bench.submit my-team")
+@with_options(SUBMIT, "team", example="./inv bench.submit my-team")
 def submit(options: Options) -> None:
     """Gate, load, and post what passed.
 
@@ -101,26 +96,24 @@ def submit(options: Options) -> None:
 
 
 @task(
+    optional="after",
     example="./inv bench.compare before.json after.json",
     before="a result, or several with commas",
     after="a result, or several with commas",
+    accept="make the last result the baseline of its model and shape; later runs fail if they are slower",
 )
-def compare(_ctx: Context, before: str, after: str) -> None:
+def compare(_ctx: Context, before: str, after: str, accept: bool = False) -> None:
     """Print which of two results is faster, if not noise.
 
-    Each side is one result, or several with commas.
+    Each side is one result, or several with commas. ./inv bench.compare RESULT --accept compares nothing.
     """
-    from sparkforge.bench.compare import print_comparison
+    from sparkforge.bench import compare as comparison
 
-    print_comparison(*(",".join(caller_path(name) for name in listed(side)) for side in (before, after)))
-
-
-@task(example="./inv bench.accept result.json", result="a result file")
-def accept(_ctx: Context, result: str) -> None:
-    """Accept a result as the baseline of its model and shape."""
-    from sparkforge.bench.compare import accept as accept_result
-
-    accept_result(caller_path(result))
+    sides = [",".join(map(str, caller_paths(side))) for side in (before, after)]
+    if after or not accept:
+        comparison.print_comparison(*sides)
+    if accept:
+        comparison.accept(sides[1] or sides[0])
 
 
 @with_options((*LOAD, *START), example="./inv bench.bakeoff --profiles safe,fast")
@@ -130,13 +123,9 @@ def bakeoff(options: Options) -> None:
     They run one after another; those that fail the gate are not ranked. ./inv up --profile auto takes the profile that
     won. An interrupted bake-off goes on with the same command.
     """
-    from sparkforge.bench import trials
+    from sparkforge.bench.bakeoff import run
     from sparkforge.serve.start import start
 
-    names = listed(options.get("profiles", ""))
-    if not names:
-        why = "a bake-off compares serve profiles"
-        raise UsageError("no profiles are named", why, "./inv bench.bakeoff --profiles safe,fast")
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
     plan = planned(
@@ -145,34 +134,23 @@ def bakeoff(options: Options) -> None:
             stack=options["stack"],
         )
     )  # fmt: skip
-    trials.run(names, options, plan, lambda wanted: start(wanted, build_image), _python())
+    run(listed(options["profiles"]), options, plan, lambda wanted: start(wanted, build_image), _python())
 
 
-@task(
+@with_options(
+    ("isl", "osl", "conc", "port", "limit", "output", "trace"),
     example="./inv bench.profile   # after ./inv up --profiler",
     isl="tokens in; default 512 [ISL]",
     osl="tokens out; default 32 [OSL]",
     conc="requests at once; default 4 [CONC]",
     port="port on this machine; default: where ./inv up serves [PORT]",
-    limit=OPTIONS["limit"][1],
-    output=OPTIONS["output"][1],
     trace="show this trace of torch's profiler, run nothing",
 )
-def profile(
-    _ctx: Context,
-    isl: str = "",
-    osl: str = "",
-    conc: str = "",
-    port: str = "",
-    limit: str = "",
-    output: str = "",
-    trace: str = "",
-) -> None:
+def profile(options: Options) -> None:
     """Profile a small load: which part of the model takes the time.
 
     The server needs ./inv up --profiler.
     """
     from sparkforge.bench.profile import main
 
-    options = {"isl": isl, "osl": osl, "conc": conc, "port": port, "limit": limit}
-    main({**options, "output": caller_path(output), "trace": caller_path(trace)})
+    main(options)

@@ -45,6 +45,8 @@ OLD_NAMES = {
     "patch.apply": "patch.make",
 }
 REMOVED = {  # commands before version 0.3: why each is gone, and what to do
+    "bench.text": ("the accuracy gate fetches its text itself", "./inv bench.acc --fetch-text hub"),
+    "bench.accept": ("it is an option of the comparison", "./inv bench.compare RESULT --accept"),
     "patch.reverse": (
         "nothing is patched where it is installed: patched wheels take the place of upstream's",
         "install upstream's wheel, PACKAGE==VERSION as pins.toml has it: uv pip install --reinstall PACKAGE==VERSION",

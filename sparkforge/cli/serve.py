@@ -117,9 +117,9 @@ def up(
         )
         plan = replace(plan, profile=profile, flags=flags, profiled=profiler)
         if profile == AUTO:
-            from sparkforge.bench import trials
+            from sparkforge.bench import bakeoff
 
-            plan = replace(plan, profile=trials.winner(plan))
+            plan = replace(plan, profile=bakeoff.winner(plan))
             if quantization == profiles.OURS:
                 profiles.require_our_experts(plan.profile, plan.stack)
         server = start.start(plan, build_image)

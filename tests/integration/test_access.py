@@ -189,7 +189,6 @@ def test_a_server_with_a_profiler_is_profiled(served, tmp_path, capsys):
         calls["vllm::unified_attention_with_output"]
         >= 6 * json.loads((Path(served.server.model) / "config.json").read_text())["num_hidden_layers"]
     )
-    assert "Heaviest operators" in (folder / "report.html").read_text()
 
 
 def test_the_key_is_in_no_argument_record_or_log(served):

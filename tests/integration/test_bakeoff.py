@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkforge.bench import trials
+from sparkforge.bench import bakeoff
 from sparkforge.core import paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
@@ -21,7 +21,7 @@ LOAD = {"isl": "32", "osl": "8", "conc": "2", "num_prompts": "4", "warmups": "0"
 def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, forking):
     model, port = write_tiny(tmp_path / "tiny-gpt-oss"), free_port()
     # Its parts have tests of their own; an environment made from the locks is the whole road's.
-    monkeypatch.setattr(trials.environments, "inputs", lambda *_: {"lock": "of the tests"})
+    monkeypatch.setattr(bakeoff.environments, "inputs", lambda *_: {"lock": "of the tests"})
 
     def start(request):
         """As on the embedded device, without making an environment and without the validator: minutes."""
@@ -31,9 +31,9 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
 
     request = StartPlan(EMBEDDED, model=str(model), port=port)
     other = "embedded-kv8" if "avx512f" in machine.cpu_flags(None) else "embedded-dense-8"
-    trials.run(["embedded", other], LOAD, request, start, Path("/nonexistent"))
-    bakeoff = json.loads((paths.state() / "bakeoff.json").read_text())
-    standings = {name: trial["standing"] for name, trial in bakeoff["trials"].items()}
+    bakeoff.run(["embedded", other], LOAD, request, start, Path("/nonexistent"))
+    stored = json.loads((paths.state() / "bakeoff.json").read_text())
+    standings = {name: trial["standing"] for name, trial in stored["trials"].items()}
     bits = {name: row["results"][0]["gate"]["bits_per_byte"] for name, row in standings.items()}
     assert all(row["score"] > 0 for row in standings.values()), standings
     assert 0 < abs(bits[other] - bits["embedded"]) < 0.02  # another cache or other weights were used, and it is close
@@ -41,5 +41,5 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
     assert ("fp8" if other == "embedded-kv8" else "Dense layers") in log
     assert record.read() is None
     assert record.leftovers() == []
-    winner = trials.winner(request)
+    winner = bakeoff.winner(request)
     assert standings[winner]["score"] == max(row["score"] for row in standings.values())

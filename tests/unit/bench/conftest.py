@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sparkforge import pins
-from sparkforge.bench import baselines, gate, judge
+from sparkforge.bench import baselines, gate, load_checks
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.load import OwnClient
 from sparkforge.bench.measure import Bench
@@ -272,7 +272,7 @@ def make_result(table):
                 "sanity_only": False,
                 "source": "a test",
             },
-            "checks": judge.check_load(load, shape),
+            "checks": load_checks.check_load(load, shape),
             "metrics": figures,
             "ratios": baselines.compute_ratios(figures, (isl, osl, conc), table.figures),
             "requests": [sample.row() for sample in samples],

@@ -77,7 +77,7 @@ def test_gpt_oss_without_its_text_is_an_input_error_with_the_next_command(out, m
     assert inv.main(["bench.acc", "--output", str(out)]) == 10
     printed = capsys.readouterr().err
     assert "the text wikitext-2-raw-test is not here [input.text]" in printed
-    assert "next: ./inv bench.text" in printed
+    assert "next: ./inv bench.acc --fetch-text hub" in printed
 
 
 def _named(model):
@@ -88,7 +88,7 @@ def test_text_takes_a_relative_path_from_the_callers_folder(tmp_path, monkeypatc
     pin = pins.load().texts["wikitext-2-raw-test"]
     (tmp_path / "wiki.test.raw").write_text("another text")
     monkeypatch.setenv("INV_CWD", str(tmp_path))
-    assert inv.main(["bench.text", "--from", "wiki.test.raw"]) == 12
+    assert inv.main(["bench.acc", "--fetch-text", "wiki.test.raw"]) == 12
     assert pin.pinned_files[pin.member].sha256 in capsys.readouterr().err
 
 
@@ -114,13 +114,13 @@ def test_the_containers_program_runs_gate_and_load(out, stub, monkeypatch):
         (["submit", "Team", "-isl", "16", "-osl", "4", "-conc", "1", *SMALL], 0),
         (["perf", "--max-concurrency=8"], 2),
         (["fly"], 2),
-        (["text", "--from", "/nonexistent"], 10),
+        (["acc", "--fetch-text", "/nonexistent"], 10),
         (["acc", "--url", "http://127.0.0.1:9"], 24),
     ],
 )
 def test_the_containers_program_ends_with_the_errors_code(out, stub, monkeypatch, line, code):
     monkeypatch.setenv("BENCH_URL", stub.url)
-    output = [] if line[0] in ("text", "fly") else ["--output", str(out)]
+    output = [] if line[0] == "fly" else ["--output", str(out)]
     assert program.main([*line, *output]) == code
 
 

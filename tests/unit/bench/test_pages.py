@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from sparkforge.bench import batch, lm_eval, page, report, schema, terminal
+from sparkforge.bench import batch, lm_eval, report, schema, terminal
 from sparkforge.bench.baselines import FILE
 from sparkforge.core.errors import BenchmarkError, InputError, ProcessError, UsageError
 
@@ -24,9 +24,10 @@ class Outline(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.headings, self.tables, self.links = [], [], [], []
+        self.open, self.headings, self.tables, self.links, self.tags = [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, [name for name, _ in attrs]))
         self.links += [value for name, value in attrs if name in ("src", "href")]
         if tag not in VOID:
             self.open.append(tag)
@@ -73,11 +74,40 @@ def test_measured_and_cited_figures_never_share_a_table(make_result, table):
     assert repr(make_result().metrics.tput_per_gpu) not in cited
 
 
-def test_a_servers_words_cannot_become_markup(make_result, table):
-    evil = '<script>alert(1)</script><img src=x onerror="x">'
-    text = report.render([make_result(passed=False, checks=[{"name": evil, "ok": False, "told": evil}])], table)
-    assert "<script>alert" not in text
-    assert "<img" not in text
+HOSTILE = {
+    "markup": '</td></table><script>alert(1)</script><img src=x onerror="x">',
+    "attributes": '" onmouseover="alert(1)\' autofocus',
+    "template": "{{ 7 * 191 }}{% include 'page.css' %}",
+    "terminal": "a\x1b]52;c;cm0=\x07\x1b[2J\x9b1m\x00b",
+    "lines": "one\r\ntwo\n\nthree",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_no_text_of_a_server_or_a_machine_becomes_markup_or_a_control_sequence(make_result, table, text):
+    """Every text of a result at once: model, version, device, findings, records, client, gate, checks, machine."""
+
+    def page(text):
+        check = {"name": text, "ok": False, "told": text}
+        result = make_result(passed=False, team_model=text, checks=[check])
+        values = result.model_dump() | {
+            "server": {
+                "model": text,
+                "version": text,
+                "device": text,
+                "findings": [{text: text}],
+                "records": {text: text},
+            },
+            "gate": result.gate.model_dump() | {"text": text, "source": text, "checks": [check]},
+            "client": {"name": text, "version": text},
+            "machine": {"processor": text, "measured_at": text, text: text},
+        }
+        return report.render([schema.Result.model_validate(values)], table)
+
+    hostile = page(text)
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", hostile)
+    assert "1337" not in hostile
+    assert outline(hostile).tags == outline(page("plain")).tags
 
 
 def test_style_and_script_are_allowed_by_their_hash(make_result, table):
@@ -99,7 +129,7 @@ def test_a_failed_and_empty_run_has_a_report_too(make_result, table):
 
 
 def test_figures_are_short(make_result):
-    assert [page.format_figure(x) for x in (1234567.8, 123.456, 12.345, 0.12345, 7)] == [
+    assert [terminal.format_figure(x) for x in (1234567.8, 123.456, 12.345, 0.12345, 7)] == [
         "1,234,568",
         "123.5",
         "12.35",
@@ -153,10 +183,9 @@ def test_throughput_that_counts_prompts_says_so(make_result, table, capsys):
 
 
 def test_lm_evals_command_and_result(endpoint, table, tmp_path):
-    arguments = lm_eval.command(endpoint, "gsm8k", "/tok", tmp_path)
+    arguments = lm_eval.command(endpoint, "gsm8k", tmp_path)
     assert arguments[:3] == ["lm_eval", "--model", "local-completions"]
     assert f"base_url={endpoint.url}/v1/completions" in arguments[4]
-    assert "tokenizer=/tok" in arguments[4]
     assert arguments[arguments.index("--num_fewshot") + 1] == "3"
     (tmp_path / "m").mkdir()
     with pytest.raises(ProcessError, match="left no score", check=lambda error: error.code == "process.failed"):

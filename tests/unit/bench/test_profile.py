@@ -178,9 +178,7 @@ def test_a_trace_from_elsewhere_is_shown_and_reported(tmp_path, capsys):
     assert len(saved["breakdown"]["operators"]) > profile.HEAVIEST
     table = err.partition("heaviest operators")[2]
     assert len([line for line in table.splitlines() if "::" in line]) == profile.HEAVIEST
-    page = (folder / "report.html").read_text()
-    assert "Heaviest operators" in page
-    assert "_C::onednn_mm" in page
+    assert "_C::onednn_mm" in table
 
 
 @pytest.fixture

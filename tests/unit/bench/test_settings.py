@@ -231,7 +231,7 @@ def test_the_commands_take_their_arguments_and_options():
     }
     assert options["submit"][0] == "team"
     assert {"to", "form", "result", "isl"} <= set(options["submit"])
-    assert options["compare"] == ["before", "after"]
+    assert options["compare"] == ["before", "after", "accept"]
 
 
 def test_a_command_ends_with_the_errors_code(stub, monkeypatch):

@@ -80,16 +80,15 @@ def test_the_text_is_what_the_competitions_script_joins():
     assert text.join_rows(RAW) == "\n".join(row for row in rows if row.strip())
 
 
-def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeypatch, capsys):
+def test_the_hub_is_asked_for_the_archive_at_the_pinned_commit(hub, pin, monkeypatch):
     url, answers, asked = hub
     path = f"/datasets/{pin.dataset}/resolve/{pin.revision}/{ARCHIVE}"
     answers[path] = DATA[ARCHIVE]
     monkeypatch.setenv("HF_ENDPOINT", url + "/")
-    text.fetch("")
-    text.fetch("")  # nothing is fetched twice
+    text.fetch("hub")
+    assert text.fetch("hub") == text.path(NAME)  # nothing is fetched twice
     assert asked == [path]
     assert fetched() == RAW.encode()
-    assert capsys.readouterr().out == f"{text.path(NAME)}\n" * 2
 
 
 @pytest.mark.parametrize("name", [MEMBER, ARCHIVE])
@@ -104,11 +103,14 @@ def test_a_text_comes_from_a_file_a_folder_or_a_mirror(hub, tmp_path, name, way)
     assert fetched() == RAW.encode()
 
 
-def test_an_archive_of_another_member_is_refused(pin, tmp_path):
+def test_an_archive_of_another_member_is_refused(pin, tmp_path, monkeypatch):
     other = zipped("another text")
+    (tmp_path / "x.zip").write_bytes(other)
     files = {**pin.pinned_files, ARCHIVE: pins.PinnedFile(sha256=hashlib.sha256(other).hexdigest(), size=len(other))}
+    table = pins.load().model_copy(update={"texts": {NAME: pin.model_copy(update={"pinned_files": files})}})
+    monkeypatch.setattr(pins, "load", lambda: table)
     with pytest.raises(IntegrityError, match="is not the pinned text", check=lambda e: e.code == "integrity.hash"):
-        text._member(other, "x.zip", pin.model_copy(update={"pinned_files": files}))
+        text.fetch(str(tmp_path / "x.zip"))
 
 
 @pytest.mark.parametrize("data", [b"", b"another text", DATA[ARCHIVE][:-9], RAW.replace("\n", "\r\n").encode()])
@@ -140,7 +142,7 @@ def test_a_source_that_has_nothing_is_named(hub, tmp_path, monkeypatch):
         assert why in caught.value.why
     monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:9")
     with pytest.raises(NetworkError) as caught:
-        text.fetch("")
+        text.fetch("hub")
     assert "secret" not in str(caught.value)
     assert not text.path(NAME).exists()
 
@@ -152,7 +154,7 @@ def test_a_source_that_has_nothing_is_named(hub, tmp_path, monkeypatch):
 def test_gpt_oss_is_scored_on_the_competitions_text_or_not_at_all(table, model):
     with pytest.raises(InputError, match="is not here", check=lambda error: error.code == "input.text") as caught:
         gate.passage(table, "", model)
-    assert caught.value.fix.startswith("./inv bench.text")
+    assert caught.value.fix.startswith("./inv bench.acc --fetch-text hub")
     text.path(NAME).parent.mkdir()
     text.path(NAME).write_bytes(RAW.encode())
     passage = gate.passage(table, "", model)

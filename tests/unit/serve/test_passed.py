@@ -111,9 +111,9 @@ def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
 
 
 def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsys):
-    from sparkforge.bench import trials
+    from sparkforge.bench import bakeoff
 
-    monkeypatch.setattr(trials, "winner", lambda _request: "fast-dense-8")
+    monkeypatch.setattr(bakeoff, "winner", lambda _request: "fast-dense-8")
     monkeypatch.setattr(container, "up", lambda *_more, **_options: pytest.fail("nothing is to be started"))
     options = ["--device", devices.DOCKER, "--profile", "auto", "--quantization", "spark-mxfp4"]
     assert program.main(["up", *options]) == UsageError.exit_code

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from sparkforge.bench import trials
+from sparkforge.bench import bakeoff
 from sparkforge.core import paths
 from sparkforge.core.errors import BenchmarkError, EngineError, InputError, ServerError, StorageError, UsageError
 from sparkforge.core.files import locked
@@ -45,8 +45,8 @@ def fake_compose(monkeypatch):
         environment = {**fake.environment, **env, **length, "SPARKFORGE_STACK": stack}
         return Service(fake.image, stack, "127.0.0.1", 8000, 1, environment, "")
 
-    monkeypatch.setattr(trials.docker_compose, "resolve", resolve)
-    monkeypatch.setattr(trials.container, "last_log", lambda: "RuntimeError: in the container")
+    monkeypatch.setattr(bakeoff.docker_compose, "resolve", resolve)
+    monkeypatch.setattr(bakeoff.container, "last_log", lambda: "RuntimeError: in the container")
     return fake
 
 
@@ -76,7 +76,7 @@ def starter(stub, unused_port):
 
 
 def bake(starter, *names, **flags):
-    trials.run(names, {**FLAGS, **flags}, starter.request, starter.start, PYTHON)
+    bakeoff.run(names, {**FLAGS, **flags}, starter.request, starter.start, PYTHON)
 
 
 def fails(error):
@@ -107,7 +107,7 @@ def test_profiles_are_ranked_and_the_winner_is_taken(starter, stub, capsys):
     rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in (shown.out + shown.err).splitlines()]
     ranks = {row[1]: row[0] for row in rows if len(row) > 1 and row[0] in {"1", "2", "3", "-"}}
     assert ranks == {"safe": "1", "fast": "-", "long-context": "-"}
-    assert trials.winner(REQUEST) == "safe"
+    assert bakeoff.winner(REQUEST) == "safe"
 
 
 def test_a_bake_off_that_nobody_passes_has_no_winner(starter):
@@ -117,7 +117,7 @@ def test_a_bake_off_that_nobody_passes_has_no_winner(starter):
     ):
         bake(starter, "safe")
     with pytest.raises(BenchmarkError, match="no profile passed", check=lambda error: error.code == "benchmark.stale"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
 
 
 @pytest.mark.parametrize("when", ["start", "load"])
@@ -125,7 +125,7 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
     if when == "start":
         starter.acts = {"fast": fails(KeyboardInterrupt())}
     else:
-        measure = trials.runs.measure
+        measure = bakeoff.runs.measure
         loads = []
 
         def interrupted(flags, python):
@@ -134,18 +134,18 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
                 raise KeyboardInterrupt
             return measure(flags, python)
 
-        monkeypatch.setattr(trials.runs, "measure", interrupted)
+        monkeypatch.setattr(bakeoff.runs, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe", "fast", "long-context")
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
     with pytest.raises(BenchmarkError, match="interrupted before fast, long-context") as caught:
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
     assert "--profiles safe,fast,long-context" in caught.value.fix
     starter.acts, starter.started = {}, []
     bake(starter, "safe", "fast", "long-context")
     assert starter.started == ["fast", "long-context"]
-    assert {standing.name for standing in trials.read().ranking} == {"safe", "fast", "long-context"}
+    assert {standing.name for standing in bakeoff.read().ranking} == {"safe", "fast", "long-context"}
     starter.started = []
     bake(starter, "safe")  # a finished one is not gone on with
     assert starter.started == ["safe"]
@@ -164,8 +164,8 @@ def test_an_interrupted_bake_off_of_another_shape_or_machine_begins_anew(starter
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe", "fast")
     starter.acts, starter.started = {}, []
-    facts = trials.facts
-    monkeypatch.setattr(trials, "facts", lambda: {**facts(), **CHANGES.get(changed, {})})
+    facts = bakeoff.facts
+    monkeypatch.setattr(bakeoff, "facts", lambda: {**facts(), **CHANGES.get(changed, {})})
     bake(starter, "safe", "fast", **({"osl": "4"} if changed == "shape" else {}))
     assert starter.started == (["fast"] if changed == "nothing" else ["safe", "fast"])
 
@@ -173,15 +173,15 @@ def test_an_interrupted_bake_off_of_another_shape_or_machine_begins_anew(starter
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_winner_of_another_machine_is_refused_with_the_reason(starter, monkeypatch, key):
     bake(starter, "safe")
-    facts = trials.facts
-    monkeypatch.setattr(trials, "facts", lambda: {**facts(), **CHANGES[key]})
+    facts = bakeoff.facts
+    monkeypatch.setattr(bakeoff, "facts", lambda: {**facts(), **CHANGES[key]})
     with pytest.raises(BenchmarkError, match=f"{key}: then", check=lambda error: error.code == "benchmark.stale"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
 
 
 def test_a_winner_of_another_model_stack_device_or_profile_is_refused(starter, monkeypatch, tmp_path):
     with pytest.raises(BenchmarkError, match="no bake-off has run"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
     bake(starter, "safe")
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     for changed, reason in (
@@ -191,24 +191,24 @@ def test_a_winner_of_another_model_stack_device_or_profile_is_refused(starter, m
         ({"variables": {"MAX_MODEL_LEN": "4096"}}, "settings: then the profile's, now --max-model-len=4096"),
     ):
         with pytest.raises(BenchmarkError, match=reason):
-            trials.winner(replace(REQUEST, **changed))
-    inputs = trials._inputs
-    monkeypatch.setattr(trials, "_inputs", lambda *arguments: {**inputs(*arguments), "patches/x": "changed"})
+            bakeoff.winner(replace(REQUEST, **changed))
+    inputs = bakeoff._inputs
+    monkeypatch.setattr(bakeoff, "_inputs", lambda *arguments: {**inputs(*arguments), "patches/x": "changed"})
     with pytest.raises(BenchmarkError, match="locks and patches: then"):
-        trials.winner(REQUEST)
-    monkeypatch.setattr(trials, "_inputs", inputs)
-    monkeypatch.setattr(trials, "_settings", lambda *_: {"--max-num-seqs": "17"})
+        bakeoff.winner(REQUEST)
+    monkeypatch.setattr(bakeoff, "_inputs", inputs)
+    monkeypatch.setattr(bakeoff, "_settings", lambda *_: {"--max-num-seqs": "17"})
     with pytest.raises(BenchmarkError, match="has other flags"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
 
 
 def test_a_record_that_is_no_record_is_refused(starter):
     paths.state().mkdir(parents=True, exist_ok=True)
-    trials.record_path().write_text('{"format": "other"}')
+    bakeoff.record_path().write_text('{"format": "other"}')
     with pytest.raises(InputError, match="cannot be read"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
     bake(starter, "safe")  # and does not keep a new one from being made
-    assert trials.winner(REQUEST) == "safe"
+    assert bakeoff.winner(REQUEST) == "safe"
 
 
 def test_a_server_that_runs_is_not_ended_without_saying(starter):
@@ -242,7 +242,7 @@ def another(starter, url):
 
 @pytest.mark.parametrize("load_fails", [False, True])
 def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, monkeypatch, load_fails):
-    measure, others = trials.runs.measure, []
+    measure, others = bakeoff.runs.measure, []
 
     def replaced(flags, python):
         if starter.started[-1] == "fast":
@@ -251,13 +251,13 @@ def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, 
                 raise NO_START
         return measure(flags, python)
 
-    monkeypatch.setattr(trials.runs, "measure", replaced)
+    monkeypatch.setattr(bakeoff.runs, "measure", replaced)
     with pytest.raises(ServerError, match="by another command"):
         bake(starter, "safe", "fast")
     assert others[0].poll() is None
     assert record.read().pid == others[0].pid
-    assert list(trials.read().trials) == ["safe"]
-    monkeypatch.setattr(trials.runs, "measure", measure)
+    assert list(bakeoff.read().trials) == ["safe"]
+    monkeypatch.setattr(bakeoff.runs, "measure", measure)
     starter.started = []
     bake(starter, "safe", "fast", replace=True)
     assert starter.started == ["fast"]
@@ -268,7 +268,7 @@ def test_a_server_that_another_command_started_first_is_not_ended(starter, stub)
     with pytest.raises(ServerError, check=lambda error: error.code == "server.running"):
         bake(starter, "safe", "fast")
     assert starter.processes[-1].poll() is None
-    assert list(trials.read().trials) == ["safe"]
+    assert list(bakeoff.read().trials) == ["safe"]
 
 
 def test_a_trial_that_died_does_not_hide_why(starter, monkeypatch):
@@ -277,7 +277,7 @@ def test_a_trial_that_died_does_not_hide_why(starter, monkeypatch):
         starter.processes[-1].wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials.runs, "measure", died)
+    monkeypatch.setattr(bakeoff.runs, "measure", died)
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe")
     assert record.read() is None
@@ -287,8 +287,8 @@ def test_a_trial_that_cannot_be_ended_does_not_hide_why(starter, monkeypatch, ca
     def interrupted(_flags, _python):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials.runs, "measure", interrupted)
-    monkeypatch.setattr(trials.launch, "stop", fails(EngineError("no engine", "no answer", "x", code="engine.down")))
+    monkeypatch.setattr(bakeoff.runs, "measure", interrupted)
+    monkeypatch.setattr(bakeoff.launch, "stop", fails(EngineError("no engine", "no answer", "x", code="engine.down")))
     with pytest.raises(KeyboardInterrupt):
         bake(starter, "safe")
     assert "./inv down ends the trial's server" in capsys.readouterr().err
@@ -303,7 +303,9 @@ def test_one_bake_off_runs_at_a_time(starter):
 RUNNING = ServerError("a server of this checkout runs already", "m", "./inv down", code="server.running")
 NOT_THE_PROFILES = {
     "usage": UsageError("--client x is none", "there are others", "--client own"),
-    "text": InputError("the text is not here", "it was never fetched", "./inv bench.text", code="input.text"),
+    "text": InputError(
+        "the text is not here", "it was never fetched", "./inv bench.acc --fetch-text hub", code="input.text"
+    ),
     "busy": StorageError("cannot run", "another command", "wait", code="storage.busy"),
     "full": StorageError("no room", "0 bytes", "df", code="storage.full"),
     "port": ServerError("port 8000 is taken", "another program", "--port 8001", code="server.port"),
@@ -319,10 +321,10 @@ def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypat
     if when == "start":
         starter.acts = {"safe": fails(error)}
     else:
-        monkeypatch.setattr(trials.runs, "measure", lambda *_: fails(error)())
+        monkeypatch.setattr(bakeoff.runs, "measure", lambda *_: fails(error)())
     with pytest.raises(type(error), check=lambda raised: raised is error):
         bake(starter, "safe")
-    assert trials.read() is None
+    assert bakeoff.read() is None
     assert record.read() is None
 
 
@@ -380,10 +382,10 @@ def test_a_winner_of_other_compose_settings_is_refused(starter, fake_compose, va
     bake(starter, "safe")
     fake_compose.environment = {variable: value}
     with pytest.raises(BenchmarkError, match=reason):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
     fake_compose.environment, fake_compose.image = {}, "sparkforge:2"
     with pytest.raises(BenchmarkError, match="image: then sparkforge:1, now sparkforge:2"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -394,11 +396,11 @@ def test_a_winner_of_other_compose_settings_is_refused(starter, fake_compose, va
 )  # fmt: skip
 def test_a_record_that_contradicts_itself_is_refused(starter, wrong):
     bake(starter, "safe")
-    stored = json.loads(trials.record_path().read_text())
+    stored = json.loads(bakeoff.record_path().read_text())
     wrong(stored)
-    trials.record_path().write_text(json.dumps(stored))
+    bakeoff.record_path().write_text(json.dumps(stored))
     with pytest.raises(InputError, match="cannot be read"):
-        trials.winner(REQUEST)
+        bakeoff.winner(REQUEST)
 
 
 def test_commands_in_messages_have_the_options_that_were_used(starter, tmp_path, monkeypatch, capsys):
@@ -411,7 +413,7 @@ def test_commands_in_messages_have_the_options_that_were_used(starter, tmp_path,
     assert f"./inv up --profile auto {server} --context 8192\n" in capsys.readouterr().err
     changed = replace(request, variables={"MAX_MODEL_LEN": "4096", "TP": "1"})
     with pytest.raises(BenchmarkError) as caught:
-        trials.winner(changed)
+        bakeoff.winner(changed)
     command = caught.value.fix
     assert command.startswith(f"RANDOM_RANGE_RATIO=0.0 TP=1 ./inv bench.bakeoff --profiles safe {server} ")
     for option in ("--isl 24 --", "--osl 8 --", "--seed 7 --", "--text persuasion-24 --"):
@@ -427,8 +429,8 @@ def test_the_logs_that_a_message_names_are_there(starter):
     assert log.read_text() == "RuntimeError: in the container"
     log.unlink()
     with pytest.raises(BenchmarkError) as caught:
-        trials.winner(REQUEST)
-    assert caught.value.fix == f"less {trials.record_path()}"
+        bakeoff.winner(REQUEST)
+    assert caught.value.fix == f"less {bakeoff.record_path()}"
 
 
 PARENT = """
