@@ -1,23 +1,27 @@
 """Writes the generated pages of docs/reference: `python -m sparkforge.cli.reference_pages`.
 
-Each page comes from the code that it describes; `./inv test` compares them.
+Each page comes from the code or the table that it describes; `./inv test` compares them.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from invoke.parser.argument import Argument
 
 from sparkforge import pins
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
-from sparkforge.core import error_page
+from sparkforge.core import error_page, tables
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
+from sparkforge.core.tables import Record
 from sparkforge.doctor import signatures
+from sparkforge.serve import limits, profiles
 from validate.checks import CHECKS, arguments, software
 from validate.profiles import PROFILES, Profile
 
@@ -68,6 +72,99 @@ ledger](../hardware.md)). This page is made from `validate/checks` by `python -m
 
 {sections}
 """
+
+SETTINGS = """# Settings
+
+Sparkforge reads command-line options and environment variables. Options override variables. Invalid values, and secrets
+that cannot be read, are refused.
+
+This page is made from `sparkforge/cli/variables.toml`, `docker-compose.yml` and `sparkforge/serve/limits.py` by
+`python -m sparkforge.cli.reference_pages`.
+
+## On the host
+
+For `./inv` commands.
+
+{host}
+
+## The server
+
+Set these in the environment of `./inv up`, in `.env` for Compose, or with `-e` for `docker run`. Variables for vLLM
+itself go into `vllm.env` beside `docker-compose.yml`.
+
+{server}
+
+## For Compose
+
+Write these into `.env` beside `docker-compose.yml`.
+
+{compose}
+
+## In the container
+
+Compose sets these. Set them yourself with `docker run -e`.
+
+{container}
+
+## Bounds of a request
+
+`SPARKFORGE_LIMITS="sequences=128, body-seconds=120"` changes bounds; 0 removes one. They hold on every device, after
+the check of the API key; a cluster has the defaults. A request above a bound gets an error that names the bound, in the
+format of OpenAI, or of Anthropic on `/v1/messages`; 429 has `Retry-After`. A client is one address, so all clients
+behind a proxy count as one.
+
+{bounds}
+
+## For the experts
+
+{experts}
+
+## For kernels and compilers
+
+{compilers}
+"""
+PROFILES_PAGE = """# Profiles
+
+A *serve profile* is a set of vLLM's flags and variables. Select one with `./inv up --profile NAME` or
+`SPARKFORGE_SERVE_PROFILE`. **Not verified**: no profile for GPUs was run on a Spark. vLLM's own parsers accept every
+flag (`tests/integration/test_serve_profiles.py`).
+
+A *validator profile* is a set of [startup checks](checks.md): `spark` for a DGX Spark, `embedded` for other machines.
+In a container `SPARKFORGE_PROFILE` selects it. With `embedded`, a serve profile for GPUs is refused (exit code 2).
+
+This page is made from `sparkforge/serve/profiles.toml`, which explains its format, by `python -m
+sparkforge.cli.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
+
+| Profile | For |
+| --- | --- |
+{table}
+
+{sections}
+
+## Stacks
+
+{stacks}
+"""
+VARIABLES = Path(__file__).with_name("variables.toml")
+DEFAULT = re.compile(r"\$\{(\w+):-([^}$]+)\}")
+
+
+class Variable(Record):
+    """An environment variable's row; an empty default is that of docker-compose.yml, or none."""
+
+    default: str = ""
+    meaning: str
+
+
+class Variables(Record):
+    """Environment variables by the section of the settings page; a key names one or several, separated by spaces."""
+
+    host: Mapping[str, Variable]
+    server: Mapping[str, Variable]
+    compose: Mapping[str, Variable]
+    container: Mapping[str, Variable]
+    experts: Mapping[str, Variable]
+    compilers: Mapping[str, Variable]
 
 
 def commands() -> str:
@@ -151,11 +248,56 @@ def problems() -> str:
     return f"{above_tables}\n\n{signatures.markdown()}\n"
 
 
+def settings() -> str:
+    """Return the page of environment variables and of a request's bounds."""
+    variables = tables.load(VARIABLES, Variables)
+    in_compose = dict(reversed(DEFAULT.findall((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))))
+    sections = {}
+    for section, rows in variables:
+        defaults = {names: row.default or _code(in_compose.get(names, "")) or "-" for names, row in rows.items()}
+        lines = (f"| {_names(names)} | {defaults[names]} | {row.meaning} |" for names, row in rows.items())
+        sections[section] = _rows("| Variable | Default | Meaning |\n| --- | --- | --- |", lines)
+    return SETTINGS.format(**sections, bounds=limits.rows())
+
+
+def _names(names: str) -> str:
+    return ", ".join(name if name == "…" else f"`{name}`" for name in names.split())
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def serve_profiles() -> str:
+    """Return the page of serve profiles: what each sets, and why, over those that it extends."""
+    document = tables.load(profiles.TABLE, profiles.ServeProfiles)
+    everything = {**document.bases, **document.profiles}
+    table = [f"| [`{name}`](#{name}) | {profile.about} |" for name, profile in document.profiles.items()]
+    sections = [_profile(f"## {name}", profile) for name, profile in everything.items()]
+    stacks = []
+    for stack, own in document.stacks.items():
+        stacks += [_profile(f"### {name} on {stack}", profile) for name, profile in own.profiles.items()]
+        if own.without:
+            reasons = {why: [n for n, w in own.without.items() if w == why] for why in own.without.values()}
+            refused = "; ".join(f"{_names(' '.join(names))}: {why}" for why, names in reasons.items())
+            stacks.append(f"`{stack}` refuses {refused}.")
+    return PROFILES_PAGE.format(table="\n".join(table), sections="\n\n".join(sections), stacks="\n\n".join(stacks))
+
+
+def _profile(heading: str, profile: profiles.ServeProfile) -> str:
+    entries = {**profile.flags, **profile.environment}
+    lines = [f"- {_code(f'{name}={entry.value}'.removesuffix('='))}: {entry.why}" for name, entry in entries.items()]
+    base = [f"[`{profile.extends}`](#{profile.extends}), and:\n"] if profile.extends else []
+    return "\n".join([f"{heading}\n", *base, *lines])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "checks.md": checks,
     "commands.md": commands,
     "errors.md": error_page.page,
     "problems.md": problems,
+    "profiles.md": serve_profiles,
+    "settings.md": settings,
 }
 
 if __name__ == "__main__":

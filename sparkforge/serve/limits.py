@@ -39,7 +39,7 @@ class Bound:
     status: int = 400
 
 
-# Name → bound. docs/reference/settings.md has the same rows (`python3 -m sparkforge.serve.limits` prints them).
+# Name → bound. docs/reference/settings.md is made from it.
 LIMITS = {
     "body-bytes": Bound(16 << 20, "bytes of a request's body", 413),
     "body-seconds": Bound(60, "seconds in which a body must arrive", 408),
@@ -370,7 +370,3 @@ def rows() -> str:
     """Return the table of docs/reference/settings.md."""
     lines = [f"| `{name}` | {limit.default:,} | {limit.counts} | {limit.status} |" for name, limit in LIMITS.items()]
     return "\n".join(("| Bound | Default | What it counts | Status |", "| --- | --- | --- | --- |", *lines))
-
-
-if __name__ == "__main__":
-    print(rows())
