@@ -134,7 +134,7 @@ def contract() -> dict[str, int]:
 
 
 def reproducible() -> dict[str, Any]:
-    """Return the last result of `./inv image.reproduce` by stack; empty if there is none."""
+    """Return the last result of `./inv image.verify --reproduce` by stack; empty if there is none."""
     files = {stack: report_path(stack) for stack in pins.load().stacks}
     return {stack: read_json(file) for stack, file in files.items() if file.is_file()}
 

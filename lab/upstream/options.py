@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lab.upstream.effect import Column, Effect, Observation
 from lab.upstream.python import LARGEST, parse, statements_of
-from sparkforge.compile.flashinfer.environment import KEPT
+from sparkforge.compile.flashinfer.environment import COMPILER_VARIABLES
 from sparkforge.compile.flashinfer.sets import KernelTable
 from sparkforge.core.documents import read_bytes
 from sparkforge.patching.series import Queue
@@ -24,7 +24,7 @@ PARSER, FIELDS = "make_arg_parser", "FrontendArgs"  # a function and a class; th
 KERNEL_VARIABLES = (
     "FLASHINFER_CUDA_ARCH_LIST",
     "FLASHINFER_WORKSPACE_BASE",
-    *KEPT,
+    *COMPILER_VARIABLES,
 )  # compile/flashinfer/environment.py
 
 

@@ -25,8 +25,6 @@ namespace = Collection(
 
 _build = Collection(
     "build",
-    sources=build.build_sources,
-    toolchain=build.build_toolchain,
     kernels=build.build_kernels,
     vllm=build.build_vllm,
 )
@@ -55,13 +53,10 @@ for _collection in (
         logs=cluster.cluster_logs,
         down=cluster.cluster_down,
     ),
-    Collection("dev", build=build.dev_build, patch=build.dev_patch),
+    Collection("dev", build=build.dev_build),
     Collection(
         "image",
-        inspect=build.image_inspect,
         verify=build.image_verify,
-        reproduce=build.image_reproduce,
-        list=build.image_list,
         clean=build.image_clean,
         publish=build.image_publish,
         pull=build.image_pull,

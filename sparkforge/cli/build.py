@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from invoke.context import Context
 
-from sparkforge.cli.command import DEFAULT_STACK, arguments, caller_path, caller_paths, listed, task
+from sparkforge.cli.command import (
+    DEFAULT_STACK,
+    arguments,
+    caller_path,
+    caller_paths,
+    listed,
+    option,
+    task,
+    texts,
+    with_fields,
+)
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import UsageError
 
 OFFLINE = "folder of an unpacked bundle: use it instead of the network"
 STACK = f"a stack of pins.toml (default: {DEFAULT_STACK})"
 TREE = "a folder with unpatched sources, in place of the pinned archives"
-UPSTREAM = "such as vllm or flashinfer"
 DRY_RUN = "print what would be done, change nothing"
 JOBS = "auto: as many as memory and cores allow; or a number [BUILD_JOBS, JOBS or MAX_JOBS]"
 JOBS_VARIABLES = ("BUILD_JOBS", "JOBS", "MAX_JOBS")  # as in deploy/stacks.yml
@@ -54,73 +64,59 @@ def build_image(stack: str, steps: Steps, *, way: str = "wheel", jobs: str = "au
         build(command, stack=stack, steps=steps, way=way, jobs=chosen_jobs(jobs))
 
 
-@task(
-    example="./inv build --engine docker",
-    engine="native, or docker: the stack's container image",
-    from_="wheel: upstream's vLLM with patched Python; source: vLLM's own extensions compiled",
-    jobs=JOBS,
-    python="native: interpreter that serves, which the kernels are for",
-    compile_python="native, from source: interpreter with torch and CUDA to compile against",
-    sources="native, from source: folder of an unpacked bundle, or of git checkouts",
-    stack=STACK,
-)
-def build(
-    _ctx: Context,
-    engine: str = "native",
-    from_: str = "wheel",
-    jobs: str = "auto",
-    python: str = "",
-    compile_python: str = "",
-    sources: str = "",
-    stack: str = "",
-) -> None:
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of `./inv build`."""
+
+    engine: str = option("native, or docker: the stack's container image", "native")
+    from_: str = option("wheel: upstream's vLLM with patched Python; source: vLLM's own extensions compiled", "wheel")
+    only: str = option("native, one part alone: sources (those that come by git too), or toolchain (the compilers)")
+    jobs: str = option(JOBS, "auto")
+    python: str = option("native: interpreter that serves, which the kernels are for")
+    compile_python: str = option("native, from source: interpreter with torch and CUDA to compile against")
+    sources: str = option("native: folder of an unpacked bundle, used instead of the network, or of git checkouts")
+    stack: str = option(STACK)
+
+
+@task(example="./inv build --engine docker", **texts(BuildOptions))
+@with_fields(BuildOptions)
+def build(_ctx: Context, options: BuildOptions) -> None:
     """Fetch, patch, compile and audit everything.
 
     A stage whose inputs are unchanged does nothing.
     """
-    if engine == "native":
-        from sparkforge.image import native
+    if options.only and (options.engine != "native" or options.only not in ("sources", "toolchain")):
+        why = "native builds have the parts sources and toolchain"
+        raise UsageError(f"--only {options.only} does not go with --engine {options.engine}", why, "./inv build --help")
+    stack, sources = chosen_stack(options.stack), caller_path(options.sources)
+    if options.only == "sources":
+        from sparkforge.sources import offline, trees
 
-        native.build(
-            native.BuildRequest(
-                stack=chosen_stack(stack),
-                way=from_,
-                jobs=chosen_jobs(jobs),
-                python=caller_path(python),
-                compile_python=caller_path(compile_python),
-                sources=caller_path(sources),
+        offline.use_bundle(sources)
+        trees.print_sources(stack, git=True)
+    elif options.only == "toolchain":
+        from sparkforge.compile import toolchain
+
+        toolchain.print_toolchain()
+    elif options.engine == "native":
+        from sparkforge.compile import stages
+
+        stages.build(
+            stages.BuildRequest(
+                stack=stack,
+                way=options.from_,
+                jobs=chosen_jobs(options.jobs),
+                python=caller_path(options.python),
+                compile_python=caller_path(options.compile_python),
+                sources=sources,
             )
         )
-    elif engine == "docker":
-        build_image(chosen_stack(stack), Steps(1), way=from_, jobs=jobs)
+    elif options.engine == "docker":
+        build_image(stack, Steps(1), way=options.from_, jobs=options.jobs)
     else:
-        raise UsageError(f"--engine {engine!r} is not known", "there are native and docker", "./inv build --help")
-
-
-@task(
-    example="./inv build.sources --stack spark",
-    stack=STACK,
-    no_git="leave out what upstream's builds fetch by git",
-    offline=OFFLINE,
-)
-def build_sources(_ctx: Context, stack: str = "", no_git: bool = False, offline: str = "") -> None:
-    """Fetch, check and unpack every source that a build needs."""
-    from sparkforge.sources import offline as bundles
-    from sparkforge.sources import trees
-
-    bundles.use_bundle(caller_path(offline))
-    trees.print_sources(chosen_stack(stack), git=not no_git)
-
-
-@task(example="./inv build.toolchain")
-def build_toolchain(_ctx: Context) -> None:
-    """Find or install the compilers for 12.1a.
-
-    Prints their paths and versions.
-    """
-    from sparkforge.compile import toolchain
-
-    toolchain.print_toolchain()
+        raise UsageError(
+            f"--engine {options.engine!r} is not known", "there are native and docker", "./inv build --help"
+        )
 
 
 @task(
@@ -142,56 +138,51 @@ def build_kernels(
     stack: str = "",
 ) -> None:
     """Compile and audit FlashInfer's modules, without a GPU."""
-    from sparkforge.compile.flashinfer import build
+    from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 
-    build.build_kernels(
-        chosen_stack(stack),
-        set_name=set,
-        arch=arch,
-        jobs=chosen_jobs(jobs),
-        output=caller_path(output),
-        python=caller_path(python),
-    )
-
-
-@task(
-    example="./inv build.vllm --targets _C",
-    sources="folder of an unpacked bundle, or with a git checkout for each repository; default: the network",
-    jobs=JOBS,
-    arch="12.1a: the DGX Spark's; vLLM's CMake files make 12.0 and 12.0f of it; default: the image's",
-    python="interpreter with torch and CUDA to compile against; default: one of our own",
-    output="folder of the overlay",
-    targets="CMake targets with commas; default: all that SM121 uses",
-    into="site-packages with upstream's wheel: install the overlay over it",
-    stack=STACK,
-)
-def build_vllm(
-    _ctx: Context,
-    sources: str = "",
-    jobs: str = "auto",
-    arch: str = "",
-    python: str = "",
-    output: str = "",
-    targets: str = "",
-    into: str = "",
-    stack: str = "",
-) -> None:
-    """Compile and audit vLLM's own extensions, without a GPU."""
-    from sparkforge.compile.vllm import build, overlay
-
-    folder = build.build_extensions(
-        build.ExtensionRequest(
-            chosen_stack(stack),
-            targets=targets,
-            sources=caller_path(sources),
-            jobs=chosen_jobs(jobs),
-            arch=arch,
-            python=caller_path(python),
-            output=caller_path(output),
+    build_kernels(
+        KernelRequest(
+            chosen_stack(stack), set, arch, chosen_jobs(jobs), output=caller_path(output), python=caller_path(python)
         )
     )
-    if into:
-        overlay.install_overlay(folder, caller_path(into))
+
+
+@dataclass(frozen=True)
+class ExtensionOptions:
+    """Options of `./inv build.vllm`."""
+
+    sources: str = option(
+        "folder of an unpacked bundle, or with a git checkout for each repository; default: the network"
+    )
+    jobs: str = option(JOBS, "auto")
+    arch: str = option("12.1a: the DGX Spark's; vLLM's CMake files make 12.0 and 12.0f of it; default: the image's")
+    python: str = option("interpreter with torch and CUDA to compile against; default: one of our own")
+    output: str = option("folder of the overlay")
+    targets: str = option("CMake targets with commas; default: all that SM121 uses")
+    into: str = option("site-packages with upstream's wheel: install the overlay over it")
+    stack: str = option(STACK)
+
+
+@task(example="./inv build.vllm --targets _C_stable_libtorch", **texts(ExtensionOptions))
+@with_fields(ExtensionOptions)
+def build_vllm(_ctx: Context, options: ExtensionOptions) -> None:
+    """Compile and audit vLLM's own extensions, without a GPU."""
+    from sparkforge.compile.vllm import overlay
+    from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
+
+    folder, _ = build_extensions(
+        ExtensionRequest(
+            chosen_stack(options.stack),
+            targets=options.targets,
+            sources=caller_path(options.sources),
+            jobs=chosen_jobs(options.jobs),
+            arch=options.arch,
+            python=caller_path(options.python),
+            output=caller_path(options.output),
+        )
+    )
+    if options.into:
+        overlay.install_overlay(folder, caller_path(options.into))
 
 
 @task(
@@ -200,22 +191,28 @@ def build_vllm(
     machine="x86_64 or aarch64: the wheels for it; default: this machine's",
     lock="write the hashes of all that the stack's queues make to locks/patched.toml",
     dry_run="compare with the lock, keep nothing",
+    into="instead: put the queue as commits into this clone of vLLM or FlashInfer, at the pinned version",
 )
-def patch_make(_ctx: Context, stack: str = "", machine: str = "", lock: bool = False, dry_run: bool = False) -> None:
+def patch_make(
+    _ctx: Context, stack: str = "", machine: str = "", lock: bool = False, dry_run: bool = False, into: str = ""
+) -> None:
     """Make a stack's patched wheels and compare them with the lock.
 
     A wheel whose hash is not that of locks/patched.toml is refused.
     """
-    from sparkforge.patching import wheels
+    from sparkforge import pins
+    from sparkforge.patching import checkout, wheels
 
-    if lock and (machine or dry_run):
-        raise UsageError(
-            "--lock is for every machine", "it goes with no other option but --stack", "./inv patch --lock"
-        )
-    if lock:
-        wheels.lock_stack(chosen_stack(stack))
+    chosen = chosen_stack(stack)
+    if (lock and (machine or dry_run)) or (into and (lock or machine or dry_run)):
+        name, why = ("--into", "it makes commits") if into else ("--lock", "it is for every machine")
+        raise UsageError(f"{name} goes with no other option but --stack", why, f"./inv patch {name}")
+    if into:
+        say(checkout.commit_to_checkout(pins.load(), chosen, Path(caller_path(into))))
+    elif lock:
+        wheels.lock_stack(chosen)
     else:
-        wheels.make_stack(chosen_stack(stack), machine, dry_run=dry_run)
+        wheels.make_stack(chosen, machine, dry_run=dry_run)
 
 
 @task(
@@ -234,37 +231,39 @@ def patch_status(_ctx: Context, stack: str = "", against: str = "", tree: str = 
     status.print_status(chosen_stack(stack), against, caller_path(tree))
 
 
+@dataclass(frozen=True)
+class PatchOptions:
+    """Options of `./inv patch.new`."""
+
+    stack: str = option(STACK)
+    upstream: str = option("such as vllm or flashinfer", "vllm")
+    from_: str = option("a checkout with the queue (patch --into): everything in it beyond the queue is the patch")
+    commit: str = option("with --from: this commit alone; its message is the description")
+    finish: bool = option("write the patch from the scratch copy that the command made without --from", False)
+    description: str = option("what it does and why")
+    bug: str = option("URL of the report")
+    drop_when: str = option("when it can go: contains PATH TEXT, or lacks PATH TEXT")
+
+
 @task(
     example="./inv patch.new fix-routing --from ~/vllm",
     name="the patch's name, which its file will have",
-    stack=STACK,
-    upstream=UPSTREAM,
-    from_="a checkout with the queue (dev.patch): everything in it beyond the queue is the patch",
-    commit="with --from: this commit alone; its message is the description",
-    finish="write the patch from the scratch copy that the command made without --from",
-    description="what it does and why",
-    bug="URL of the report",
-    drop_when="when it can go: contains PATH TEXT, or lacks PATH TEXT",
+    **texts(PatchOptions),
 )
-def patch_new(  # noqa: PLR0913, PLR0917 - one parameter an option
-    _ctx: Context,
-    name: str,
-    stack: str = "",
-    upstream: str = "vllm",
-    from_: str = "",
-    commit: str = "",
-    finish: bool = False,
-    description: str = "",
-    bug: str = "",
-    drop_when: str = "",
-) -> None:
+@with_fields(PatchOptions)
+def patch_new(_ctx: Context, options: PatchOptions, name: str) -> None:
     """Write a patch from a checkout, or make a scratch copy to edit."""
     from sparkforge.patching import authoring
 
-    header = {"description": description, "bug": bug, "drop_when": drop_when}
-    fields = {key: text for key, text in header.items() if text}
+    header = {"description": options.description, "bug": options.bug, "drop_when": options.drop_when}
     authoring.new_patch(
-        name, fields, stack=chosen_stack(stack), of=upstream, source=caller_path(from_), commit=commit, finish=finish
+        name,
+        {key: text for key, text in header.items() if text},
+        stack=chosen_stack(options.stack),
+        of=options.upstream,
+        source=caller_path(options.from_),
+        commit=options.commit,
+        finish=options.finish,
     )
 
 
@@ -285,45 +284,40 @@ def patch_rebase(_ctx: Context, to: str, stack: str = "", drop: str = "", contin
     rebase.rebase_queue(to, chosen_stack(stack), drop, resume=continue_)
 
 
-@task(example="./inv dev.patch ~/vllm", directory="a clone of vLLM or FlashInfer, at the pinned version", stack=STACK)
-def dev_patch(_ctx: Context, directory: str, stack: str = "") -> None:
-    """Put the patch queue into a git checkout, as commits."""
-    from sparkforge import pins
-    from sparkforge.patching import checkout
+@dataclass(frozen=True)
+class DevelopmentOptions:
+    """Options of `./inv dev.build`."""
 
-    say(checkout.commit_to_checkout(pins.load(), chosen_stack(stack), Path(caller_path(directory))))
+    targets: str = option("vllm: CMake targets with commas; default: all that SM121 uses")
+    set: str = option("flashinfer: a set of the stack's kernel table; default: the image's")
+    sources: str = option(
+        "vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network"
+    )
+    jobs: str = option(JOBS, "auto")
+    accept: bool = option(
+        "compile nothing: note that what you compiled yourself is made from the sources as they are",
+        False,
+    )
+    stack: str = option(STACK)
+    units: str = option(
+        "vllm: compile and audit source files alone, with commas and *, or `changed`: what you edited; links nothing"
+    )
 
 
-@task(
-    example="./inv dev.build vllm --units changed",
-    name="vllm or flashinfer",
-    targets="vllm: CMake targets with commas; default: all that SM121 uses",
-    units="vllm: compile and audit source files alone, with commas and *, or `changed`: what you edited; links nothing",
-    set="flashinfer: a set of the stack's kernel table; default: the image's",
-    sources="vllm: folder of an unpacked bundle, or with a git checkout for each repository; default: the network",
-    jobs=JOBS,
-    accept="compile nothing: note that what you compiled yourself is made from the sources as they are",
-    stack=STACK,
-)
-def dev_build(
-    _ctx: Context,
-    name: str,
-    targets: str = "",
-    set: str = "",  # noqa: A002 - the option's name
-    sources: str = "",
-    jobs: str = "auto",
-    accept: bool = False,
-    stack: str = "",
-    units: str = "",
-) -> None:
+@task(example="./inv dev.build vllm --units changed", name="vllm or flashinfer", **texts(DevelopmentOptions))
+@with_fields(DevelopmentOptions)
+def dev_build(_ctx: Context, options: DevelopmentOptions, name: str) -> None:
     """Compile a mounted checkout in the development container.
 
     Within the job planner's memory bound, for the stack's architecture. Says what was compiled and where it lies.
     """
     from sparkforge.image import dev
 
-    options = dev.BuildOptions(targets, set, caller_path(sources), chosen_jobs(jobs), accept, units)
-    dev.build(name, chosen_stack(stack), options)
+    asked = dev.BuildOptions(
+        options.targets, options.set, caller_path(options.sources), chosen_jobs(options.jobs), options.accept,
+        options.units,
+    )  # fmt: skip
+    dev.build(name, chosen_stack(options.stack), asked)
 
 
 @task(
@@ -351,36 +345,28 @@ def audit(_ctx: Context, paths: str, module: str = "", machine: str = "", output
     )
 
 
-@task(example="./inv image.inspect --stack embedded", stack=STACK, image=IMAGE)
-def image_inspect(_ctx: Context, stack: str = "", image: str = "") -> None:
-    """Print an image's labels, digests, provenance and layers."""
-    from sparkforge.image.inspect import inspect
-
-    inspect(chosen_stack(stack), image)
-
-
-@task(example="./inv image.verify", stack=STACK, image=IMAGE)
-def image_verify(_ctx: Context, stack: str = "", image: str = "") -> None:
-    """Check that an image was built from this checkout.
-
-    Its patches and locks must be those of the checkout.
-    """
-    from sparkforge.image.build import expected
-    from sparkforge.image.inspect import verify
-
-    verify(chosen_stack(stack), image, partial(expected, stack=chosen_stack(stack)))
-
-
 @task(
-    example="./inv image.reproduce --stack embedded",
+    example="./inv image.verify --stack embedded",
     stack=STACK,
-    more="more arguments for docker buildx build, such as --build-context NAME=PLACE",
+    image=IMAGE,
+    reproduce="instead: build the stack's image twice from this checkout, and compare the bytes",
+    more="with --reproduce: more arguments for docker buildx build, such as --build-context NAME=PLACE",
 )
-def image_reproduce(_ctx: Context, stack: str = "", more: str = "") -> None:
-    """Build an image twice and compare the bytes."""
-    from sparkforge.image.reproducible import verify_reproducible
+def image_verify(_ctx: Context, stack: str = "", image: str = "", reproduce: bool = False, more: str = "") -> None:
+    """Print an image and check that this checkout made it.
 
-    verify_reproducible(chosen_stack(stack), arguments("--more", more))
+    Prints labels, digests, provenance and layers. Patches and locks must be those of the checkout.
+    """
+    from sparkforge.image import inspect, reproducible
+    from sparkforge.image.build import expected
+
+    chosen = chosen_stack(stack)
+    if (more and not reproduce) or (image and reproduce):
+        raise UsageError("--more is for --reproduce, and --image is not", "it builds the image itself", "--reproduce")
+    if reproduce:
+        reproducible.verify_reproducible(chosen, arguments("--more", more))
+    else:
+        inspect.verify(chosen, image, partial(expected, stack=chosen))
 
 
 @task(
@@ -420,20 +406,11 @@ def image_pull(_ctx: Context, source: str, stack: str = "") -> None:
     registry.pull(chosen, source, partial(expected, stack=chosen), Path(caller_path(".")))
 
 
-@task(example="./inv image.list", stack=STACK)
-def image_list(_ctx: Context, stack: str = "") -> None:
-    """List a stack's images on this machine with their sizes."""
-    from sparkforge.image import versions
-    from sparkforge.serve import known_good
-
-    versions.list_images(chosen_stack(stack), known_good.images())
-
-
 @task(
     example="./inv image.clean --keep 1 --dry-run",
     stack=STACK,
     keep="how many old images stay; default 3 [SPARKFORGE_KEEP_IMAGES]",
-    dry_run=DRY_RUN,
+    dry_run="list the images with their sizes and what would be removed; change nothing",
 )
 def image_clean(_ctx: Context, stack: str = "", keep: str = "", dry_run: bool = False) -> None:
     """Remove a stack's old images.

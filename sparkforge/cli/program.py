@@ -36,13 +36,19 @@ GROUPS = {
     ),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
-# Names before version 0.2, which run for one release more.
+# Former names, which run for one release more, and what each is now.
 OLD_NAMES = {
-    "sources": "build.sources",
-    "toolchain": "build.toolchain",
-    "verify-reproducible": "image.reproduce",
+    "sources": "build --only sources",
+    "build.sources": "build --only sources",
+    "toolchain": "build --only toolchain",
+    "build.toolchain": "build --only toolchain",
+    "verify-reproducible": "image.verify --reproduce",
+    "image.reproduce": "image.verify --reproduce",
+    "image.inspect": "image.verify",
+    "image.list": "image.clean --dry-run",
     "cache": "cache.list",
     "patch.apply": "patch.make",
+    "dev.patch": "patch --into",
 }
 REMOVED = {  # commands before version 0.3: why each is gone, and what to do
     "bench.text": ("the accuracy gate fetches its text itself", "./inv bench.acc --fetch-text hub"),
@@ -90,7 +96,7 @@ def run(arguments: list[str]) -> int:
     if arguments and arguments[0] in OLD_NAMES:
         name = OLD_NAMES[arguments[0]]
         say(f"`./inv {arguments[0]}` is now `./inv {name}`; the old name will go with the next release")
-        arguments = [name, *arguments[1:]]
+        arguments = [*name.split(), *arguments[1:]]
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))

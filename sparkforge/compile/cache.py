@@ -144,8 +144,8 @@ def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[Cached
     start = len(parts) - parts[::-1].index("flashinfer") - 1
     place = "/".join((*parts[start:], "")).removesuffix("__init__/")
     families = set[str]()
-    for file in sets.FOLDER.glob("kernels-*.toml"):
-        for module in sets.load(file.stem.removeprefix("kernels-")).module:
+    for release in sets.releases():
+        for module in sets.load(release).module:
             generator = f"{module.generator.partition(':')[0].replace('.', '/')}/"
             if generator.startswith(place) or place.startswith(generator):
                 families.add("_".join(module.name.split("_")[:2]))

@@ -26,7 +26,7 @@ KNOWN = (
     (
         re.compile(r"#error.*(left out of this build)"),
         "CMake made a unit of a repository that is {0}",
-        "sparkforge/compile/vllm/targets-*.toml says which are and why; name other --targets",
+        "sparkforge/compile/vllm/targets.toml says which are and why; name other --targets",
     ),
     (
         re.compile(r"(No supported CUDA architectures)"),

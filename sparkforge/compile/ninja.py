@@ -70,7 +70,7 @@ class BuildResult:
 
 def read_units(
     folder: Path,
-    ninja: Path,
+    ninja: str | Path,
     rules: Sequence[str] = COMPILERS,
     *,
     unit_name: Callable[[Path, str], str] = lambda folder, output: f"{folder.name}/{Path(output).name}",

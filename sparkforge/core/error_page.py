@@ -12,7 +12,7 @@ part:
 ```text
 ✗ vLLM's wheel is not the file that was pinned [integrity.hash]
   why:  sha256 is 0f3a…, wanted 9c41…
-  next: ./inv build.sources
+  next: ./inv build --only sources
 ```
 
 The exit code tells scripts which family the error belongs to; the code tells the cases of a family apart. Codes do not

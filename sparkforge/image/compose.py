@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from sparkforge.core import paths
 from sparkforge.core.docker import docker, docker_logged
+from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import EngineError, UsageError
+from sparkforge.core.tables import parse_object
 
 PROJECT, SERVICE = "sparkforge", "vllm"
 FILE = "docker-compose.yml"  # its service extends that of a stack (deploy/stacks.yml), which STACK names
@@ -24,6 +27,14 @@ CACHE = "cache"  # the Compose volume with compiled code
 KEY = "api_key"  # the Compose secret with the server's API key
 KEY_VARIABLE = "SPARKFORGE_API_KEY"  # which names its file
 MORE = "SPARKFORGE_COMPOSE_FILES"
+
+
+class Project(BaseModel):
+    """What is used of a resolved project besides its service, which `service_of` reads."""
+
+    services: dict[str, dict[str, Any] | None] | None = None
+    volumes: dict[str, dict[str, Any] | None] | None = None
+    secrets: dict[str, dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +103,9 @@ def resolved(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the whole project as Compose resolves it: every variable replaced, every path absolute."""
     text = docker(compose("config", "--format", "json"), env=_named(env))
     try:
-        document: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise EngineError("Compose resolves no project", str(error), typed("config"), code="engine.failed") from error
-    return document
+        return parse_object(text, "Compose's project", Project)
+    except DocumentError as error:
+        raise EngineError("Compose resolves no project", error.why, typed("config"), code="engine.failed") from error
 
 
 def service_of(document: Mapping[str, Any]) -> Service:
@@ -130,8 +140,8 @@ def key_file_of(document: Mapping[str, Any]) -> str:
 
 def cache_volume(env: Mapping[str, str]) -> str:
     """Return the name that the engine has for the volume with compiled code. Raises EngineError without Compose."""
-    document = json.loads(docker(compose("config", "--format", "json"), env=env))
-    return str(document["volumes"][CACHE]["name"])
+    volume = (resolved(env).get("volumes") or {}).get(CACHE) or {}
+    return str(volume.get("name") or f"{project()}_{CACHE}")
 
 
 def up(

@@ -21,15 +21,15 @@ from pathlib import Path
 
 from sparkforge import pins
 from sparkforge.compile import cache, toolchain
-from sparkforge.compile.flashinfer import build as flashinfer_build
 from sparkforge.compile.flashinfer import sets
+from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.jobs import make_schedule
 from sparkforge.compile.peaks import Peaks
-from sparkforge.compile.vllm import build as vllm_build
-from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.compile.vllm.wheel import HUNGRY
 from sparkforge.core import manifest, memory, paths
 from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.documents import read_text
 from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import atomic_file, sha256_file, write_atomic
 from sparkforge.core.git import git
@@ -127,11 +127,6 @@ def root_of(checkout: Checkout, sources: Path = SOURCES) -> Path | None:
     return None
 
 
-def mounted(checkout: Checkout, sources: Path = SOURCES) -> bool:
-    """Tell whether the checkout is there. Raises StorageError if it may not be read."""
-    return root_of(checkout, sources) is not None
-
-
 def use(checkouts: Sequence[Checkout], packages: Path, sources: Path = SOURCES, jobs: int = 0) -> None:
     """Let exactly these checkouts be imported instead of the installed packages; bound the jobs of what compiles.
 
@@ -217,48 +212,36 @@ def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str
     return {names[name] for name in result.stdout.split("\0") if name in names}
 
 
-def fingerprints(checkout: Checkout, sources: Path) -> dict[str, str]:
+def fingerprints(checkout: Checkout, sources: Path = SOURCES) -> dict[str, str]:
     """Return path → sha256 of everything that the checkout's native modules are made of."""
-    root = sources / checkout.name
-    files = (path for name in checkout.sources for path in _files(root / name))
+    root, files = sources / checkout.name, list[Path]()
+    for name in checkout.sources:
+        if (root / name).is_file():
+            files.append(root / name)
+        for top, folders, names in os.walk(root / name):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+            files += [file for name in names if (file := Path(top, name)).is_file()]
     return {str(path.relative_to(root)): sha256_file(path) for path in sorted(files)}
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    for top, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (file for name in names if (file := Path(top, name)).is_file())
 
 
 def changed(checkout: Checkout, sources: Path = SOURCES) -> list[str]:
     """Return which sources differ from the last time that the natives were accepted; the first look accepts them."""
-    known, now = _known(checkout), fingerprints(checkout, sources)
-    if known is None:
-        accept(checkout, sources)
+    now, record = fingerprints(checkout, sources), _record(checkout)
+    if not record.is_file():
+        accept(checkout, now)
         return []
+    lines = read_text(record).splitlines()
+    known = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
     return sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
 
 
-def accept(checkout: Checkout, sources: Path = SOURCES) -> None:
-    """Note the sources as they are: the native modules were made from them."""
-    _write_record(checkout, fingerprints(checkout, sources))
-
-
-def _write_record(checkout: Checkout, now: Mapping[str, str]) -> None:
+def accept(checkout: Checkout, now: Mapping[str, str]) -> None:
+    """Note that the native modules were made from the sources with these fingerprints."""
     write_atomic(_record(checkout), "".join(f"{sha256}  {name}\n" for name, sha256 in now.items()))
 
 
 def _record(checkout: Checkout) -> Path:
     return paths.state() / "dev" / f"{checkout.name}.sha256"
-
-
-def _known(checkout: Checkout) -> dict[str, str] | None:
-    if not _record(checkout).is_file():
-        return None
-    lines = _record(checkout).read_text(encoding="utf-8").splitlines()
-    return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
 
 
 def stale_modules(names: Sequence[str], sources: Path) -> list[str]:
@@ -279,7 +262,7 @@ def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:
 
 def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
     """Say, for each checkout, what is used, which patches it lacks, and what must be compiled again."""
-    present = [checkout for checkout in CHECKOUTS if mounted(checkout, sources)]
+    present = [checkout for checkout in CHECKOUTS if root_of(checkout, sources)]
     use(present, packages, sources, jobs := max_jobs())
     say(f"own builds (pip install -e, cmake): {' and '.join(JOBS)} are {jobs}, which fits the memory that is free now")
     for checkout in CHECKOUTS:
@@ -290,21 +273,17 @@ def check_mounted(packages: Path, stack: str, sources: Path = SOURCES) -> None:
         linked, differing = link_natives(checkout, packages, sources), changed(checkout, sources)
         say(f"{name}: {folder} serves" + (f", {len(linked)} files that a build makes are linked" if linked else ""))
         if lacking := missing_patches(checkout, stack, sources):
-            say(f"  without {', '.join(lacking)}: on the host, ./inv dev.patch CHECKOUT --stack {stack}")
+            say(f"  without {', '.join(lacking)}: on the host, ./inv patch --into CHECKOUT --stack {stack}")
         if differing and not checkout.rebuild:
-            accept(checkout, sources)
+            accept(checkout, fingerprints(checkout, sources))
         elif differing:
-            say(f"  {len(differing)} native sources changed, such as {differing[0]}: {_advice(checkout, stack)}")
+            advice = checkout.rebuild
+            if name in COMPILED and pins.load().image(stack).device != CUDA:
+                advice = f"the stack {stack} compiles nothing; the installed native modules stay in use"
+            say(f"  {len(differing)} native sources changed, such as {differing[0]}: {advice}")
             say(f"  compiled already, by hand: ./inv dev.build {name} --accept")
         if name == "flashinfer" and (stale := stale_modules(differing, sources)):
             say(f"  stale in the cache: {', '.join(stale)}: ./inv clean-cache --module {','.join(stale)}")
-
-
-def _advice(checkout: Checkout, stack: str) -> str:
-    """Return the command that compiles a checkout; on a stack without CUDA there is none."""
-    if checkout.name in COMPILED and pins.load().image(stack).device != CUDA:
-        return f"the stack {stack} compiles nothing; the installed native modules stay in use"
-    return checkout.rebuild
 
 
 def max_jobs() -> int:
@@ -333,15 +312,15 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     Raises UsageError where there is nothing to compile, and the errors of both builds.
     """
     checkout, table = named(name), pins.load()
-    _require_meaningful(name, stack, options, table)
+    _require_meaningful(name, stack, options)
     root = root_of(checkout, sources)
     if root is None:
         why = f"{sources / name} holds none; the stack {stack} serves the installed package"
-        raise UsageError(
-            f"there is no checkout of {name}", why, f"on the host: {checkout.variable}=FOLDER {COMPOSE} up -d dev"
-        )
+        fix = f"on the host: {checkout.variable}=FOLDER {COMPOSE} up -d dev"
+        raise UsageError(f"there is no checkout of {name}", why, fix)
+    before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
     if options.accept:
-        accept(checkout, sources)
+        accept(checkout, before)
         say(f"{name}: noted, the native modules in {sources / name} are made from its sources as they are")
         return
     if name not in COMPILED:
@@ -350,77 +329,54 @@ def build(name: str, stack: str, options: BuildOptions, *, tree: Path = TREE, so
     if table.image(stack).device != CUDA:
         fix = f"on the host: SPARKFORGE_STACK={table.default} {COMPOSE} up -d --build dev"
         raise UsageError(f"the stack {stack} compiles nothing", "it has no CUDA compiler and serves without a GPU", fix)
-    packages = rootfs.Tree(tree, stack).packages
-    if (home := packages / toolchain.HOME).is_dir():
+    if (home := rootfs.Tree(tree, stack).packages / toolchain.HOME).is_dir():
         os.environ["CUDA_HOME"] = str(home)
-    before = fingerprints(checkout, sources)  # what is edited meanwhile is not accepted
-    if name == "vllm" and options.units:
-        patterns = _units(checkout, options, sources)
-        order = vllm_build.prepare(_request(root, stack, options, tree), without_missing=True)
-        vllm_build.compile_units(order, patterns)
-        say(f"nothing was linked: the libraries in {root} are as they were; all of it: ./inv dev.build vllm")
-        return
-    if name == "vllm":
-        is_complete = _build_vllm(root, stack, options, tree)
-    else:
-        flashinfer_build.build_kernels(
-            stack,
-            set_name=options.set_name,
-            jobs=options.jobs,
-            output=str(cache.default_root().parents[1]),  # the cache that the servers of this volume read
-            python=str(tree / "bin/python"),
-            checkout=str(root),
+    python = str(tree / "bin/python")
+    if name == "flashinfer":
+        cached = str(cache.default_root().parents[1])  # the cache that the servers of this volume read
+        build_kernels(
+            KernelRequest(stack, options.set_name, "", options.jobs, output=cached, python=python, checkout=str(root))
         )
-        is_complete = True
-    if is_complete:
-        _write_record(checkout, before)
+    else:
+        units = _units(checkout, options.units, sources)
+        request = ExtensionRequest(
+            stack, options.targets, options.git_sources, options.jobs, python=python, checkout=str(root), units=units,
+            output=str(paths.state() / "dev" / "vllm-overlay"),
+        )  # fmt: skip
+        overlay, _ = build_extensions(request)
+        if units:
+            say(f"nothing was linked: the libraries in {root} are as they were; all of it: ./inv dev.build vllm")
+            return
+        for library in install_libraries(overlay, root):
+            say(f"  {root / library}: compiled here")
+    if not options.targets:
+        accept(checkout, before)
     say(f"restart what serves it, on the host: {COMPOSE} --profile serve restart serve")
 
 
-def _require_meaningful(name: str, stack: str, options: BuildOptions, table: pins.Pins) -> None:
+def _require_meaningful(name: str, stack: str, options: BuildOptions) -> None:
     """Raise UsageError for an option of the other build, or for a set that the stack's kernel table does not have."""
-    values = {
-        "set": options.set_name, "targets": options.targets, "sources": options.git_sources, "units": options.units,
+    owners = {
+        "set": ("flashinfer", options.set_name), "targets": ("vllm", options.targets),
+        "sources": ("vllm", options.git_sources), "units": ("vllm", options.units),
     }  # fmt: skip
-    for option, value in values.items():
-        owner = "flashinfer" if option == "set" else "vllm"
+    for option, (owner, value) in owners.items():
         if value and name != owner:
             raise UsageError(f"--{option} has no meaning for {name}", f"it is for {owner}", "leave it out")
     if options.set_name:
-        sets.load(table.component(stack, "flashinfer").version).chosen(options.set_name)
+        sets.load(pins.load().component(stack, "flashinfer").version).chosen(options.set_name)
 
 
-def _units(checkout: Checkout, options: BuildOptions, sources: Path) -> tuple[str, ...]:
-    """Return the patterns of the units to compile. Raises UsageError if no unit's source was edited."""
-    if options.units != CHANGED:
-        return tuple(pattern for pattern in options.units.split(",") if pattern)
+def _units(checkout: Checkout, units: str, sources: Path) -> tuple[str, ...]:
+    """Return the patterns of the units to compile; none for all. Raises UsageError if no unit's source was edited."""
+    if units != CHANGED:
+        return tuple(pattern for pattern in units.split(",") if pattern)
     edited = changed(checkout, sources)
-    units = tuple(name for name in edited if name.endswith(UNITS) and (sources / checkout.name / name).is_file())
-    if not units:
+    chosen = tuple(name for name in edited if name.endswith(UNITS) and (sources / checkout.name / name).is_file())
+    if not chosen:
         why = f"edited are {', '.join(edited[:3]) or 'no native sources'}, and none of them is a unit of its own"
         raise UsageError("there is no edited unit", why, "./inv dev.build vllm, or --units 'csrc/moe/*.cu'")
-    return units
-
-
-def _request(root: Path, stack: str, options: BuildOptions, tree: Path) -> ExtensionRequest:
-    """Return what to ask of vLLM's build for the checkout."""
-    return ExtensionRequest(
-        stack,
-        targets=options.targets,
-        sources=options.git_sources,
-        jobs=options.jobs,
-        python=str(tree / "bin/python"),
-        output=str(paths.state() / "dev" / "vllm-overlay"),
-        checkout=str(root),
-    )
-
-
-def _build_vllm(root: Path, stack: str, options: BuildOptions, tree: Path) -> bool:
-    """Compile vLLM's extensions from the checkout into it; return whether all that the stack uses were."""
-    overlay = vllm_build.build_extensions(_request(root, stack, options, tree))
-    for library in install_libraries(overlay, root):
-        say(f"  {root / library}: compiled here")
-    return not options.targets
+    return chosen
 
 
 def install_libraries(overlay: Path, root: Path) -> list[str]:

@@ -147,24 +147,23 @@ def read(client: docker.DockerClient) -> Engine:
     )
 
 
-def require_image(client: docker.DockerClient, name: str, platform: str, build: str) -> Any:
-    """Return the image `name`; `build` is the command that makes it.
-
-    Raises EngineError, or IntegrityError if it is for another platform than `platform`.
-    """
+def image(client: docker.DockerClient, name: str, build: str) -> Any:
+    """Return the image `name`. Raises EngineError if it is not there; `build` is the command that makes it."""
     try:
-        image = client.images.get(name)
+        return client.images.get(name)
     except docker.errors.ImageNotFound as error:
-        raise missing(name, build) from error
-    if (built_for := platform_of(image.attrs)) != platform:
+        raise EngineError(
+            f"there is no image {name}", "it was not built here yet", build, code="engine.image"
+        ) from error
+
+
+def require_image(client: docker.DockerClient, name: str, platform: str, build: str) -> Any:
+    """Return the image `name`. Raises EngineError, or IntegrityError if it is for another platform than `platform`."""
+    named_image = image(client, name, build)
+    if (built_for := platform_of(named_image.attrs)) != platform:
         why = f"it is {built_for}, the engine is {platform}"
         raise IntegrityError(f"{name} is for another platform", why, build, code="integrity.image")
-    return image
-
-
-def missing(name: str, build: str) -> EngineError:
-    """Build the error for an image that is not there; `build` makes it."""
-    return EngineError(f"there is no image {name}", "it was not built here yet", build, code="engine.image")
+    return named_image
 
 
 def platform_of(attrs: Mapping[str, Any]) -> str:

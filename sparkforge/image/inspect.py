@@ -104,50 +104,38 @@ def ready_to_build(stack: str) -> list[str | Path]:
     return docker_compose.compose("--progress", "plain", "build")
 
 
-def inspect(stack: str, name: str) -> None:
-    """Print labels, platform, digests, provenance and layers of a stack's image, or of the image `name`."""
-    with engine.connected() as client:
-        image = _get_image(client, stack, name)
-        for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
-            echo(line)
-        manifest = _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
-        if source := made_from(client, image, stack):
-            echo(f"  source     {describe(source)}")
-    for key, value in sorted(manifest.items()):
-        echo(f"  {key:<10} {_brief(value)}")
-
-
 def made_from(client: docker.DockerClient, image: Any, stack: str) -> dict[str, Any]:
     """Return what an image says that it was made from: its source.json; empty for an image that has none."""
     return _parsed(_read(client, image, SOURCE_LABEL, stack), Source) if SOURCE_LABEL in labels(image.attrs) else {}
 
 
-def describe(source: Mapping[str, Any]) -> str:
-    """Say what an image was made from, by its source.json (deploy/describe-source)."""
-    revision = source.get("revision")
-    commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
-    return f"{commit}; context sha256 {source.get('tree')}"
-
-
 def verify(stack: str, name: str, expected: Expected) -> None:
-    """Say that the image claims to be made from this checkout, or raise IntegrityError with every difference.
+    """Print what a stack's image is, or the image `name`; say that it claims to be made from this checkout.
 
-    Only a claim: manifest, audit and labels lie in the image, and whoever made it wrote them. It can be refuted here,
-    and not proven, as no file of the image is compared with a hash of this checkout.
-
-    `expected` takes the image's processor (amd64, arm64) and returns what this checkout has: a key of COMPARED → name
-    of a queue or a lock → its sha256.
+    Raises IntegrityError with every difference. Only a claim: manifest, audit and labels lie in the image, and whoever
+    made it wrote them. It can be refuted here, and not proven, as no file of the image is compared with a hash of this
+    checkout. `expected` takes the image's processor (amd64, arm64) and returns what this checkout has: a key of
+    COMPARED → name of a queue or a lock → its sha256.
     """
     with engine.connected() as client:
-        image = _get_image(client, stack, name)
+        name = name or docker_compose.resolve(docker_compose.variables(stack)).image
+        image = engine.image(client, name, build_command(stack))
+        for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
+            echo(line)
+        document = manifest(client, image, stack)
+        if source := made_from(client, image, stack):
+            revision = source.get("revision")
+            commit = f"commit {revision} by {source.get('from')}" if revision else "no commit: the context had no git"
+            echo(f"  source     {commit}; context sha256 {source.get('tree')}")
+        for key, value in sorted(document.items()):
+            echo(f"  {key:<10} {_brief(value)}")
         document, audit = require_ours(client, image, stack, expected)
-    wanted, kernels = expected(str(image.attrs.get("Architecture", ""))), document.get("kernels") or {}
+    kernels = document.get("kernels") or {}
     say(
-        f"{image.short_id} claims, by its own manifest: {', '.join(sorted(wanted['patches']))} "
-        "and every lock as in this checkout, "
-        f"{len(kernels)} compiled modules of FlashInfer; audited in the build: {audit['files']} files hashed, "
-        f"{len(_code(audit))} read for machine code. Nothing contradicts it; proven is only what is built here: "
-        "./inv image.reproduce"
+        f"{image.short_id} claims, by its own manifest: {', '.join(sorted(document['patches'] or {}))} "
+        f"and every lock as in this checkout, {len(kernels)} compiled modules of FlashInfer; audited in the build: "
+        f"{audit['files']} files hashed, {len(_code(audit))} read for machine code. Nothing contradicts it; proven is "
+        "only what is built here: ./inv image.verify --reproduce"
     )
 
 
@@ -168,9 +156,10 @@ def require_ours(
     return document, _parsed(report, Audit)
 
 
-def manifest(client: docker.DockerClient, image: Any) -> dict[str, Any]:
+def manifest(client: docker.DockerClient, image: Any, stack: str = "") -> dict[str, Any]:
     """Return the manifest that lies in an image. Raises IntegrityError if it is none of ours, EngineError."""
-    return _parsed(_read(client, image, MANIFEST_LABEL, labels(image.attrs).get("org.sparkforge.stack", "")), Manifest)
+    stack = stack or labels(image.attrs).get("org.sparkforge.stack", "")
+    return _parsed(_read(client, image, MANIFEST_LABEL, stack), Manifest)
 
 
 def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -269,14 +258,6 @@ def _joined(stream: Iterable[bytes]) -> bytes:
         if len(data) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     return bytes(data)
-
-
-def _get_image(client: docker.DockerClient, stack: str, name: str) -> Any:
-    name = name or docker_compose.resolve(docker_compose.variables(stack)).image
-    try:
-        return client.images.get(name)
-    except docker.errors.ImageNotFound as error:
-        raise engine.missing(name, build_command(stack)) from error
 
 
 def _attestations(client: docker.DockerClient, image: str) -> str:

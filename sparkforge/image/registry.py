@@ -11,18 +11,20 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import docker
 from docker.errors import APIError, ImageNotFound, NotFound
+from pydantic import BaseModel, Field
 
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.docker import docker as run_docker
 from sparkforge.core.docker import docker_logged
-from sparkforge.core.documents import read_json
+from sparkforge.core.documents import DocumentError, read_bytes
 from sparkforge.core.errors import EngineError, InputError, IntegrityError, SparkforgeError, UsageError
 from sparkforge.core.files import write_json
+from sparkforge.core.tables import parse_object
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
 from sparkforge.image.devices import build_command
@@ -36,6 +38,13 @@ REVISION_LABEL = "org.opencontainers.image.revision"
 EXAMPLE = "registry.example.com/sparkforge/vllm"
 
 
+class Record(BaseModel):
+    """What is used of the record that `publish` writes."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    reference: str
+
+
 def publish(stack: str, name: str, repository: str, expected: Expected, output: Path | None = None) -> Path:
     """Push a stack's image, or the image `name`, and return the record that `pull` takes.
 
@@ -47,12 +56,11 @@ def publish(stack: str, name: str, repository: str, expected: Expected, output: 
         raise UsageError(f"{repository[:200]!r} is no repository", why, f"./inv image.publish {EXAMPLE}")
     with engine.connected() as client:
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
-        try:
-            image = client.images.get(name)
-        except ImageNotFound as error:
-            raise engine.missing(name, build_command(stack)) from error
+        image = engine.image(client, name, build_command(stack))
         manifest, _ = inspect.require_ours(client, image, stack, expected)
-        revision = _revision(image, inspect.made_from(client, image, stack))
+        revision = inspect.labels(image.attrs).get(REVISION_LABEL, "")
+        if revision.startswith("unknown") or not revision:  # the build labelled none: its source.json may know it
+            revision = str(inspect.made_from(client, image, stack).get("revision", ""))
         tag = versions.own_name(versions.version(manifest), image.id)
         reference = f"{repository}:{tag}"
         known = _digest(image, repository)
@@ -152,12 +160,6 @@ def _require_same(image: Any, manifest: Mapping[str, Any], stack: str, recorded:
         raise IntegrityError(f"{image.short_id} is refused", why, fix, code="integrity.image")
 
 
-def _revision(image: Any, source: Mapping[str, Any]) -> str:
-    """Return the commit by the image's label, or by its source.json where the build labelled none; empty for none."""
-    label = inspect.labels(image.attrs).get(REVISION_LABEL, "")
-    return label if not label.startswith("unknown") else str(source.get("revision", ""))
-
-
 def _digest(image: Any, repository: str) -> str:
     """Return the digest that an image has in a repository, as far as this engine knows; empty if it does not."""
     names = {repository, re.sub(r"^(?:index\.)?docker\.io/(?:library/)?", "", repository)}  # as the engine shortens it
@@ -183,12 +185,7 @@ def _in_registry(client: docker.DockerClient, reference: str) -> tuple[str, bool
 def _read_record(path: Path) -> dict[str, Any]:
     """Return a record that `publish` wrote. Raises InputError."""
     try:
-        document = read_json(path)
-        is_record = isinstance(document, dict) and document.get("schema") == SCHEMA
-        reason = "" if is_record else "it is no record of ./inv image.publish"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    if reason:
+        return parse_object(read_bytes(path), str(path), Record)
+    except (OSError, DocumentError) as error:
         fix = "copy the record from the machine that published the image"
-        raise InputError(f"cannot read the record {path}", reason, fix, code="input.record")
-    return dict(document)
+        raise InputError(f"cannot read the record {path}", str(error), fix, code="input.record") from error

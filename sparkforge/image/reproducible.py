@@ -1,4 +1,4 @@
-"""`./inv image.reproduce`: build an image twice, as differently as an honest builder could, and compare the bytes.
+"""`./inv image.verify --reproduce`: build an image twice, as differently as an honest builder could, and compare.
 
 The second build has no cache, another path, umask, time zone, locale and number of jobs. What is compared is the whole
 OCI archive: configuration, layers, manifest. Times in it are the commit's (SOURCE_DATE_EPOCH).
@@ -7,14 +7,13 @@ OCI archive: configuration, layers, manifest. Times in it are the commit's (SOUR
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import os
+import shlex
 import shutil
 import tarfile
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.docker import docker_logged, require_plugin
+from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.core.files import require_space, write_json
 from sparkforge.core.git import checkout_git
-from sparkforge.core.process import run
+from sparkforge.core.manifest import remove
 from sparkforge.image.devices import CPU, CUDA
 
-NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, and one unpacked to compare
+NEEDED_BYTES = {CPU: 6_000_000_000, CUDA: 24_000_000_000}  # two archives, with some air
 SHOWN = 20  # differing files that are named
 
 
@@ -65,7 +65,7 @@ def report_path(stack: str) -> Path:
 
 
 def verify_reproducible(stack: str, more: Sequence[str]) -> None:
-    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`.
+    """Build twice, compare, write `.sparkforge/reproducible-STACK.json`; archives that differ are kept beside it.
 
     Raises IntegrityError, EngineError without buildx, UsageError for a stack that the Dockerfile does not make.
     """
@@ -74,24 +74,21 @@ def verify_reproducible(stack: str, more: Sequence[str]) -> None:
     if needed is None:
         base = table.component(stack, "base").image
         why = f"the Dockerfile makes images from Debian, and this one is made from {base}"
-        raise UsageError(f"cannot build {stack} twice", why, f"./inv image.reproduce --stack {table.default}")
+        fix = f"./inv image.verify --reproduce --stack {table.default}"
+        raise UsageError(f"cannot build {stack} twice", why, fix)
     require_plugin("buildx")
-    state = paths.state()
-    state.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="reproducible-", dir=state) as name:
-        work = Path(name)
-        require_space(work, needed, "two images")
-        archives = [build(stack, circumstances, work, more) for circumstances in BUILDS]
-        images = [read(archive) for archive in archives]
-        report = compare(images)
-        if not report["identical"]:
-            differences = dict(islice(differing(archives), SHOWN))
-            report["differing"] = [f"{name}: {difference}" for name, difference in differences.items()]
-            report["explained"] = explained(archives, differences)
-        write_json(report_path(stack), report)
+    work = paths.state() / f"reproducible-{stack}"
+    remove(work)
+    work.mkdir(parents=True)
+    require_space(work, needed, "two images")
+    archives = [build(stack, circumstances, work, more) for circumstances in BUILDS]
+    images = [read(archive) for archive in archives]
+    report = compare(images, archives)
+    write_json(report_path(stack), report)
     for image, circumstances in zip(images, BUILDS, strict=True):
         say(f"{circumstances.name}: {len(image.layers)} layers, archive sha256 {image.archive}")
-    require_identical(report)
+    require_identical(report, f"diffoscope {shlex.join(map(str, archives))}   # sudo apt install diffoscope")
+    remove(work)
     say("identical: the archives are the same, byte for byte")
 
 
@@ -144,7 +141,7 @@ def read(archive: Path) -> Image:
 
 def _json(tar: tarfile.TarFile, name: str) -> dict[str, Any]:
     file = tar.extractfile(name)
-    document: dict[str, Any] = json.loads(file.read()) if file else {}
+    document: dict[str, Any] = parse_json(file.read() if file else b"", name)
     return document
 
 
@@ -152,15 +149,17 @@ def _blob(digest: str) -> str:
     return f"blobs/{digest.replace(':', '/')}"
 
 
-def compare(images: Sequence[Image]) -> dict[str, Any]:
-    """Return the comparison of two images as a document."""
+def compare(images: Sequence[Image], archives: Sequence[Path]) -> dict[str, Any]:
+    """Return the comparison of two images as a document; it names the first files that differ."""
     first, second = images
+    differences = () if first == second else itertools.islice(differing(archives), SHOWN)
     return {
         "identical": first == second,
         "archives": [first.archive, second.archive],
         "configurations equal": first.config == second.config,
         "layers": [{"a": a, "b": b, "equal": a == b} for a, b in zip(first.layers, second.layers, strict=False)],
         "layers in each": [len(first.layers), len(second.layers)],
+        "differing": [f"{name}: {difference}" for name, difference in differences],
     }
 
 
@@ -187,44 +186,15 @@ def _entries(archive: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     yield f"layer {number}: {entry.name}", {**facts, "content": content}
 
 
-def explained(archives: Sequence[Path], names: Collection[str]) -> str:
-    """Return what diffoscope says of the archives' documents and of the files `names` in them, or how to get it."""
-    if shutil.which("diffoscope") is None:
-        return "install diffoscope for the differences inside files: sudo apt install diffoscope"
-    with tempfile.TemporaryDirectory(dir=archives[0].parent) as folder:
-        sides = [Path(folder) / side for side in "ab"]
-        for archive, side in zip(archives, sides, strict=True):
-            _extract(archive, names, side)
-        return run(["diffoscope", "--max-report-size", "20000", *sides], check=False).stdout
-
-
-def _extract(archive: Path, names: Collection[str], folder: Path) -> None:
-    """Write an archive's index, manifest and configuration, and the files `names` of its layers, below `folder`."""
-    with tarfile.open(archive) as tar:
-        index = _json(tar, "index.json")
-        manifest = _json(tar, _blob(index["manifests"][0]["digest"]))
-        documents = {"index": index, "manifest": manifest, "config": _json(tar, _blob(manifest["config"]["digest"]))}
-        for name, document in documents.items():
-            write_json(folder / f"{name}.json", document)
-        for number, description in enumerate(manifest["layers"]):
-            with tarfile.open(fileobj=tar.extractfile(_blob(description["digest"])), mode="r:*") as layer:
-                for entry in layer:
-                    wanted = entry.isreg() and f"layer {number}: {entry.name}" in names
-                    if wanted and (file := layer.extractfile(entry)):
-                        target = folder / str(number) / entry.name.strip("/")
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        target.write_bytes(file.read())
-
-
-def require_identical(report: Mapping[str, Any]) -> None:
-    """Raise IntegrityError with the first differences, unless there is none."""
+def require_identical(report: Mapping[str, Any], fix: str) -> None:
+    """Raise IntegrityError with the first differences, unless there is none; `fix` shows them all."""
     if report["identical"]:
         return
     layers = [number for number, layer in enumerate(report["layers"]) if not layer["equal"]]
-    differing_files = "; ".join(report.get("differing", [])[:5]) or "only the configuration or the manifest differs"
+    differing_files = "; ".join(report["differing"][:5]) or "only the configuration or the manifest differs"
     raise IntegrityError(
         "two builds of this checkout are not the same image",
         f"layers {', '.join(map(str, layers)) or 'none'} differ: {differing_files}",
-        "read .sparkforge/reproducible-*.json; docs/concepts/images.md, 'The same bytes twice'",
+        fix,
         code="integrity.not-reproducible",
     )

@@ -28,11 +28,10 @@ from sparkforge import environments, pins
 from sparkforge.audit import report as audit_report
 from sparkforge.audit.patched import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
-from sparkforge.compile.flashinfer import build as flashinfer_build
-from sparkforge.compile.vllm import build as vllm_build
+from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm import wheel as vllm_wheel
-from sparkforge.compile.vllm.build import ExtensionRequest
+from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import IntegrityError, SparkforgeError, UsageError
@@ -154,7 +153,7 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
         say(f"the stack {tree.stack} has no kernels to compile")
         return
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
-    flashinfer_build.build_kernels(tree.stack, set_name=name, jobs=jobs, output=str(built), python=str(tree.python))
+    build_kernels(KernelRequest(tree.stack, name, "", jobs, output=str(built), python=str(tree.python)))
     take_kernels(tree, built)
 
 
@@ -171,7 +170,7 @@ def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
         shutil.rmtree(wheel.parent)
         return
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
-    overlay = vllm_build.build_extensions(
+    overlay, _ = build_extensions(
         ExtensionRequest(tree.stack, targets=targets, sources=git_sources, jobs=jobs, python=str(tree.python))
     )
     vllm_overlay.install_overlay(overlay, str(tree.packages))

@@ -149,25 +149,8 @@ def to_remove(images: Sequence[LocalImage], keep: int) -> list[LocalImage]:
     return [image for image in images if not image.why][keep:]
 
 
-def show(images: Sequence[LocalImage]) -> None:
-    """Print images with their sizes, and what holds each."""
-    for image in images:
-        name = max(image.tags, key=len, default="no name")
-        note = f" · {image.why}" if image.why else ""
-        echo(f"{image.id.removeprefix('sha256:')[:ID_DIGITS]}  {image.size / 1e9:6.2f} GB  {name}{note}")
-    total = sum(image.size for image in images) / 1e9
-    say(f"{len(images)} images, {total:.2f} GB; layers that images share are counted in each of them")
-
-
-def list_images(stack: str, known_good: Mapping[str, str]) -> None:
-    """Print a stack's images on this machine."""
-    name = docker_compose.resolve(docker_compose.variables(stack)).image
-    with engine.connected() as client:
-        show(local_images(client, stack, name, known_good))
-
-
 def clean(stack: str, keep: int, known_good: Mapping[str, str], *, dry_run: bool) -> None:
-    """Remove a stack's old images but the `keep` newest, and say which; with `dry_run` only say which."""
+    """Remove a stack's old images but the `keep` newest, and list the others; with `dry_run` remove none, list all."""
     name = docker_compose.resolve(docker_compose.variables(stack)).image
     with engine.connected() as client:
         images = local_images(client, stack, name, known_good)
@@ -178,6 +161,11 @@ def clean(stack: str, keep: int, known_good: Mapping[str, str], *, dry_run: bool
                 for reference in (*image.tags, *image.digests) or (image.id,):
                     with suppress(ImageNotFound):  # a digest goes with the last tag of its repository
                         client.images.remove(reference)
-        show([image for image in images if dry_run or image not in chosen])
+    listed = [image for image in images if dry_run or image not in chosen]
+    for image in listed:
+        tag, note = max(image.tags, key=len, default="no name"), f" · {image.why}" if image.why else ""
+        echo(f"{image.id.removeprefix('sha256:')[:ID_DIGITS]}  {image.size / 1e9:6.2f} GB  {tag}{note}")
+    total = sum(image.size for image in listed) / 1e9
+    say(f"{len(listed)} images, {total:.2f} GB; layers that images share are counted in each of them")
     if not chosen:
         say(f"nothing to remove: of the images that nothing holds, the {keep} newest stay")

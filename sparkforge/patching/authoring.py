@@ -131,7 +131,7 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
     """
     if not checkout.holds_queue(tree, draft.queue):
         raise UsageError(f"{tree} does not hold the queue {draft.folder.name}", "it has none of its commits",
-                         f"./inv dev.patch {shlex.quote(str(tree))}, then carry your edits over")  # fmt: skip
+                         f"./inv patch --into {shlex.quote(str(tree))}, then carry your edits over")  # fmt: skip
     if commit:
         (single,) = checkout.commits(tree, commit, "--max-count=1")
         diff = checkout.diff(tree, f"{single.id}^", single.id)

@@ -112,7 +112,7 @@ def print_provenance(file: Path) -> None:
             f"the provenance of {file} is claimed, not proven",
             f"{claimed[-1].subject} is claimed by {claimed[-1].proof}",
             "docs/concepts/sources.md says what proves a link; "
-            "in a source tree ./inv build.sources fetches the pinned archive",
+            "in a source tree ./inv build --only sources fetches the pinned archive",
             code="integrity.provenance",
         )
     echo(f"proven by {chain[-1].subject}, {chain[-1].known}")
@@ -166,7 +166,9 @@ def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> UpstreamFile:
         listing = {}
     if tree_manifest is None or archive.tree_sha256(listing) != tree_manifest.outputs.get("listing"):
         raise _no_provenance(
-            root, "its listing is gone or not the one its manifest names", f"rm -r {root}*, then ./inv build.sources"
+            root,
+            "its listing is gone or not the one its manifest names",
+            f"rm -r {root}*, then ./inv build --only sources",
         )
     _require_same(root, path, listing.get(path), sha256)
     listing_name = archive.listing_path(root).name
@@ -202,7 +204,7 @@ def _pinned(name: str, sha256: str, table: Pins) -> str:
     raise IntegrityError(
         f"{name} is not pinned",
         f"pins.toml has no file of that name with sha256 {sha256}",
-        "./inv build.sources",
+        "./inv build --only sources",
         code="integrity.provenance",
     )
 
@@ -217,7 +219,7 @@ def _repository(tree_manifest: Manifest, table: Pins, evidence: str) -> Link:
     raise IntegrityError(
         "this repository is not pinned",
         f"pins.toml has no {inputs}",
-        "./inv build.sources",
+        "./inv build --only sources",
         code="integrity.provenance",
     )
 

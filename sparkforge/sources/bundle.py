@@ -90,8 +90,8 @@ def make(
     `locks` are empty for those of `basic_locks`. Wheels go along as upstream's, with the patches and their lock: the
     patched ones are made from them where the bundle is used, byte for byte the locked ones.
 
-    Repositories that have not been fetched (`./inv build.sources`) are listed as absent. Raises UsageError if another
-    file is in the way, and the errors of `fetch` and `wheels`.
+    Repositories that have not been fetched (`./inv build --only sources`) are listed as absent. Raises UsageError if
+    another file is in the way, and the errors of `fetch` and `wheels`.
     """
     target, table = target or TargetMachine(platform.machine()), pins.load()
     locks = locks or basic_locks(table)
@@ -253,7 +253,7 @@ def _repositories(table: Pins, stack: str, scratch: Path) -> Iterator[BundleMemb
             yield Absent(
                 name,
                 "it was not fetched to this machine",
-                f"./inv build.sources, or by hand: {repositories.fetch_command(name, pin)}",
+                f"./inv build --only sources, or by hand: {repositories.fetch_command(name, pin)}",
             )
 
 

@@ -36,7 +36,7 @@ PROGRAMS = {"git", "curl", "wget", "svn", "hg"}
 OVERRIDE = re.compile(r"\b[A-Z][A-Z0-9_]*_(?:SRC|SOURCE|ROOT)_DIR(?:_[A-Z0-9]+)?\b")
 
 LARGEST = 4 << 20  # bytes of a CMake file
-UNPACK = "unpack the source again: ./inv build.sources"
+UNPACK = "unpack the source again: ./inv build --only sources"
 MOST_WAYS = 10_000  # combinations of values that the variables of one download may have
 
 Branch = tuple[int, int]  # which `if`, and which of its arms
@@ -80,7 +80,7 @@ def declared(tree: Path) -> list[Declared]:
             raise InputError(
                 f"cannot read {file.relative_to(tree)}",
                 str(error),
-                "unpack the source again: ./inv build.sources",
+                "unpack the source again: ./inv build --only sources",
                 code="input.pins",
             ) from error
         downloads += read(text, file.relative_to(tree))

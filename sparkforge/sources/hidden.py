@@ -47,7 +47,7 @@ def cargo(tree: Path) -> list[Declared]:
             crates = Lock.model_validate(read_toml(file)).package
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
-            fix = "unpack the source again: ./inv build.sources"
+            fix = "unpack the source again: ./inv build --only sources"
             raise InputError(f"{name} is no Cargo.lock that can be read", why, fix, code="input.pins") from error
         for crate in crates:
             if crate.source.startswith("git+"):

@@ -91,7 +91,7 @@ def test_debuggers_and_compilers_are_there(dev):
 
 def test_every_advised_command_runs_where_it_is_printed(dev):
     names = sorted({command.command for command in advice.commands()})
-    assert {"dev.build", "dev.patch", "clean-cache", "build.kernels"} <= set(names)
+    assert {"dev.build", "patch", "clean-cache", "build.kernels"} <= set(names)
     # As `./inv NAME --help` does, in one process.
     code = "import sys; from sparkforge.cli import program; [program.run([name, '--help']) for name in sys.argv[1:]]"
     helped = inside(dev, ".venv/bin/python", "-c", code, *names)

@@ -80,7 +80,7 @@ def test_a_second_start_is_refused(served):
 
 
 def test_the_image_tells_its_layers_and_what_it_holds(checkout):
-    said = checkout.good("image.inspect", "--stack", "embedded")
+    said = checkout.good("image.verify", "--stack", "embedded")
     assert "platform   linux/" in said
     assert "label      org.sparkforge.stack=embedded" in said
     assert "layer " in said

@@ -90,7 +90,7 @@ def nvcc():
     """CUDA's compiler, from PATH."""
     program = shutil.which("nvcc")
     if program is None:
-        reason = "nvcc is not installed: ./inv build.toolchain"
+        reason = "nvcc is not installed: ./inv build --only toolchain"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)

@@ -2,16 +2,12 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
-from sparkforge.compile.flashinfer.sets import KernelTable
 from sparkforge.compile.vllm import targets
-from sparkforge.compile.vllm.targets import TargetTable
-from sparkforge.core.documents import read_toml
 from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
 from sparkforge.sources import hidden, trees
@@ -19,8 +15,7 @@ from sparkforge.sources import hidden, trees
 pytestmark = pytest.mark.integration
 STACK = pins.load().stack("spark-next")
 VLLM, FLASHINFER = STACK.components["vllm"], STACK.components["flashinfer"]
-KERNELS = KernelTable.model_validate(read_toml(Path(sets.__file__).with_name(f"kernels-{FLASHINFER.version}.toml")))
-TARGETS = TargetTable.model_validate(read_toml(Path(targets.__file__).with_name(f"targets-{VLLM.version}.toml")))
+KERNELS, TARGETS = sets.load(FLASHINFER.version), targets.load(VLLM.version)
 OTHER_DEVICES = {"_C", "_rocm_C", "_C_AVX2", "_C_AVX512"}
 
 

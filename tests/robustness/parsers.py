@@ -727,7 +727,7 @@ def _read_image(data: bytes, _scratch: Path) -> None:
     with suppress(SparkforgeError):
         inspect.unaudited({"audit": {"a": hashlib.sha256(data).hexdigest()}, "kernels": {"xqa": "f"}}, data)
     with suppress(SparkforgeError):
-        inspect.describe(inspect._parsed(data, inspect.Source))
+        inspect._parsed(data, inspect.Source)
     with suppress(ValueError):
         attrs = documents.parse_json(data, "x")
         inspect.labels(attrs if isinstance(attrs, dict) else {})

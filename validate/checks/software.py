@@ -17,7 +17,7 @@ MIN_CUDNN, GOOD_CUDNN = Version("9.14"), Version("9.15")
 MOE_BACKEND = "FLASHINFER_CUTLASS_MXFP4_MXFP8"  # the only hardware FP4 path that takes gpt-oss on 12.x
 # Kernels that vLLM 0.32.0 takes for dense formats on 12.1 and that run there (docs/hardware.md); ours and bf16 do too.
 DENSE_KERNELS = ("CutlassFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel")
-# No module of sparkforge/compile/flashinfer/kernels-*.toml has this one: the server compiles it.
+# No module of sparkforge/compile/flashinfer/kernels.toml has this one: the server compiles it.
 COMPILED_LATE = "FlashInferCutlassMxfp8LinearKernel"
 MXFP4_METHODS = ("gpt_oss_mxfp4", "mxfp4")  # names of vLLM's own method, of 0.32.0 and before
 OUR_METHOD, OUR_KERNELS = "spark-mxfp4", "spark_mxfp4 "  # our plugin's method, and how its kernels' names begin

@@ -1,6 +1,6 @@
 """`./inv build.kernels`: compile FlashInfer's modules ahead of time, with no GPU, into the cache that a server reads.
 
-    kernels-VERSION.toml ─► FlashInfer writes build.ninja ─► units, hungriest first ─► ninja links ─► audit ─► manifest
+    kernels.toml ─► FlashInfer writes build.ninja ─► units, hungriest first ─► ninja links ─► audit ─► manifest
 
 A server runs ninja on the same files and finds nothing to do, if its paths and variables are the same
 (docs/concepts/kernels.md). A killed build is continued: what was compiled comes from ccache. The manifest is removed
@@ -41,6 +41,24 @@ SPARK = Machine(119 << 30, 20)  # bytes and cores, docs/hardware.md; for a proje
 
 
 @dataclass(frozen=True)
+class KernelRequest:
+    """What a user asks for: a set of a stack's modules.
+
+    Empty texts mean the image's own set and architecture, `.sparkforge/kernels`, and an environment of our own.
+    `output` is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or
+    "auto". `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
+    """
+
+    stack: str
+    set_name: str = ""
+    arch: str = ""
+    jobs: str = "auto"
+    output: str = ""
+    python: str = ""
+    checkout: str = ""
+
+
+@dataclass(frozen=True)
 class KernelOrder:
     """What to build: the modules of a table's set for `arch`, under `output`, for the server in `environment`."""
 
@@ -65,8 +83,15 @@ class KernelOrder:
 
     @property
     def server_variables(self) -> dict[str, str]:
-        """The variables that the server must have."""
-        return environment.server_variables(self.chain, self.table, self.arch, self.output)
+        """The variables of a server that is to find nothing to compile; the build has the same."""
+        variables = self.chain.environment()
+        return {
+            **{name: variables[name] for name in environment.COMPILER_VARIABLES},
+            **self.table.environment,
+            **self.table.server,
+            "FLASHINFER_CUDA_ARCH_LIST": self.arch,
+            "FLASHINFER_WORKSPACE_BASE": str(self.output),
+        }
 
     @property
     def env(self) -> dict[str, str]:
@@ -77,56 +102,56 @@ class KernelOrder:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of the stage."""
-        return environment.inputs(self.environment, self.chain, self.table, self.modules, self.server_variables)
+        """What the built modules come from, as name → hash, version or value."""
+        return {
+            **self.environment.versions,
+            **self.server_variables,
+            "queue": self.environment.queue,
+            "modules": self.table.digest(self.modules),
+            "audit rules": sha256_file(audit_rules.PATH),
+            "python": self.environment.include,
+            "site-packages": str(self.environment.site_packages),
+            "nvcc": self.chain.versions["nvcc"],
+            "c++": self.chain.versions["c++"],
+            "ninja": run([self.environment.ninja(self.chain), "--version"]).stdout.strip(),
+        }
 
-    @property
-    def ninja(self) -> Path:
-        """The ninja that the server will run."""
-        return self.environment.ninja(self.chain)
+    def ninja(self, folder: Path) -> tuple[str | Path, ...]:
+        """Return the command of the server's ninja for a module's folder."""
+        return (self.environment.ninja(self.chain), "-C", folder, "-f", folder / "build.ninja")
 
 
-def build_kernels(
-    stack: str,
-    *,
-    set_name: str = "",
-    arch: str = "",
-    jobs: str = "auto",
-    output: str = "",
-    python: str = "",
-    checkout: str = "",
-) -> None:
-    """Build a set of a stack's modules and report what was done. Raises UsageError and the errors of `build`.
+def build_kernels(request: KernelRequest) -> tuple[Path, bool]:
+    """Build a set of a stack's modules and report it; return the file of the server's variables, and if it is new.
 
-    The set and the architecture are those of the stack's image where none is named. `output` is the folder of the
-    cache, `python` the interpreter of the environment that serves; `jobs` is a number or "auto". `checkout` is a clone
-    of FlashInfer that this interpreter imports; it takes the place of the patched wheel.
+    Raises UsageError and the errors of `build`.
     """
-    started = time.monotonic()
+    started, stack = time.monotonic(), request.stack
     image = pins.load().image(stack)
-    set_name, arch = set_name or image.kernels, arch or image.architecture
+    set_name, arch = request.set_name or image.kernels, request.arch or image.architecture
     if not set_name or not arch:
         why = f"pins.toml names no kernels and no architecture under [stacks.{stack}.image]"
         raise UsageError(f"the stack {stack} has no kernels to build", why, "name another: ./inv build.kernels --stack")
     table = sets.load(pins.load().component(stack, "flashinfer").version)
     modules = table.chosen(set_name)
-    limit = parse_limit(jobs)
-    if python:
-        interpreter = Path(python).absolute()  # not resolved: a virtual environment is found by its link
+    limit = parse_limit(request.jobs)
+    if request.python:
+        interpreter = Path(request.python).absolute()  # not resolved: a virtual environment is found by its link
         if not interpreter.is_file():
             fix = "./inv build.kernels --python PATH/bin/python"
             raise UsageError(f"cannot build for {interpreter}", "there is no such interpreter", fix)
     else:
         say("no --python: building for an environment of our own, which no server has")
         interpreter = environments.build_interpreter(stack, "kernels")
-    server = environment.examine(interpreter, table, stack, Path(checkout) if checkout else None)
-    folder = Path(output).absolute() if output else paths.state() / "kernels"
+    server = environment.examine(interpreter, table, stack, Path(request.checkout) if request.checkout else None)
+    folder = Path(request.output).absolute() if request.output else paths.state() / "kernels"
     order = KernelOrder(table, set_name, modules, arch, folder, server, toolchain.find(arch), limit)
     result, changed = build(order)
     say(f"{len(modules)} modules in {folder}: {result} ({time.monotonic() - started:.1f} s)")
     if not changed:
         say("unchanged: there was nothing to do")
     say(f"the server's variables: {order.variables_file}")
+    return order.variables_file, changed
 
 
 def build(order: KernelOrder) -> tuple[BuildResult, bool]:
@@ -138,31 +163,32 @@ def build(order: KernelOrder) -> tuple[BuildResult, bool]:
     inputs = order.inputs
     with locked(order.output / ".sparkforge-kernels.lock", f"build kernels in {order.output}"):
         ninja_build.wait_for_orphans(order.lock)
-        if previous := _current(order, inputs):
-            return BuildResult(0, 0, int(previous.facts["units"])), False
+        previous = manifest.current(order.variables_file, STAGE, inputs)
+        if previous and ninja_build.outputs_intact(previous, order.output):
+            folders = {(order.output / name).parent for name in previous.outputs}
+            if not any(ninja_build.pending(order.ninja(folder)) for folder in folders):
+                return BuildResult(0, 0, int(previous.facts["units"])), False
         require_space(order.output, SPACE, "the kernels")
         manifest.beside(order.variables_file).unlink(missing_ok=True)
         started = time.monotonic()
-        folders = environment.write(order.environment, order.modules, order.env)
-        for name, folder in folders.items():  # a library without a manifest is not trusted; to link it takes no time
+        modules = environment.write(order.environment, order.modules, order.env)
+        for name, folder in modules.items():  # a library without a manifest is not trusted; to link it takes no time
             (folder / f"{name}.so").unlink(missing_ok=True)
-        result, facts = _compile(order, folders)
-        for name, folder in folders.items():
-            if commands := pending(folder, order.ninja):
+        result, facts = _compile(order, modules)
+        for name, folder in modules.items():
+            if commands := ninja_build.pending(order.ninja(folder)):
                 raise CompileError(
                     f"{name} is not finished",
                     f"ninja would still run {len(commands)} commands, the first: {commands[0][:120]} …",
                     f"ninja -C {folder} -n -d explain says why; a clock that was put back does this",
                     code="compile.kernels",
                 )
-        report = _audit(order, folders)
+        libraries = {name: folder / f"{name}.so" for name, folder in modules.items()}
+        report = _audit(order, libraries)
         result = replace(result, seconds=round(time.monotonic() - started, 3))
-        # The server's variables, then the manifest.
         variables = order.server_variables
-        text = "".join(f"{name}={value}\n" for name, value in sorted(variables.items()))
-        write_atomic(order.variables_file, text)
-        libraries = [folder / f"{name}.so" for name, folder in folders.items()]
-        outputs = {str(path.relative_to(order.output.resolve())): sha256_file(path) for path in libraries}
+        write_atomic(order.variables_file, "".join(f"{name}={value}\n" for name, value in sorted(variables.items())))
+        outputs = {str(path.relative_to(order.output.resolve())): sha256_file(path) for path in libraries.values()}
         audited = {name: sum(getattr(row, name) for row in report.coverage) for name in ("kernels", "fp4")}
         facts |= {key: value for key, value in asdict(result).items() if key != "seconds"}
         facts |= {"server": variables, "audit": audited}
@@ -172,41 +198,22 @@ def build(order: KernelOrder) -> tuple[BuildResult, bool]:
         return result, True
 
 
-def _current(order: KernelOrder, inputs: Mapping[str, str]) -> Manifest | None:
-    """Return the manifest if inputs and outputs are what it says, and ninja would do nothing."""
-    record = manifest.current(order.variables_file, STAGE, inputs)
-    if record is None or not ninja_build.outputs_intact(record, order.output):
-        return None
-    folders = [(order.output / name).parent for name in record.outputs]
-    return None if any(pending(folder, order.ninja) for folder in folders) else record
-
-
-def pending(folder: Path, ninja: Path) -> list[str]:
-    """Return the commands that ninja would run in a module's folder. Raises ProcessError."""
-    return ninja_build.pending(_ninja_command(folder, ninja))
-
-
-def _ninja_command(folder: Path, ninja: Path) -> tuple[str | Path, ...]:
-    return (ninja, "-C", folder, "-f", folder / "build.ninja")
-
-
 def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResult, dict[str, object]]:
     """Run the units that ninja would run, as memory allows, and then ninja, which links.
 
     Returns also facts for the manifest: the number of units of each module, what every unit takes and how that is
     known, and what the schedule would take on a Spark whose cores are as fast as ours.
     """
-    modules = {name: ninja_build.read_units(folder, order.ninja) for name, folder in folders.items()}
+    modules = {name: ninja_build.read_units(folder, order.ninja(folder)[0]) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
-    unlinked = {name: pending(folder, order.ninja) for name, folder in folders.items()}
+    unlinked = {name: ninja_build.pending(order.ninja(folder)) for name, folder in folders.items()}
     peaks = Peaks(f"nvcc {order.chain.versions['nvcc']} {order.arch}")
 
     def link(schedule: Schedule) -> None:
         """Have ninja take the objects from ccache, record them, and link. If ccache lost some, memory bounds it."""
         for name, commands in unlinked.items():
             if commands:
-                command = _ninja_command(folders[name], order.ninja)
-                run([*command, "-j", str(schedule.max_jobs)], env=order.env)
+                run([*order.ninja(folders[name]), "-j", str(schedule.max_jobs)], env=order.env)
 
     result = ninja_build.build(
         units,
@@ -223,10 +230,9 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     }
 
 
-def _audit(order: KernelOrder, folders: Mapping[str, Path]) -> AuditReport:
+def _audit(order: KernelOrder, libraries: Mapping[str, Path]) -> AuditReport:
     """Audit each module's library, and that it is the module that it claims to be. Raises AuditError."""
     rules = audit_rules.load()
-    libraries = {name: folder / f"{name}.so" for name, folder in folders.items()}
     report = audit_files(list(libraries.values()), tools=toolchain.audit_tools, machine=os.uname().machine, rules=rules)
     violations = list(report.violations)
     for module in order.modules:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sparkforge import pins
-from sparkforge.audit import rules as audit_rules
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
 from sparkforge.compile.toolchain import Toolchain
+from sparkforge.core.documents import DocumentError, parse_json
 from sparkforge.core.errors import CompileError, IntegrityError, ProcessError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.installed import Installed
@@ -33,7 +33,8 @@ REMOVED = (
     "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_VERBOSE",
     "FLASHINFER_DISABLE_JIT", "PYTHONPATH", "PYTHONHOME",
 )  # fmt: skip
-KEPT = ("CUDA_HOME", "CXX", "FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER")
+# Of the compilers' variables, those that the server must have too.
+COMPILER_VARIABLES = ("CUDA_HOME", "CXX", "FLASHINFER_NVCC_LAUNCHER", "FLASHINFER_CXX_LAUNCHER")
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,23 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
     fix = "name another: ./inv build.kernels --python PATH"
     if not problems and checkout:
         if Path(answer["package"]).resolve().parent == checkout.resolve():
-            return KernelEnvironment(python, checkout, versions, answer["include"], f"checkout {_digest(checkout)}")
+            parts = ("csrc", "include", "flashinfer/jit")  # what kernels are generated and compiled from
+            files = (path for part in parts for path in sorted((checkout / part).rglob("*")) if path.suffix != ".pyc")
+            listing = {str(path.relative_to(checkout)): sha256_file(path) for path in files if path.is_file()}
+            queue = f"checkout {archive.tree_sha256(listing)}"
+            return KernelEnvironment(python, checkout, versions, answer["include"], queue)
         problems = [f"it imports {answer['package']} and not the checkout {checkout}"]
         fix = "restart the container, whose start lets the checkout be imported"
     elif not problems:
         site_packages = Path(answer["package"]).parent
-        queue = pins.load().component(stack, "flashinfer").patches
+        pinned = pins.load().component(stack, "flashinfer").patches
         try:
             info = site_packages / f"flashinfer_python-{versions['flashinfer-python']}.dist-info"
             installed = Installed.read(info)
             lock = verify.require_locked(installed, load_patched())
             problems = verify.differences(installed, ImageChanges())[:5]
-            if lock.queue != queue:
-                problems = [f"its FlashInfer has the patches {lock.queue} and not {queue}"]
+            if lock.queue != pinned:
+                problems = [f"its FlashInfer has the patches {lock.queue} and not {pinned}"]
             if not problems:
                 return KernelEnvironment(python, site_packages, versions, answer["include"], lock.queue_sha256)
         except IntegrityError as error:
@@ -86,26 +91,19 @@ def examine(python: Path, table: KernelTable, stack: str, checkout: Path | None 
     raise CompileError(f"no kernels can be built for {python}", "; ".join(problems), fix, code="compile.environment")
 
 
-def _digest(checkout: Path) -> str:
-    """Return one hash of what kernels are generated and compiled from in a clone of FlashInfer."""
-    parts = ("csrc", "include", "flashinfer/jit")
-    files = sorted(path for part in parts for path in (checkout / part).rglob("*") if path.suffix != ".pyc")
-    listing = {str(path.relative_to(checkout)): sha256_file(path) for path in files if path.is_file()}
-    return archive.tree_sha256(listing)
-
-
 def ask(python: Path, question: str, *, env: Mapping[str, str] | None = None, requests: Any = None) -> Any:
     """Run specs.py by `python` and return its answer. Raises CompileError."""
     fix = "name an interpreter that has FlashInfer and torch: ./inv build.kernels --python PATH"
     unset = [word for name in REMOVED for word in ("-u", name)]
     try:
         output = run(["env", *unset, python, SPECS, question], env=env, stdin=json.dumps(requests), fix=fix).stdout
-        answer = json.loads(output.splitlines()[-1])
-    except (ProcessError, IndexError, ValueError) as error:
-        why = error.why if isinstance(error, ProcessError) else "its answer is not understood"
-        raise CompileError(f"cannot ask {python}", why, fix, code="compile.environment") from None
+        answer = parse_json((output.splitlines() or [""])[-1], f"the answer of {python}")
+    except (ProcessError, DocumentError) as error:
+        raise CompileError(f"cannot ask {python}", error.why, fix, code="compile.environment") from None
     if isinstance(answer, dict) and "error" in answer:
-        raise CompileError(f"FlashInfer of {python} refuses", answer["error"], fix, code="compile.environment")
+        raise CompileError(f"FlashInfer of {python} refuses", str(answer["error"]), fix, code="compile.environment")
+    if not isinstance(answer, dict if question == "probe" else list):
+        raise CompileError(f"cannot ask {python}", "its answer is not understood", fix, code="compile.environment")
     return answer
 
 
@@ -113,37 +111,3 @@ def write(environment: KernelEnvironment, modules: tuple[KernelModule, ...], env
     """Have FlashInfer write sources and build.ninja of `modules`; return the folder of each by name."""
     answer = ask(environment.python, "write", env=env, requests=[sets.request(module) for module in modules])
     return {module["name"]: Path(module["folder"]) for module in answer}
-
-
-def server_variables(chain: Toolchain, table: KernelTable, arch: str, output: Path) -> dict[str, str]:
-    """Return the variables of a server that is to find nothing to compile; the build has the same."""
-    variables = chain.environment()
-    return {
-        **{name: variables[name] for name in KEPT},
-        **table.environment,
-        **table.server,
-        "FLASHINFER_CUDA_ARCH_LIST": arch,
-        "FLASHINFER_WORKSPACE_BASE": str(output),
-    }
-
-
-def inputs(
-    environment: KernelEnvironment,
-    chain: Toolchain,
-    table: KernelTable,
-    modules: tuple[KernelModule, ...],
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """Return what the built modules come from, as name → hash, version or value."""
-    return {
-        **environment.versions,
-        **env,
-        "queue": environment.queue,
-        "modules": table.digest(modules),
-        "audit rules": sha256_file(audit_rules.PATH),
-        "python": environment.include,
-        "site-packages": str(environment.site_packages),
-        "nvcc": chain.versions["nvcc"],
-        "c++": chain.versions["c++"],
-        "ninja": run([environment.ninja(chain), "--version"]).stdout.strip(),
-    }

@@ -1,4 +1,4 @@
-"""`kernels-VERSION.toml`: which of a FlashInfer's modules a set holds, and the vLLM call that needs each."""
+"""`kernels.toml`: which of a FlashInfer's modules a set holds, and the vLLM call that needs each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkforge.core.documents import DocumentError, read_toml
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.tables import Record
 
-FOLDER = Path(__file__).parent  # of a table for each FlashInfer that a stack has
+TABLE = Path(__file__).with_name("kernels.toml")
 EVERYTHING = "all"  # the set that holds all the others
 
 
@@ -43,7 +43,7 @@ class KernelModule(Record):
 
 
 class KernelTable(Record):
-    """The whole file."""
+    """The whole file, for one FlashInfer."""
 
     schema_: Literal[1] = Field(alias="schema")
     flashinfer: str
@@ -86,26 +86,39 @@ def request(module: KernelModule) -> dict[str, Any]:
 
 
 @cache
-def load(version: str, folder: Path = FOLDER) -> KernelTable:
-    """Read and check the table of a FlashInfer. Raises InputError naming every mistake."""
-    path = folder / f"kernels-{version}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem.removeprefix("kernels-") for file in folder.glob("kernels-*.toml")))
-        raise InputError(
-            f"no kernels are known for FlashInfer {version}",
-            f"there is no {path.name}; there are tables for {known or 'none'}",
-            "build another stack, or write that table (docs/concepts/kernels.md)",
-            code="input.pins",
-        )
+def load(version: str, path: Path = TABLE) -> KernelTable:
+    """Return the table for a FlashInfer. Raises InputError for a release that has none, and for a malformed file."""
     try:
-        table = KernelTable.model_validate(read_toml(path))
+        document = read_toml(path)
+        if version not in document["flashinfer"]:
+            raise InputError(
+                f"no kernels are known for FlashInfer {version}",
+                f"{path.name} has those of {', '.join(document['flashinfer'])}",
+                "build another stack, or extend that table (docs/concepts/kernels.md)",
+                code="input.pins",
+            )
+        return KernelTable.model_validate(_of_release(document, document["flashinfer"].index(version)))
     except (OSError, DocumentError) as error:
         raise InputError(f"cannot read {path.name}", str(error), f"git checkout {path}", code="input.pins") from None
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise InputError(f"{path.name} is refused", problems, f"correct {path}", code="input.pins") from None
-    if table.flashinfer != version:
-        raise InputError(
-            f"{path.name} is refused", f"it is for FlashInfer {table.flashinfer}", f"correct {path}", code="input.pins"
-        )
-    return table
+    except (LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{path.name} is refused", repr(error), f"correct {path}", code="input.pins") from None
+
+
+def _of_release(document: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the document for one of its releases: each call has a line, each module what its call gives."""
+    shared = {name: (call.pop("generator"), call.pop("arguments", {})) for name, call in document["calls"].items()}
+    for call in document["calls"].values():
+        call["line"] = call.pop("lines")[number]
+    for module in document["module"]:
+        module["generator"], arguments = shared[module["call"]]
+        own = {**arguments, **module.get("arguments", {})}
+        module["arguments"] = {key: module["name"] if value == "{name}" else value for key, value in own.items()}
+    return {**document, "flashinfer": document["flashinfer"][number]}
+
+
+def releases(path: Path = TABLE) -> list[str]:
+    """Return the releases of FlashInfer that the table has."""
+    return list(read_toml(path)["flashinfer"])

@@ -2,7 +2,7 @@
 
     sdist ─► private patched copy ─► cmake ─► units, hungriest first ─► ninja links ─► audit ─► overlay and manifest
 
-Only the targets of `targets-VERSION.toml` that SM121 uses. A killed build is continued: what was compiled comes from
+Only the targets of `targets.toml` that SM121 uses. A killed build is continued: what was compiled comes from
 ccache. The overlay appears when it is complete and the audit passed (docs/concepts/vllm-extensions.md).
 `compile_units` stops after some units and their audit, for who edits one of a hundred.
 """
@@ -20,11 +20,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sparkforge import environments, pins
 from sparkforge.audit import rules as audit_rules
-from sparkforge.audit.report import AuditReport, audit_files
+from sparkforge.audit.report import audit_files
 from sparkforge.compile import ninja as ninja_build
 from sparkforge.compile import toolchain
 from sparkforge.compile.diagnosis import explained
@@ -86,7 +85,7 @@ class ExtensionOrder:
     def inputs(self) -> dict[str, str]:
         """The inputs of the overlay."""
         rules = {
-            "targets": sha256_file(vllm_targets.path_of(self.table.version)),
+            "targets": sha256_file(vllm_targets.PATH),
             "audit rules": sha256_file(audit_rules.PATH),
         }
         return {**self.configuration, **rules, "built": " ".join(self.targets)}
@@ -121,11 +120,6 @@ def home() -> Path:
     return paths.state() / "build" / "vllm"
 
 
-def overlay() -> Path:
-    """Return the overlay's folder where none is named."""
-    return paths.state() / "vllm-overlay"
-
-
 @dataclass(frozen=True)
 class ExtensionRequest:
     """What a user asks for: a stack's extensions.
@@ -133,7 +127,8 @@ class ExtensionRequest:
     `targets` are CMake targets with commas, empty: all that SM121 uses; `sources` is the folder of an unpacked bundle
     or of git checkouts, empty: the network; `arch` is empty for that of the stack's image; `python` is an interpreter
     with torch and CUDA, empty: one of our own; `output` is the overlay's folder; `checkout` is a clone of vLLM that is
-    compiled as it is, empty: the pinned sdist with its queue.
+    compiled as it is, empty: the pinned sdist with its queue. `units` are patterns of source files: then only these are
+    compiled and audited, nothing is linked, and repositories that cannot be had are left out.
     """
 
     stack: str
@@ -144,38 +139,42 @@ class ExtensionRequest:
     python: str = ""
     output: str = ""
     checkout: str = ""
+    units: tuple[str, ...] = ()
 
 
-def build_extensions(request: ExtensionRequest) -> Path:
-    """Build a stack's vLLM extensions and report what was done; return the overlay.
+def build_extensions(request: ExtensionRequest) -> tuple[Path, bool]:
+    """Build a stack's vLLM extensions and report what was done; return the overlay, and whether it is new.
 
-    Raises UsageError and what `build` raises.
+    Raises UsageError and what `build` and `compile_units` raise.
     """
     order = prepare(request)
+    if request.units:
+        compile_units(order, request.units)
+        return order.output, False
+    before = manifest.load(order.output)
     result = build(order)
     if result.compiled + result.cached == 0:
         say(f"{order.output}: unchanged, {len(order.targets)} targets of {result.units} units")
     else:
         say(f"{order.output}: {', '.join(order.targets)}; {result} ({result.seconds:.1f} s)")
-    return order.output
+    return order.output, manifest.load(order.output) != before
 
 
-def prepare(request: ExtensionRequest, *, without_missing: bool = False) -> ExtensionOrder:
-    """Check a request and fetch what it needs, the most expensive last.
-
-    `without_missing` leaves out the repositories that cannot be had; then only units that include none compile.
-    """
+def prepare(request: ExtensionRequest) -> ExtensionOrder:
+    """Check a request and fetch what it needs, the most expensive last."""
     stack, inputs_folder = request.stack, paths.typed(request.sources) if request.sources else None
     table = vllm_targets.load(pins.load().component(stack, "vllm").version)
     chosen = table.chosen([name for name in request.targets.split(",") if name])
     arch = request.arch or pins.load().image(stack).architecture
     table.mapped(arch)
     limit = parse_limit(request.jobs)
-    folder = paths.typed(request.output).absolute() if request.output else overlay()
+    folder = paths.typed(request.output).absolute() if request.output else paths.state() / "vllm-overlay"
     if folder.exists() and manifest.load(folder) is None:
         raise UsageError(f"cannot write {folder}", "it exists and is no overlay of ours", "name another folder")
     checkout = Path(request.checkout).absolute() if request.checkout else None
-    inputs = vllm_sources.fetch_sources(table, chosen, inputs_folder, stack, checkout, without_missing=without_missing)
+    inputs = vllm_sources.fetch_sources(
+        table, chosen, inputs_folder, stack, checkout, without_missing=bool(request.units)
+    )
     chain = toolchain.find(arch, minimum_cxx=MINIMUM_CXX)
     if not shutil.which("patch"):  # CMakeLists.txt:402 mends a header of torch 2.13 with it
         raise CompileError(
@@ -201,9 +200,30 @@ def build(order: ExtensionOrder) -> BuildResult:
         units = units_of(order)
         result = _compile(order, units, order.targets)
         staged = _install(order)
-        report = _audit(order, staged)
+        targets = [order.table.targets[name] for name in order.targets]
+        report = audit_files(
+            [staged / target.output for target in targets],
+            tools=toolchain.audit_tools,
+            modules=[target.module for target in targets if target.module],
+            machine=os.uname().machine,
+        )
+        write_json(order.folder / "audit.json", report.document())
+        report.require_clean()
         result = replace(result, seconds=round(time.monotonic() - started, 3))
-        _publish(order, staged, {**asdict(result), "code": code_of(units)}, report)
+        outputs = {target.output: sha256_file(staged / target.output) for target in targets}
+        audited = {name: sum(getattr(row, name) for row in report.coverage) for name in ("cubins", "kernels", "fp4")}
+        facts = {**asdict(result), "code": code_of(units), "vllm": order.table.version, "machine": os.uname().machine}
+
+        def make(temporary: Path) -> Made:
+            """Copy, so that a killed publication leaves what was staged."""
+            for name in outputs:
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(staged / name, temporary / name)
+            tools = {**order.chain.versions, **order.interpreter.versions}
+            return Made(outputs, tools, {**facts, "audit": audited})
+
+        manifest.beside(order.output).unlink(missing_ok=True)
+        manifest.once(order.output, STAGE, order.inputs, make)
         _remove_others(order)
         return result
 
@@ -218,7 +238,12 @@ def compile_units(order: ExtensionOrder, patterns: Sequence[str]) -> list[Path]:
         started = time.monotonic()
         ninja_build.wait_for_orphans(order.lock)
         configure(order)
-        units = _matching(units_of(order), patterns)
+        sources = {unit.name.partition("/")[2].removesuffix(".o"): unit for unit in units_of(order)}
+        for pattern in patterns:
+            if not fnmatch.filter(sources, pattern):
+                why = f"the targets that SM121 uses have {len(sources)} units, such as {', '.join(sorted(sources)[:3])}"
+                raise UsageError(f"no unit is made of {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
+        units = [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, name) for name in patterns)]
         objects = [order.folder / "cmake" / _object_of(unit) for unit in units]
         result = _compile(order, units, [_object_of(unit) for unit in units])
         report = audit_files(objects, tools=toolchain.audit_tools, machine=os.uname().machine)
@@ -238,16 +263,6 @@ def _remove_others(order: ExtensionOrder) -> None:
     for folder in home().iterdir():
         if folder != order.folder:
             manifest.remove(folder)
-
-
-def _matching(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
-    """Return the units whose source matches a pattern. Raises UsageError for a pattern that no unit matches."""
-    sources = {unit.name.partition("/")[2].removesuffix(".o"): unit for unit in units}
-    for pattern in patterns:
-        if not fnmatch.filter(sources, pattern):
-            why = f"the targets that SM121 uses have {len(sources)} units, such as {', '.join(sorted(sources)[:3])}"
-            raise UsageError(f"no unit is made of {pattern}", why, "./inv dev.build vllm --units 'csrc/*.cu'")
-    return [unit for source, unit in sources.items() if any(fnmatch.fnmatch(source, pattern) for pattern in patterns)]
 
 
 def _object_of(unit: Unit) -> str:
@@ -286,7 +301,7 @@ def configure(order: ExtensionOrder) -> None:
         raise CompileError(
             f"vLLM's CMake files do not make {expected} of {order.arch}",
             f"they make {match[1] if match else 'nothing'} of it",
-            f"read CMakeLists.txt:108-131 of this vLLM; correct [arch] in {vllm_targets.path_of(order.table.version)}",
+            f"read CMakeLists.txt:108-131 of this vLLM; correct [arch] in {vllm_targets.PATH}",
             code="compile.incomplete",
         )
     write_json(stamp, order.configuration)
@@ -351,35 +366,3 @@ def _install(order: ExtensionOrder) -> Path:
                 code="compile.incomplete",
             )
     return staged
-
-
-def _audit(order: ExtensionOrder, staged: Path) -> AuditReport:
-    """Audit each library, and that it is the one that it claims to be. Raises AuditError."""
-    targets = [order.table.targets[name] for name in order.targets]
-    report = audit_files(
-        [staged / target.output for target in targets],
-        tools=toolchain.audit_tools,
-        modules=[target.module for target in targets if target.module],
-        machine=os.uname().machine,
-    )
-    write_json(order.folder / "audit.json", report.document())
-    report.require_clean()
-    return report
-
-
-def _publish(order: ExtensionOrder, staged: Path, facts: dict[str, Any], report: AuditReport) -> None:
-    """Put the overlay in place, and its manifest beside it."""
-    names = [order.table.targets[target].output for target in order.targets]
-    outputs = {name: sha256_file(staged / name) for name in names}
-    audited = {name: sum(getattr(row, name) for row in report.coverage) for name in ("cubins", "kernels", "fp4")}
-    facts = {**facts, "vllm": order.table.version, "machine": os.uname().machine, "audit": audited}
-
-    def make(temporary: Path) -> Made:
-        """Copy, so that a killed publication leaves what was staged."""
-        for name in outputs:
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(staged / name, temporary / name)
-        return Made(outputs, {**order.chain.versions, **order.interpreter.versions}, facts)
-
-    manifest.beside(order.output).unlink(missing_ok=True)
-    manifest.once(order.output, STAGE, order.inputs, make)

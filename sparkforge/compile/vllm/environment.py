@@ -5,31 +5,46 @@ vLLM's CMake files run that interpreter: they ask its torch for headers and flag
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from sparkforge import pins
+from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import CompileError, ProcessError
 from sparkforge.core.process import run
+from sparkforge.core.tables import parse_object
 
 MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
 PROBE = """
 import importlib.util, json, sys, sysconfig
 from pathlib import Path
-found = {"python": sys.version.split()[0], "include": sysconfig.get_path("include")}
-found["header"] = (Path(found["include"]) / "Python.h").is_file()
-found["missing"] = [name for name in ("jinja2", "setuptools") if importlib.util.find_spec(name) is None]
+facts = {"python": sys.version.split()[0], "include": sysconfig.get_path("include")}
+facts["header"] = (Path(facts["include"]) / "Python.h").is_file()
+facts["missing"] = [name for name in ("jinja2", "setuptools") if importlib.util.find_spec(name) is None]
 try:
     import torch
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
 except Exception as error:
-    found |= {"torch": "", "cuda": "", "error": repr(error)}
-print(json.dumps(found))
+    facts |= {"torch": "", "cuda": "", "error": repr(error)}
+print(json.dumps(facts))
 """
 FIX = "./inv build.vllm without --python makes an environment that fits"
+
+
+class Facts(BaseModel):
+    """What PROBE prints."""
+
+    python: str
+    include: str
+    header: bool
+    missing: list[str]
+    torch: str
+    cuda: str
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,27 +59,26 @@ class Interpreter:
 def examine(python: Path, stack: str) -> Interpreter:
     """Return what `python` has. Raises CompileError naming all that it lacks."""
     try:
-        answer = json.loads(run([python, "-c", PROBE], fix=FIX).stdout.splitlines()[-1])
-    except (ProcessError, IndexError, ValueError) as error:
+        lines = run([python, "-c", PROBE], fix=FIX).stdout.splitlines() or [""]
+        facts = Facts.model_validate(parse_object(lines[-1], f"the answer of {python}", Facts))
+    except (ProcessError, DocumentError) as error:
         raise CompileError(f"cannot build with {python}", str(error), FIX, code="compile.inputs") from None
     pinned = pins.load().component(stack, "torch").version
     problems = {
-        f"it has no torch: {answer.get('error')}": not answer["torch"],
-        f"its torch is {answer['torch']} and not {pinned}": answer["torch"].partition("+")[0] not in ("", pinned),
-        f"its torch {answer['torch']} is built without CUDA, and vLLM's CMake files ask it for CUDA":
-            answer["torch"] and not answer["cuda"],
-        f"it lacks {', '.join(answer['missing'])}": answer["missing"],
+        f"it has no torch: {facts.error}": not facts.torch,
+        f"its torch is {facts.torch} and not {pinned}": facts.torch.partition("+")[0] not in ("", pinned),
+        f"its torch {facts.torch} is built without CUDA, and vLLM's CMake files ask it for CUDA":
+            facts.torch and not facts.cuda,
+        f"it lacks {', '.join(facts.missing)}": facts.missing,
     }  # fmt: skip
     if reasons := [text for text, holds in problems.items() if holds]:
         raise CompileError(f"cannot build with {python}", "; ".join(reasons), FIX, code="compile.inputs")
-    if not answer["header"]:
-        version = answer["python"].rpartition(".")[0]
-        why = f"{answer['include']} has no Python.h, which every extension includes"
-        raise CompileError(
-            f"cannot build with {python}", why, f"sudo apt install python{version}-dev", code="compile.toolchain"
-        )
+    if not facts.header:
+        why = f"{facts.include} has no Python.h, which every extension includes"
+        fix = f"sudo apt install python{facts.python.rpartition('.')[0]}-dev"
+        raise CompileError(f"cannot build with {python}", why, fix, code="compile.toolchain")
     cmake, version = find_cmake(python)
-    versions = {"torch": answer["torch"], "built for python": answer["python"], "cmake": version}
+    versions = {"torch": facts.torch, "built for python": facts.python, "cmake": version}
     return Interpreter(python, cmake, versions)
 
 

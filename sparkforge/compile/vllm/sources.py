@@ -1,7 +1,7 @@
 """What vLLM's extensions are compiled from: a private, patched copy of the sdist's C++ side, and its repositories.
 
 A copy, because vLLM's CMake writes into its own source tree (generated Marlin kernels, FlashMLA's interface). Each
-repository is real, or a folder that stands in for one that is left out (`targets-VERSION.toml`).
+repository is real, or a folder that stands in for one that is left out (`targets.toml`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparkforge.sources import archive, offline, trees
 from sparkforge.sources import repositories as git_repositories
 
 PARTS = ("CMakeLists.txt", "cmake", "csrc", "tools")  # of the sdist; what CMake reads
-STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets-VERSION.toml"\n'
+STAND_IN = '#error "left out of this build: see sparkforge/compile/vllm/targets.toml"\n'
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def missing_repositories(
     )
     commands = [git_repositories.fetch_command(name, stack.git[name], f"DIR/{name}") for name in missing]
     fixes = (
-        "on a machine with a network: ./inv build.sources",
+        "on a machine with a network: ./inv build --only sources",
         "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",
         "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build.vllm --sources DIR",
         *(f"or by hand: {command}, then ./inv build.vllm --sources DIR" for command in commands),

@@ -1,10 +1,11 @@
-"""`targets-VERSION.toml`: which CMake targets of a vLLM are built for SM121."""
+"""`targets.toml`: which CMake targets of a vLLM are built for SM121."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -12,7 +13,7 @@ from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.tables import Record
 
-FOLDER = Path(__file__).parent  # of a table for each vLLM that can be compiled
+PATH = Path(__file__).with_name("targets.toml")
 
 
 class Arch(Record):
@@ -76,24 +77,23 @@ class TargetTable(Record):
         return self.arch[arch]
 
 
-def path_of(version: str) -> Path:
-    """Return the path of the table for a vLLM."""
-    return FOLDER / f"targets-{version}.toml"
-
-
 @cache
 def load(version: str) -> TargetTable:
-    """Return the table for a vLLM. Raises InputError if there is none.
+    """Return the table for a vLLM. Raises InputError if it has none of that release.
 
-    A table is part of the program: a mistake in it raises what pydantic raises.
+    The table is part of the program: a mistake in it raises what pydantic raises.
     """
-    path = path_of(version)
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem.removeprefix("targets-") for file in FOLDER.glob("targets-*.toml")))
+    document = read_toml(PATH)
+    releases, targets, left_out = (document.pop(key) for key in ("versions", "targets", "left_out"))
+    if version not in releases:
         raise InputError(
             f"vLLM {version} cannot be compiled here",
-            f"there is no {path.name}; there are tables for {known}",
-            "./inv build --from wheel, or write that table (docs/concepts/vllm-extensions.md)",
+            f"{PATH.name} has the targets of {', '.join(releases)}",
+            "./inv build --from wheel, or extend that table (docs/concepts/vllm-extensions.md)",
             code="input.pins",
         )
-    return TargetTable.model_validate(read_toml(path))
+    number, every = releases.index(version), dict[str, Any]()
+    for name, target in (*targets.items(), *left_out.items()):
+        where = target["where"]
+        every[name] = {**target, "use": name in targets, "where": where if isinstance(where, str) else where[number]}
+    return TargetTable.model_validate({**document, "version": version, "targets": every})

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge import pins
 from sparkforge.compile import cache
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.files import locked
 
 pytestmark = pytest.mark.needs("ninja", "c++")
@@ -127,11 +128,7 @@ def test_a_link_to_the_outside_is_refused_at_every_level(cached, table, tmp_path
     outside = tmp_path / "outside"
     folder.rename(outside)
     folder.symlink_to(outside)
-    with pytest.raises(
-        StorageError,
-        match=r"page is not removed: .* is a link to .*outside",
-        check=lambda error: error.code == "storage.cache",
-    ):
+    with refused("storage.cache", r"page is not removed: .* is a link to .*outside"):
         clean(table, names=["page"])
     assert list(outside.rglob("page.so"))
 
@@ -168,11 +165,7 @@ def test_what_a_live_process_maps_stays_and_the_others_go(cached, table, tmp_pat
     user.start()
     try:
         assert loaded.wait(60)
-        with pytest.raises(
-            StorageError,
-            match=f"1 of 3 modules.*page is not removed: process {user.pid} uses it",
-            check=lambda error: error.code == "storage.cache",
-        ):
+        with refused("storage.cache", f"1 of 3 modules.*page is not removed: process {user.pid} uses it"):
             clean(table, everything=True, yes=True)
     finally:
         end.set()
@@ -189,11 +182,7 @@ def test_what_flashinfer_is_building_stays(cached, table):
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         holder.stdout.readline()
-        with pytest.raises(
-            StorageError,
-            match=r"cannot remove page: another .* holds .*page.lock",
-            check=lambda error: error.code == "storage.cache",
-        ):
+        with refused("storage.cache", r"cannot remove page: another .* holds .*page.lock"):
             clean(table, names=["page"])
     finally:
         holder.kill()

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from expected import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from sparkforge.compile import jobs, peaks
 from sparkforge.compile import ninja as ninja_units
 from sparkforge.compile.jobs import RESERVE, Unit, Waiting
 from sparkforge.compile.peaks import Cost, Peaks
-from sparkforge.core.errors import CompileError, ProcessError, StorageError, UsageError
+from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.process import started_at
 
@@ -207,7 +208,7 @@ def test_a_killed_compiler_is_tried_again_alone(tmp_path, how):
 
 def test_a_compiler_killed_twice_is_out_of_memory_with_the_unit_and_the_next_setting(tmp_path):
     known = costs(2 * GIB)
-    with pytest.raises(CompileError, check=lambda error: error.code == "compile.killed") as caught:
+    with refused("compile.killed") as caught:
         go(schedule(known, 3 * GIB), [("sh", "-c", "kill -9 $$")], tmp_path, known)
     assert "u0" in caught.value.what
     assert "out of memory" in caught.value.why
@@ -223,7 +224,7 @@ def test_a_real_compiler_under_a_real_limit_is_out_of_memory(tmp_path):
     known = costs(GIB)
     compile_ = f"{shutil.which('c++')} -O2 -c x.cc -o x.o"
     assert go(schedule(known, 3 * GIB), [("sh", "-c", compile_)], tmp_path, known)[0].units
-    with pytest.raises(CompileError, check=lambda error: error.code == "compile.killed"):
+    with refused("compile.killed"):
         go(schedule(known, 3 * GIB), [("sh", "-c", f"ulimit -v 100000; {compile_}")], tmp_path, known)
 
 
@@ -240,11 +241,7 @@ def test_what_counts_as_killed(code, output, expected):
 def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
     known = costs(30, 20, 10)
     commands = [("sh", "-c", "echo 'x.cu(1): error: no such thing'; exit 2"), holding(1, 0.5), holding(1)]
-    with pytest.raises(
-        ProcessError,
-        match=r"u0 ended with code 2 · x.cu\(1\): error: no such thing",
-        check=lambda error: error.code == "process.failed",
-    ) as caught:
+    with refused("process.failed", r"u0 ended with code 2 · x.cu\(1\): error: no such thing") as caught:
         go(schedule(known, GIB, cores=2), commands, tmp_path, known)
     assert ("done", "u1") in caught.value.watcher.events
     assert ("started", "u2") not in caught.value.watcher.events
@@ -252,9 +249,7 @@ def test_an_error_in_the_source_is_told_once_the_others_have_ended(tmp_path):
 
 def test_a_unit_that_cannot_fit_stops_the_build_before_it_starts(tmp_path):
     known = costs(GIB, 3 * GIB)
-    with pytest.raises(
-        CompileError, match="u1 does not fit", check=lambda error: error.code == "compile.memory"
-    ) as caught:
+    with refused("compile.memory", "u1 does not fit") as caught:
         go(schedule(known, 2 * GIB), [holding(1), holding(1)], tmp_path, known)
     assert caught.value.watcher.events == []
 
@@ -264,7 +259,7 @@ def test_memory_that_goes_meanwhile_is_waited_for_and_then_named(tmp_path, monke
     monkeypatch.setattr(jobs, "SAMPLE", 0.05)
     known = costs(2 * GIB, GIB)
     plan, commands = schedule(known, 2 * GIB), [holding(1, 0), holding(1, 0)]
-    with pytest.raises(CompileError, match="u0", check=lambda error: error.code == "compile.memory"):
+    with refused("compile.memory", "u0"):
         go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + GIB, 4))
     sizes = itertools.chain([GIB] * 3, itertools.repeat(3 * GIB))
     report, _ = go(plan, commands, tmp_path, known, machine=lambda: Machine(RESERVE + next(sizes), 4))

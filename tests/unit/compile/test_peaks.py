@@ -1,10 +1,10 @@
 import json
 
 import pytest
+from expected import refused
 
 from sparkforge.compile import peaks
 from sparkforge.compile.peaks import Cost, Peaks
-from sparkforge.core.errors import InputError
 
 GROUP = "120_cutlass_kernel_file_gemm_grouped_sm120_M128_BS_group{}.generated.cuda.o"
 
@@ -95,5 +95,5 @@ def test_something_else_in_place_of_the_learnt_file_is_kept(tmp_path):
 @pytest.mark.parametrize("text", ["unit = 1", "", '[[unit]]\nmatch = "a*"\npeak = 1\ncpu = 1\nsource = "s"\n', "[["])
 def test_a_table_without_a_last_resort_is_refused(tmp_path, text):
     (tmp_path / "peaks.toml").write_text(text)
-    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
+    with refused("input.pins"):
         peaks.table(tmp_path / "peaks.toml")

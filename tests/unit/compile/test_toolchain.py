@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from expected import refused
 
 from sparkforge.compile import toolchain
 from sparkforge.core.errors import CompileError, NetworkError
@@ -100,9 +101,7 @@ def test_a_cuda_that_lacks_something_is_refused_where_it_was_asked_for(machine, 
     home = recorded_cuda(tmp_path / "cuda")
     (home / part).unlink()
     monkeypatch.setenv("CUDA_HOME", str(home))
-    with pytest.raises(
-        CompileError, match=f"lacks {part} .*unset CUDA_HOME", check=lambda error: error.code == "compile.toolchain"
-    ):
+    with refused("compile.toolchain", f"lacks {part} .*unset CUDA_HOME"):
         toolchain.find()
 
 
@@ -115,16 +114,12 @@ def test_and_passed_over_on_the_path(machine, tmp_path, monkeypatch, capfd):
     assert toolchain.find().origin == "locked wheels"
     assert "is passed over" in capfd.readouterr().err
     (locked_one / toolchain.HOME / "bin/ptxas").unlink()
-    with pytest.raises(
-        CompileError,
-        match=f"no longer whole .*lacks bin/ptxas · rm -r {locked_one},",
-        check=lambda error: error.code == "compile.toolchain",
-    ):
+    with refused("compile.toolchain", f"no longer whole .*lacks bin/ptxas · rm -r {locked_one},"):
         toolchain.find()
 
 
 def test_a_machine_without_cuda_asks_for_the_locked_one(machine):
-    with pytest.raises(NetworkError, match="no network", check=lambda error: error.code == "network.fetch"):
+    with refused("network.fetch", "no network"):
         toolchain.find()
 
 
@@ -137,47 +132,29 @@ def test_the_compiler_must_know_the_architecture(machine, tmp_path, monkeypatch,
     if fits:
         assert toolchain.find(architecture).versions["nvcc"] == version
     else:
-        with pytest.raises(
-            CompileError,
-            match=f"nvcc {version} does not know {architecture}, which came with 12.9",
-            check=lambda error: error.code == "compile.toolchain",
-        ):
+        with refused("compile.toolchain", f"nvcc {version} does not know {architecture}, which came with 12.9"):
             toolchain.find(architecture)
 
 
 def test_an_architecture_without_a_rule_is_named(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(recorded_cuda(tmp_path / "cuda")))
-    with pytest.raises(
-        CompileError,
-        match=r"no rule for compute capability 9\.9",
-        check=lambda error: error.code == "compile.toolchain",
-    ):
+    with refused("compile.toolchain", r"no rule for compute capability 9\.9"):
         toolchain.find("9.9")
 
 
 def test_the_host_compiler_must_be_one_that_nvcc_and_the_build_take(machine, tmp_path, monkeypatch):
     home = recorded_cuda(tmp_path / "cuda", newest=6)
-    with pytest.raises(
-        CompileError,
-        match=r"nvcc takes GCC 5 to 6 here, and there is c\+\+ \d+",
-        check=lambda error: error.code == "compile.toolchain",
-    ):
+    with refused("compile.toolchain", r"nvcc takes GCC 5 to 6 here, and there is c\+\+ \d+"):
         toolchain.host_compiler(home, 5)
     home = recorded_cuda(tmp_path / "cuda2", newest=99)
-    with pytest.raises(
-        CompileError,
-        match=r"GCC 98 to 99 .*apt install g\+\+-98",
-        check=lambda error: error.code == "compile.toolchain",
-    ):
+    with refused("compile.toolchain", r"GCC 98 to 99 .*apt install g\+\+-98"):
         toolchain.host_compiler(home, 98)
     script(machine / "clang++", "echo Debian clang version 14.0.6")
     monkeypatch.setenv("CXX", "clang++")
-    with pytest.raises(
-        CompileError, match=r"clang\+\+ is no GCC .*unset CXX", check=lambda error: error.code == "compile.toolchain"
-    ):
+    with refused("compile.toolchain", r"clang\+\+ is no GCC .*unset CXX"):
         toolchain.host_compiler(home)
     monkeypatch.setenv("CXX", "none-such")
-    with pytest.raises(CompileError, match="there is none-such", check=lambda error: error.code == "compile.toolchain"):
+    with refused("compile.toolchain", "there is none-such"):
         toolchain.host_compiler(home)
 
 
@@ -191,7 +168,7 @@ def test_a_newer_compiler_beside_an_old_default_is_found(machine, tmp_path):
 
 def test_a_ccache_that_cannot_cache_these_units_is_not_taken(machine):
     script(machine / "ccache", "echo ccache version 4.7.5")
-    with pytest.raises(NetworkError, match="no network", check=lambda error: error.code == "network.fetch"):
+    with refused("network.fetch", "no network"):
         toolchain.helper("ccache")
     assert toolchain.helper("ninja") == machine / "ninja"
 
@@ -204,9 +181,7 @@ def test_programs_are_looked_for_one_by_one(machine, tmp_path, monkeypatch):
     assert toolchain.program("ptxas") == home / "bin/ptxas"
     assert toolchain.program("cuobjdump") == machine / "cuobjdump"
     monkeypatch.setattr(toolchain, "install", lambda: (tmp_path / "state", False))
-    with pytest.raises(
-        CompileError, match="there is no nvdisasm", check=lambda error: error.code == "compile.toolchain"
-    ):
+    with refused("compile.toolchain", "there is no nvdisasm"):
         toolchain.program("nvdisasm")
     reader = script(tmp_path / "state" / toolchain.HOME / "bin/nvdisasm", "")
     assert toolchain.program("nvdisasm") == reader
@@ -256,7 +231,7 @@ def test_a_half_made_one_is_not_taken(installing, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(toolchain, "make_stub", fails)
-        with pytest.raises(CompileError, check=lambda error: error.code == "compile.toolchain"):
+        with refused("compile.toolchain"):
             toolchain.install()
     home, is_new = toolchain.install()
     assert is_new

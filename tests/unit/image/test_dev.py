@@ -7,12 +7,13 @@ from pathlib import Path
 
 import advice
 import pytest
+from expected import refused
 
 import tasks
 from sparkforge.compile import cache
 from sparkforge.compile.vllm import sources as vllm_sources
 from sparkforge.core import manifest
-from sparkforge.core.errors import StorageError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.manifest import Made
 from sparkforge.core.paths import ROOT
 from sparkforge.image import dev
@@ -37,8 +38,8 @@ def folders(tmp_path):
 
 def test_an_empty_folder_is_no_checkout(folders, tmp_path):
     sources, _ = folders
-    assert dev.mounted(VLLM, sources)
-    assert not dev.mounted(VLLM, tmp_path)
+    assert dev.root_of(VLLM, sources) == sources / "vllm"
+    assert dev.root_of(VLLM, tmp_path) is None
 
 
 def test_installed_natives_are_linked_and_own_ones_are_left(folders):
@@ -64,7 +65,7 @@ def test_changed_native_sources_are_noticed_until_accepted(folders):
     (sources / "vllm/csrc/b.cu").write_text("new")
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/b.cu"]
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/b.cu"]
-    dev.accept(VLLM, sources)
+    dev.accept(VLLM, dev.fingerprints(VLLM, sources))
     assert dev.changed(VLLM, sources) == []
 
 
@@ -104,7 +105,7 @@ def test_patches_that_a_checkout_lacks_are_named(kit, folders, tmp_path, monkeyp
     diff = kit.diff(tmp_path / "d", {"vllm/a.py": lines}, {"vllm/a.py": patched})
     queue = Queue.load(kit.write_queue(tmp_path / "vllm-1.0", diff))
     monkeypatch.setattr(status, "queues", lambda table, stack: [(None, queue)])
-    advice = "without 0001-change-something.patch: on the host, ./inv dev.patch CHECKOUT --stack spark"
+    advice = "without 0001-change-something.patch: on the host, ./inv patch --into CHECKOUT --stack spark"
     for content, advised in ((lines, True), ("moved\n" + lines, True), (patched, False), (f"edited\n{patched}", False)):
         (sources / "vllm/vllm/a.py").write_text(content)
         dev.check_mounted(packages, "spark", sources)
@@ -116,10 +117,8 @@ def test_a_checkout_that_may_not_be_read_is_an_error_of_ours(tmp_path, monkeypat
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(dev.Path, "is_file", refuse)
-    with pytest.raises(
-        StorageError, match="cannot read the checkout", check=lambda error: error.code == "storage.access"
-    ):
-        dev.mounted(VLLM, tmp_path)
+    with refused("storage.access", "cannot read the checkout"):
+        dev.root_of(VLLM, tmp_path)
 
 
 @pytest.mark.needs("git")
@@ -222,9 +221,9 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tmp_path, monkeypat
             return Made({library: "0" * 64})
 
         manifest.once(overlay, "vllm", {"a": "1"}, make)
-        return overlay
+        return overlay, True
 
-    monkeypatch.setattr(dev.vllm_build, "build_extensions", build_extensions)
+    monkeypatch.setattr(dev, "build_extensions", build_extensions)
     tree = tmp_path / "venv"
     (tree / "lib/python3.13").mkdir(parents=True)
     (tree / "lib/python3.13/site-packages").symlink_to(packages)
@@ -242,7 +241,7 @@ def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tmp_path, monkeypat
     sources, packages = folders
     dev.changed(VLLM, sources)
     (sources / "vllm/csrc/a.cu").write_text("two")
-    monkeypatch.setattr(dev.vllm_build, "build_extensions", lambda request: tmp_path / "none")
+    monkeypatch.setattr(dev, "build_extensions", lambda request: (tmp_path / "none", True))
     tree = tmp_path / "venv"
     (tree / "lib/python3.13").mkdir(parents=True)
     (tree / "lib/python3.13/site-packages").symlink_to(packages)
@@ -261,16 +260,15 @@ def test_units_alone_are_compiled_and_accept_nothing(folders, tmp_path, monkeypa
     for name in ("a.cu", "a.cuh"):
         (sources / "vllm/csrc" / name).write_text("two")
     asked = []
-    monkeypatch.setattr(dev.vllm_build, "prepare", lambda request, **options: (request.checkout, options))
-    monkeypatch.setattr(dev.vllm_build, "compile_units", lambda order, patterns: asked.append((*order, patterns)))
+    monkeypatch.setattr(dev, "build_extensions", lambda request: asked.append(request) or (tmp_path, False))
     tree = tmp_path / "venv"
     (tree / "lib/python3.13").mkdir(parents=True)
     (tree / "lib/python3.13/site-packages").symlink_to(packages)
     dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
-    assert asked == [(str(sources / "vllm"), {"without_missing": True}, patterns)]
+    assert [(request.checkout, request.units) for request in asked] == [(str(sources / "vllm"), patterns)]
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/a.cuh"]
     assert "nothing was linked" in capsys.readouterr().err
-    dev.accept(VLLM, sources)
+    dev.accept(VLLM, dev.fingerprints(VLLM, sources))
     with pytest.raises(UsageError, match="there is no edited unit"):
         dev.build("vllm", "spark", dev.BuildOptions(units="changed"), tree=tree, sources=sources)
 
@@ -282,13 +280,12 @@ def test_flashinfer_is_compiled_into_the_cache_that_servers_read(tmp_path, monke
     packages.mkdir(parents=True)
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "volume"))
     asked = []
-    monkeypatch.setattr(dev.flashinfer_build, "build_kernels", lambda stack, **options: asked.append(options))
+    monkeypatch.setattr(dev, "build_kernels", asked.append)
     options = dev.BuildOptions(set_name="gpt-oss")
     dev.build("flashinfer", "spark", options, tree=tmp_path / "venv", sources=tmp_path / "src")
     (output,) = asked
-    assert (output["checkout"], output["set_name"]) == (str(checkout), "gpt-oss")
-    assert output["output"] == str(tmp_path / "volume")
-    assert cache.default_root().is_relative_to(output["output"])
+    assert (output.checkout, output.set_name, output.output) == (str(checkout), "gpt-oss", str(tmp_path / "volume"))
+    assert cache.default_root().is_relative_to(output.output)
 
 
 @pytest.mark.parametrize(

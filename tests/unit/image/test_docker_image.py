@@ -151,7 +151,7 @@ def test_inspect_shows_platform_labels_layers_and_manifest(fake_engine, holding,
         {"Size": 49_872_022, "CreatedBy": "RUN  sh   -c 'install'"},
     ]
     fake_engine.routes[r"GET /images/.+/history"] = lambda query: (200, history)
-    docker_image.inspect("embedded", "sparkforge/vllm:embedded")
+    verify()
     out = capsys.readouterr().out
     assert "platform   linux/amd64 · user root" in out
     assert "label      org.sparkforge.manifest=/opt/sparkforge/image.json" in out

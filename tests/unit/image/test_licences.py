@@ -1,9 +1,9 @@
 """Licence texts for wheels that come without one."""
 
 import pytest
+from expected import refused
 
 from sparkforge.core.documents import read_toml
-from sparkforge.core.errors import IntegrityError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.paths import ROOT
 from sparkforge.image import licences
@@ -38,7 +38,7 @@ def test_a_text_that_is_not_the_pinned_one_stops_the_build(packages, tmp_path):
     (tmp_path / "licences").mkdir()
     for text in licences.TABLE.with_suffix("").iterdir():
         (tmp_path / "licences" / text.name).write_bytes(text.read_bytes() + b"edited")
-    with pytest.raises(IntegrityError, match="is not the text", check=lambda error: error.code == "integrity.hash"):
+    with refused("integrity.hash", "is not the text"):
         licences.add(packages, table)
 
 

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from expected import refused
 
-from sparkforge.core import errors, paths
+from sparkforge.core import paths
 from sparkforge.image import volume
 
 
@@ -54,5 +55,5 @@ def test_without_a_volume_there_is_nothing_to_do(checkout, fake_engine, capsys):
 def test_a_volume_whose_image_is_gone_names_the_build(checkout, fake_engine):
     fake_engine.routes[r"GET /containers/json"] = lambda query: (200, [])
     fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image"})
-    with pytest.raises(errors.EngineError, check=lambda error: error.code == "engine.image"):
+    with refused("engine.image"):
         volume.run_cache("list")

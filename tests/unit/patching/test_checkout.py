@@ -260,7 +260,7 @@ def test_a_commit_that_needs_another_one_is_refused(kit, world, clone):
 
 def test_a_checkout_without_the_queue_is_refused(kit, world, clone):
     (clone / "pkg/b.py").write_text("value = 3\n")
-    with pytest.raises(UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "dev.patch" in e.fix):
+    with pytest.raises(UsageError, match=r"does not hold the queue up-1\.0", check=lambda e: "patch --into" in e.fix):
         authoring.write_patch(draft(world), clone, {**FIELDS, "description": "Do more"})
 
 

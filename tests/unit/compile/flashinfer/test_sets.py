@@ -1,18 +1,18 @@
 """The table of kernels is well-formed, and fits the audit's rules and the table of peaks."""
 
 import fnmatch
-import tomllib
 
 import pytest
+from expected import refused
 
 from sparkforge.audit import rules as audit_rules
 from sparkforge.compile.flashinfer import sets
-from sparkforge.compile.flashinfer.sets import FOLDER, load
+from sparkforge.compile.flashinfer.sets import TABLE as PATH
+from sparkforge.compile.flashinfer.sets import load
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core.errors import InputError, UsageError
 
 VERSION = "0.7.0.post1"
-PATH = FOLDER / f"kernels-{VERSION}.toml"
 TABLE = load(VERSION)
 # Files that FlashInfer's generators name, one of each kind, as they are called in a unit's name.
 UNITS = (
@@ -30,11 +30,12 @@ UNITS = (
 
 
 def changed(tmp_path, old, new):
-    path = tmp_path / PATH.name
-    text = PATH.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    return VERSION, tmp_path
+    """The table with `old` replaced once; None for no file at all."""
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.toml"
+    if old is not None:
+        assert old in PATH.read_text()
+        path.write_text(PATH.read_text().replace(old, new, 1))
+    return load(VERSION, path)
 
 
 def test_gpt_oss_has_what_it_needs_once_and_all_has_more():
@@ -72,11 +73,11 @@ def test_no_unit_of_ours_counts_as_never_measured(unit):
 
 def test_what_is_built_decides_the_digest_and_nothing_else(tmp_path):
     digest = TABLE.digest(TABLE.module)
-    other = load(*changed(tmp_path, "page_size = 16", "page_size = 32"))
+    other, changed_why = (
+        changed(tmp_path, *change) for change in (("page_size = 16", "page_size = 32"), ("lays out the", "orders the"))
+    )
     assert other.digest(other.module) != digest
-    (tmp_path / "told").mkdir()
-    changed_set = load(*changed(tmp_path / "told", "lays out the", "orders the"))
-    assert changed_set.digest(changed_set.module) == digest
+    assert changed_why.digest(changed_why.module) == digest
     assert TABLE.digest(TABLE.chosen("trial")) != digest
 
 
@@ -89,24 +90,31 @@ def test_what_is_built_decides_the_digest_and_nothing_else(tmp_path):
         ('generator = "flashinfer.jit.sampling:gen_sampling_module"', 'generator = "os:system"'),
         ("schema = 1", "schema = 2"),
         ("schema = 1", "schema = "),
-        (f'flashinfer = "{VERSION}"', 'flashinfer = "0.5.3"'),
+        ("lines = [365, 365]", ""),
+        ("lines = [365, 365]", "lines = []"),
+        (f'flashinfer = ["{VERSION}"', 'flashinfer = ["0.5.3"'),
+        ('flashinfer = ["', '[["'),
+        (None, None),
     ],
 )
 def test_a_table_that_does_not_fit_together_is_refused(tmp_path, old, new):
-    with pytest.raises(InputError, check=lambda error: error.code == "input.pins"):
-        load(*changed(tmp_path, old, new))
+    with refused("input.pins"):
+        changed(tmp_path, old, new)
 
 
-def test_a_flashinfer_without_a_table_is_named():
+@pytest.mark.parametrize("version", sets.releases())
+def test_each_release_has_its_own_lines(version):
+    assert load(version).flashinfer == version
+    assert load(version).calls["scales"].line == {"0.7.0.post1": 1143, "0.7.2.post1": 1179}[version]
+
+
+def test_an_unknown_release_or_set_is_named():
     with pytest.raises(InputError, match=f"no kernels are known for FlashInfer 0.5.3.*{VERSION}"):
         load("0.5.3")
-
-
-def test_an_unknown_set_is_named():
     with pytest.raises(UsageError, match="gpt-oss"):
         TABLE.chosen("llama")
 
 
 def test_the_file_says_what_vllm_does_not_call():
-    assert {"rope", "norm", "page"} <= tomllib.loads(PATH.read_text())["not_called"].keys()
+    assert {"rope", "norm", "page"} <= TABLE.not_called.keys()
     assert sets.request(TABLE.module[0]).keys() == {"name", "generator", "arguments"}

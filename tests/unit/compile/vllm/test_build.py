@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from expected import refused
 
 from sparkforge.compile.vllm import build as vllm_build
 from sparkforge.compile.vllm import sources as vllm_sources
@@ -17,9 +18,6 @@ from sparkforge.compile.vllm.build import ExtensionRequest
 from sparkforge.core import manifest
 from sparkforge.core.errors import (
     AuditError,
-    CompileError,
-    PatchError,
-    ProcessError,
     UsageError,
 )
 from sparkforge.core.files import sha256_file
@@ -89,9 +87,7 @@ def test_another_queue_makes_another_build_and_the_old_folder_goes(order, small)
 def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
     extension_order = order("spinloop")
     (extension_order.sources.tree / "csrc/fs_io_C.cpp").write_text("int edited;\n")
-    with pytest.raises(
-        PatchError, match=r"csrc/fs_io_C.cpp was edited by hand", check=lambda error: error.code == "patch.modified"
-    ):
+    with refused("patch.modified", r"csrc/fs_io_C.cpp was edited by hand"):
         vllm_build.build(extension_order)
 
 
@@ -99,11 +95,7 @@ def test_a_unit_that_does_not_compile_is_named_and_the_old_overlay_stays(order, 
     vllm_build.build(order("spinloop"))
     file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
     file.write_text(file.read_text().replace("ANSWER + 1", "NO_SUCH_NAME"))
-    with pytest.raises(
-        ProcessError,
-        match=r"(?s)spinloop/csrc/spinloop.cpp.o ended with code 1.*NO_SUCH_NAME",
-        check=lambda error: error.code == "process.failed",
-    ):
+    with refused("process.failed", r"(?s)spinloop/csrc/spinloop.cpp.o ended with code 1.*NO_SUCH_NAME"):
         vllm_build.build(order("spinloop"))
     assert answer(order("spinloop").output, "spinloop") == 43
 
@@ -117,11 +109,7 @@ def test_the_audit_has_the_last_word(order, small):
 
 
 def test_cmake_making_another_architecture_of_it_is_an_error(order):
-    with pytest.raises(
-        CompileError,
-        match=r"do not make 12.0f of 12.0f · they make 12.0 of it",
-        check=lambda error: error.code == "compile.incomplete",
-    ):
+    with refused("compile.incomplete", r"do not make 12.0f of 12.0f · they make 12.0 of it"):
         vllm_build.build(order("spinloop", arch="12.0f"))
     assert not (order("spinloop", arch="12.0f").folder / "configured.json").exists()
 
@@ -181,9 +169,9 @@ def test_a_unit_alone_is_compiled_audited_and_not_linked(order, capsys):
 
 
 def test_a_pattern_that_no_unit_matches_is_refused_with_units_that_there_are(order):
-    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu") as refused:
+    with pytest.raises(UsageError, match=r"no unit is made of csrc/none\.cu") as error:
         vllm_build.compile_units(order("spinloop"), ["csrc/none.cu"])
-    assert "csrc/spinloop.cpp" in refused.value.why
+    assert "csrc/spinloop.cpp" in error.value.why
 
 
 def test_an_audit_that_fails_refuses_a_unit_too(order, monkeypatch):
@@ -224,7 +212,7 @@ def test_the_machine_code_of_units_is_counted_by_what_their_commands_ask_for():
 
 
 def missing(small, folder=None, targets=("_moe_C_stable_libtorch",)):
-    with pytest.raises(CompileError, check=lambda error: error.code == "compile.inputs") as caught:
+    with refused("compile.inputs") as caught:
         vllm_sources.fetch_sources(vllm_build.vllm_targets.load("0.32.0"), targets, folder, "spark")
     return caught.value
 
@@ -254,9 +242,7 @@ def test_a_checkout_at_another_commit_or_with_edits_is_not_taken(small, tmp_path
     pin = stack.git["cutlass"].model_copy(update={"commit": head.stdout.strip()})
     assert vllm_sources._checkout("cutlass", pin, path).folder == path
     (path / "new.h").write_text("")
-    with pytest.raises(
-        CompileError, match=r"was edited: \?\? new.h", check=lambda error: error.code == "compile.inputs"
-    ):
+    with refused("compile.inputs", r"was edited: \?\? new.h"):
         vllm_sources._checkout("cutlass", pin, path)
     assert "cutlass" in table.targets["_C_stable_libtorch"].needs
 

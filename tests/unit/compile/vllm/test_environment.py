@@ -4,9 +4,9 @@ import json
 import os
 
 import pytest
+from expected import refused
 
 from sparkforge.compile.vllm import environment as vllm_env
-from sparkforge.core.errors import CompileError
 
 GOOD = {
     "python": "3.12.3", "header": True, "missing": [], "torch": "2.13.0+cu130", "cuda": "13.0", "place": "/x/torch",
@@ -41,22 +41,18 @@ def test_one_that_fits_is_taken_with_the_cmake_beside_it(interpreter, tmp_path):
      ({"missing": ["jinja2"]}, "it lacks jinja2")],
 )  # fmt: skip
 def test_one_that_does_not_fit_is_refused_with_the_reason(interpreter, changes, reason):
-    with pytest.raises(CompileError, match=reason, check=lambda error: error.code == "compile.inputs") as caught:
+    with refused("compile.inputs", reason) as caught:
         vllm_env.examine(interpreter(**changes), "spark")
     assert "without --python" in caught.value.fix
 
 
 def test_all_that_is_wrong_is_told_at_once(interpreter):
-    with pytest.raises(
-        CompileError,
-        match=r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools",
-        check=lambda error: error.code == "compile.inputs",
-    ):
+    with refused("compile.inputs", r"not 2\.13\.0; .* without CUDA.*; it lacks jinja2, setuptools"):
         vllm_env.examine(interpreter(torch="2.11.0", cuda="", missing=["jinja2", "setuptools"]), "spark")
 
 
 def test_headers_of_python_are_asked_for_by_their_package(interpreter):
-    with pytest.raises(CompileError, check=lambda error: error.code == "compile.toolchain") as caught:
+    with refused("compile.toolchain") as caught:
         vllm_env.examine(interpreter(header=False), "spark")
     assert caught.value.fix == "sudo apt install python3.12-dev"
 
@@ -65,7 +61,7 @@ def test_headers_of_python_are_asked_for_by_their_package(interpreter):
 def test_a_program_that_is_no_interpreter_is_no_traceback(tmp_path, text):
     (tmp_path / "python").write_text(f"#!/bin/sh\n{text}\n")
     (tmp_path / "python").chmod(0o755)
-    with pytest.raises(CompileError, match="cannot build with", check=lambda error: error.code == "compile.inputs"):
+    with refused("compile.inputs", "cannot build with"):
         vllm_env.examine(tmp_path / "python", "spark")
 
 
@@ -78,9 +74,5 @@ def test_a_cmake_that_is_too_old_is_passed_over_and_named_where_there_is_no_othe
     monkeypatch.setenv("PATH", f"{newer}{os.pathsep}/usr/bin{os.pathsep}/bin")
     assert vllm_env.find_cmake(python) == (newer / "cmake", "3.28.3")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        CompileError,
-        match=r"vLLM asks for 3\.26\.1, and there is .*cmake is 3\.25\.1",
-        check=lambda error: error.code == "compile.toolchain",
-    ):
+    with refused("compile.toolchain", r"vLLM asks for 3\.26\.1, and there is .*cmake is 3\.25\.1"):
         vllm_env.find_cmake(python)

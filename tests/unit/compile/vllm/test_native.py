@@ -5,24 +5,22 @@ Stages and audit are the real ones; compiling FlashInfer's kernels, an hour, is 
 
 import hashlib
 import io
-import json
 import shutil
 import subprocess
 import zipfile
 from base64 import urlsafe_b64encode
-from pathlib import Path
 
 import pytest
 from invoke.program import Program
 
 import tasks
 from sparkforge.cli import build as commands
+from sparkforge.compile import stages as build
+from sparkforge.compile.stages import BuildRequest
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.core import manifest
 from sparkforge.core.errors import AuditError, UsageError
 from sparkforge.core.files import sha256_file, write_json
-from sparkforge.image import native as build
-from sparkforge.image.native import BuildRequest
 from sparkforge.patching import series, wheels
 from sparkforge.pins import Pins, patched
 
@@ -77,62 +75,53 @@ def ready(small, order, tmp_path, monkeypatch):
     monkeypatch.setattr(wheels.locked, "__defaults__", (small / "patches",))
     monkeypatch.setitem(wheels.patched.__kwdefaults__, "patches", small / "patches")
 
-    def compiled_in_an_hour(stack, *, jobs, python):
-        assert stack == "spark"
-        artifact = build.kernels_artifact(BuildRequest(stack, "wheel"))
-        if manifest.load(artifact) is None:
+    def compiled_in_an_hour(request):
+        assert request.stack == "spark"
+        artifact = kernels()
+        is_new = manifest.load(artifact) is None
+        if is_new:
             file = library(artifact.parent / "cached_ops/sampling/sampling.so", "int f() { return 1; }")
             outputs = {"cached_ops/sampling/sampling.so": sha256_file(file)}
             record = manifest.Manifest("kernels", {}, outputs, {}, {}, 1.0)
             write_json(manifest.beside(artifact), vars(record))
+        return artifact, is_new
 
-    monkeypatch.setattr("sparkforge.compile.flashinfer.build.build_kernels", compiled_in_an_hour)
+    monkeypatch.setattr(build, "build_kernels", compiled_in_an_hour)
     return tmp_path
 
 
-def states(built):
-    return {stage.stage: stage.is_new for stage in built}
+def kernels():
+    return build.paths.state() / "kernels/kernels-gpt-oss.env"
 
 
 def test_every_stage_runs_once_and_the_second_time_none_does_anything(ready):
-    first = build.run_stages(BuildRequest("spark", "wheel"))
-    assert states(first) == dict.fromkeys(["sources", "patches", "kernels", "vllm", "audit"], True)
-    assert states(build.run_stages(BuildRequest("spark", "wheel"))) == dict.fromkeys(
-        ["sources", "patches", "kernels", "vllm", "audit"], False
-    )
-    summary = json.loads((build.paths.state() / "build/summary.json").read_text())
-    assert [(stage["stage"], stage["is_new"]) for stage in summary["stages"]] == list(
-        states(build.run_stages(BuildRequest("spark", "wheel"))).items()
-    )
-    tree = Path(first[3].artifact)
+    stages = ["sources", "patches", "kernels", "vllm", "audit"]
+    assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, True)
+    assert build.build(BuildRequest("spark")) == dict.fromkeys(stages, False)
+    tree = vllm_overlay.wheel_folder("spark")
     assert "ANSWER + 1" in (tree / "csrc/spinloop.cpp").read_text(), "the wheel's Python carries the queue"
 
 
 def test_the_last_audit_sees_what_was_changed_behind_the_stages_back(ready):
-    build.run_stages(BuildRequest("spark", "wheel"))
-    modules = build.kernels_artifact(BuildRequest("spark", "wheel")).parent
-    (modules / "cached_ops/sampling/sampling.so").write_bytes(b"\x7fELF and no more")
+    build.build(BuildRequest("spark"))
+    (kernels().parent / "cached_ops/sampling/sampling.so").write_bytes(b"\x7fELF and no more")
     with pytest.raises(AuditError, match="damaged"):
-        build.run_stages(BuildRequest("spark", "wheel"))
+        build.build(BuildRequest("spark"))
 
 
 def test_another_rule_means_another_audit(ready, monkeypatch, tmp_path):
-    build.run_stages(BuildRequest("spark", "wheel"))
+    build.build(BuildRequest("spark"))
     other = tmp_path / "rules.toml"
     other.write_text(build.audit_rules.PATH.read_text() + "\n# changed\n")
     monkeypatch.setattr(build.audit_rules, "PATH", other)
-    again = states(build.run_stages(BuildRequest("spark", "wheel")))
+    again = build.build(BuildRequest("spark"))
     assert (again["vllm"], again["audit"]) == (False, True)
-
-
-def test_a_way_that_does_not_exist_is_refused(ready):
-    with pytest.raises(UsageError, match="there are wheel and source"):
-        build.run_stages(BuildRequest("spark", "image"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [("build --engine podman", 2, "--engine 'podman' is not known"), ("build --from git", 2, "--from 'git' is no way"),
+     ("build --only audit", 2, "the parts sources and toolchain"),
      ("build --jobs many --from source", 2, "--jobs 'many'")],
 )  # fmt: skip
 def test_the_command_line_is_refused_with_a_next_step(ready, arguments, code, message, capfd):
@@ -151,5 +140,5 @@ def test_the_docker_engine_gets_the_way_and_the_jobs(monkeypatch):
 
 def test_a_stack_that_has_nothing_to_compile_names_the_command_for_its_image(ready):
     with pytest.raises(UsageError, match="built in a container image only") as refused:
-        build.run_stages(BuildRequest("tiny", "wheel"))
+        build.build(BuildRequest("tiny"))
     assert refused.value.fix == "./inv build --engine docker --stack tiny"

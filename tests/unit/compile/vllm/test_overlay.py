@@ -5,10 +5,11 @@ import shutil
 import subprocess
 
 import pytest
+from expected import refused
 
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.core import manifest
-from sparkforge.core.errors import CompileError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.core.files import sha256_file, write_json
 
 pytestmark = pytest.mark.needs("c++")
@@ -89,9 +90,9 @@ def test_a_killed_run_is_finished_and_still_knows_what_upstream_had(overlay, tre
     assert {name: record[name]["before"] for name in NAMES} == before
 
 
-def refused(overlay, tree, reason):
+def assert_refused(overlay, tree, reason):
     before = hashes(tree)
-    with pytest.raises(CompileError, match=reason, check=lambda error: error.code == "compile.incomplete"):
+    with refused("compile.incomplete", reason):
         vllm_overlay.replace_libraries(overlay, tree)
     assert hashes(tree) == before
     assert not (tree / vllm_overlay.RECORD).exists()
@@ -99,7 +100,7 @@ def refused(overlay, tree, reason):
 
 def test_another_version_is_refused(overlay, tree):
     (tree / "vllm-0.32.0.dist-info").rename(tree / "vllm-0.31.0.dist-info")
-    refused(overlay, tree, r"for vllm 0\.32\.0, and there is 0\.31\.0")
+    assert_refused(overlay, tree, r"for vllm 0\.32\.0, and there is 0\.31\.0")
 
 
 def test_a_library_for_another_cpu_is_refused(overlay, tree):
@@ -108,14 +109,12 @@ def test_a_library_for_another_cpu_is_refused(overlay, tree):
     data[18:20] = (183 if data[18] == 62 else 62).to_bytes(2, "little")  # e_machine: EM_AARCH64, EM_X86_64
     file.unlink()
     file.write_bytes(data)
-    refused(overlay, tree, r"it is for (aarch64|x86_64), and the overlay for (x86_64|aarch64)")
+    assert_refused(overlay, tree, r"it is for (aarch64|x86_64), and the overlay for (x86_64|aarch64)")
 
 
 def test_a_tree_without_upstreams_library_is_refused(overlay, tree):
     (tree / NAMES[0]).rename(tree / "elsewhere.so")
-    with pytest.raises(
-        CompileError, match="cannot be replaced", check=lambda error: error.code == "compile.incomplete"
-    ):
+    with refused("compile.incomplete", "cannot be replaced"):
         vllm_overlay.replace_libraries(overlay, tree)
     assert not (tree / vllm_overlay.RECORD).exists()
 
@@ -123,9 +122,9 @@ def test_a_tree_without_upstreams_library_is_refused(overlay, tree):
 def test_an_overlay_that_was_changed_or_has_no_manifest_is_refused(overlay, tree):
     with (overlay / NAMES[0]).open("ab") as file:
         file.write(b"x")
-    refused(overlay, tree, r"vllm/spinloop.abi3.so is gone or not the one that was made")
+    assert_refused(overlay, tree, r"vllm/spinloop.abi3.so is gone or not the one that was made")
     manifest.beside(overlay).unlink()
-    refused(overlay, tree, "it has no manifest of build.vllm beside it")
+    assert_refused(overlay, tree, "it has no manifest of build.vllm beside it")
 
 
 def test_a_folder_that_is_not_there_is_named(overlay):

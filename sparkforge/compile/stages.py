@@ -1,0 +1,116 @@
+"""`./inv build`: every stage from sources to audited binaries, natively; an unchanged stage does nothing.
+
+    sources ─► patches ─► kernels ─► vllm (upstream's wheel, or compiled) ─► audit
+
+Each stage ends in an artifact with a manifest of its own; the last one audits all of them together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from sparkforge import pins
+from sparkforge.audit import rules as audit_rules
+from sparkforge.audit.report import audit_files
+from sparkforge.compile import jobs, toolchain
+from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
+from sparkforge.compile.vllm import overlay as vllm_overlay
+from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
+from sparkforge.core import manifest, paths
+from sparkforge.core.console import Steps, console
+from sparkforge.core.errors import UsageError
+from sparkforge.core.files import sha256_file, write_json
+from sparkforge.core.manifest import Made
+from sparkforge.patching import wheels
+from sparkforge.sources import trees
+
+WAYS = ("wheel", "source")
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What the command line asks for: `way` is one of WAYS; `python` serves, `compile_python` has torch with CUDA."""
+
+    stack: str
+    way: str = "wheel"
+    jobs: str = "auto"
+    python: str = ""
+    compile_python: str = ""
+    sources: str = ""
+
+
+def build(request: BuildRequest) -> dict[str, bool]:
+    """Run every stage, print a table, and return for each stage whether its artifact was made now.
+
+    Raises UsageError, and each stage's own errors.
+    """
+    if request.way not in WAYS:
+        raise UsageError(f"--from {request.way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "name one")
+    jobs.parse_limit(request.jobs)
+    if not pins.load().image(request.stack).kernels:
+        why, fix = "it is built in a container image only", f"./inv build --engine docker --stack {request.stack}"
+        raise UsageError(f"nothing of the stack {request.stack} is built natively", why, fix)
+    made, table = dict[str, bool](), Table("stage", "seconds", "", "artifact", box=None)
+    artifacts, steps = dict[str, Path](), Steps(5)
+
+    def run(name: str, stage: Callable[[], tuple[str | Path, bool]]) -> None:
+        """Run one stage, which returns its artifact and whether that is new."""
+        started = time.monotonic()
+        with steps.step(name) as tell:
+            artifact, made[name] = stage()
+            tell(outcome := "made" if made[name] else "unchanged")
+        artifacts[name] = Path(artifact)
+        table.add_row(name, f"{time.monotonic() - started:.1f}", outcome, str(artifact))
+
+    run("sources", lambda: _unpack_sources(request.stack))
+    run("patches", lambda: _make_wheels(request.stack))
+    run("kernels", lambda: build_kernels(KernelRequest(request.stack, jobs=request.jobs, python=request.python)))
+    if request.way == "source":
+        extensions = ExtensionRequest(
+            request.stack, sources=request.sources, jobs=request.jobs, python=request.compile_python
+        )
+        run("vllm", lambda: build_extensions(extensions))
+    else:
+        run("vllm", lambda: vllm_overlay.unpack_wheel(request.stack))
+    run("audit", lambda: _audit_libraries(request.way, artifacts["kernels"], artifacts["vllm"]))
+    console().print(table)
+    return made
+
+
+def _unpack_sources(stack: str) -> tuple[Path, bool]:
+    """Unpack the registry's archives; whoever compiles from git repositories fetches them."""
+    unpacked = trees.fetch_sources(stack, git=False)
+    return trees.sources_folder(), any(source.state == "made" for source in unpacked)
+
+
+def _make_wheels(stack: str) -> tuple[str, bool]:
+    """Make the stack's patched wheels for the machine that serves."""
+    components = wheels.patched_components(pins.load().stack(stack))
+    patched = [wheels.patched_wheel(component, vllm_overlay.TARGET) for component in components]
+    return ", ".join(wheel.lock.file for wheel in patched), any(wheel.is_new for wheel in patched)
+
+
+def _audit_libraries(way: str, kernels: Path, vllm: Path) -> tuple[Path, bool]:
+    """Audit the libraries of both artifacts together, unless the same ones passed the same rules before.
+
+    The report is kept only if no rule is broken. Raises AuditError.
+    """
+    folders = {kernels: kernels.parent, vllm: vllm}
+    records = {folder: manifest.load(artifact) for artifact, folder in folders.items()}
+    files = [folder / name for folder, record in records.items() if record for name in sorted(record.outputs)]
+    artifact = paths.state() / "build" / f"audit-{way}.json"
+    inputs = {"rules": sha256_file(audit_rules.PATH), **{str(file): sha256_file(file) for file in files}}
+
+    def make(temporary: Path) -> Made:
+        """Audit the files. Raises AuditError."""
+        report = audit_files(files, tools=toolchain.audit_tools)
+        write_json(temporary, report.document())
+        report.require_clean()
+        return Made({artifact.name: sha256_file(temporary)}, facts={"files": len(report.binaries)})
+
+    return artifact, manifest.once(artifact, "audit", inputs, make)[1]
