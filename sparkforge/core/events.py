@@ -97,7 +97,10 @@ ENDED = re.compile(
 SIGNALS = {"KILL": 9, "SEGV": 11, "ABRT": 6, "BUS": 7, "ILL": 4, "FPE": 8, "TERM": 15, "INT": 2, "HUP": 1}
 KILLED = re.compile(r"status=\d+/(KILL|SEGV|ABRT|BUS|ILL|FPE)|\bSIG(KILL|SEGV|ABRT|BUS|ILL|FPE)\b")
 # What a shell says of a program that a signal ended: `run.sh: line 12:  4411 Killed   vllm serve …`.
-SHELL = re.compile(r"^(?:\S+: line \d+: +\d+ +|\[\d+\]\S? +(?:\d+ +)?)?(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b")
+SHELL = re.compile(
+    r"^(?:\S+: line \d+: +\d+ +|\[\d+\]\S? +(?:\d+ +)?)?"
+    r"(Killed|Segmentation fault|Bus error|Illegal instruction|Aborted)\b"
+)
 SHELL_SIGNALS = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Illegal instruction": 4, "Aborted": 6}
 # A program's own way to say that it cannot go on.
 FATAL = re.compile(
