@@ -115,9 +115,10 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def positional(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the words that may be the model, each with the flag before it; a flag takes as many values as it can.
+    """Return the words that may be the model, each with the flag before it ("" if none).
 
-    A word behind a flag with one value that is not a path may be either, so it is among them with its flag.
+    A flag that takes several values takes all words up to the next flag. If a flag takes one value and that value is
+    not a path, the word may be the value or the model, so it is returned with its flag.
     """
     words, flag, free = list[tuple[str, str]](), "", 0
     for word in arguments:

@@ -162,7 +162,7 @@ def with_quantization(
 
 
 def require_our_experts(profile: str, stack: str = "") -> None:
-    """Raise UsageError for a profile that leaves the experts to vLLM; an unknown one is refused where it is read."""
+    """Raise UsageError if `profile` leaves the experts to vLLM. An unknown profile passes: its reader refuses it."""
     known = load(stack=stack)
     if profile in known and known[profile].variables().get(KERNEL_VARIABLE) == "vllm":
         why = f"it sets {KERNEL_VARIABLE}=vllm: our plugin computes its dense layers, and vLLM the experts"

@@ -44,9 +44,10 @@ SPARK = Machine(119 << 30, 20)  # bytes and cores, docs/hardware.md; for a proje
 class KernelRequest:
     """What a user asks for: a set of a stack's modules.
 
-    Empty texts mean the image's own set and architecture, `.sparkforge/kernels`, and an environment of our own.
-    `output` is the folder of the cache, `python` the interpreter of the environment that serves, `jobs` a number or
-    "auto". `checkout` is a clone of FlashInfer that this interpreter imports in place of the patched wheel.
+    An empty `set_name` or `arch` means the image's, an empty `output` means `.sparkforge/kernels`, and an empty
+    `python` means an environment that is made for the build. `output` is the folder of the cache, `python` the
+    interpreter of the environment that serves, `jobs` a number or "auto". `checkout` is a clone of FlashInfer that
+    this interpreter imports in place of the patched wheel.
     """
 
     stack: str
