@@ -2,7 +2,7 @@
 
 `access.Guard` puts `Limiter` behind the key's check, so the bounds hold on every device. The body is parsed once,
 before vLLM sees it. What a grammar costs beyond its size is measured outside the engine by patch 0030 of vLLM's queues,
-which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S.
+which reads `grammar-seconds` from VLLM_GRAMMAR_COMPILATION_CPU_S; patch 0031 reads `header-seconds`.
 
     SPARKFORGE_LIMITS="sequences=64, body-seconds=120"     # 0 switches a bound off
 
@@ -22,7 +22,7 @@ from typing import Any
 from sparkforge.core.errors import UsageError
 
 VARIABLE = "SPARKFORGE_LIMITS"
-GRAMMAR_SECONDS = "VLLM_GRAMMAR_COMPILATION_CPU_S"
+PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,6 +41,7 @@ class Bound:
 
 # Name → bound. docs/reference/settings.md is made from it.
 LIMITS = {
+    "header-seconds": Bound(30, "seconds in which a request's headers must arrive, from its connection on", 408),
     "body-bytes": Bound(16 << 20, "bytes of a request's body", 413),
     "body-seconds": Bound(60, "seconds in which a body must arrive", 408),
     "send-seconds": Bound(60, "seconds that a client may leave a response unread before it is cut", 408),
@@ -73,16 +74,25 @@ MANY = 4096  # tokens that an answer counts without max_tokens
 GRAMMARS = ("response_format", "structured_outputs", "output_config", "output_format", "text")
 BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems", "enum")
 REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 BIG_BODY = 256 << 10  # bytes; from there on a body is judged in a thread
 LARGEST = 10**12
 
 
-class LimitError(Exception):
+class RequestError(Exception):
+    """A request is refused."""
+
+    def __init__(self, why: str, parameter: str | None, status: int = 400) -> None:
+        super().__init__(why)
+        self.parameter, self.status = parameter, status
+
+
+class LimitError(RequestError):
     """A request is above a bound."""
 
     def __init__(self, name: str, why: str, parameter: str | None = None) -> None:
-        super().__init__(f"{why} ({name}; {VARIABLE} sets it)")
-        self.name, self.parameter, self.status = name, parameter, LIMITS[name].status
+        super().__init__(f"{why} ({name}; {VARIABLE} sets it)", parameter, LIMITS[name].status)
+        self.name = name
 
 
 def read(environment: Mapping[str, str]) -> dict[str, int]:
@@ -103,12 +113,16 @@ def read(environment: Mapping[str, str]) -> dict[str, int]:
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the server that vLLM's own patches read. Raises UsageError."""
-    return {GRAMMAR_SECONDS: str(read(environment)["grammar-seconds"])}
+    limits = read(environment)
+    return {variable: str(limits[name]) for name, variable in PATCHED.items()}
 
 
 @dataclass
 class Judge:
-    """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds."""
+    """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds.
+
+    It raises RequestError for text that is none.
+    """
 
     limits: Mapping[str, int]
     _values: Counter[str] = field(default_factory=Counter)
@@ -123,6 +137,8 @@ class Judge:
             return
         self._tree(request, "json-depth", "json-values", "the body", None)
         if isinstance(request, dict):
+            if SURROGATE.search(body):
+                _refuse_surrogates(request)
             self._sequences(request)
             self._sampling(request)
             self._schemas(request)
@@ -234,6 +250,20 @@ def _children(value: Any) -> Iterator[Any]:
         yield from value
 
 
+def _refuse_surrogates(request: dict[str, Any]) -> None:
+    """Raise RequestError for half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+
+    Tokenizers, grammars and vLLM's engine fail at it, each in its way.
+    """
+    for name, value in request.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(error.object[error.start]):04X}"
+            parameter = name.encode(errors="replace").decode()
+            raise RequestError(f"{parameter} has half of a surrogate pair ({half}): it is no text", parameter) from None
+
+
 def _number(value: Any) -> int:
     """Return a count of a request; 0 for what is none, which vLLM refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -296,7 +326,7 @@ class Limiter:
                 self._running[client] -= 1
                 if not self._running[client]:
                     del self._running[client]
-        except LimitError as error:
+        except RequestError as error:
             await refuse(scope, send, error)
         except Exception:
             if not is_cut:
@@ -349,7 +379,7 @@ class Limiter:
             raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
 
 
-async def refuse(scope: MutableMapping[str, Any], send: Send, error: LimitError) -> None:
+async def refuse(scope: MutableMapping[str, Any], send: Send, error: RequestError) -> None:
     """Answer in the shape of OpenAI's errors, or of Anthropic's on /v1/messages."""
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
     document: dict[str, Any] = {"message": str(error), "type": kind, "param": error.parameter, "code": error.status}

@@ -119,6 +119,34 @@ def test_a_request_above_a_bound_is_refused_by_its_name(name, request_):
 
 
 @pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("prompt", {"prompt": "a\ud800"}),
+        ("messages", {"messages": [{"role": "user", "content": [{"text": "\udfff\ud800"}]}]}),
+        ("stop_sequences", {"stop_sequences": ["\udc80"]}),
+        ("response_format", schema({"properties": {"\ud83e": {}}})),
+        ("?", {"\ud800": 1}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_by_its_field(field, request_):
+    status, body = Server().post({**USUAL, **request_})
+    error = json.loads(body)["error"]
+    assert (status, error["param"]) == (400, field)
+    assert "surrogate" in error["message"]
+
+
+@pytest.mark.parametrize("text", ["🦜", "\\ud800", "\0\uffff"])
+def test_odd_text_that_is_text_passes(text):
+    body = json.dumps({**USUAL, "prompt": text}).encode()
+    assert Server().post(body) == (200, body)
+
+
+def test_vllm_gets_the_bounds_that_its_patches_read():
+    variables = limits.variables({limits.VARIABLE: "header-seconds=7, grammar-seconds=0"})
+    assert variables == {"VLLM_GRAMMAR_COMPILATION_CPU_S": "0", "VLLM_HTTP_TIMEOUT_HEADERS": "7"}
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"null", b"\xff", b'{"n": ' + b"9" * 5000 + b"}"], ids=lambda body: str(body[:9])
 )
 def test_what_is_no_request_is_left_to_vllm(body):

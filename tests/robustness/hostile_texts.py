@@ -1,0 +1,224 @@
+"""Random regular expressions, schemas, grammars, structural tags and texts for every field that takes one.
+
+`requests(seed, count)` yields path and body. A server may take or refuse each; it may not fail (status 500).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sparkforge.serve.settings import TINY_ID
+
+TEXTS = (
+    "", " ", "\0", "a\0b", "\x01\x1b[31m", "\x7f", "é", "e\u0301", "\u200b", "\u202e", "\ufeff", "\uffff", "\ud800", "\udfff\ud800",
+    "🦜", "👨‍👩‍👧", "\U0010ffff", "ß" * 40, "<|start|>", "<|end|>", "<|channel|>final<|message|>", "<|return|>", "<|endoftext|>",
+    "<|constrain|>", "%s%n", "{}", "{{x}}", "{% raw %}", "../../etc", "'; --", '"', "\\", "\\u0000", "\\ud800", "null", "1e999",
+    "a" * 300, "\n" * 30, "\t", "\r\n", "０", "ı", "İ",
+)  # fmt: skip
+ATOMS = (
+    "a", "[a-z]", "[^a]", "[]", "[^]", "[z-a]", "[a-", "[\\d\\s]", "[[:alpha:]]", "[🦜-🦞]", "[\\x00-\\x1f]", ".", "\\d", "\\w", "\\S",
+    "\\b", "\\B", "\\A", "\\Z", "\\1", "\\0", "\\x41", "\\x4", "\\u0041", "\\u{1F99C}", "\\ud83e", "\\p{L}", "\\P{Lu}", "\\p{}",
+    "\\pL", "\\Qa\\E", "\\c", "\\", "(?i)", "(?i:a)", "(?:a|b)", "(?=a)", "(?!a)", "(?<=a)", "(?<n>a)", "(?P<n>a)", "(?P=n)",
+    "(?>a)", "(?#c)", "(", ")", "()", "(|a)", "^", "$", "|", "é", "\0", "\n", "/", "{", "}", '"', "-", "<|end|>",
+)  # fmt: skip
+REPEATS = (
+    "*", "+", "?", "*?", "++", "{2}", "{0,300}", "{1,3}", "{3,1}", "{,3}", "{0}", "{0,0}", "{1,}", "{a}", "{99999999999}", "**", "{2}{3}",
+)  # fmt: skip
+NUMBERS = (0, 1, -1, 2, 0.5, 1e308, -1e308, 10**30, 2**63, float("nan"), float("inf"), True, "1", None, [], {})
+TYPES = ("string", "number", "integer", "object", "array", "boolean", "null", "nonsense", "", ["string", "null"], [], 1, None)
+FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "uri", "regex", "nonsense", "", 1)
+REFERENCES = ("#", "#/", "#/$defs/a", "#/$defs/none", "#/properties/a", "http://x/y", "", "#/$defs/%61", "#/~1", 1, None)
+SYMBOLS = ('"a"', "root", "x", "[a-z]", "[^", '"\\x00"', '"\\u{1F99C}"', "(", ")", "|", "*", "+", "?", "{2,3}", "::=", "\n", "#", '"',
+           "start", ":", "/a+/", "/(?i)a/", "%ignore", "EOS", "Token(1)", "TagDispatch()", "(?=a)", '""', "é", "\0", "~", "!")  # fmt: skip
+
+
+class Dice(random.Random):
+    """Makes what a client may send."""
+
+    def text(self) -> str:
+        """Return an odd text."""
+        return "".join(self.choices(TEXTS, k=self.choice((1, 1, 2, 3))))
+
+    def regex(self) -> str:
+        """Return a regular expression, perhaps a wrong one."""
+        parts = [self.choice(ATOMS) + self.choice(("", "", *REPEATS)) for _ in range(self.randint(1, 4))]
+        pattern = "".join(parts)
+        return f"^{pattern}$" if self.random() < 0.6 else f"({pattern}){self.choice(REPEATS)}"
+
+    def value(self) -> Any:
+        """Return an odd JSON value."""
+        return self.choice((self.text(), self.choice(NUMBERS), self.choice(TYPES), {self.text(): 1}, [self.text()]))
+
+    def schema(self, depth: int = 3) -> Any:
+        """Return a JSON schema with keywords of the right and of the wrong type."""
+        if self.random() < 0.06 or not depth:
+            return self.choice((True, False, {}, {"type": "string"}, self.value()))
+        inner: Callable[[], Any] = lambda: self.schema(depth - 1)  # noqa: E731 - passed on many times below
+        several: Callable[[], Any] = lambda: [inner() for _ in range(self.randint(0, 3))]  # noqa: E731
+        named: Callable[[], Any] = lambda: {self.text() or "a": inner() for _ in range(self.randint(0, 3))}  # noqa: E731
+        keywords: dict[str, Callable[[], Any]] = {
+            "type": lambda: self.choice(TYPES),
+            "enum": lambda: [self.value() for _ in range(self.randint(0, 3))],
+            "const": self.value,
+            "pattern": self.regex,
+            "format": lambda: self.choice(FORMATS),
+            **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum",
+                             "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties", "uniqueItems",
+                             "minContains"), lambda: self.choice(NUMBERS)),
+            **dict.fromkeys(("items", "additionalProperties", "unevaluatedProperties", "not", "if", "then", "else",
+                             "contains", "propertyNames", "additionalItems"), inner),
+            **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
+            **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), named),
+            "required": lambda: [self.text(), "a", "a"],
+            "$ref": lambda: self.choice(REFERENCES),
+            "title": self.text,
+            "description": self.text,
+            "default": self.value,
+        }  # fmt: skip
+        schema = {name: keywords[name]() for name in self.sample(sorted(keywords), self.randint(1, 4))}
+        if "pattern" in schema or "format" in schema or "minLength" in schema:
+            schema.setdefault("type", "string")
+        if "properties" in schema or "patternProperties" in schema:
+            schema.setdefault("type", "object")
+        if self.random() < 0.03:
+            schema[self.choice(sorted(keywords))] = self.value()
+        return schema
+
+    def grammar(self) -> str:
+        """Return EBNF or Lark, perhaps wrong."""
+        words = " ".join(self.choices(SYMBOLS, k=self.randint(1, 8)))
+        return self.choice(("root ::= ", "root ::= x\nx ::= ", "start: ", "")) + words
+
+    def tag_format(self, depth: int = 3) -> Any:
+        """Return a format of a structural tag."""
+        kind = self.choice(("json_schema", "regex", "grammar", "const_string", "any_text", "sequence", "or", "tag", "optional",
+                            "triggered_tags", "tags_with_separator", "star", "qwen_xml_parameter", "nonsense"))  # fmt: skip
+        inner = [self.tag_format(depth - 1) for _ in range(self.randint(0, 2))] if depth else []
+        tags = [{"type": "tag", "begin": self.text(), "content": each, "end": self.text()} for each in inner]
+        fields: dict[str, Any] = {
+            "json_schema": self.schema(2), "pattern": self.regex(), "grammar": self.grammar(), "value": self.text(),
+            "elements": inner, "tags": tags, "triggers": [self.text()], "begin": self.text(), "end": self.text(),
+            "content": inner[0] if inner else self.value(), "separator": self.text(), "at_least_one": True,
+            "stop_after_first": self.choice((True, False, 1)), "excludes": [self.text()],
+        }  # fmt: skip
+        for name in self.sample(sorted(fields), 2 if self.random() < 0.3 else 0):
+            del fields[name]
+        return {"type": kind, **fields}
+
+    def structural_tag(self) -> str:
+        """Return a structural tag, of the old form or the new one."""
+        structures = [{"begin": self.text(), "schema": self.schema(2), "end": self.text()}]
+        forms = (
+            {"type": "structural_tag", "format": self.tag_format()},
+            {"structures": structures, "triggers": [self.text()]},
+            {"structures": structures, "triggers": [structures[0]["begin"][:3]]},
+            {"structures": self.value(), "triggers": self.value()},
+            self.value(),
+        )
+        return json.dumps(self.choice(forms))
+
+
+def requests(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield paths and bodies, the same ones for the same seed."""
+    dice = Dice(seed)
+    for _ in range(count):
+        yield dice.choice(REQUESTS)(dice)
+
+
+def _user(content: Any = "Hi") -> list[Any]:
+    return [{"role": "user", "content": content}]
+
+
+def _chat(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"model": TINY_ID, "messages": _user(), "max_tokens": 3, **more}
+
+
+def _completion(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"model": TINY_ID, "prompt": "Hi", "max_tokens": 3, **more}
+
+
+def _responses(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"model": TINY_ID, "input": "Hi", "max_output_tokens": 3, **more}
+
+
+def _messages(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/messages", {"model": TINY_ID, "messages": _user(), "max_tokens": 3, **more}
+
+
+def _structured(dice: Dice) -> dict[str, Any]:
+    """Return structured_outputs."""
+    return dice.choice(
+        (
+            {"regex": dice.regex()},
+            {"json": dice.schema()},
+            {"json": json.dumps(dice.schema())},
+            {"grammar": dice.grammar()},
+            {"structural_tag": dice.structural_tag()},
+            {"choice": [dice.text() for _ in range(dice.randint(0, 3))]},
+        )
+    )
+
+
+def _format(dice: Dice) -> dict[str, Any]:
+    """Return a response_format."""
+    tag = json.loads(dice.structural_tag())
+    forms = (
+        {"type": "json_schema", "json_schema": {"name": dice.text(), "schema": dice.schema(), "strict": True}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": dice.schema()}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": dice.regex()}}},
+        {"type": dice.text()},
+        tag if isinstance(tag, dict) else {"type": "structural_tag", "format": tag},
+    )
+    return dice.choice(forms)
+
+
+def _tools(dice: Dice) -> list[Any]:
+    name = dice.choice(("f", "get", dice.text()))
+    function = {"name": name, "description": dice.text(), "parameters": dice.schema(), "strict": dice.random() < 0.7}
+    return [{"type": "function", "function": function}]
+
+
+def _conversation(dice: Dice) -> list[Any]:
+    call = {"id": dice.text(), "type": "function", "function": {"name": dice.text(), "arguments": dice.text()}}
+    turns = (
+        {"role": "user", "content": dice.text()},
+        {"role": "user", "content": [{"type": "text", "text": dice.text()}]},
+        {"role": "system", "content": dice.text(), "name": dice.text()},
+        {"role": "developer", "content": dice.text()},
+        {"role": dice.text(), "content": "Hi"},
+        {"role": "assistant", "content": dice.choice((None, dice.text())), "tool_calls": [call]},
+        {"role": "assistant", "content": dice.text(), "reasoning": dice.text()},
+        {"role": "tool", "tool_call_id": dice.text(), "content": dice.text()},
+    )
+    return dice.sample(turns, dice.randint(1, 4))
+
+
+REQUESTS: tuple[Callable[[Dice], tuple[str, dict[str, Any]]], ...] = (
+    lambda dice: _chat(response_format=_format(dice)),
+    lambda dice: _chat(structured_outputs=_structured(dice)),
+    lambda dice: _chat(tools=_tools(dice), tool_choice=dice.choice(("auto", "required", "none", dice.text()))),
+    lambda dice: _chat(tools=_tools(dice), response_format=_format(dice)),
+    lambda dice: _chat(messages=_conversation(dice)),
+    lambda dice: _chat(**{dice.choice(("stop", "user", "model", "reasoning_effort", "service_tier", "chat_template",
+                                       "chat_template_kwargs", "bad_words", "logit_bias", "metadata")): dice.value()}),
+    lambda dice: _completion(structured_outputs=_structured(dice)),
+    lambda dice: _completion(response_format=_format(dice)),
+    lambda dice: _completion(prompt=dice.text(), logprobs=dice.choice((None, 2)), echo=dice.choice((True, False))),
+    lambda dice: _completion(**{dice.choice(("stop", "suffix", "bad_words", "logit_bias", "prompt", "stop_token_ids",
+                                             "temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs", "max_tokens",
+                                             "repetition_penalty", "allowed_token_ids", "min_tokens")): dice.value()}),
+    lambda dice: _responses(input=dice.choice((dice.text(), [{"role": "user", "content": dice.text()}]))),
+    lambda dice: _responses(text={"format": {"type": "json_schema", "name": dice.text(), "schema": dice.schema()}}),
+    lambda dice: _responses(tools=[{"type": "function", **_tools(dice)[0]["function"]}], instructions=dice.text()),
+    lambda dice: _responses(**{dice.choice(("previous_response_id", "metadata", "user", "reasoning", "include",
+                                            "truncation", "tool_choice")): dice.value()}),
+    lambda dice: _messages(messages=_user(dice.text()), system=dice.text(), stop_sequences=[dice.text()]),
+    lambda dice: _messages(tools=[{"name": dice.text(), "input_schema": dice.schema()}]),
+    lambda dice: _messages(output_config={"format": {"type": "json_schema", "schema": dice.schema()}}),
+    lambda dice: ("/tokenize", {"model": TINY_ID, "prompt": dice.text()}),
+    lambda dice: ("/detokenize", {"model": TINY_ID, "tokens": [dice.choice((0, -1, 10**9, 200006, 2**40))]}),
+    lambda dice: ("/v1/messages/count_tokens", {"model": TINY_ID, "messages": _user(dice.text())}),
+)  # fmt: skip
