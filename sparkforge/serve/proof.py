@@ -434,6 +434,10 @@ _REFERRING_TOOL = {
     },
 }
 _INVALID = {"name": "x", "schema": {"type": "nonsense"}}
+_BOUNDED = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^[a-z]{0,300}$"}},
+}
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 CALLS: Mapping[str, ProofRequest] = {
     "a completion": ProofRequest(_COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}, _completion),
@@ -603,6 +607,12 @@ CALLS: Mapping[str, ProofRequest] = {
         _named("guided_json"),
         patch="0018-name-what-is-wrong-with-a-request.patch",
         refused=HTTPStatus.BAD_REQUEST,
+    ),
+    "a bounded pattern": ProofRequest(
+        _CHAT,
+        {"messages": ASK, "max_tokens": 1, "response_format": _BOUNDED},
+        _chat,
+        patch="0030-compile-grammars-apart.patch",
     ),
     "log probabilities of the content": ProofRequest(
         _CHAT,

@@ -357,13 +357,13 @@ def _container(server: Server) -> tuple[str, str]:
 
 
 def _resident(server: Server) -> int | None:
-    """Return the bytes that the server's processes hold; pages that several share count once for each of them."""
+    """Return the bytes that the server's processes hold, pages that several share by their share: forks share much."""
     if server.container:
         return None
     total = 0
     for pid in session_members(server.pid):
         with suppress(psutil.Error):
-            total += psutil.Process(pid).memory_info().rss
+            total += psutil.Process(pid).memory_full_info().pss
     return total
 
 

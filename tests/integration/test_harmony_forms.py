@@ -237,7 +237,6 @@ BIASED = {
     "limited white space",
     "a stop string in a tool call",
     "a call beside a schema",
-    "log probabilities of the content",
 }
 CANARIES = [name for name, call in proof.CALLS.items() if call.patch and name not in BIASED]
 

@@ -28,8 +28,7 @@ TABLE = pins.load()
 STACK = "spark"
 SUBMISSIONS = sorted(status.PATCHES.glob("*/upstream/*.md"))
 # Not for upstream: torch 2.10.0 alphas exist in NVIDIA's NGC images alone.
-# 0030: pull requests 45172 and 54090 bound the same by threads; tests/robustness/hostile.py attacks a server with it.
-LEFT_OUT = {"0003-guard-assume-32bit-indexing-on-ngc-torch", "0030-compile-grammars-apart"}
+LEFT_OUT = {"0003-guard-assume-32bit-indexing-on-ngc-torch"}
 HEADINGS = ["Why", "What changes", "Evidence", "How it was tested", "What it does not do", "Related work"]
 PYTEST = Path(pytest.__file__).with_name("__main__.py")
 WITHOUT_DRIVER = "import sys\nfrom unittest.mock import MagicMock\nsys.modules['pynvml'] = MagicMock()\n"

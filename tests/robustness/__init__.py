@@ -8,6 +8,7 @@
     parsers.py   every parser with samples and the call that reads them
     fuzz.py      mutates samples; only declared errors may come out, in 5 s and 4 GB
     hostile.py   requests against a live server that could harm others, beside a bystander who measures it
+    hostile_texts.py  the random texts, schemas and grammars that it sends, too
     campaign.py  all of these for some minutes, with counts as JSON: `./inv test --robustness [--minutes N]`
 
 The tests here (`test_*.py`) are the short run: the same programs with fixed seeds and small counts. Each failure is

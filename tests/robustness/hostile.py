@@ -4,8 +4,8 @@
     PYTHONPATH=tests python -m robustness.hostile server --unbounded      # the same server without bounds
 
 It starts the embedded server on loopback, asks as a bystander without a break, and sends every attack of ATTACKS, first
-one after another, then eight at once; their clients give up after PATIENCE seconds. Then it cuts streams half-way and
-repeats requests, and looks at what still runs, at the CPU time and at the memory.
+one after another, then eight at once; their clients give up after PATIENCE seconds. Then it cuts streams half-way,
+repeats requests and sends those of `hostile_texts`; it looks at what still runs, at the CPU time and at the memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from robustness import hostile_texts
 from sparkforge.core import paths
 from sparkforge.core.openai import Endpoint
 from sparkforge.image.devices import EMBEDDED
@@ -41,7 +42,7 @@ PATIENCE = 5.0  # seconds after which an attacker leaves
 WORST = 2.0  # seconds that the bystander may wait above the baseline
 IDLE_AFTER, IDLE = 10.0, 0.25  # seconds after the last attacker left, and cores that may then be busy
 GROWTH = 1.05
-STREAMS, REPEATS = 300, 2000
+STREAMS, REPEATS, TEXTS = 300, 2000, 1000
 START_SECONDS = 600.0
 WARM_UP = 6  # answers before the baseline: the first JSON starts the process that compiles grammars
 ASK: dict[str, Any] = {"model": TINY_ID, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -196,6 +197,7 @@ RAW: dict[str, Callable[[int], str]] = {
         port, HEAD % port + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\n{}"),
     "a body that never ends": lambda port: raw(port, HEAD % port + b"Content-Length: 9\r\n\r\n", slow=b"     "),
     "headers that never end": lambda port: raw(port, HEAD % port, slow=b"X-A: "),
+    "a connection without a request": lambda port: raw(port, b""),
     "a header of 1 MB": lambda port: raw(port, HEAD % port + b"X-A: " + b"x" * 1_000_000 + b"\r\n\r\n"),
     "a length of 1e18": lambda port: raw(port, HEAD % port + b"Content-Length: 999999999999999999\r\n\r\n{}"),
     "a response that nobody reads": lambda port: raw(port, HEAD % port + b"Content-Length: %d\r\n\r\n%b" % (
@@ -240,7 +242,11 @@ def attack(url: str, port: int, name: str) -> str:
         with suppress(OSError):
             return RAW[name](port)
         return "closed"
-    path, body = ATTACKS[name]
+    return send(url, *ATTACKS[name])
+
+
+def send(url: str, path: str, body: Any) -> str:
+    """Send a request as a client that leaves after PATIENCE seconds; return the status, or `left`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     transport = httpx.HTTPTransport(local_address=THEM)
     ended: list[str] = []
@@ -345,7 +351,7 @@ def server(unbounded: bool) -> Iterator[tuple[str, int, int]]:
                 process.wait(20)
 
 
-def campaign(seconds: float, unbounded: bool, repeats: int, streams: int) -> dict[str, Any]:
+def campaign(seconds: float, unbounded: bool, repeats: int, streams: int, seed: int) -> dict[str, Any]:
     """Attack a server; return the counts, and `failures` in words."""
     begun, failures, rows = time.monotonic(), [], []
     with server(unbounded) as (url, port, pid):
@@ -394,6 +400,12 @@ def campaign(seconds: float, unbounded: bool, repeats: int, streams: int) -> dic
                 sizes.append(memory(pid))
         check("memory", sizes[1] <= GROWTH * sizes[0],
               f"{sizes[0] >> 20} MiB, {sizes[1] >> 20} MiB after {repeats} more requests")  # fmt: skip
+        texts = list(hostile_texts.requests(seed, TEXTS))
+        with ThreadPoolExecutor(4) as pool:
+            ends = list(pool.map(lambda text: send(url, *text), texts))
+        broken = [text for text, end in zip(texts, ends, strict=True) if not end.isdecimal() or end >= "500"]
+        why = f"{len(broken)} of {TEXTS} odd requests of seed {seed} got no answer or 5xx"
+        check("texts", not broken, f"{why}: {json.dumps(broken[0])[:500]}" if broken else why)
         check("health", Endpoint(url).healthy(), "the server answers /health")
     return {
         "scenario": "server",
@@ -414,13 +426,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=["server"])
     parser.add_argument("--seconds", type=float, default=900.0, help="for the attacks one after another")
-    parser.add_argument("--seed", type=int, help="has no effect: the attacks are a table")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts; the attacks are a table")
     parser.add_argument("--unbounded", action="store_true")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    row = campaign(options.seconds, options.unbounded, options.repeats, options.streams)
+    row = campaign(options.seconds, options.unbounded, options.repeats, options.streams, options.seed)
     sys.stdout.write(f"{len(row['failures'])} failures in {row['seconds']:.0f} s\n")
     if options.json:
         options.json.write_text(json.dumps(row) + "\n")

@@ -13,26 +13,62 @@ from typing import Any
 from sparkforge.serve.settings import TINY_ID
 
 TEXTS = (
-    "", " ", "\0", "a\0b", "\x01\x1b[31m", "\x7f", "é", "e\u0301", "\u200b", "\u202e", "\ufeff", "\uffff", "\ud800", "\udfff\ud800",
-    "🦜", "👨‍👩‍👧", "\U0010ffff", "ß" * 40, "<|start|>", "<|end|>", "<|channel|>final<|message|>", "<|return|>", "<|endoftext|>",
-    "<|constrain|>", "%s%n", "{}", "{{x}}", "{% raw %}", "../../etc", "'; --", '"', "\\", "\\u0000", "\\ud800", "null", "1e999",
-    "a" * 300, "\n" * 30, "\t", "\r\n", "０", "ı", "İ",
+    "", " ", "\0", "a\0b", "\x01\x1b[31m", "\x7f", "é", "e\u0301", "\u200b", "\u202e", "\ufeff", "\uffff",
+    "\ud800", "\udfff\ud800", "🦜", "👨‍👩‍👧", "\U0010ffff", "ß" * 40, "<|start|>", "<|end|>",
+    "<|channel|>final<|message|>", "<|return|>", "<|endoftext|>", "<|constrain|>", "%s%n", "{}", "{{x}}",
+    "{% raw %}", "../../etc", "'; --", '"', "\\", "\\u0000", "\\ud800", "null", "1e999", "a" * 300, "\n" * 30,
+    "\t", "\r\n", "\uff10", "\u0131", "\u0130",
 )  # fmt: skip
 ATOMS = (
-    "a", "[a-z]", "[^a]", "[]", "[^]", "[z-a]", "[a-", "[\\d\\s]", "[[:alpha:]]", "[🦜-🦞]", "[\\x00-\\x1f]", ".", "\\d", "\\w", "\\S",
-    "\\b", "\\B", "\\A", "\\Z", "\\1", "\\0", "\\x41", "\\x4", "\\u0041", "\\u{1F99C}", "\\ud83e", "\\p{L}", "\\P{Lu}", "\\p{}",
-    "\\pL", "\\Qa\\E", "\\c", "\\", "(?i)", "(?i:a)", "(?:a|b)", "(?=a)", "(?!a)", "(?<=a)", "(?<n>a)", "(?P<n>a)", "(?P=n)",
-    "(?>a)", "(?#c)", "(", ")", "()", "(|a)", "^", "$", "|", "é", "\0", "\n", "/", "{", "}", '"', "-", "<|end|>",
+    "a", "[a-z]", "[^a]", "[]", "[^]", "[z-a]", "[a-", "[\\d\\s]", "[[:alpha:]]", "[🦜-🦞]", "[\\x00-\\x1f]",
+    ".", "\\d", "\\w", "\\S", "\\b", "\\B", "\\A", "\\Z", "\\1", "\\0", "\\x41", "\\x4", "\\u0041",
+    "\\u{1F99C}", "\\ud83e", "\\p{L}", "\\P{Lu}", "\\p{}", "\\pL", "\\Qa\\E", "\\c", "\\", "(?i)", "(?i:a)",
+    "(?:a|b)", "(?=a)", "(?!a)", "(?<=a)", "(?<n>a)", "(?P<n>a)", "(?P=n)", "(?>a)", "(?#c)", "(", ")", "()",
+    "(|a)", "^", "$", "|", "é", "\0", "\n", "/", "{", "}", '"', "-", "<|end|>",
 )  # fmt: skip
 REPEATS = (
-    "*", "+", "?", "*?", "++", "{2}", "{0,300}", "{1,3}", "{3,1}", "{,3}", "{0}", "{0,0}", "{1,}", "{a}", "{99999999999}", "**", "{2}{3}",
+    "*", "+", "?", "*?", "++", "{2}", "{0,300}", "{1,3}", "{3,1}", "{,3}", "{0}", "{0,0}", "{1,}",
+    "{a}", "{99999999999}", "**", "{2}{3}",
+)  # fmt: skip
+KINDS = (
+    "json_schema", "regex", "grammar", "const_string", "any_text", "sequence", "or", "tag", "optional", "star",
+    "triggered_tags", "tags_with_separator", "qwen_xml_parameter", "nonsense",
 )  # fmt: skip
 NUMBERS = (0, 1, -1, 2, 0.5, 1e308, -1e308, 10**30, 2**63, float("nan"), float("inf"), True, "1", None, [], {})
-TYPES = ("string", "number", "integer", "object", "array", "boolean", "null", "nonsense", "", ["string", "null"], [], 1, None)
+TYPES = (
+    "string",
+    "number",
+    "integer",
+    "object",
+    "array",
+    "boolean",
+    "null",
+    "nonsense",
+    "",
+    ["string", "null"],
+    [],
+    1,
+    None,
+)
 FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "uri", "regex", "nonsense", "", 1)
-REFERENCES = ("#", "#/", "#/$defs/a", "#/$defs/none", "#/properties/a", "http://x/y", "", "#/$defs/%61", "#/~1", 1, None)
-SYMBOLS = ('"a"', "root", "x", "[a-z]", "[^", '"\\x00"', '"\\u{1F99C}"', "(", ")", "|", "*", "+", "?", "{2,3}", "::=", "\n", "#", '"',
-           "start", ":", "/a+/", "/(?i)a/", "%ignore", "EOS", "Token(1)", "TagDispatch()", "(?=a)", '""', "é", "\0", "~", "!")  # fmt: skip
+REFERENCES = (
+    "#",
+    "#/",
+    "#/$defs/a",
+    "#/$defs/none",
+    "#/properties/a",
+    "http://x/y",
+    "",
+    "#/$defs/%61",
+    "#/~1",
+    1,
+    None,
+)
+SYMBOLS = (
+    '"a"', "root", "x", "[a-z]", "[^", '"\\x00"', '"\\u{1F99C}"', "(", ")", "|", "*", "+", "?", "{2,3}", "::=",
+    "\n", "#", '"', "start", ":", "/a+/", "/(?i)a/", "%ignore", "EOS", "Token(1)", "TagDispatch()", "(?=a)",
+    '""', "é", "\0", "~", "!",
+)  # fmt: skip
 
 
 class Dice(random.Random):
@@ -94,8 +130,7 @@ class Dice(random.Random):
 
     def tag_format(self, depth: int = 3) -> Any:
         """Return a format of a structural tag."""
-        kind = self.choice(("json_schema", "regex", "grammar", "const_string", "any_text", "sequence", "or", "tag", "optional",
-                            "triggered_tags", "tags_with_separator", "star", "qwen_xml_parameter", "nonsense"))  # fmt: skip
+        kind = self.choice(KINDS)
         inner = [self.tag_format(depth - 1) for _ in range(self.randint(0, 2))] if depth else []
         tags = [{"type": "tag", "begin": self.text(), "content": each, "end": self.text()} for each in inner]
         fields: dict[str, Any] = {
@@ -208,8 +243,9 @@ REQUESTS: tuple[Callable[[Dice], tuple[str, dict[str, Any]]], ...] = (
     lambda dice: _completion(response_format=_format(dice)),
     lambda dice: _completion(prompt=dice.text(), logprobs=dice.choice((None, 2)), echo=dice.choice((True, False))),
     lambda dice: _completion(**{dice.choice(("stop", "suffix", "bad_words", "logit_bias", "prompt", "stop_token_ids",
-                                             "temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs", "max_tokens",
-                                             "repetition_penalty", "allowed_token_ids", "min_tokens")): dice.value()}),
+                                             "temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs",
+                                             "max_tokens", "repetition_penalty", "allowed_token_ids",
+                                             "min_tokens")): dice.value()}),
     lambda dice: _responses(input=dice.choice((dice.text(), [{"role": "user", "content": dice.text()}]))),
     lambda dice: _responses(text={"format": {"type": "json_schema", "name": dice.text(), "schema": dice.schema()}}),
     lambda dice: _responses(tools=[{"type": "function", **_tools(dice)[0]["function"]}], instructions=dice.text()),

@@ -74,6 +74,8 @@ FINAL = "<|channel|>final<|message|>"
         (f"{FINAL}I have a toy", {"stop": ["ve a t"]}, "I ha"),
         ("<|channel|>commentary to=functions.f json<|message|>{}<|call|>",
          {"tools": [TOOL]}, ""),
+        ("Grüße 🦜 without a header.<|return|>", {}, "Grüße 🦜 without a header."),
+        (f"{THOUGHT}<|channel|>final json Grüße<|end|> heim. ", {}, "Grüße heim."),
     ],
 )  # fmt: skip
 def test_tokens_are_those_of_the_content(output, options, content, streamed):

@@ -23,6 +23,9 @@ from vllm.entrypoints.serve.exception_handling.handlers.validation import (
     validation_exception_handler,
 )
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.serial_utils import MsgpackEncoder
 
 USER = {"role": "user", "content": "x"}
 
@@ -53,6 +56,22 @@ def test_refusal_stays(message):
 def test_unknown_role_is_named():
     with pytest.raises(VLLMValidationError, match="'function'"):
         parse_chat_inputs_to_harmony_messages([{"role": "function", "content": "x"}])
+
+
+def test_special_token_in_the_name_of_a_called_tool_is_text():
+    call = {"id": "c", "function": {"name": "<|call|>", "arguments": "{}"}}
+    messages = parse_chat_inputs_to_harmony_messages(
+        [USER, {"role": "assistant", "tool_calls": [call]}]
+    )
+    assert "<|call|>" in get_encoding().decode(render_for_completion(messages))
+
+
+@pytest.mark.parametrize("value", [2**70, "\ud800"])
+def test_value_that_cannot_be_encoded(value):
+    client = object.__new__(AsyncMPClient)
+    client.core_engine, client.encoder = b"", MsgpackEncoder()
+    with pytest.raises(VLLMValidationError, match="passed on"):
+        client._send_input(EngineCoreRequestType.ADD, {"a": value})
 
 
 @pytest.mark.parametrize(
