@@ -71,13 +71,8 @@ for _collection in (
         measure.bakeoff,
         measure.profile,
     ),
-    Collection("cache", list=maintain.cache_list),
     _bundle,
-    Collection(
-        "pins",
-        lock=maintain.pins_lock,
-        debian=maintain.pins_debian,
-    ),
+    Collection("pins", lock=maintain.pins_lock),
     Collection(
         "max",
         up=modular.up,

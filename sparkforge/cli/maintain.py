@@ -12,9 +12,6 @@ from sparkforge.cli.command import caller_path, caller_paths, listed, task, whol
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import UsageError
 
-CONTAINER = "the container's cache, which is in the volume of this checkout's Compose project"
-ROOT = "the cache's folder, if it is not FlashInfer's own"
-
 
 @task(
     example="./inv clean-cache --stale --dry-run",
@@ -22,11 +19,12 @@ ROOT = "the cache's folder, if it is not FlashInfer's own"
     changed="changed source files, with commas: remove the modules built from them",
     stale="remove what other versions left",
     all="remove every module; asks first",
+    list_="instead: list the modules, their sizes, and what a rebuild of each costs",
     files="instead: remove fetched and patched files that no pin or lock of this checkout names; asks first",
     dry_run=DRY_RUN,
     yes="do not ask",
-    root=ROOT,
-    container=CONTAINER,
+    root="the cache's folder, if it is not FlashInfer's own",
+    container="the container's cache, which is in the volume of this checkout's Compose project",
 )
 def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     _ctx: Context,
@@ -34,6 +32,7 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     changed: str = "",
     stale: bool = False,
     all: bool = False,  # noqa: A002 - the option's name
+    list_: bool = False,
     files: bool = False,
     dry_run: bool = False,
     yes: bool = False,
@@ -44,10 +43,14 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
 
     A module that a live process uses stays.
     """
+    chosen_modules = module or changed or stale or all
+    if list_ and (chosen_modules or files or dry_run or yes):
+        why = "it removes nothing; it goes with --root or --container"
+        raise UsageError("--list goes with none of these options", why, "./inv clean-cache --list")
     if files:
         from sparkforge.sources import prune
 
-        if module or changed or stale or all or root or container:
+        if chosen_modules or root or container:
             failure, why = "--files goes with --dry-run and --yes alone", "the other options choose compiled modules"
             raise UsageError(failure, why, "./inv clean-cache --files --dry-run")
         prune.prune(dry_run=dry_run, yes=yes)
@@ -63,44 +66,26 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
             )
         flags = {"--stale": stale, "--all": all, "--dry-run": dry_run, "--yes": yes}
         arguments = [*(["--module", module] if module else []), *(name for name, chosen in flags.items() if chosen)]
-        _end_with(volume.run_cache("clean", *arguments))
+        if code := volume.run_cache("list") if list_ else volume.run_cache("clean", *arguments):
+            raise Exit(code=code)  # the program in the container has said why
         return
     from sparkforge import pins
     from sparkforge.compile import cache
 
+    table, folder = pins.load(), Path(caller_path(root)) if root else None
+    if list_:
+        cache.print_cache(table, root=folder)
+        return
     cache.clean(
-        pins=pins.load(),
+        pins=table,
         names=listed(module),
         changed=caller_paths(changed),
         stale=stale,
         everything=all,
         dry_run=dry_run,
         yes=yes,
-        root=Path(caller_path(root)) if root else None,
+        root=folder,
     )
-
-
-@task(example="./inv cache.list", root=ROOT, container=CONTAINER)
-def cache_list(_ctx: Context, root: str = "", container: bool = False) -> None:
-    """List the compiled FlashInfer modules.
-
-    Prints their sizes, and what a rebuild of each costs.
-    """
-    if container:
-        from sparkforge.image import volume
-
-        _end_with(volume.run_cache("list"))
-        return
-    from sparkforge import pins
-    from sparkforge.compile import cache
-
-    cache.print_cache(pins.load(), root=Path(caller_path(root)) if root else None)
-
-
-def _end_with(code: int) -> None:
-    """End with the exit code of a program in a container, which has said why. Raises Exit."""
-    if code:
-        raise Exit(code=code)
 
 
 @task(
@@ -143,20 +128,17 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
     bundle.unpack(Path(caller_path(file)), Path(caller_path(folder)), sha256=sha256)
 
 
-@task(example="./inv pins.lock")
-def pins_lock(_ctx: Context) -> None:
+@task(example="./inv pins.lock", debian="instead: the images' Debian packages, every one by sha256")
+def pins_lock(_ctx: Context, debian: bool = False) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
+    if debian:
+        from sparkforge.pins import debian as packages
+
+        packages.lock_and_report()
+        return
     from sparkforge.pins import locks
 
     say(f"locked {', '.join(path.name for path in locks.compile_all())}")
-
-
-@task(example="./inv pins.debian")
-def pins_debian(_ctx: Context) -> None:
-    """Lock the images' Debian packages again, every one by sha256."""
-    from sparkforge.pins import debian
-
-    debian.lock_and_report()
 
 
 @task(

@@ -30,10 +30,7 @@ GROUPS = {
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "provenance"),
-    "maintain": (
-        *("clean-cache", "cache.list", "bundle", "bundle.*", "pins.*"),
-        *("test", "check", "docs"),
-    ),
+    "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check", "docs"),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 # Former names, which run for one release more, and what each is now.
@@ -46,7 +43,9 @@ OLD_NAMES = {
     "image.reproduce": "image.verify --reproduce",
     "image.inspect": "image.verify",
     "image.list": "image.clean --dry-run",
-    "cache": "cache.list",
+    "cache": "clean-cache --list",
+    "cache.list": "clean-cache --list",
+    "pins.debian": "pins.lock --debian",
     "patch.apply": "patch.make",
     "dev.patch": "patch --into",
 }

@@ -279,7 +279,7 @@ def clean(  # noqa: PLR0913 - one argument a flag
     by_name = set[str]().union(*matching.values())
     if unknown := sorted(name for name, variants in matching.items() if not variants):
         why = f"it holds {', '.join(known) or 'nothing'}"
-        raise UsageError(f"no module {', '.join(unknown)} in the cache", why, advised("cache.list"))
+        raise UsageError(f"no module {', '.join(unknown)} in the cache", why, advised("clean-cache", "--list"))
     by_source = list[CachedModule]()
     for path in changed:
         affected = [*made_from(cached, [path]), *generated_from(cached, path)]
@@ -361,7 +361,7 @@ def _print_modules(pins: Pins, root: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List or clean, as `./inv cache.list` and `./inv clean-cache` do; return the exit code."""
+    """List or clean, as `./inv clean-cache --list` and `./inv clean-cache` do; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m sparkforge.compile.cache", description=__doc__)
     parser.add_argument("step", choices=("list", "clean"))
     parser.add_argument("--module", default="", help="modules to remove, with commas, such as 'fused_moe_*'")

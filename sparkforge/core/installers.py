@@ -34,6 +34,12 @@ class _Rule(NamedTuple):
     busy: bool = False
 
 
+# Progress lines and URLs say nothing about a refusal, whatever words are in them.
+_PROGRESS = re.compile(
+    r"(?m)^\s*(?:Collecting|Downloading|Fetching|Using cached|Looking in|Processing|Requirement already|Resolved"
+    r"|Prepar\w+|Installing|Building) .*$"
+)
+_NAMES = re.compile(r"\b[a-z][a-z+]*://[^\s`'\"<>]+|\b(?:host|for url)[=: (]+[^\s,)]+")
 # The first rule whose pattern is found counts; `\1` and so on in a cause stand for the pattern's groups.
 _RULES = (
     _Rule(r"No space left on device|os error 28|Errno 28", "no space is left on the disk", "df -h"),
@@ -54,16 +60,22 @@ _RULES = (
         "the package index refuses the credentials (401 or 403)",
         SETTINGS,
     ),
-    _Rule(r"407 Proxy|ProxyError|proxy", "the proxy refuses the connection", "env | grep -i _proxy"),
+    _Rule(
+        r"407 Proxy|ProxyError|[Tt]unnel (?:error|connection failed)"
+        r"|(?i:proxy authenti|proxy authoriz|to (?:the )?proxy)",
+        "the proxy refuses the connection",
+        "env | grep -i _proxy",
+    ),
     _Rule(
         r"UnknownIssuer|CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate",
         "the index's TLS certificate is not trusted",
         "set PIP_CERT to your organisation's CA bundle",
     ),
-    _Rule(r"(429 Too Many|50\d [A-Z][a-z]+)", r"the package index is busy (\1)", NETWORK, busy=True),
+    _Rule(r"\b(429 Too Many|50\d [A-Z][a-z]+)", r"the package index is busy (\1)", NETWORK, busy=True),
     _Rule(r"HTTP error (429|50\d)|too many (429|50\d) error", r"the package index is busy (\1\2)", NETWORK, busy=True),
     _Rule(
-        r"[Tt]imed? ?out|TimeoutError|IncompleteRead|[Cc]onnection reset|os error 104|BrokenPipe|end of file before",
+        r"(?<![\w-])[Tt]imed? ?out\b(?![-=])|TimeoutError|IncompleteRead|"
+        r"[Cc]onnection reset|os error 104|BrokenPipe|end of file before",
         "the package index stopped answering",
         NETWORK,
         busy=True,
@@ -106,7 +118,7 @@ def refusal(output: str) -> Refusal:
             cause = f"{wanted} is needed, and a constraint of pip's settings demands {limits} ({_constraint_home()})"
             return Refusal(cause[:LONGEST], "remove that constraint, or run with: PIP_CONFIG_FILE=/dev/null")
         return Refusal(f"these requirements exclude each other: {wanted}"[:LONGEST], SETTINGS)
-    joined = re.sub(r"\n\s+(?=[a-z`])", " ", output)  # uv wraps its sentences
+    joined = re.sub(r"\n\s+(?=[a-z`])", " ", _NAMES.sub("URL", _PROGRESS.sub("", output)))  # uv wraps its sentences
     for rule in _RULES:
         if match := re.search(rule.pattern, joined):
             cause = rule.cause

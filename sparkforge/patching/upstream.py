@@ -5,7 +5,6 @@ What was read is kept under the archive's sha256 and checked by hash on every us
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TypeAlias
 from packaging.version import InvalidVersion, Version
 
 from sparkforge.core import paths
+from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError, IntegrityError, NetworkError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.patching.hunks import Content, digest
@@ -85,10 +85,10 @@ def reader(release: Release, wanted: Iterable[str]) -> Reader:
 def _kept(folder: Path) -> dict[str, Content]:
     """Return what earlier runs kept and still has the right hash."""
     try:
-        index: Mapping[str, str | None] = json.loads((folder / "index.json").read_bytes())
+        index: Mapping[str, str | None] = read_json(folder / "index.json")
         cached = {path: (folder / sha256).read_bytes() if sha256 and (folder / sha256).is_file() else None
                 for path, sha256 in index.items()}  # fmt: skip
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return {path: content for path, content in cached.items() if digest(content) == index[path]}
 

@@ -75,7 +75,9 @@ def read(path: Path) -> list[Deb]:
                 sha256, name = line.split()
                 packages.append(Deb(sha256, name))
     except ValueError as error:
-        raise InputError(f"{path.name} is malformed", str(error), "./inv pins.debian", code="input.pins") from error
+        raise InputError(
+            f"{path.name} is malformed", str(error), "./inv pins.lock --debian", code="input.pins"
+        ) from error
     return packages
 
 
@@ -105,7 +107,7 @@ def mirror() -> str:
     raise NetworkError(
         "no Debian archive is known",
         "apt on this machine has none",
-        "DEBIAN_MIRROR=URL ./inv pins.debian",
+        "DEBIAN_MIRROR=URL ./inv pins.lock --debian",
         code="network.fetch",
     )
 
@@ -141,7 +143,7 @@ def _lock(packages: DebianSet, architecture: str, apt: list[str], earlier: Debia
     if lock.exists() and sorted(read(lock), key=lambda deb: deb.path) == debs:
         return lock  # nothing changed: keep its day, whose snapshot holds these files
     day = datetime.now(UTC).strftime("%Y%m%dT000000Z")
-    head = f"# Made from deploy/debian.toml by `./inv pins.debian`; do not edit.\n# snapshot {day}\n"
+    head = f"# Made from deploy/debian.toml by `./inv pins.lock --debian`; do not edit.\n# snapshot {day}\n"
     write_atomic(lock, head + "".join(f"{deb.sha256}  {deb.path}\n" for deb in debs))
     return lock
 

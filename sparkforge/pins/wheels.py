@@ -6,7 +6,6 @@ and takes one platform tag at a time. Tags and markers are those of PyPA's `pack
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from sparkforge.core import paths
+from sparkforge.core.documents import read_json
 from sparkforge.core.errors import InputError, ProcessError
 from sparkforge.core.files import sha256_file, write_json
 from sparkforge.core.manifest import Made, once
@@ -180,8 +180,8 @@ def picks(lock: Path, target: TargetMachine) -> list[Pick]:
 
     once(cached, "picks", inputs, make)
     try:
-        return [Pick(**pick) for pick in json.loads(cached.read_text(encoding="utf-8"))]
+        return [Pick(**pick) for pick in read_json(cached)]
     except (ValueError, TypeError):
         cached.unlink()
         once(cached, "picks", inputs, make)
-        return [Pick(**pick) for pick in json.loads(cached.read_text(encoding="utf-8"))]
+        return [Pick(**pick) for pick in read_json(cached)]

@@ -35,6 +35,7 @@ from packaging.utils import canonicalize_name
 from sparkforge import pins
 from sparkforge.core import manifest, paths
 from sparkforge.core.console import say
+from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import IntegrityError, UsageError
 from sparkforge.core.files import CHUNK, require_space, sha256_file
 from sparkforge.core.manifest import Made, Manifest
@@ -405,11 +406,11 @@ def _unpack(file: Path, folder: Path) -> int:
 def _read_index(file: Path, data: bytes) -> dict[str, tuple[str, int]]:
     """Return (sha256, size) of each member. Raises IntegrityError if the index is not one of ours."""
     try:
-        value = json.loads(data)
+        value = parse_json(data, offline.INDEX)
         if value["schema"] != SCHEMA:
             raise ValueError("another schema")  # noqa: TRY301
         members = {path: (str(entry["sha256"]), int(entry["size"])) for path, entry in value["members"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _refused(file, f"its {offline.INDEX} is not one that this Sparkforge reads: {error}") from error
     for path, (_, length) in members.items():
         fine = unharmful(path) and path != offline.INDEX and length >= 0 and path.count("/") <= MAX_DEPTH

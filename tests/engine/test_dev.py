@@ -96,7 +96,7 @@ def test_every_advised_command_runs_where_it_is_printed(dev):
     code = "import sys; from sparkforge.cli import program; [program.run([name, '--help']) for name in sys.argv[1:]]"
     helped = inside(dev, ".venv/bin/python", "-c", code, *names)
     assert [name for name in names if f"Usage: ./inv {name} " not in helped] == []
-    inside(dev, "./inv", "cache.list")
+    inside(dev, "./inv", "clean-cache", "--list")
     programs = ("less", "pip", "git", "ninja")
     output = inside(
         dev, "sh", "-c", 'for name; do command -v "$name" > /dev/null || echo "$name"; done', "-", *programs
@@ -162,11 +162,11 @@ def test_the_hosts_command_cleans_the_containers_volume(volume, engine, project)
         command = [sys.executable, "-m", "sparkforge.cli", *arguments]
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
-    listed = inv("cache.list", "--container")
+    listed = inv("clean-cache", "--list", "--container")
     assert listed.returncode == 0, listed.stderr
     assert listed.stderr.count("rebuild about") == 3
     cleaned = inv("clean-cache", "--container", "--module", "fused_moe_*")
     assert "removed 2 modules" in cleaned.stderr, cleaned.stderr
     refused = inv("clean-cache", "--container", "--module", "fused_moe_*")
     assert refused.returncode == 2
-    assert "next: on the host: ./inv cache.list --container" in refused.stderr
+    assert "next: on the host: ./inv clean-cache --container --list" in refused.stderr

@@ -186,7 +186,7 @@ def status() -> dict[str, Any]:
     text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=NAMED)).strip()
     if not text:
         return {"state": "stopped"}
-    entry = json.loads(text.splitlines()[0])
+    entry = parse_json(text.splitlines()[0], "docker compose ps")
     if entry["State"] == "running":
         milestone = "" if entry.get("Health") == "healthy" else logs.milestone(log_text())
         return {"state": "running", "container": entry["ID"][:12], "milestone": milestone or entry.get("Health", "")}

@@ -8,6 +8,10 @@ OFFERED = "ERROR: Could not find a version that satisfies the requirement demo==
 TIMEOUT = (
     "error: Failed to fetch: `https://x/demo/`\n  Caused by: error sending request\n  Caused by: operation timed out\n"
 )
+UNREACHABLE = """\
+error: Failed to fetch: `https://proxy.example.org/timeout/demo/`
+  Caused by: Connection refused (os error 111)
+"""
 CONFLICT = """\
 Looking in indexes: https://x/simple
 ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.
@@ -65,6 +69,32 @@ CASES = {
         False,
     ),
     "certificate": ("Caused by: invalid peer certificate: UnknownIssuer", "certificate is not trusted", False),
+    "a proxy, pip": (
+        "  WARNING: Retrying after: 'ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed: 407'))'",
+        "the proxy refuses",
+        False,
+    ),
+    "a proxy, uv": (
+        "  Caused by: client error (Connect)\n  Caused by: tunnel error: unsuccessful",
+        "the proxy refuses",
+        False,
+    ),
+    # Words of a mirror's address and of packages are no causes.
+    "a mirror called proxy": (
+        "Looking in indexes: https://proxy.example.org/timeout/\nCollecting http-proxy\n" + UNREACHABLE,
+        "nothing answers",
+        False,
+    ),
+    "a package called timeout": (
+        "Collecting async-timeout==9\n" + OFFERED.format("4.0, 5.0").replace("demo==1.0", "async-timeout==9"),
+        "no async-timeout==9 for this Python and machine, only 4.0, 5.0",
+        False,
+    ),
+    "a package called proxy": (
+        "Collecting proxy-tools\n" + OFFERED.format("0.1").replace("demo==1.0", "proxy-tools==9"),
+        "no proxy-tools==9 for this",
+        False,
+    ),
     "unknown": (
         "Collecting demo\nERROR: something new happened\nWARNING: a newer pip\n",
         "something new happened",

@@ -230,7 +230,7 @@ def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(
     )  # fmt: skip
     assert result.returncode == 1
     assert "tini_1_amd64.deb" in result.stderr
-    assert "./inv pins.debian" in result.stderr
+    assert "./inv pins.lock --debian" in result.stderr
     assert (tmp_path / "asked").read_text().split() == [
         "http://mirror.test/debian/pool/main/t/tini/tini_1_amd64.deb",
         "http://snapshot.test/archive/debian/20260101T000000Z/pool/main/t/tini/tini_1_amd64.deb",
