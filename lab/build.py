@@ -27,7 +27,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lab.program import exit_code
 from sparkforge.bench.machine import facts
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
@@ -36,6 +35,7 @@ from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import Child, run
+from sparkforge.core.program import exit_code
 
 MODULE = "fused_moe_120_fp8xfp4"
 MODULE_FOLDER = f".cache/flashinfer/*/121a/cached_ops/{MODULE}"

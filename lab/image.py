@@ -22,7 +22,6 @@ from xml.etree import ElementTree as ET
 import httpx
 from packaging.requirements import Requirement
 
-from lab.program import exit_code
 from sparkforge import environments, pins
 from sparkforge.bench.machine import facts
 from sparkforge.core import openai, paths
@@ -33,6 +32,7 @@ from sparkforge.core.errors import NetworkError, ServerError, UsageError
 from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import run
+from sparkforge.core.program import exit_code
 from sparkforge.image import build as image
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import devices, trimming, versions

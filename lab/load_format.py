@@ -21,7 +21,6 @@ from typing import Any
 from rich.table import Table
 
 from lab import load_format_child
-from lab.program import exit_code
 from sparkforge import environments, pins
 from sparkforge.bench.machine import facts
 from sparkforge.core import paths
@@ -29,6 +28,7 @@ from sparkforge.core.console import Steps, console, say
 from sparkforge.core.errors import BenchmarkError, UsageError
 from sparkforge.core.files import require_space, require_writable, write_json
 from sparkforge.core.process import run
+from sparkforge.core.program import exit_code
 
 ENVIRONMENT = environments.Environment("loaders")
 ROUNDS = 3

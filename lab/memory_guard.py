@@ -306,6 +306,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.machine:
         sys.exit(_machine(options.trials))
-    from lab.program import exit_code  # the trials of a machine need the standard library only
+    from sparkforge.core.program import exit_code  # the trials of a machine need the standard library only
 
     sys.exit(exit_code(lambda: main(options.output, options.trials)))

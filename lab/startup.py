@@ -21,7 +21,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lab.program import exit_code
 from sparkforge.bench.context import memory
 from sparkforge.bench.load import Prompt, require_answers, send
 from sparkforge.bench.machine import facts
@@ -32,6 +31,7 @@ from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
+from sparkforge.core.program import exit_code
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info")
 WARM_RUNS = 3

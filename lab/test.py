@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from lab.program import exit_code
 from sparkforge import environments
 from sparkforge.core.console import Steps
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call
+from sparkforge.core.program import exit_code
 from sparkforge.serve import environment
 
 

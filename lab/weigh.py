@@ -20,10 +20,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lab.program import exit_code
 from sparkforge.core.console import console
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run
+from sparkforge.core.program import exit_code
 
 HOUSES: Mapping[str, tuple[str, ...]] = {
     "product": ("sparkforge", "validate"),

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.program import exit_code
 from sparkforge.core.console import say
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.program import exit_code
 from sparkforge.models import table, tiny_format, tiny_random
 from sparkforge.models.harmony import tokenizer_files
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from lab import load_format
-from lab.program import exit_code
 from sparkforge.core.errors import BenchmarkError, UsageError
+from sparkforge.core.program import exit_code
 
 
 def test_the_stock_reader_is_measured_cold_and_warm(tmp_path, monkeypatch):

@@ -11,9 +11,10 @@ import torch
 from lab.training.model import GptOss, Layer, gains
 from spark_mxfp4.mxfp4 import dequantize, quantize
 from sparkforge.models import tiny_trained
-from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors
+from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors, to_safetensors
 
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "experts_norm"}
+LARGEST = 127  # of int8, on both sides of 0
 LINEARS = {**{f"self_attn.{name}_proj": name for name in "qkvo"}, "mlp.router": "router"}
 
 
@@ -34,7 +35,17 @@ def pack(model: GptOss, vocabulary: np.ndarray[tuple[int], np.dtype[np.int32]], 
         stored |= {f"model.layers.{number}.{name}": tensor for name, tensor in tensors.items()}
     short = dict(zip(tiny_trained.SHORT, (_floats(model.embed), _floats(model.head)), strict=True))
     metadata = {"sizes": json.dumps(model.sizes._asdict()), **facts}
-    return tiny_trained.pack(stored, short, vocabulary[1:].tolist(), metadata)
+    for name, values in short.items():
+        stored[name], stored[tiny_trained.scale_of(name)] = narrow(values)
+    tokens = np.array(vocabulary[1:], "<i4")
+    return to_safetensors({**stored, tiny_trained.ROWS: Tensor(tokens.shape, "I32", tokens.tobytes())}, metadata)
+
+
+def narrow(values: Floats) -> tuple[Tensor, Tensor]:
+    """Return rows [N, H] as int8, and the scale of each, which makes its largest value LARGEST."""
+    scale = np.maximum(np.abs(values).max(1), np.float32(1e-30)).astype(np.float32) / np.float32(LARGEST)
+    rounded = np.rint(values / scale[:, None]).astype(np.int8)
+    return Tensor(rounded.shape, "I8", rounded.tobytes()), Tensor(scale.shape, "F32", scale.astype("<f4").tobytes())
 
 
 def unpack(path: Path = tiny_trained.FILE) -> tuple[GptOss, np.ndarray[tuple[int], np.dtype[np.int32]]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lab.program import exit_code
 from lab.upstream import check, update
 from sparkforge.cli.build import chosen_stack
+from sparkforge.core.program import exit_code
 
 
 def main() -> None:

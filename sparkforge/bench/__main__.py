@@ -6,34 +6,22 @@ The options are those of `./inv bench.*`. BENCH_URL, BENCH_MODEL and BENCH_TOKEN
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from sparkforge.bench import runs, submit
 from sparkforge.bench.options import ACCURACY, LOAD, OPTIONS, SUBMIT
-from sparkforge.core.console import show_error
-from sparkforge.core.declare import declare
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.program import ArgumentParser, exit_code
 
 COMMANDS = {"acc": ACCURACY, "perf": LOAD, "submit": SUBMIT}
 VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL", "tokenizer": "BENCH_TOKENIZER"}
 
 
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are UsageErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing and exiting."""
-        raise UsageError("the arguments cannot be read", message, "python -m sparkforge.bench --help")
-
-
-def parser() -> CommandParser:
+def parser() -> ArgumentParser:
     """Return the parser of all commands; long options take one dash too, as the competition writes them."""
-    top = CommandParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
+    top = ArgumentParser(prog="python -m sparkforge.bench", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, names in COMMANDS.items():
         options = commands.add_parser(command, allow_abbrev=False)
@@ -54,7 +42,8 @@ def main(command_line: Sequence[str]) -> int:
     """Run one command and return its exit code; without a command it is `perf`."""
     if not command_line or (command_line[0].startswith("-") and command_line[0] not in ("-h", "--help")):
         command_line = ["perf", *command_line]
-    try:
+
+    def run() -> None:
         flags = vars(parser().parse_args(command_line))
         match flags.pop("command"):
             case "acc":
@@ -63,15 +52,8 @@ def main(command_line: Sequence[str]) -> int:
                 runs.run_benchmark(flags, Path(sys.executable))
             case _:
                 submit.main(flags, Path(sys.executable))
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    except OSError as error:
-        if (declared := declare(error)) is None:
-            raise
-        show_error(declared)
-        return declared.exit_code
-    return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ LATEST = 1e18  # microseconds, 30,000 years: sums of such times are still number
 OTHER, WAITING = "other", "waiting"
 Processor = Literal["gpu", "cpu"]
 GZIP = b"\x1f\x8b"
+LONGEST_NAME = 20_000  # characters of an operator's name; templates of C++ have thousands
 
 
 class Pattern(Record):
@@ -124,15 +125,19 @@ class Breakdown(Record):
 
 @dataclass
 class Event:
-    """A run of an operator, or a phase; microseconds. `callee_time` counts for others, called or waited for."""
+    """A run of an operator, or a phase; microseconds. `callee_time` counts for others, called or waited for.
+
+    `operator` is the one that it runs in: itself, or for a phase the nearest one around it.
+    """
 
     name: str
     begin: float
     end: float
     is_span: bool = False
-    callee_time: float = field(default=0.0)
+    callee_time: float = 0.0
     group: str = OTHER
     whole: bool = False
+    operator: Event | None = None
 
 
 def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
@@ -140,17 +145,26 @@ def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
     table = table or load_table()
     on_gpu, threads = _events(path)
     if on_gpu:
-        for event in on_gpu:
-            row = table.first("gpu", event.name)
-            event.group = row.group if row else OTHER
-        _leave_out_overlaps(on_gpu)
+        _classify("gpu", table, on_gpu)
+        end = -math.inf  # of what began before: an event gets only the time after it
+        for event in sorted(on_gpu, key=lambda event: event.begin):
+            event.callee_time = max(0.0, min(end, event.end) - event.begin)
+            end = max(end, event.end)
         return _breakdown("gpu", table, on_gpu)
     busy = [events for events in threads.values() if not all(event.is_span for event in events)]
     if not busy:
         raise _malformed(path, "it holds no operator: nothing ran between the profiler's start and its stop")
     # The thread that runs the model; what others do, such as to free memory, takes next to nothing.
     thread = max(busy, key=lambda events: sum(_merged([event for event in events if not event.is_span])))
-    return _breakdown("cpu", table, list(_nested(thread, table)))
+    _classify("cpu", table, thread)
+    return _breakdown("cpu", table, list(_nested(thread)))
+
+
+def _classify(processor: Processor, table: OperatorTable, events: Sequence[Event]) -> None:
+    rows = {name: table.first(processor, name) for name in {event.name for event in events}}
+    for event in events:
+        if row := rows[event.name]:
+            event.group, event.whole = row.group, row.whole
 
 
 def _malformed(path: Path, why: str) -> InputError:
@@ -192,7 +206,12 @@ def _events(path: Path) -> tuple[list[Event], dict[tuple[str, str], list[Event]]
             continue
         name, times = row.get("name"), [row.get("ts"), row.get("dur")]
         begin, length = (float(time) if isinstance(time, int | float) else -1.0 for time in times)
-        if not isinstance(name, str) or not 0 <= begin <= LATEST or not 0 <= length <= LATEST:
+        if (
+            not isinstance(name, str)
+            or len(name) > LONGEST_NAME
+            or not 0 <= begin <= LATEST
+            or not 0 <= length <= LATEST
+        ):
             raise _malformed(path, f"event {number} has no name, begin or duration that makes sense")
         events = on_gpu if category in GPU else threads[str(row.get("pid")), str(row.get("tid"))]
         events.append(Event(name, begin, begin + length, category == SPAN))
@@ -208,30 +227,20 @@ def _merged(events: Sequence[Event]) -> Iterator[float]:
             end = event.end
 
 
-def _leave_out_overlaps(events: Sequence[Event]) -> None:
-    """Take from each event the time in which one that began before it still ran."""
-    end = -math.inf
-    for event in sorted(events, key=lambda event: event.begin):
-        event.callee_time = max(0.0, min(end, event.end) - event.begin)
-        end = max(end, event.end)
-
-
-def _nested(events: Sequence[Event], table: OperatorTable) -> Iterator[Event]:
+def _nested(events: Sequence[Event]) -> Iterator[Event]:
     """Yield a thread's operators with their groups and what they called, from how they lie in each other."""
-    rows: dict[str, Pattern | None] = {}
     callers: list[Event] = []
     for event in sorted(events, key=lambda event: (event.begin, -event.end)):
         while callers and callers[-1].end <= event.begin:
             callers.pop()
-        if event.name not in rows:
-            rows[event.name] = table.first("cpu", event.name)
-        row, caller = rows[event.name], callers[-1] if callers else None
-        event.group, event.whole = (row.group, row.whole) if row else (OTHER, False)
+        caller = callers[-1] if callers else None
         if caller and caller.whole:
             event.group, event.whole = caller.group, True
+        event.operator = caller.operator if caller else None
         if not event.is_span:  # of a phase only what runs in it counts
-            if operator := next((above for above in reversed(callers) if not above.is_span), None):
-                operator.callee_time += min(event.end, operator.end) - event.begin
+            if event.operator:
+                event.operator.callee_time += min(event.end, event.operator.end) - event.begin
+            event.operator = event
             yield event
         callers.append(event)
 

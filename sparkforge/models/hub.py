@@ -9,30 +9,28 @@ only with --replace.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
-import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
 
 from sparkforge.core import paths
-from sparkforge.core.console import download_bar, echo, say, show_error
-from sparkforge.core.errors import InputError, IntegrityError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.console import download_bar, echo, say
+from sparkforge.core.errors import InputError, IntegrityError, StorageError, UsageError
 from sparkforge.core.files import CHUNK, fsync_directory, locked, require_space, sha256_file, write_json
+from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import table as models
 from sparkforge.models.hub_source import NOTE, CheckpointSource, Note, RemoteFile
 from validate.facts import checkpoint
 from validate.facts.target import Options, Target
 
 PARTIAL = ".sparkforge-partial"  # the folder of a fetch under way: `.NAME` and this beside a new target, or inside one
-PART = re.compile(r"\.(.+)\.(?:[0-9a-f]{12}|unknown)\.part")
 # What vLLM 0.32.0 reads of a checkpoint; the hub's gpt-oss repositories also hold the weights twice more, in original/
 # and metal/.
 WANTED = (
@@ -47,14 +45,6 @@ WANTED = (
     "*.safetensors",
 )
 WORKERS = 4  # files at a time: one connection seldom fills a line
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are UsageErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing and exiting."""
-        raise UsageError("the arguments cannot be read", message, "python -m sparkforge.models.hub --help")
 
 
 def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = False) -> Path:
@@ -72,7 +62,9 @@ def fetch_checkpoint(source: CheckpointSource, target: Path, *, replace: bool = 
             )
         files = choose(source)
         different = [file for file in files if not _has(target / file.name, file)]
-        note = Note.read(target)
+        note = None
+        with suppress(InputError):  # then the folder is not ours
+            note = Note.read(target)
         if different and not replace:
             _require_ours(target, note, source)
         for file in different:
@@ -137,13 +129,10 @@ def _swap(
     for file in different:
         (work / file.name).replace(target / file.name)
     fsync_directory(target)
-    for name, sha256 in (note.files if note else {}).items():
+    for name, noted in (note.files if note else {}).items():
         path = target / name
         gone = name not in {file.name for file in files} and name == Path(name).name
-        if gone and path.is_file() and sha256_file(path) == sha256:
-            path.unlink()
-    for path in target.glob(".*.part"):  # of Sparkforge before 2026-12, which wrote files in place
-        if note and (part := PART.fullmatch(path.name)) and _wanted(part[1]):
+        if gone and path.is_file() and sha256_file(path) == noted.sha256:
             path.unlink()
     write_json(target / NOTE, _note(source, target, files))
     shutil.rmtree(work, ignore_errors=True)
@@ -184,8 +173,20 @@ def fetch_and_report(repository: str, revision: str, destination: str, mirror: s
     """Fetch a checkpoint and print what, from where, and what to do next. Raises as `fetch_checkpoint` does."""
     # Compose looks into `models`.
     target = Path(destination) if destination else paths.ROOT / "models" / repository.rpartition("/")[2]
-    pinned = revision or ("" if mirror else models.pinned_revision(repository) or _recorded(target, repository))
-    source = _source(repository, pinned, mirror)
+    pinned = revision
+    if not revision and not mirror:
+        note = Note.read(paths.typed(target))
+        recorded = note.revision if note and note.repository == repository else ""  # of an earlier fetch
+        pinned = models.pinned_revision(repository) or recorded
+    source: CheckpointSource
+    if mirror:
+        from sparkforge.models.hub_mirror import Mirror  # noqa: PLC0415 - a mirror needs no hub library
+
+        source = Mirror(Path(mirror), repository, pinned)
+    else:
+        from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - and the hub's library is needed for nothing else
+
+        source = Hub(repository, pinned or "main")
     say(f"{source.name} at {source.revision} → {target}")
     if not pinned and not mirror:
         say(f"no revision of {repository} is pinned: this is its main branch now, and the commit is recorded in {NOTE}")
@@ -195,47 +196,21 @@ def fetch_and_report(repository: str, revision: str, destination: str, mirror: s
     say(f"serve it: ./inv up --model {folder}")
 
 
-def _recorded(target: Path, repository: str) -> str:
-    """Return the commit that an earlier fetch of the same repository recorded; empty if there was none."""
-    note = Note.read(paths.typed(target))
-    return note.revision if note and note.repository == repository else ""
-
-
 def main(command_line: list[str]) -> int:
     """Fetch from the command line; return the exit code."""
-    parser = Parser(prog="python -m sparkforge.models.hub", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m sparkforge.models.hub", description=__doc__, allow_abbrev=False)
     parser.add_argument("repository", help="such as openai/gpt-oss-120b")
     for flag in ("--revision", "--to", "--mirror"):
         parser.add_argument(flag, default="")
     parser.add_argument(
         "--replace", action="store_true", help="replace files in a folder that model.fetch did not make"
     )
-    try:
-        arguments = parser.parse_args(command_line)
-        fetch_and_report(
-            arguments.repository, arguments.revision, arguments.to, arguments.mirror, replace=arguments.replace
-        )
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    except OSError as error:  # the image has no console, whose handler would name it too
-        summary, why = f"cannot use {error.filename or 'a file'}", error.strerror or str(error)
-        show_error(StorageError(summary, why, "name another folder: --to FOLDER", code="storage.access"))
-        return StorageError.exit_code
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on where it stopped")
-        return 130
-    return 0
 
+    def fetch() -> None:
+        options = parser.parse_args(command_line)
+        fetch_and_report(options.repository, options.revision, options.to, options.mirror, replace=options.replace)
 
-def _source(repository: str, revision: str, mirror: str) -> CheckpointSource:
-    if mirror:
-        from sparkforge.models.hub_mirror import Mirror  # noqa: PLC0415 - a mirror needs no hub library
-
-        return Mirror(Path(mirror), repository, revision)
-    from sparkforge.models.hub_online import Hub  # noqa: PLC0415 - and the hub's library is needed for nothing else
-
-    return Hub(repository, revision or "main")
+    return exit_code(fetch)
 
 
 def _missing(work: Path, files: Iterable[RemoteFile]) -> list[RemoteFile]:

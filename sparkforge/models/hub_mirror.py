@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import CHUNK, sha256_file
 from sparkforge.core.paths import typed
-from sparkforge.models.hub_source import NOTE, UNREADABLE, RemoteFile
+from sparkforge.models.hub_source import NOTE, Note, RemoteFile
 
 SMALL = 64 << 20  # bytes; larger files are weights, whose structure is checked
 BLOB = re.compile(r"[0-9a-f]{64}")  # in a Hugging Face cache, a large file is a link to a blob named by its sha256
@@ -21,10 +20,12 @@ class Mirror:
     """A checkpoint that lies in a folder, perhaps on another machine's disk."""
 
     def __init__(self, folder: Path, repository: str, revision: str) -> None:
-        """Find the checkpoint. Raises NetworkError if the folder holds none of this repository and revision."""
+        """Find the checkpoint. Raises NetworkError for a folder without it, InputError for a note that is malformed."""
         self.folder = _find(typed(folder).absolute(), repository, revision)
         self.repository, self.name = repository, f"{repository} in {folder}"
-        recorded, self.hashes = self._note()
+        note = Note.read(self.folder)
+        self.hashes = {name: file.sha256 for name, file in note.files.items()} if note else {}
+        recorded = note.revision if note else ""
         self.revision = recorded or revision or self.folder.name
         if revision and recorded and recorded != revision:
             raise NetworkError(
@@ -68,25 +69,6 @@ class Mirror:
         if path.is_symlink() and BLOB.fullmatch(target):
             return f"sha256:{target}"
         return f"sha256:{sha256_file(path)}" if path.stat().st_size < SMALL else ""
-
-    def _note(self) -> tuple[str, dict[str, str]]:
-        """Return the revision and the hashes that an earlier `model.fetch` noted; nothing if there is no note."""
-        note = self.folder / NOTE
-        if not note.exists():
-            return "", {}
-        try:
-            value = json.loads(note.read_text(encoding="utf-8"))
-            hashes = {name: str(entry["sha256"]) for name, entry in value["files"].items()}
-            if strange := [sha256 for sha256 in hashes.values() if not BLOB.fullmatch(sha256)]:
-                raise ValueError(f"{strange[0][:80]!r} is no sha256")
-            return str(value["revision"]), hashes
-        except UNREADABLE as error:
-            raise NetworkError(
-                f"{note} cannot be read",
-                repr(error)[:300],
-                f"rm {note}   # its hashes are then not known",
-                code="network.fetch",
-            ) from error
 
 
 def _find(folder: Path, repository: str, revision: str) -> Path:

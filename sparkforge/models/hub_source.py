@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field, ValidationError
+
+from sparkforge.core.documents import DocumentError, read_json
+from sparkforge.core.errors import InputError
+from sparkforge.core.tables import Record
+
 NOTE = "sparkforge-model.json"  # our marker, written last: which revision this is, and every file's hash
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # a file that is not our JSON
 
 
 @dataclass(frozen=True)
@@ -35,21 +39,31 @@ class CheckpointSource(Protocol):
         """Write the file's bytes to `part`, or only those that it lacks; `advance` takes the count of each piece."""
 
 
-@dataclass(frozen=True)
-class Note:
+class NotedFile(Record, extra="ignore"):
+    """A file of a note."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Note(Record, extra="ignore"):
     """What an earlier fetch wrote into a checkpoint's folder: the marker that the folder is ours."""
 
     repository: str
     revision: str
-    files: dict[str, str]  # name → sha256
+    files: dict[str, NotedFile]
 
     @classmethod
     def read(cls, folder: Path) -> Note | None:
-        """Return the note in `folder`; None if there is none that can be read."""
+        """Return the note in `folder`; None if there is none. Raises InputError for one that cannot be read."""
+        path = folder / NOTE
         try:
-            note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-            files = {str(name): str(entry["sha256"]) for name, entry in note["files"].items()}
-            repository = note.get("repository") or note["source"].partition(" in ")[0]
-            return cls(str(repository), str(note["revision"]), files)
-        except UNREADABLE:
+            return cls.model_validate(read_json(path))
+        except FileNotFoundError:
             return None
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"[:300]
+        except (OSError, DocumentError) as error:
+            why = str(error)
+        fix = f"rm {path}   # its hashes are then not known"
+        raise InputError(f"{path} cannot be read", why, fix, code="input.model")

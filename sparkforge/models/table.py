@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 from pydantic import Field
 
 from sparkforge.core import tables
+from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.core.tables import Record
 from sparkforge.plan.architecture import KnownModel
 
 TABLE = Path(__file__).with_name("models.toml")
+HEADER_BYTES = 10_000_000  # of a safetensors file; ours has 20 kB
 # Names of sizes in training/ → in config.json.
 NAMES = {
     "hidden": "hidden_size",
@@ -78,8 +79,9 @@ def _sizes(file: Path) -> dict[str, int]:
         return {}
     try:
         with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        sizes = json.loads(header["__metadata__"]["sizes"])
+            size = int.from_bytes(opened.read(8), "little")
+            header = parse_json(opened.read(min(size, HEADER_BYTES)), file.name)
+        sizes = parse_json(header["__metadata__"]["sizes"], file.name)
         return {config: int(sizes[name]) for name, config in NAMES.items()}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise InputError(

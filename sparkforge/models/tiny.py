@@ -6,7 +6,6 @@ random ones. The vocabulary is the full one. Two machines write the same files.
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import shlex
@@ -18,9 +17,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sparkforge.core.console import say, show_error
-from sparkforge.core.errors import InputError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.console import say
+from sparkforge.core.documents import read_json
+from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.files import fsync_directory, locked, require_space, sha256_file, write_atomic
+from sparkforge.core.program import ArgumentParser, exit_code
 from sparkforge.models import tiny_random, tiny_trained
 from sparkforge.models.harmony import tokenizer_files
 from sparkforge.models.tiny_format import Sizes, Tensor, config, to_safetensors
@@ -95,22 +96,15 @@ def verify_tiny(directory: Path, weights: Weights = TRAINED) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the checkpoint into the directory that the command line names; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sparkforge.models.tiny", description=__doc__)
+    parser = ArgumentParser(prog="python -m sparkforge.models.tiny", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--random", action="store_true", help="random weights instead of the trained ones")
-    options = parser.parse_args(arguments)
-    try:
-        written = write_tiny(options.out, RANDOM if options.random else TRAINED)
-        say(f"tiny gpt-oss checkpoint: {written}")
-    except SparkforgeError as error:
-        show_error(error)
-        return error.exit_code
-    except OSError as error:
-        summary, why = f"cannot write {options.out}", error.strerror or str(error)
-        fix = f"ls -ld {shlex.quote(str(options.out.absolute().parent))}"
-        show_error(StorageError(summary, why, fix, code="storage.access"))
-        return StorageError.exit_code
-    return 0
+
+    def write() -> None:
+        options = parser.parse_args(arguments)
+        say(f"tiny gpt-oss checkpoint: {write_tiny(options.out, RANDOM if options.random else TRAINED)}")
+
+    return exit_code(write)
 
 
 def _fill(directory: Path, weights: Weights) -> None:
@@ -155,12 +149,12 @@ def _json(value: Any) -> bytes:
 
 def _manifest(directory: Path, recipe: str) -> dict[str, Any]:
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        manifest = read_json(directory / MANIFEST)
+        files, written = manifest["files"], manifest.get("recipe")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(directory, f"its {MANIFEST} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("recipe") != recipe or not isinstance(files, dict):
-        raise _broken(directory, f"it was written by recipe {manifest.get('recipe')}, not {recipe}")
+    if written != recipe or not isinstance(files, dict):
+        raise _broken(directory, f"it was written by recipe {written}, not {recipe}")
     return dict(manifest)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparkforge.core.documents import parse_json
 from sparkforge.models.harmony import VOCAB_SIZE
 
 HEAD_DIM = 64
@@ -93,12 +94,16 @@ def to_safetensors(named: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def from_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file. Raises ValueError, KeyError or TypeError if broken."""
+    """Return the tensors and the metadata of a safetensors file. Raises ValueError if it is broken."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    metadata, body = header.pop("__metadata__"), memoryview(data)[8 + size :]
     tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = Tensor(tuple(entry["shape"]), entry["dtype"], bytes(body[begin:end]))
+    try:
+        header = parse_json(data[8 : 8 + size], "a safetensors file")
+        metadata, body = header.pop("__metadata__"), memoryview(data)[8 + size :]
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = Tensor(tuple(entry["shape"]), entry["dtype"], bytes(body[begin:end]))
+            tensors[name].array()  # its bytes have its type and shape
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header is malformed ({error!r})") from error
     return tensors, metadata

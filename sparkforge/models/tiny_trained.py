@@ -8,22 +8,21 @@ token of `rows` alone, as int8 with a float32 scale a row. Their row 0 is that o
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import InputError
 from sparkforge.models.harmony import VOCAB_SIZE
-from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors, to_safetensors
+from sparkforge.models.tiny_format import Floats, Sizes, Tensor, bfloat16, from_safetensors
 
 FILE = Path(__file__).with_name("tiny.safetensors")
 EXPANSION = 1  # raise it when the same file expands to other bytes
 ROWS = "rows"  # i32: the tokens that have a row of their own, that of rows[i] is row i + 1
 SHORT = ("model.embed_tokens.weight", "lm_head.weight")
-LARGEST = 127  # of int8, on both sides of 0
 
 
 def recipe() -> str:
@@ -33,7 +32,7 @@ def recipe() -> str:
 
 def sizes() -> Sizes:
     """Return the stored model's sizes."""
-    return Sizes(**json.loads(_stored()[1]["sizes"]))
+    return _stored()[1]
 
 
 def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -49,25 +48,8 @@ def tensors() -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def pack(named: dict[str, Tensor], short: dict[str, Floats], rows: list[int], facts: dict[str, str]) -> bytes:
-    """Return the file's bytes for a trained model: `short` holds SHORT's rows, row 0 first; `facts` its metadata."""
-    narrowed = {}
-    for name in SHORT:
-        values, scale = narrow(short[name])
-        narrowed[name], narrowed[scale_of(name)] = values, scale
-    tokens = np.array(rows, "<i4")
-    return to_safetensors({**named, **narrowed, ROWS: Tensor(tokens.shape, "I32", tokens.tobytes())}, facts)
-
-
-def narrow(values: Floats) -> tuple[Tensor, Tensor]:
-    """Return rows [N, H] as int8, and the scale of each, which makes its largest value LARGEST."""
-    scale = np.maximum(np.abs(values).max(1), np.float32(1e-30)).astype(np.float32) / np.float32(LARGEST)
-    rounded = np.rint(values / scale[:, None]).astype(np.int8)
-    return Tensor(rounded.shape, "I8", rounded.tobytes()), Tensor(scale.shape, "F32", scale.astype("<f4").tobytes())
-
-
 def wide(values: Tensor, scale: Tensor) -> Floats:
-    """Undo `narrow`, but for its rounding."""
+    """Return rows that are stored as int8 with a scale a row."""
     return values.array().astype(np.float32) * scale.array().astype(np.float32)[:, None]
 
 
@@ -84,17 +66,14 @@ def _data() -> bytes:
 
 
 @cache
-def _stored() -> tuple[dict[str, Tensor], dict[str, str]]:
+def _stored() -> tuple[dict[str, Tensor], Sizes]:
     try:
-        return from_safetensors(_data())
+        tensors, metadata = from_safetensors(_data())
+        return tensors, Sizes(**parse_json(metadata["sizes"], FILE.name))
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(error) from error
 
 
 def _unreadable(error: Exception) -> InputError:
-    return InputError(
-        f"cannot read the trained tiny model {FILE}",
-        str(error),
-        f"git checkout sparkforge/models/{FILE.name}",
-        code="input.model",
-    )
+    fix = f"git checkout sparkforge/models/{FILE.name}"
+    return InputError(f"cannot read the trained tiny model {FILE}", str(error), fix, code="input.model")

@@ -285,9 +285,6 @@ def test_a_mirror_of_something_else_is_named(fetched, tmp_path):
         Mirror(tmp_path, "openai/gpt-oss-20b", "")
     with pytest.raises(errors.NetworkError, match="another revision"):
         Mirror(fetched, NAME, "f" * 40)
-    (fetched / "sparkforge-model.json").write_text("{")
-    with pytest.raises(errors.NetworkError, match="cannot be read"):
-        Mirror(fetched, NAME, "")
 
 
 def test_the_command_names_errors_and_bad_arguments(server, tmp_path, capsys):
@@ -478,11 +475,18 @@ def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", "[" * 200_000, '{"revision": "x", "files": {"config.json": {"sha256": "../x"}}}']
+    "text",
+    [
+        "[]",
+        "{",
+        "[" * 200_000,
+        '{"files": 1}',
+        '{"repository": "x", "revision": "x", "files": {"config.json": {"sha256": "../x"}}}',
+    ],
 )
 def test_a_mirrors_malformed_note_is_an_error_of_ours(fetched, text):
     (fetched / "sparkforge-model.json").write_text(text)
-    with pytest.raises(errors.NetworkError, match="cannot be read"):
+    with pytest.raises(errors.InputError, match="cannot be read", check=lambda error: error.code == "input.model"):
         Mirror(fetched, NAME, "")
 
 

@@ -66,9 +66,25 @@ def test_it_speaks_coolly_unless_asked_otherwise(tmp_path, monkeypatch):
     assert "temperature" not in sampling("random", tiny.RANDOM)
 
 
-def test_a_damaged_file_is_told(tmp_path, monkeypatch):
+TENSOR = '"x": {"dtype": %s, "shape": [2], "data_offsets": [0, %d]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b"[" * 5000,
+        b'{"__metadata__": {"sizes": "[1]"}}',
+        b'{"__metadata__": {"sizes": "{}"}}',
+        ('{"__metadata__": {"sizes": "{}"}, ' + TENSOR % ('"F99"', 2) + "}").encode(),
+        ('{"__metadata__": {"sizes": "{}"}, ' + TENSOR % ('"U8"', 1) + "}").encode(),
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path, monkeypatch, header):
     monkeypatch.setattr(tiny_trained, "FILE", tmp_path / "tiny.safetensors")
-    tiny_trained.FILE.write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    tiny_trained.FILE.write_bytes(len(header).to_bytes(8, "little") + header)
     tiny_trained._stored.cache_clear()
     with pytest.raises(
         InputError,
