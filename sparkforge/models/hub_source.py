@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError
@@ -48,7 +48,7 @@ class NotedFile(Record, extra="ignore"):
 class Note(Record, extra="ignore"):
     """What an earlier fetch wrote into a checkpoint's folder: the marker that the folder is ours."""
 
-    repository: str
+    repository: str = Field(validation_alias=AliasChoices("repository", "source"))  # older notes have only the latter
     revision: str
     files: dict[str, NotedFile]
 
