@@ -28,7 +28,7 @@ def run(library, x, weight, bias, top_k, variant, padding=None):
     table = torch.full((2, tokens, top_k), torch.nan)
     parts, ticket = torch.full((HOST_SLICES, tokens, experts), torch.nan), torch.zeros(1, dtype=torch.int32)
     pointers = (weight, bias, x, padding, table[0], table[1], parts, ticket)
-    job = router._Router(
+    job = router.Router(
         *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
         tokens, *weight.shape, top_k, x.stride(0),
     )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +38,22 @@ def library(name: str, target: str, subject: str, alternative: str) -> str:
             is_python_module=False,
         )
     )
+
+
+C_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+
+
+def structure(file: str, name: str, *members: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """Return the arguments `struct name` of a kernel's source `file` for ctypes; `members` are the structs in it."""
+    text = (precompile.FOLDER / file).read_text(encoding="utf-8")
+    [body] = re.findall(rf"^struct {name} {{.*?\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    types: dict[str, Any] = {**C_TYPES, **{member.__name__: member for member in members}}
+    fields = [
+        (field, ctypes.c_void_p if pointer else types[kind])
+        for kind, pointer, names in re.findall(r"(?:const )?(\w+)(\*?) ([\w, ]+);", re.sub("//.*", "", body))
+        for field in names.split(", ")
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def compiler() -> Path | None:

@@ -28,39 +28,14 @@ LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.c
 FEW_PAIRS = 32  # that such a launch sorts by itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
 VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
-POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        ("ids", POINTER), ("map", POINTER), ("ids_are_64_bit", INT), ("pairs", INT), ("top_k", INT), ("experts", INT),
-        ("global_experts", INT), ("tile_tokens", INT), ("row_multiple", INT), ("row_of_pair", POINTER),
-        ("token_of_row", POINTER), ("tiles", POINTER), ("tile_count", POINTER),
-    )  # fmt: skip
-
-
-class _Ordering(ctypes.Structure):
-    _fields_ = (("x", POINTER), ("ordered", POINTER), ("tokens", INT), ("vectors", INT), ("chunks", INT))
-
-
-class _Gemm(ctypes.Structure):
-    _fields_ = (
-        ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER), ("token_of_row", POINTER),
-        ("tiles", POINTER), ("tile_count", POINTER), ("chunks", INT), ("row_tiles", INT), ("columns", INT),
-        ("rows", LONG), ("alpha", FLOAT), ("limit", FLOAT),
-    )  # fmt: skip
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = (("at", POINTER), ("stride", LONG), ("vectors", INT))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        ("first", _Gemm), ("second", _Gemm), ("routing", _Routing), ("x", _Rows), ("hidden", _Rows),
-        ("partial", POINTER), ("taken", POINTER), ("shares", POINTER), ("sorted", INT), ("parts", INT),
-        ("part_chunks", INT), ("tokens", INT), ("top_k", INT),
-    )  # fmt: skip
+Routing = extension.structure("routing.cuh", "Routing")
+Ordering = extension.structure("rows.cuh", "Ordering")
+Gemm = extension.structure("gemm.cuh", "Gemm")
+Rows = extension.structure("layer.cuh", "Rows")
+Layer = extension.structure("layer.cuh", "Layer", Gemm, Routing, Rows)
 
 
 class HopperKernel(MoeKernel):
@@ -193,7 +168,7 @@ def whole_layer(
     hidden = torch.empty(routed.rows, chunks * COLUMNS, dtype=x.dtype, device=x.device)
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
-    layer = _Layer(
+    layer = Layer(
         routed.product(gate_up, routed.x, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
         routed.routing(), _rows(routed.x), _rows(hidden), partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape,
@@ -202,9 +177,9 @@ def whole_layer(
     return result
 
 
-def _rows(x: torch.Tensor) -> _Rows:
+def _rows(x: torch.Tensor) -> ctypes.Structure:
     row_bytes = x.shape[1] * x.itemsize
-    return _Rows(x.data_ptr(), row_bytes, row_bytes // VECTOR_BYTES)
+    return Rows(x.data_ptr(), row_bytes, row_bytes // VECTOR_BYTES)
 
 
 class LayerPlan(NamedTuple):
@@ -276,14 +251,14 @@ class Routed:
         routing, ordering = self.routing(), self._ordering(planes, chunks)
         _check_launch(library().spark_planes(ctypes.byref(ordering), ctypes.byref(routing), self.rows, stream))
 
-    def _ordering(self, ordered: torch.Tensor | None, chunks: int) -> _Ordering:
+    def _ordering(self, ordered: torch.Tensor | None, chunks: int) -> ctypes.Structure:
         tokens, columns = self.x.shape
         vectors = columns * self.x.itemsize // VECTOR_BYTES
-        return _Ordering(self.x.data_ptr(), None if ordered is None else ordered.data_ptr(), tokens, vectors, chunks)
+        return Ordering(self.x.data_ptr(), None if ordered is None else ordered.data_ptr(), tokens, vectors, chunks)
 
-    def routing(self) -> _Routing:
+    def routing(self) -> ctypes.Structure:
         """Return the sorting's arguments."""
-        return _Routing(
+        return Routing(
             self.ids.data_ptr(), None if self.map is None else self.map.data_ptr(), self.ids.dtype == torch.int64,
             self.ids.numel(), self.ids.shape[1], self.experts, 0 if self.map is None else self.map.numel(),
             self.tokens_of_a_tile, self.row_multiple, self.row_of_pair.data_ptr(), self.token_of_row.data_ptr(),
@@ -301,7 +276,7 @@ class Routed:
         """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
         return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
-    def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> _Gemm:
+    def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> ctypes.Structure:
         """Return one grouped product's arguments.
 
         `x` are planes; for the first product of a shape that gathers they are what `sort` wrote to `ordered`.
@@ -311,7 +286,7 @@ class Routed:
             raise ValueError(
                 "weights lack their layout · they were not prepared · pass what HopperKernel.prepare returned"
             )
-        return _Gemm(
+        return Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.token_of_row.data_ptr(),
             self.tiles.data_ptr(), self.tile_count.data_ptr(), weight.shape[2], weight.shape[1],
             0 if swiglu else out.shape[-1], self.rows, SWIGLU_ALPHA, SWIGLU_LIMIT,

@@ -165,12 +165,7 @@ def _with_scales(data: torch.Tensor, scales: torch.Tensor, bias: int) -> torch.T
     return torch.cat([data, padded.reshape(tiles, chunks, 32)], -1).contiguous()
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        ("weight", POINTER), ("row_scales", POINTER), ("bias", POINTER), ("x", POINTER), ("out", POINTER),
-        ("tokens", INT), ("rows", INT), ("columns", INT), ("chunks", INT), ("tiles", INT), ("token_groups", INT),
-        ("x_stride", ctypes.c_int64),
-    )  # fmt: skip
+Linear = extension.structure("linear.cu", "Linear")
 
 
 def run(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -268,11 +263,13 @@ def _start(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torc
     )
 
 
-def _job(weight: Weight, out: torch.Tensor, x: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> _Linear:
+def _job(
+    weight: Weight, out: torch.Tensor, x: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> ctypes.Structure:
     tiles, chunks = weight.data.shape[:2]
     pointers = (None if t is None else t.data_ptr() for t in (weight.row_scales, bias, x))
     tokens, stride = (0, 0) if x is None else (x.shape[0], x.stride(0))
-    return _Linear(
+    return Linear(
         weight.data.data_ptr(), *pointers, out.data_ptr(), tokens, weight.rows, weight.columns, chunks, tiles, 0, stride
     )
 

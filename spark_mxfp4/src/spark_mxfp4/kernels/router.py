@@ -42,12 +42,7 @@ def empty_table(tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
     return torch.empty(2, tokens, top_k, dtype=torch.float32, device=device)
 
 
-class _Router(ctypes.Structure):
-    _fields_ = (
-        ("weight", POINTER), ("bias", POINTER), ("x", POINTER), ("padding", POINTER), ("shares", POINTER),
-        ("ids", POINTER), ("parts", POINTER), ("ticket", POINTER), ("tokens", INT), ("experts", INT),
-        ("columns", INT), ("top_k", INT), ("x_stride", ctypes.c_int64),
-    )  # fmt: skip
+Router = extension.structure("router.cuh", "Router")
 
 
 def fits(tokens: int, weight: torch.Tensor, top_k: int) -> bool:
@@ -90,7 +85,7 @@ def route(
             parts = torch.empty(slices(number, weight.shape[1]), x.shape[0], weight.shape[0], device=x.device)
             ticket = _ticket(x.device, weight.data_ptr())
         pointers = (weight, bias, x, padding, table[0], table[1], parts, ticket)
-        job = _Router(
+        job = Router(
             *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
             x.shape[0], *weight.shape, top_k, x.stride(0),
         )  # fmt: skip

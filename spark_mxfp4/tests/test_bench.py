@@ -1,0 +1,137 @@
+"""The measurements without a GPU: their figures on a CPU, the reading kernel, and what they refuse in one line.
+
+On a GPU every row of ours and of a peer has its error against float32, which says whether the measured kernel is right.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import common
+import measure_experts
+import measure_formats
+import measure_linear
+import measure_shards
+from measure_formats import DRAWS, STATES_SEED, measure, pieces
+from project import PROJECT
+from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.linear import Format
+from spark_mxfp4.kernels.linear import reference as rounded
+
+PROGRAMS = ("measure_experts", "measure_linear", "measure_shards")
+READ = """
+import torch
+import measure_linear as m
+m._processors = lambda device: 3
+m.LAUNCHES = (m.ReadLaunch(32, 2, 1), m.ReadLaunch(64, 1, 2))
+for launch in m.LAUNCHES:
+    block = launch.threads * m.THREAD_WORDS
+    for count in (4, block, 7 * block + 4):
+        for place in {0, count // 2, count - 1}:
+            words, out = torch.zeros(count, dtype=torch.int32), torch.zeros(m.MOST_WORDS, dtype=torch.int32)
+            words[place] = 0x5EED5EED  # read twice it would cancel
+            m.read(words, out, launch, early=False)
+            assert out.nonzero().flatten().tolist() == [place % block], (launch, count, place)
+print("every word once")
+"""
+
+
+def run(monkeypatch, program, *arguments):
+    module = importlib.import_module(program)
+    monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+    module.main()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("tokens", ["1,x", "0", "", "-1", "1.5"])
+def test_tokens_that_are_no_numbers_above_zero_are_one_line(monkeypatch, capsys, program, tokens):
+    with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
+        run(monkeypatch, program, "--output", "f.json", f"--tokens={tokens}")
+    assert f"{tokens!r} is no list of whole numbers above 0 · give them as in 1,64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_folder_that_is_not_there_is_one_line_before_the_measurement(monkeypatch, capsys, tmp_path, program):
+    with pytest.raises(SystemExit, check=lambda refused: refused.code == 2):
+        run(monkeypatch, program, "--output", tmp_path / "none" / "f.json")
+    assert f"mkdir -p {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("measure_experts", ("--experts", "7"), "no model has 7 experts · they have 128, 32"),
+        ("measure_experts", (), "torch sees no NVIDIA GPU"),
+        ("measure_linear", ("--shapes", "qkv,tail"), "cannot measure tail"),
+        ("measure_shards", (), r"sees 0 NVIDIA GPUs.*run bench/measure_experts\.py --output"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(monkeypatch, tmp_path, program, arguments, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, program, "--output", tmp_path / "f.json", *arguments)
+
+
+def test_a_peer_that_fails_leaves_its_error_and_ours_stay(tmp_path, monkeypatch):
+    for name, value in {"is_available": True, "get_device_name": "a GPU", "empty_cache": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(measure_experts, "ceilings", lambda: {"copy_gbs": 1.0})
+    monkeypatch.setattr(measure_experts, "measure_ours", lambda model, tokens: [{"tokens": n} for n in tokens])
+    monkeypatch.setitem(sys.modules, "peer_cutlass", None)
+    run(monkeypatch, "measure_experts", "--output", tmp_path / "f.json", "--tokens", "1,8", "--experts", "32",
+        "--peer-cutlass")  # fmt: skip
+    model = json.loads((tmp_path / "f.json").read_text())["models"]["gpt-oss-20b"]
+    assert model["ours"] == [{"tokens": 1}, {"tokens": 8}]
+    assert model["peer_cutlass_failed"].startswith("ModuleNotFoundError")
+
+
+def test_figures_of_formats_are_those_of_the_whole_matrix(monkeypatch):
+    monkeypatch.setattr(measure_formats, "PIECE", 64)
+    rows = measure(200, 96, DRAWS["heavy-tailed"], 16)
+    assert [(row["states"], row["format"]) for row in rows] == [(s, f.name) for s in DRAWS for f in Format]
+    whole = torch.cat(list(pieces(200, 96, DRAWS["heavy-tailed"])))
+    x = DRAWS["normal"](16, 96, torch.Generator().manual_seed(STATES_SEED)).bfloat16().float()
+    exact = x @ whole.float().T
+    for row in rows[: len(Format)]:
+        packed = rounded(whole, Format[row["format"]])
+        products = x @ packed.T
+        assert row["weight_error"] == pytest.approx(float((packed - whole.float()).norm() / whole.float().norm()))
+        assert row["product_error"] == pytest.approx(float((products - exact).norm() / exact.norm()), rel=1e-4)
+        assert row["top1"] == float((products.argmax(1) == exact.argmax(1)).float().mean())
+        assert row["top1"] <= row["top1_in_5"] <= 1
+
+
+def test_the_reading_kernel_reads_every_word_once():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(PROJECT / "bench")}
+    result = subprocess.run([sys.executable, "-c", READ], env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout == "every word once\n", result.stderr
+
+
+def test_a_row_says_that_vllm_is_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "peer_linear", raising=False)
+    (row,) = measure_linear._vllm([], {}, 1.0)
+    assert "cannot be imported" in row["absent"]
+
+
+@pytest.mark.parametrize("split", measure_shards.SPLITS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_shards_of_two_gpus_add_up_to_the_layer(split, bias):
+    sizes = common.LayerSizes(4, 2, 64, 128)
+    weights = random_weights(sizes.experts, sizes.hidden, sizes.intermediate, "cpu", bias=bias)
+    x, (ids, shares) = torch.randn(5, 64).bfloat16(), random_routing(5, 4, 2, device="cpu")
+    total = torch.zeros(5, 64)
+    for rank in range(measure_shards.GPUS):
+        own, expert_map = measure_shards.shard(weights, split, rank)
+        if split == "expert":
+            assert expert_map.tolist() == [[0, 1, -1, -1], [-1, -1, 0, 1]][rank]
+            total += reference(x, weights, ids, shares, [2 * rank, 2 * rank + 1])
+        else:
+            assert expert_map is None
+            total += reference(x, own, ids, shares)
+    assert error(total, reference(x, weights, ids, shares)) < 1e-5
