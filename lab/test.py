@@ -13,12 +13,12 @@ from sparkforge.core.errors import ProcessError
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call
 from sparkforge.core.program import exit_code
-from sparkforge.serve import environment
+from sparkforge.serve.devices.embedded import prepare_environment
 
 
 def main() -> None:
     """Make the environment if it is missing, and run pytest. Raises ProcessError if a test failed."""
-    python = environment.prepare(Steps(1), environments.TEST).python
+    python = prepare_environment(Steps(1), environments.TEST).python
     # Compiled bytecode is kept: the tests start many interpreters.
     settings = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
     serves_max, arguments = sys.argv[1:2] == ["--max"], sys.argv[1:]

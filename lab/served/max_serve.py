@@ -32,7 +32,7 @@ from sparkforge.core.files import write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import ProbeError, call, spawn, started_at, terminate_session
-from sparkforge.serve import modular
+from sparkforge.serve.devices import max_server
 
 SERVED_NAME = "measured"
 LOAD_SECONDS = 300.0  # for one load
@@ -59,7 +59,7 @@ def serving_options(options: argparse.Namespace) -> tuple[str, ...]:
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment of MAX's programs."""
-    return {**os.environ, **modular.variables(), "SPARK_MXFP4_QUANTIZATION_FORMAT": options.format}
+    return {**os.environ, **max_server.variables(), "SPARK_MXFP4_QUANTIZATION_FORMAT": options.format}
 
 
 def compile_graphs(options: argparse.Namespace) -> None:
@@ -235,8 +235,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log", type=Path, help="file of MAX's output; default: beside the result")
     parser.add_argument("--compiled", type=Path, default=Path("compiled"), help="folder of compiled graphs")
     parser.add_argument("--against", type=Path, help="file that `reference` wrote")
-    parser.add_argument("--max", nargs="+", default=[str(modular.MAX.path / "bin" / "max")], help="MAX's program")
-    parser.add_argument("--architecture", default=modular.ARCHITECTURE, help="FOLDER:MODULE of --custom-architectures")
+    parser.add_argument("--max", nargs="+", default=[str(max_server.MAX.path / "bin" / "max")], help="MAX's program")
+    parser.add_argument(
+        "--architecture", default=max_server.ARCHITECTURE, help="FOLDER:MODULE of --custom-architectures"
+    )
     parser.add_argument("--format", default="packed", choices=list(PATH), help="packed: ours; dequant: MAX's own")
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="cpu: in float32, for a small model")
     parser.add_argument("--target", default="cuda:sm_90a", help="of compile")

@@ -22,7 +22,7 @@ from sparkforge.bench.accuracy import CHUNK_TOKENS, LN2
 from sparkforge.core.console import say
 from sparkforge.core.files import write_json
 from sparkforge.models import tiny
-from sparkforge.serve import embedded
+from sparkforge.serve.devices import embedded
 
 TEXT = "persuasion-24"
 # Attention and LM head; the first is what the others are compared with.

@@ -43,9 +43,10 @@ from sparkforge.core.vllm_flags import CONTEXT, flag_value
 from sparkforge.environments import Environment
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import AUTO, EMBEDDED, stack_of
-from sparkforge.serve import container, embedded, known_good, launch, logs, profiles, record
+from sparkforge.serve import known_good, launch, logs, profiles, record
 from sparkforge.serve import settings as server_settings
 from sparkforge.serve.command_line import served_name
+from sparkforge.serve.devices import container, embedded
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server

@@ -2,7 +2,7 @@
 
 from invoke.collection import Collection
 
-from sparkforge.cli import build, cluster, diagnose, maintain, measure, models, modular, serve, service
+from sparkforge.cli import build, cluster, diagnose, maintain, max_server, measure, models, serve, service
 
 namespace = Collection(
     serve.up,
@@ -75,7 +75,7 @@ for _collection in (
     Collection("pins", lock=maintain.pins_lock),
     Collection(
         "max",
-        up=modular.up,
+        up=max_server.up,
     ),
 ):
     namespace.add_collection(_collection)

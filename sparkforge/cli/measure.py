@@ -124,7 +124,8 @@ def bakeoff(options: Options) -> None:
     won. An interrupted bake-off goes on with the same command.
     """
     from sparkforge.bench.bakeoff import run
-    from sparkforge.serve.start import start
+    from sparkforge.serve.devices.choose import device_for
+    from sparkforge.serve.devices.device import start
 
     if options["url"]:
         raise UsageError("--url is for one server", "--profiles starts its own", "leave one of them out")
@@ -134,7 +135,7 @@ def bakeoff(options: Options) -> None:
             stack=options["stack"],
         )
     )  # fmt: skip
-    run(listed(options["profiles"]), options, plan, lambda wanted: start(wanted, build_image), _python())
+    run(listed(options["profiles"]), options, plan, lambda wanted: start(device_for(wanted, build_image)), _python())
 
 
 @with_options(

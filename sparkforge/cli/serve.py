@@ -12,7 +12,7 @@ from invoke.context import Context
 from sparkforge.cli.build import OFFLINE, build_image
 from sparkforge.cli.command import caller_path, listed, option, task, texts, whole_number, with_fields
 from sparkforge.core import notify
-from sparkforge.core.console import Steps, echo_json, say
+from sparkforge.core.console import echo_json, say
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.serve.hold import held
 
@@ -53,7 +53,7 @@ def planned(options: ServeOptions) -> StartPlan:
     """
     from sparkforge.core.vllm_flags import passable
     from sparkforge.serve import access, settings
-    from sparkforge.serve.device import choose
+    from sparkforge.serve.devices.choose import choose
     from sparkforge.serve.plan import StartPlan
 
     port = whole_number("--port" if options.port else "PORT", options.port or os.environ.get("PORT") or PORT)
@@ -106,7 +106,9 @@ def up(
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
     from sparkforge.image.devices import AUTO, DOCKER
-    from sparkforge.serve import failure, profiles, screen, start
+    from sparkforge.serve import failure, profiles, screen
+    from sparkforge.serve.devices.choose import device_for
+    from sparkforge.serve.devices.device import start
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
@@ -122,7 +124,7 @@ def up(
             plan = replace(plan, profile=bakeoff.winner(plan))
             if quantization == profiles.OURS:
                 profiles.require_our_experts(plan.profile, plan.stack)
-        server = start.start(plan, build_image)
+        server = start(device_for(plan, build_image))
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
     if foreground:
@@ -247,5 +249,5 @@ def rollback(
     if dry_run:
         return
     with failure.remembered():
-        server = rolling_back.perform(plan, Steps(1 if plan.start.image else 4))
+        server = rolling_back.perform(plan)
     screen.show_ready(server)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from invoke.context import Context
 
+from sparkforge.cli.build import build_image
 from sparkforge.cli.command import caller_path, task, texts, with_fields
 from sparkforge.cli.serve import ServeOptions, planned
 from sparkforge.core.errors import UsageError
@@ -36,7 +37,8 @@ def install(
     from sparkforge.core import paths
     from sparkforge.image.devices import EMBEDDED, stack_of
     from sparkforge.models import local
-    from sparkforge.serve import container, embedded, service
+    from sparkforge.serve import service
+    from sparkforge.serve.devices.choose import device_for
 
     service.version()  # without systemd nothing else matters
     named = options.model or os.environ.get("MODEL", "")
@@ -45,7 +47,7 @@ def install(
         fix = "./inv service.install --system --model FOLDER: models/NAME, which ./inv model.fetch makes"
         raise UsageError(f"{named} is not a folder", why, fix)
     plan = planned(options)
-    (embedded.checked if plan.device == EMBEDDED else container.variables)(plan)
+    device_for(plan, build_image)  # which checks the plan
     stack_of(plan.device, plan.stack)
     stated = {
         "device": plan.device,

@@ -17,7 +17,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, run
 from sparkforge.environments import Environment
 from sparkforge.pins import locks
-from sparkforge.serve import environment as embedded
+from sparkforge.serve.devices.embedded import prepare_environment
 
 LINT, UNIT = Environment("lint"), Environment("unit")
 WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time
@@ -116,7 +116,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
         variables[FAST] = "1"
         workers = min(FAST_WORKERS, 2 * (os.cpu_count() or 1))
     else:
-        python = embedded.prepare(Steps(1), environments.TEST).python
+        python = prepare_environment(Steps(1), environments.TEST).python
         arguments = ["tests", "--durations=15"]
         workers = workers_for(memory.measure())
     if select:
@@ -144,7 +144,7 @@ def run_robustness(*, minutes: float) -> None:
 
     Raises ProcessError if anything was lost, hung, or ended in a traceback.
     """
-    env = embedded.prepare(Steps(1), environments.TEST)
+    env = prepare_environment(Steps(1), environments.TEST)
     output = paths.state() / "robustness" / f"{datetime.now(UTC):%Y%m%d_%H%M%S}.json"
     command: list[str | Path] = [env.python, "-m", "robustness.campaign", "--minutes", f"{minutes:g}"]
     # No package index may be reached: every scenario has its own.

@@ -1,9 +1,8 @@
 """Which starts are known to be good: one JSON record in the state folder, newest first, for `./inv rollback`.
 
-A start gets in only after its validation passed and it has proved what clients call (`sparkforge.serve.proof`). An
-entry has all that the start was made from: for a container the image, the folder of its compiled code and the whole
-Compose project as it was resolved; for the embedded device the hash of its environment and the settings. No secret is
-in it: keys are files, of which the path is kept, and a variable that looks like a secret loses its value.
+A start is recorded once its validation passed and it has proved what clients call (`sparkforge.serve.proof`): for a
+container with the image's id and the Compose project as it was resolved, for the embedded device with the hash of its
+environment and the plan. No secret is in it: of a key the file's path, of a variable that looks like a secret its name.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, 
 from sparkforge.core.files import write_json
 from sparkforge.core.git import checkout_git
 from sparkforge.core.redact_rules import TOKEN, is_secret_name, secrets
+from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.record import Server, require_ours
 
-HISTORY = 10  # starts that are kept; the images of all of them are (`sparkforge.image.versions`)
-SCHEMA = 1
+HISTORY = 10  # starts that are kept, and their images (`sparkforge.image.versions`)
 
 
 @dataclass(frozen=True)
 class KnownGood:
-    """A start that proved itself. `time` is when, in Unix time; `profile` is the serve profile.
+    """A start that proved itself at `time`, in Unix time, while the checkout was at the commit `revision`.
 
-    `image` is the id of a container's image, `name` its own name, `digests` where it was published or pulled from,
-    `cache` the folder of its compiled code in the volume `volume`, and `project` the resolved Compose project.
-    `environment` is the hash of the embedded device's environment, and `settings` what that server was started with.
-    `revision` is the checkout's commit then.
+    A container's has the `image`'s id, its own `name`, the `digests` where it was published, the folder `cache` of its
+    compiled code in `volume`, and the resolved Compose `project`. An embedded one has the hash of its `environment`
+    and its `plan`.
     """
 
     time: float
     device: str
     stack: str
-    model: str
     model_id: str
     profile: str
     port: int
@@ -57,13 +54,12 @@ class KnownGood:
     volume: str = ""
     project: dict[str, Any] = field(default_factory=dict)
     environment: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
+    plan: StartPlan | None = None
 
     @property
     def identity(self) -> str:
         """Hash of what makes one start differ from another: everything but when it was."""
-        content = asdict(replace(self, time=0.0, revision="", digests=[], name=""))
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return hashed(asdict(replace(self, time=0.0, revision="", digests=[], name="")))
 
     @property
     def title(self) -> str:
@@ -98,50 +94,49 @@ def read() -> list[KnownGood]:
     """
     path = record_path()
     try:
-        status = path.lstat()
+        require_ours(path, path.lstat())
+        return STARTS.validate_python(read_json(path)["starts"])
     except FileNotFoundError:
         return []
-    require_ours(path, status)
-    try:
-        return STARTS.validate_python(read_json(path)["starts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        failure, reason = f"cannot read the known good starts in {path}", " ".join(str(error).split())[:300]
         fix = f"move it away: mv {path} {path}.broken; the next ./inv up begins a new one"
-        raise StorageError(
-            f"cannot read the known good starts in {path}", reason, fix, code="storage.access"
-        ) from error
+        raise StorageError(failure, reason, fix, code="storage.access") from error
 
 
 def add(start: KnownGood) -> None:
     """Record a start as the newest; one with the same content goes away, and so does what HISTORY has no room for."""
     others = [entry for entry in read() if entry.identity != start.identity]
     paths.secure_state()
-    starts = [asdict(entry) for entry in [start, *others][:HISTORY]]
-    write_json(record_path(), {"schema": SCHEMA, "starts": starts}, mode=0o600)
+    starts = STARTS.dump_python([start, *others][:HISTORY], mode="json")
+    write_json(record_path(), {"schema": 1, "starts": starts}, mode=0o600)
     intent_path().unlink(missing_ok=True)
 
 
-def remember(start: KnownGood) -> bool:
-    """Record a start; tell whether that succeeded. A server that serves is not ended because a disk is full."""
+def remember(start: KnownGood) -> None:
+    """Record a start, or say why not: a server that serves is not ended because a disk is full."""
     try:
         add(start)
     except (OSError, SparkforgeError) as error:
-        say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
-        return False
-    return True
+        say_unrecorded(error)
 
 
-def started(server: Server, stack: str, profile: str) -> KnownGood:
-    """Return the entry of a proved server, without what only its device knows."""
+def say_unrecorded(error: Exception) -> None:
+    """Say that a start is not recorded, and why."""
+    say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
+
+
+def started(server: Server, stack: str, **more: Any) -> KnownGood:
+    """Return the entry of a proved server, with what only its device knows in `more`."""
     return KnownGood(
         time=server.proved,
         device=server.device,
         stack=stack,
-        model=server.model,
         model_id=server.model_id,
-        profile=profile,
+        profile=server.profile,
         port=server.port,
         revision=revision(),
+        **more,
     )
 
 
@@ -178,15 +173,12 @@ def with_secrets(project: Mapping[str, Any], current: Mapping[str, Any]) -> dict
 
 def images() -> dict[str, str]:
     """Return the images of the recorded starts, id → words: `image.clean` leaves them."""
-    return {
-        entry.image: f"known good on {time.strftime('%Y-%m-%d', time.localtime(entry.time))}"
-        for entry in reversed(read())
-        if entry.image
-    }
+    dates = {entry.image: time.strftime("%Y-%m-%d", time.localtime(entry.time)) for entry in reversed(read())}
+    return {image: f"known good on {date}" for image, date in dates.items() if image}
 
 
-def hashed(inputs: Mapping[str, str]) -> str:
-    """Return the hash of what an environment is made from."""
+def hashed(inputs: Mapping[str, Any]) -> str:
+    """Return the hash of what something is made from."""
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
 
 

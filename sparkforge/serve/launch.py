@@ -89,10 +89,10 @@ def refuse_second() -> None:
         raise ServerError(failure, why, "./inv down, then ./inv up", code="server.running")
 
 
-def check_free(port: int, host: str = LOOPBACK) -> None:
+def check_free(port: int, host: str = LOOPBACK, command: str = "./inv up") -> None:
     """Raise ServerError if our server runs or another program has the port."""
     refuse_second()
-    check_port(port, host)
+    check_port(port, host, command)
 
 
 def check_port(port: int, host: str, command: str = "./inv up") -> None:

@@ -29,6 +29,13 @@ MILESTONES = (
 )
 
 
+def report_of(text: str) -> tuple[list[str], str]:
+    """Return the failed checks of a validator's report in a log, and the first next command; empty without one."""
+    lines = [line.strip() for line in text.splitlines()]
+    fixes = [line.removeprefix("next:").strip() for line in lines if line.startswith("next:")]
+    return list(dict.fromkeys(line for line in lines if line.startswith("FAIL "))), next(iter(fixes), "")
+
+
 def read(log: Path) -> str:
     """Return a log's text; empty if it cannot be read."""
     try:

@@ -350,7 +350,7 @@ def _uptime(server: Server) -> float | None:
 def _container(server: Server) -> tuple[str, str]:
     """Return what a container's health check says, and the end of its log."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
-    from sparkforge.serve import container  # noqa: PLC0415 - the same
+    from sparkforge.serve.devices import container  # noqa: PLC0415 - the same
 
     with engine.connected() as docker:
         return container.health(server), container.log_text(docker, server)

@@ -30,7 +30,8 @@ from sparkforge.models import tiny
 from sparkforge.patching import upstream, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import TargetMachine, choose_pinned
-from sparkforge.serve import command_line, embedded
+from sparkforge.serve import command_line
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from sparkforge.sources import trees
 
@@ -185,11 +186,11 @@ def scripted_server(request, tmp_path_factory, free_port, forking):
     work, port, model = tmp_path_factory.mktemp("scripted"), free_port(), "scripted"
     weights = scripted.weights([scripted.Script(cue, text) for cue, text in sorted(scripts.items())])
     launch = forking(
-        embedded.describe(
+        embedded.Embedded(
             StartPlan(EMBEDDED, model_id=model, port=port),
             Path(sys.executable),
             tiny.write_tiny(work / "model", weights),
-        )
+        ).launch()
     )
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(ROOT)}
     environment["VLLM_RESPONSES_API_STORE_MAX_ENTRIES"] = str(STORED_RESPONSES)

@@ -23,7 +23,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
-from sparkforge.serve import conversation, embedded, launch, record, screen, status
+from sparkforge.serve import conversation, launch, record, screen, status
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
@@ -46,9 +47,8 @@ def served(tmp_path_factory, free_port, forking):
         plan = StartPlan(
             EMBEDDED, port=free_port(), key_file=str(work / "key"), hosts=("spark.example",), profiled=True
         )
-        plan = embedded.checked(plan)
         model = tiny.write_tiny(work / "model")
-        command = embedded.describe(plan, Path(sys.executable), model)
+        command = embedded.Embedded(plan, Path(sys.executable), model).launch()
         argv = (*command.command, "--middleware", "list_routes.ListRoutes")
         server = launch.start(forking(dataclasses.replace(command, command=argv)), lambda _text: None)
         try:

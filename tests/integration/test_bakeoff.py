@@ -10,7 +10,8 @@ from sparkforge.bench import bakeoff
 from sparkforge.core import paths
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
-from sparkforge.serve import embedded, launch, record
+from sparkforge.serve import launch, record
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from validate.facts import machine
 
@@ -25,7 +26,7 @@ def test_profiles_are_served_gated_and_ranked(tmp_path, free_port, monkeypatch, 
 
     def start(request):
         """As on the embedded device, without making an environment and without the validator: minutes."""
-        described = embedded.describe(request, Path(sys.executable), model)
+        described = embedded.Embedded(request, Path(sys.executable), model).launch()
         with launch.starting():
             return launch.start(forking(described), lambda _: None)
 

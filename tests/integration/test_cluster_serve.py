@@ -19,7 +19,8 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import session_members, spawn, started_at, terminate_session, with_variable
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import tiny
-from sparkforge.serve import command_line, embedded, record
+from sparkforge.serve import command_line, record
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "ssh", "sshd"), pytest.mark.timeout(1500)]
@@ -104,9 +105,9 @@ def wait_for(true, seconds, why):
 def test_the_answers_of_two_nodes_are_those_of_one(answers, nodes, model, forking, free_port):
     port = free_port()
     launch = forking(
-        embedded.describe(
+        embedded.Embedded(
             StartPlan(EMBEDDED, model_id="tiny", port=port, flags=tuple(FLAGS)), Path(sys.executable), model
-        )
+        ).launch()
     )
     environment = {**os.environ, **launch.environment, "PYTHONPATH": str(namespaces.ROOT)}
     pid = spawn(launch.command, log=nodes.work / "one.log", env=environment, cwd=nodes.work)

@@ -11,7 +11,8 @@ import pytest
 from sparkforge.core.errors import RefusalError, ServerError
 from sparkforge.core.paths import ROOT
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import embedded, failure, launch
+from sparkforge.serve import failure, launch
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
 pytestmark = pytest.mark.integration
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.integration
 def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port, forking):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
-    server = embedded.describe(StartPlan(EMBEDDED, port=free_port()), python, model)
+    server = embedded.Embedded(StartPlan(EMBEDDED, port=free_port()), python, model).launch()
     environment = {name: value for name, value in server.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
     command = (*server.command, "--kv-cache-memory-bytes", str(1 << 20))
     with (

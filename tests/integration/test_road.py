@@ -17,7 +17,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import session_members, started_at
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.patching.series import Queue
-from sparkforge.serve import embedded, launch, proof, record
+from sparkforge.serve import launch, proof, record
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
 pytestmark = pytest.mark.integration
@@ -248,7 +249,7 @@ def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, mo
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
     launch.start(
-        forking(embedded.describe(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model)),
+        forking(embedded.Embedded(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model).launch()),
         lambda _: None,
     )
     monkeypatch.undo()

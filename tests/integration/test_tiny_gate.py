@@ -14,7 +14,7 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.process import spawn, started_at, terminate_session
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models.tiny import write_tiny
-from sparkforge.serve import embedded
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from sparkforge.serve.settings import TINY_ID
 
@@ -33,7 +33,9 @@ def served(tmp_path_factory, free_port, forking):
     work = tmp_path_factory.mktemp("gate")
     (work / "fault").write_text("none")
     port = free_port()
-    launch = forking(embedded.describe(StartPlan(EMBEDDED, port=port), Path(sys.executable), write_tiny(work / "tiny")))
+    launch = forking(
+        embedded.Embedded(StartPlan(EMBEDDED, port=port), Path(sys.executable), write_tiny(work / "tiny")).launch()
+    )
     environment = {
         **os.environ, **launch.environment, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))),
         "SPARK_MXFP4_KERNEL": "faulty_experts:faulty", "FAULT_FILE": str(work / "fault"),

@@ -13,10 +13,10 @@ import triton
 
 from sparkforge.audit import elf
 from sparkforge.models import tiny
-from sparkforge.serve import modular
-from sparkforge.serve.modular import MAX
+from sparkforge.serve.devices import max_server
+from sparkforge.serve.devices.max_server import MAX
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(modular.START_SECONDS)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(max_server.START_SECONDS)]
 NVDISASM = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "nvdisasm")  # noqa: PTH118, PTH120
 CUBIN = b"\x7fELF\x02\x01\x01"
 LARGEST = 1 << 20  # bytes of a kernel's cubin; here the largest has 130,224
@@ -31,10 +31,10 @@ def artifact(compiled, tmp_path_factory):
     model = tiny.write_tiny(tmp_path_factory.mktemp("models") / "tiny-gpt-oss")
     command = [
         MAX.path.absolute() / "bin" / "max", "warm-cache", "--model-path", model, "--max-length", "512",
-        "--custom-architectures", modular.ARCHITECTURE, *modular.DEVICES["gpu"], "--target", "cuda:sm_90a",
+        "--custom-architectures", max_server.ARCHITECTURE, *max_server.DEVICES["gpu"], "--target", "cuda:sm_90a",
         "--export-mefs", folder,
     ]  # fmt: skip
-    environment = {**os.environ, **modular.variables(), "MODULAR_CACHE_DIR": str(compiled)}
+    environment = {**os.environ, **max_server.variables(), "MODULAR_CACHE_DIR": str(compiled)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = folder.glob("gpt_oss-*.mef")

@@ -13,10 +13,10 @@ import torch
 
 from spark_mxfp4 import hf
 from sparkforge.core.paths import ROOT
-from sparkforge.serve import modular
+from sparkforge.serve.devices import max_server
 
 # The first test waits for a start that may compile the model: on two cores as long as `max.up` itself allows.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(modular.START_SECONDS)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(max_server.START_SECONDS)]
 CORPUS = ROOT / "sparkforge" / "bench" / "corpus" / "persuasion-24.txt"
 # Tokens of a prompt: below, at and above the window of 128, which is also how many keys MAX's CPU attention takes at a
 # time; 300 tokens are three of these.

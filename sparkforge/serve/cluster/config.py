@@ -16,6 +16,7 @@ from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import HEADLESS, passable
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
+from sparkforge.serve.cluster.watch import Watched
 
 FILE = "cluster.toml"
 BALANCER = "balancer"
@@ -171,6 +172,12 @@ class ClusterConfig(Record):
             return self.nodes
         state = f"{self.head.state or STATE}/{BALANCER}"
         return (*self.nodes, self.head.model_copy(update={"name": BALANCER, "state": state}))
+
+    def watched_by(self, node: ClusterNode) -> Watched:
+        """Return whom a node's part watches: the head its workers, a worker the head."""
+        is_head = node == self.head
+        peers = tuple(worker.name for worker in self.workers) if is_head else (self.head.name,)
+        return Watched(node.name, self.head.address, self.watch_port, peers, listen=is_head)
 
     def engine_flags(self, node: ClusterNode) -> tuple[str, ...]:
         """Return the flags that make vLLM's server this node's part.

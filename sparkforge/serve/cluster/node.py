@@ -5,8 +5,7 @@ and messages for people go to stderr. It uses what serves one machine: validator
 
   validate  run the validator for this node's part of the server
   begin     start a worker and return at once
-  start     start the head's part, or a replica, and wait until it has answered its first requests
-  balance   start the endpoint of replicas and wait until one of them answers through it
+  start     start the head's part, a replica or the endpoint of replicas, and wait for its first answers
   status    say whether this node's part runs, and how it ended
   logs      the last `lines` of its log
   down      end it, and what a killed one left
@@ -17,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from sparkforge.core import interrupt, openai, paths
-from sparkforge.core.console import Steps, echo, show_error
+from sparkforge.core.console import echo, show_error
 from sparkforge.core.documents import parse_json, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
 from sparkforge.core.files import write_atomic
@@ -34,11 +33,16 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import TAIL_LINES, run
 from sparkforge.core.tables import Record
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import access, embedded, environment, launch, logs, record
-from sparkforge.serve.cluster import balancer, containers, watch
-from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
+from sparkforge.serve import access, launch
+from sparkforge.serve.cluster import balancer, watch
+from sparkforge.serve.cluster.channels import transport
+from sparkforge.serve.cluster.config import BALANCER, ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.containers import ContainerNode
+from sparkforge.serve.devices.device import Device
+from sparkforge.serve.devices.embedded import Embedded
 from sparkforge.serve.launch import Launch
 from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import Server
 
 LINES = 400
 BALANCE_SECONDS = 30.0
@@ -67,118 +71,6 @@ def end_path() -> Path:
     return paths.state() / watch.END
 
 
-def _planned(request: NodeRequest) -> StartPlan:
-    """Return the plan of this node's part, checked. Raises what `embedded.checked` raises."""
-    config, node = request.config, request.node
-    is_replica = config.mode == "replicas"
-    plan = StartPlan(
-        EMBEDDED,
-        model=config.model,
-        profile=config.profile,
-        port=config.replica_port if is_replica else config.port,
-        host=node.address if is_replica else "",
-        key_file=((is_replica or node == config.head) and config.key_file) or None,
-        flags=(*(() if is_replica else config.engine_flags(node)), *config.flags),
-    )
-    # The balancer passes on the Host header of its clients.
-    hosts = tuple(access.loopback_hosts(config.port)) if is_replica else ()
-    return replace(embedded.checked(plan), hosts=hosts)
-
-
-def describe(request: NodeRequest) -> Launch:
-    """Return what starts this node's part.
-
-    Raises what `embedded.checked`, `environment.prepare` and `embedded.write_tiny` raise.
-    """
-    config, node, plan = request.config, request.node, _planned(request)
-    python = _interpreter(node)
-    is_head, is_replica = node == config.head, config.mode == "replicas"
-    described = embedded.describe(plan, python, embedded.model_folder(plan, python))
-    if is_replica:
-        return described
-    command = watch.watched(
-        described.command,
-        node=node.name,
-        address=config.head.address,
-        port=config.watch_port,
-        peers=[worker.name for worker in config.workers] if is_head else [config.head.name],
-        listen=is_head,
-        end=end_path(),
-    )
-    variables = {**described.environment, **node.variables, watch.TOKEN: request.token}
-    return replace(described, command=command, environment=variables)
-
-
-def validate(request: NodeRequest) -> dict[str, Any]:
-    """Validate this node's part.
-
-    Raises RefusalError; ServerError if a server of this checkout runs, which a failed start would end with the rest;
-    and what `embedded.checked` raises.
-    """
-    launch.refuse_second()
-    plan = _planned(request)  # before an environment is made
-    python = _interpreter(request.node)
-    verdict = embedded.validate(plan, python, embedded.model_folder(plan, python))
-    return {"verdict": verdict}
-
-
-def begin(request: NodeRequest) -> dict[str, Any]:
-    """Start a worker. Raises what `launch.starting` and `launch.begin` raise."""
-    with launch.starting():
-        end_path().unlink(missing_ok=True)
-        return {"pid": launch.begin(describe(request)).pid}
-
-
-def start(request: NodeRequest) -> dict[str, Any]:
-    """Start the head and wait for its first answers.
-
-    Raises what `launch.start` raises; where another node ended it, a ServerError that names that node.
-    """
-    with launch.starting():
-        end_path().unlink(missing_ok=True)
-        try:
-            server = launch.start(describe(request), lambda _: None)
-        except ServerError:
-            if loss := lost():
-                fix = "./inv cluster.logs"
-                raise ServerError(
-                    f"node {loss['node']} ended the start", loss["why"], fix, code="server.cluster"
-                ) from None
-            raise
-    return {"pid": server.pid, "url": server.url, "model": server.model_id, "proof": server.proof}
-
-
-def balance(request: NodeRequest) -> dict[str, Any]:
-    """Start the endpoint of replicas.
-
-    Raises UsageError without HAProxy, ServerError if no replica answers through it or one has another key.
-
-    Its record and log lie in a state folder of its own, so `status`, `logs` and `down` work as for a server.
-    """
-    config, file = request.config, paths.state() / balancer.FILE
-    key = access.read_key(Path(config.key_file))
-    for node in config.nodes:
-        if not Endpoint(f"http://{node.address}:{config.replica_port}", key=key).accepts_key():
-            why = f"its {config.key_file} is another one than the head's: clients would be refused now and then"
-            raise ServerError(
-                f"{node.name} does not take the API key", why, "one key_file for all", code="server.cluster"
-            )
-    write_atomic(file, balancer.text(config))
-    command = balancer.command(file)
-    run([*command, "-c"], fix=f"less {file}")
-    with launch.starting():
-        launch.check_free(config.port)
-        server = launch.begin(Launch(command, {}, StartPlan(balancer.PROGRAM, port=config.port), Path()))
-        deadline = time.monotonic() + BALANCE_SECONDS
-        if not openai.wait_until(Endpoint(server.url).healthy, deadline, lambda: server.alive):
-            why = "\n".join(logs.read(record.log_path()).splitlines()[-TAIL_LINES:]) or "its log is empty"
-            launch.stop()
-            raise ServerError(
-                "no replica answers through the balancer", why, "./inv cluster.check", code="server.cluster"
-            )
-    return {"pid": server.pid, "url": server.url}
-
-
 def lost() -> Mapping[str, str] | None:
     """Return which other node ended this one's part, and why; None if none did."""
     with suppress(OSError, ValueError):
@@ -188,73 +80,142 @@ def lost() -> Mapping[str, str] | None:
     return None
 
 
-def _interpreter(node: ClusterNode) -> Path:
-    return Path(node.python) if node.python else environment.prepare(Steps(1)).python
+class EmbeddedNode(Embedded):
+    """A node's part on the embedded device: a replica, or a part that ends with the other nodes' parts."""
 
+    def __init__(self, config: ClusterConfig, node: ClusterNode, token: str = "") -> None:
+        self.config, self.node, self.token = config, node, token
+        self.is_replica = config.mode == "replicas"
+        plan = StartPlan(
+            EMBEDDED,
+            model=config.model,
+            profile=config.profile,
+            port=config.replica_port if self.is_replica else config.port,
+            host=node.address if self.is_replica else "",
+            key_file=((self.is_replica or node == config.head) and config.key_file) or None,
+            flags=(*(() if self.is_replica else config.engine_flags(node)), *config.flags),
+        )
+        super().__init__(plan, Path(node.python) if node.python else None)
+        # The balancer passes on the Host header of its clients.
+        hosts = tuple(access.loopback_hosts(config.port)) if self.is_replica else ()
+        self.plan = replace(self.plan, hosts=hosts)
 
-def status(_request: NodeRequest) -> dict[str, Any]:
-    """Say whether this node's part runs; if it has ended, how, which node it was, and whether somebody asked for it."""
-    server = record.read()
-    if server is None:
-        return {"state": "stopped"}
-    if server.alive:
-        return {"state": "running", "pid": server.pid, "milestone": logs.milestone(logs.read(Path(server.log)))}
-    loss = lost()
-    why = f"node {loss['node']}: {loss['why']}" if loss else record.how_it_ended(server)
-    end = record.ended(server)
-    asked = loss["why"] == watch.STOPPED if loss else bool(end and end.asked)
-    return {"state": "ended", "why": why, "asked": asked, "left": len(record.leftovers())}
+    def launch(self) -> Launch:
+        """Return what starts this node's part, a replica's as on one machine."""
+        launch = super().launch()
+        if self.is_replica:
+            return launch
+        command = watch.watched(launch.command, self.config.watched_by(self.node), end_path())
+        variables = {**launch.environment, **self.node.variables, watch.TOKEN: self.token}
+        return replace(launch, command=command, environment=variables)
 
+    def begin(self) -> dict[str, Any]:
+        """Start a worker and return at once."""
+        end_path().unlink(missing_ok=True)
+        return {"pid": launch.begin(self.launch()).pid}
 
-def tail(request: NodeRequest) -> dict[str, Any]:
-    """Return the last lines of the log."""
-    return {"lines": logs.read(record.log_path()).splitlines()[-request.lines :]}
-
-
-def down(_request: NodeRequest) -> dict[str, Any]:
-    """End this node's part, and what a killed one left."""
-    try:
-        stopped = launch.down()
-    except ServerError as error:
-        if error.code != "server.not-running":
+    def start(self) -> Server:
+        """Start the head's part or a replica. Raises a ServerError that names the node that ended it, if one did."""
+        end_path().unlink(missing_ok=True)
+        try:
+            return super().start()
+        except ServerError:
+            if loss := lost():
+                failure, fix = f"node {loss['node']} ended the start", "./inv cluster.logs"
+                raise ServerError(failure, loss["why"], fix, code="server.cluster") from None
             raise
-        record.forget()
-        return {"state": "nothing to stop"}
-    return {"state": f"stopped {stopped.where}" if stopped else "ended what was left"}
+
+    @classmethod
+    def state(cls) -> dict[str, Any]:
+        """Say how the part is, and which other node ended it."""
+        state = super().state()
+        if state["state"] == "ended" and (loss := lost()):
+            state |= {"why": f"node {loss['node']}: {loss['why']}", "asked": loss["why"] == watch.STOPPED}
+        return state
 
 
-ACTIONS: Mapping[str, Callable[[NodeRequest], dict[str, Any]]] = {
-    "validate": validate,
-    "begin": begin,
-    "start": start,
-    "balance": balance,
-    "status": status,
-    "logs": tail,
-    "down": down,
-}
+class Balancer(Device):
+    """The endpoint of replicas: HAProxy on the head, with a state folder, a record and a log of its own."""
+
+    def __init__(self, config: ClusterConfig, _node: ClusterNode, _token: str = "") -> None:
+        super().__init__(StartPlan(balancer.PROGRAM, port=config.port))
+        self.config = config
+
+    def prepare(self) -> None:
+        """Make nothing: HAProxy is the distribution's."""
+
+    def validate(self) -> str:
+        """Ask every replica with the key. Raises ServerError for one with another key."""
+        key = access.read_key(Path(self.config.key_file))
+        for node in self.config.nodes:
+            if not Endpoint(f"http://{node.address}:{self.config.replica_port}", key=key).accepts_key():
+                failure = f"{node.name} does not take the API key"
+                why = (
+                    f"its {self.config.key_file} is another one than the head's: clients would be refused now and then"
+                )
+                raise ServerError(failure, why, "one key_file for all", code="server.cluster")
+        return "every replica takes the key"
+
+    def start(self) -> Server:
+        """Start HAProxy. Raises UsageError without it, ServerError if no replica answers through it."""
+        self.validate()
+        file = paths.state() / balancer.FILE
+        write_atomic(file, balancer.text(self.config))
+        command = balancer.command(file)
+        run([*command, "-c"], fix=f"less {file}")
+        launch.check_free(self.config.port)
+        server = launch.begin(Launch(command, {}, self.plan, Path()))
+        deadline = time.monotonic() + BALANCE_SECONDS
+        if not openai.wait_until(Endpoint(server.url).healthy, deadline, lambda: server.alive):
+            why = "\n".join(self.log().splitlines()[-TAIL_LINES:]) or "its log is empty"
+            launch.stop()
+            fix = "./inv cluster.check"
+            raise ServerError("no replica answers through the balancer", why, fix, code="server.cluster")
+        return server
 
 
-def in_container(request: NodeRequest) -> dict[str, Any]:
-    """Do what is asked for where the parts are containers. Raises InputError for what only the embedded device has."""
-    config, node = request.config, request.node
+Part = EmbeddedNode | ContainerNode | Balancer
+
+
+def part_of(config: ClusterConfig, name: str) -> type[Part]:
+    """Return the kind of part that a node runs."""
+    if name == BALANCER and config.mode == "replicas":
+        return Balancer
+    return ContainerNode if config.in_containers else EmbeddedNode
+
+
+def answer(request: NodeRequest) -> dict[str, Any]:
+    """Do what is asked for. Raises the errors of the part, and InputError for an action that there is not."""
+    part, arguments = part_of(request.config, request.name), (request.config, request.node, request.token)
     match request.action:
         case "validate":
-            return containers.validate(config, node)
+            launch.refuse_second()  # a failed start would end it with the rest
+            device = part(*arguments)
+            device.prepare()
+            return {"verdict": device.validate()}
         case "begin":
             with launch.starting():
-                return containers.begin(config, node, request.token)
+                worker = part(*arguments)
+                if isinstance(worker, Balancer):
+                    raise InputError("the balancer is no worker", "it is started", "./inv cluster.up")
+                worker.prepare()
+                return worker.begin()
         case "start":
             with launch.starting():
-                return containers.start(config, node, request.token)
+                device = part(*arguments)
+                device.prepare()
+                server = device.start()
+            carried = transport(device.log()).description if request.config.has_gpus else ""
+            facts = {"url": server.url, "model": server.model_id, "proof": server.proof}
+            return {**facts, **({"transport": carried} if carried else {})}
         case "status":
-            return containers.status()
+            return part.state()
         case "logs":
-            return containers.tail(request.lines)
+            return {"lines": part.log().splitlines()[-request.lines :]}
         case "down":
-            containers.keep_log()  # the record's container is removed by `down` already
-            stopped = down(request)
-            return containers.down() if containers.identity() else stopped
-    raise InputError(f"there is no {request.action} in a container", "it is not built", 'device = "embedded"')
+            return {"state": part.stop()}
+    why, fix = f"there is no action {request.action[:40]!r}", "the same Sparkforge on every node: git pull"
+    raise InputError("the request is malformed", why, fix)
 
 
 def main() -> int:
@@ -266,16 +227,13 @@ def main() -> int:
             first = error.errors()[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise InputError("the request is malformed", why, "the same Sparkforge on every node: git pull") from error
-        if request.action not in ACTIONS:
-            why, fix = f"there is no action {request.action[:40]!r}", "the same Sparkforge on every node: git pull"
-            raise InputError("the request is malformed", why, fix)
         paths.secure_state()
         with interrupt.caught():
-            answer = (in_container if request.config.in_containers else ACTIONS[request.action])(request)
+            document = answer(request)
     except SparkforgeError as error:
         show_error(error)
-        answer = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}
-    echo(json.dumps(answer))
+        document = {"error": {"what": error.what, "why": error.why, "fix": error.fix, "code": error.code}}
+    echo(json.dumps(document))
     return 0
 
 

@@ -67,7 +67,7 @@ def _up_replicas(config: ClusterConfig, steps: Steps) -> Mapping[str, Any]:
         answers = _all(config, config.nodes, "start", "", REPLICA_SECONDS)
         tell("; ".join(f"{name}: first answers received" for name in answers))
     with steps.step("balancer", f"{config.head.name}: HAProxy starts") as tell:
-        answer = ask(config, config.parts[-1], "balance", BEGIN_SECONDS)
+        answer = ask(config, config.parts[-1], "start", BEGIN_SECONDS)
         tell(f"{answer['url']} answers")
     return answer
 
@@ -77,9 +77,7 @@ def renew(config: ClusterConfig, node: ClusterNode) -> None:
     ask(config, node, "down", DOWN_SECONDS)
     if node in config.nodes:
         ask(config, node, "validate", VALIDATE_SECONDS)
-        ask(config, node, "start", REPLICA_SECONDS)
-    else:
-        ask(config, node, "balance", BEGIN_SECONDS)
+    ask(config, node, "start", REPLICA_SECONDS if node in config.nodes else BEGIN_SECONDS)
 
 
 def _refuse_access(environment: Mapping[str, str]) -> None:

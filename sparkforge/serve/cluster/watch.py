@@ -245,18 +245,26 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def watched(
-    command: Sequence[str], *, node: str, address: str, port: int, peers: Sequence[str], listen: bool, end: Path
-) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Watched:
+    """A node that watches others: its name, the head's address and port, and whom it hears. The head listens."""
+
+    node: str
+    address: str
+    port: int
+    peers: tuple[str, ...]
+    listen: bool
+
+
+def watched(command: Sequence[str], node: Watched, end: Path) -> tuple[str, ...]:
     """Return the command that runs `command` under this program. Its environment needs TOKEN."""
-    options = watch_options(node=node, address=address, port=port, peers=peers, listen=listen)
-    return (sys.executable, "-P", __file__, *options, "--end", str(end), "--", *command)
+    return (sys.executable, "-P", __file__, *watch_options(node), "--end", str(end), "--", *command)
 
 
-def watch_options(*, node: str, address: str, port: int, peers: Sequence[str], listen: bool) -> tuple[str, ...]:
+def watch_options(node: Watched) -> tuple[str, ...]:
     """Return this program's options."""
-    options = ("--node", node, "--address", address, "--port", str(port), "--peers", ",".join(peers))
-    return (*options, *(("--listen",) if listen else ()))
+    options = ("--node", node.node, "--address", node.address, "--port", str(node.port))
+    return (*options, "--peers", ",".join(node.peers), *(("--listen",) if node.listen else ()))
 
 
 if __name__ == "__main__":

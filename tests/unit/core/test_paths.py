@@ -12,8 +12,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.doctor import doctor
 from sparkforge.models import hub
 from sparkforge.models.hub_mirror import Mirror
-from sparkforge.serve import container as docker_device
-from sparkforge.serve import embedded
+from sparkforge.serve.devices import container as docker_device
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from sparkforge.sources import offline
 
@@ -58,7 +58,7 @@ def test_a_state_folder_of_another_user_stays_as_it_is(monkeypatch, tmp_path):
         lambda: doctor.gather("", NOBODY),
         lambda: doctor.gather(NOBODY, ""),
         lambda: doctor.main(log="", state="", as_json=False, bundle=f"{NOBODY}.tar.gz"),
-        lambda: embedded.checked(StartPlan("embedded", model=NOBODY)),
+        lambda: embedded.Embedded(StartPlan("embedded", model=NOBODY)),
         lambda: docker_device.variables(StartPlan("docker", NOBODY)),
         lambda: hub.fetch_checkpoint(None, Path(NOBODY)),
         lambda: Mirror(Path(NOBODY), "openai/gpt-oss-120b", ""),

@@ -7,8 +7,9 @@ import pytest
 
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import access, embedded
-from sparkforge.serve import container as docker_device
+from sparkforge.serve import access
+from sparkforge.serve.devices import container as docker_device
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
 OPEN_PATHS = ["/health"]
@@ -255,11 +256,11 @@ def test_a_word_that_is_no_host_is_refused(text):
 
 def test_the_embedded_server_gets_its_key_in_the_environment_only(key_file, tmp_path):
     path = key_file(b"sesame\n")
-    launch = embedded.describe(
-        embedded.checked(StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))),
+    launch = embedded.Embedded(
+        embedded.Embedded(StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))),
         tmp_path,
         tmp_path,
-    )
+    ).launch()
     assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
     assert launch.command[-3:] == ("--middleware", "sparkforge.serve.access.Guard", "--disable-fastapi-docs")
     assert launch.environment[access.KEY] == launch.plan.key == "sesame"
@@ -268,7 +269,7 @@ def test_the_embedded_server_gets_its_key_in_the_environment_only(key_file, tmp_
 
 
 def test_without_a_key_the_guard_still_checks_the_host(tmp_path):
-    launch = embedded.describe(StartPlan(EMBEDDED, model_id="m"), tmp_path, tmp_path)
+    launch = embedded.Embedded(StartPlan(EMBEDDED, model_id="m"), tmp_path, tmp_path).launch()
     assert launch.command[-2:] == ("--middleware", "sparkforge.serve.access.Guard")
     assert launch.environment[access.KEY] == launch.environment[access.KEY_FILE] == ""
     assert "localhost:8000" in launch.environment[access.HOSTS]
@@ -277,14 +278,14 @@ def test_without_a_key_the_guard_still_checks_the_host(tmp_path):
 def test_a_key_from_the_environment_of_up_is_refused(monkeypatch):
     monkeypatch.setenv(access.KEY, "sesame")
     with pytest.raises(UsageError, match="--api-key-file") as caught:
-        embedded.checked(StartPlan(EMBEDDED))
+        embedded.Embedded(StartPlan(EMBEDDED))
     assert "sesame" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "device",
     [
-        lambda: embedded.checked(StartPlan(EMBEDDED, key_file="")),
+        lambda: embedded.Embedded(StartPlan(EMBEDDED, key_file="")),
         lambda: docker_device.variables(StartPlan("docker-cpu", key_file="")),
     ],
 )

@@ -13,7 +13,9 @@ from sparkforge.core.vllm_flags import flag_value
 from sparkforge.image import devices
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.models import local
-from sparkforge.serve import container, embedded, entrypoint, environment, launch, screen, settings
+from sparkforge.serve import entrypoint, launch, screen, settings
+from sparkforge.serve.devices import container, embedded
+from sparkforge.serve.devices import device as start
 from sparkforge.serve.plan import StartPlan
 
 IMAGE = {"SPARKFORGE_PROFILE": "spark", "SPARKFORGE_MODEL": "/models/gpt-oss-120b", "SPARKFORGE_STACK": "spark"}
@@ -60,10 +62,9 @@ def test_the_embedded_device_takes_a_length_and_no_gpus():
     with pytest.raises(UsageError, match="TP=8 has no meaning here"):
         embedded.vllm_arguments({"TP": "8"})
     model = Path("/m")
-    command = embedded.describe(
-        StartPlan(EMBEDDED, model_id="m", flags=("--max-model-len=512",)), Path("/python"), model
-    ).command
-    assert flag_value(command, "--max-model-len") == "512"
+    plan = StartPlan(EMBEDDED, model_id="m", flags=("--max-model-len=512",))
+    launch = embedded.Embedded(plan, Path("/python"), model).launch()
+    assert flag_value(launch.command, "--max-model-len") == "512"
 
 
 @pytest.mark.parametrize(("tp", "refused"), [("", False), ("1", False), ("2", False), ("8", True)])
@@ -81,13 +82,13 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
 def started(monkeypatch, tmp_path):
     """What `./inv up` would start; nothing is started."""
     calls = []
-    monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
+    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: None)
 
-    def up(plan, *_more):
-        calls.append(plan)
-        return SimpleNamespace(model_id=plan.model, url="http://127.0.0.1")
+    def run(device):
+        calls.append(device.plan)
+        return SimpleNamespace(model_id=device.plan.model, url="http://127.0.0.1")
 
-    monkeypatch.setattr(embedded, "up", up)
+    monkeypatch.setattr(start, "run", run)
     monkeypatch.setattr(launch, "check_free", lambda *_address: None)
     monkeypatch.setattr(screen, "show_ready", lambda _server: None)
     for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN"):

@@ -9,10 +9,10 @@ import fake_api
 import pytest
 
 from sparkforge.core import errors, openai, paths
-from sparkforge.core.console import Steps
 from sparkforge.image import compose as docker_compose
-from sparkforge.serve import container as docker_device
 from sparkforge.serve import launch, proof, record, restarts, screen, settings
+from sparkforge.serve.devices import container as docker_device
+from sparkforge.serve.devices.device import run
 from sparkforge.serve.plan import StartPlan
 
 REFUSAL = """\
@@ -89,7 +89,7 @@ def key_is_mounted(tmp_path, fake_engine):
 
 def up(device="docker-cpu", build=None, **options):
     build = build or (lambda *_: pytest.fail("nothing is to be built"))
-    return docker_device.up(StartPlan(device, **options), Steps(3), build)
+    return run(docker_device.Container(StartPlan(device, **options), build))
 
 
 def called(docker_command, method):

@@ -3,8 +3,8 @@
 import pytest
 
 from sparkforge.core.errors import UsageError
-from sparkforge.serve import device
-from sparkforge.serve.device import choose
+from sparkforge.serve.devices import choose as device
+from sparkforge.serve.devices.choose import choose
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ import pytest
 
 from sparkforge.core import errors
 from sparkforge.core.redact_rules import TOKEN
-from sparkforge.environments import Environment
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import embedded, known_good, launch, record, rollback
+from sparkforge.serve import known_good, launch, record, rollback
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.known_good import KnownGood
 from sparkforge.serve.plan import StartPlan
 
-START = KnownGood(1.0, "docker", "spark", "/models/gpt-oss-120b", "gpt-oss-120b", "safe", 8000, image="sha256:a")
+PLAN = StartPlan(EMBEDDED, key_file=None)
+START = KnownGood(1.0, "docker", "spark", "gpt-oss-120b", "safe", 8000, image="sha256:a")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def test_a_damaged_record_is_named_and_not_overwritten(state, capsys):
     (state / "known-good.json").write_text("{")
     with pytest.raises(errors.StorageError, match="cannot read the known good starts"):
         known_good.read()
-    assert not known_good.remember(START)
+    known_good.remember(START)
     assert "is not recorded as known good" in capsys.readouterr().err
     assert (state / "known-good.json").read_text() == "{"
 
@@ -146,8 +147,7 @@ def test_an_interrupted_rollback_goes_on_to_the_same_start_until_one_is_good(sta
 
 
 def test_a_rollback_of_the_embedded_device_needs_the_locks_of_then():
-    settings = {"model": "", "key_file": "", "hosts": [], "profiled": False, "arguments": []}
-    start = replace(START, image="", device="embedded", stack="embedded", environment="0" * 64, settings=settings)
+    start = replace(START, image="", device="embedded", stack="embedded", environment="0" * 64, plan=PLAN)
     known_good.add(replace(start, revision="abc", port=1))
     with pytest.raises(errors.ServerError, match="other locks") as caught:
         rollback.plan()
@@ -158,9 +158,7 @@ def test_a_rollback_to_a_profile_that_is_gone_is_refused_and_changes_nothing(sta
     inputs = {"lock": "1"}
     monkeypatch.setattr(rollback.environments, "inputs", lambda *_args: inputs)
     monkeypatch.setattr(rollback.launch, "stop", lambda: pytest.fail("the server that runs was ended"))
-    start = replace(
-        START, image="", device="embedded", stack="embedded", profile="gone", environment=known_good.hashed(inputs)
-    )
+    start = replace(START, image="", stack="embedded", profile="gone", environment=known_good.hashed(inputs), plan=PLAN)
     known_good.add(start)
     before = (state / "known-good.json").read_bytes()
     with pytest.raises(errors.ServerError, match="the profile gone is gone") as caught:
@@ -183,40 +181,39 @@ def test_a_record_that_others_may_write_is_not_believed(state):
         known_good.read()
 
 
-def test_a_rollback_of_the_embedded_device_listens_where_it_did(monkeypatch):
+def test_a_rollback_of_the_embedded_device_is_the_same_start(monkeypatch, tmp_path, state):
+    state.mkdir(mode=0o700)
+    (tmp_path / "key").write_text("sesame")
+    (tmp_path / "key").chmod(0o600)
     monkeypatch.setattr(embedded.environments, "stamp", lambda _environment: {"lock": "1"})
-    server = record.Server(1, 1.0, "::1", 8000, "m", "m", "embedded", "", proved=1.0)
-    python = Environment("embedded").python
-    embedded._remember(StartPlan(EMBEDDED), server, python)
+    plan = StartPlan(EMBEDDED, port=8001, host="::1", key_file=str(tmp_path / "key"), flags=("--seed=1",))
+    server = record.Server(1, 1.0, "::1", 8001, "m", "m", EMBEDDED, "", profile="embedded", proved=1.0)
+    embedded.Embedded(plan).remember(server)
     (start,) = known_good.read()
+    assert "sesame" not in known_good.record_path().read_text()
     plans = []
-    monkeypatch.setattr(rollback.environment, "prepare", lambda *_args: Environment("embedded"))
-    monkeypatch.setattr(rollback.embedded, "up", lambda plan, *_more: plans.append(plan) or server)
-    assert rollback._start_embedded(start, None) == server
-    assert plans[0].host == "::1"
-    older = {name: value for name, value in start.settings.items() if name != "host"}
-    assert rollback._host(replace(start, settings=older)) == "127.0.0.1"
+    monkeypatch.setattr(rollback.device, "run", lambda device: plans.append(device.plan) or server)
+    assert rollback.perform(rollback.RollbackPlan(start, (), serves=False)) == server
+    wanted = replace(plan, stack="embedded", profile="embedded", key="sesame")
+    assert plans == [wanted]
 
 
 def test_two_rollbacks_at_once_exclude_each_other(monkeypatch, state):
-    plan = rollback.RollbackPlan(replace(START, image=""), (), serves=False)
+    plan = rollback.RollbackPlan(replace(START, image="", plan=PLAN), (), serves=False)
     server = record.Server(0, 0.0, "127.0.0.1", 8000, "", "", "embedded", "", proved=7.0)
     finished = []
 
     def second(*_args):
         with pytest.raises(errors.StorageError, match="cannot start a server") as busy:
-            rollback.perform(plan, None)
+            rollback.perform(plan)
         assert "no server runs" not in busy.value.what
         finished.append(len(finished))
         return server
 
     monkeypatch.setattr(rollback.record, "leftovers", lambda: second() and [])  # before anything is stopped
-    monkeypatch.setattr(rollback, "_start_embedded", second)
-    add = known_good.add
-    monkeypatch.setattr(known_good, "add", lambda start: second() and add(start))
-    assert rollback.perform(plan, None) == server
-    assert len(finished) >= 3
-    assert known_good.read()[0].time == 7.0
+    monkeypatch.setattr(rollback.device, "run", second)
+    assert rollback.perform(plan) == server
+    assert len(finished) >= 2
 
 
 def test_what_a_killed_rollback_left_is_gone_at_the_next_start(state):

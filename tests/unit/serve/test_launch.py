@@ -29,7 +29,8 @@ from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT, state
 from sparkforge.core.process import session_members, started_at
 from sparkforge.patching import status
-from sparkforge.serve import conversation, embedded, launch, logs, proof, record, screen
+from sparkforge.serve import conversation, launch, logs, proof, record, screen
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.launch import Launch
 from sparkforge.serve.plan import StartPlan
 
@@ -456,9 +457,9 @@ def test_ctrl_c_while_staying_stops_the_server(begin, port, monkeypatch):
 def test_a_folder_that_is_no_model_is_refused_before_anything_is_set_up(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, check=lambda error: error.code == "input.model"):
-        embedded.checked(StartPlan("embedded", model=str(tmp_path)))
+        embedded.Embedded(StartPlan("embedded", model=str(tmp_path)))
     with pytest.raises(UsageError, match="--profile safe"):
-        embedded.checked(StartPlan("embedded", profile="safe"))
+        embedded.Embedded(StartPlan("embedded", profile="safe"))
 
 
 def test_relevant_lines_leave_out_frames_and_fall_back_to_the_last(tmp_path):

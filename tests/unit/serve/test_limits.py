@@ -6,7 +6,8 @@ import json
 import pytest
 
 from sparkforge.core.errors import UsageError
-from sparkforge.serve import access, embedded, limits, settings
+from sparkforge.serve import access, limits, settings
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -234,4 +235,4 @@ def test_a_setting_without_a_meaning_is_refused_before_a_start(text, monkeypatch
         settings.read({limits.VARIABLE: text})
     monkeypatch.setenv(limits.VARIABLE, text)
     with pytest.raises(UsageError, match=limits.VARIABLE):
-        embedded.checked(StartPlan("embedded"))
+        embedded.Embedded(StartPlan("embedded"))

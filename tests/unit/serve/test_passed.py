@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from sparkforge.cli import program
-from sparkforge.core.console import Steps
 from sparkforge.core.errors import UsageError
 from sparkforge.core.vllm_flags import flag_value, passable
 from sparkforge.image import devices
-from sparkforge.serve import access, container, embedded, environment, launch, profiles, screen
+from sparkforge.serve import access, launch, profiles, screen
+from sparkforge.serve.devices import container, embedded
+from sparkforge.serve.devices import device as devices_start
 from sparkforge.serve.plan import StartPlan
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - nothing is bound
@@ -26,11 +27,11 @@ def started(monkeypatch, tmp_path):
         calls.append(launched)
         raise UsageError("not started", "by the test", "")
 
-    monkeypatch.setattr(environment, "prepare", lambda _steps, chosen: chosen)
+    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
-    monkeypatch.setattr(embedded, "validate", lambda *arguments: calls.append(arguments) or "serve")
+    monkeypatch.setattr(embedded.Embedded, "validate", lambda self: calls.append([self.plan]) or "serve")
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(launch, "check_free", lambda *address: calls.append(address))
+    monkeypatch.setattr(launch, "check_free", lambda port, host, *_: calls.append((port, host)))
     monkeypatch.setattr(screen, "show_ready", lambda _server: None)
     monkeypatch.setenv("INV_CWD", str(tmp_path))
     for name in ("MODEL", "PORT", "TP", "MAX_MODEL_LEN", access.HOSTS):
@@ -114,7 +115,7 @@ def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsy
     from sparkforge.bench import bakeoff
 
     monkeypatch.setattr(bakeoff, "winner", lambda _request: "fast-dense-8")
-    monkeypatch.setattr(container, "up", lambda *_more, **_options: pytest.fail("nothing is to be started"))
+    monkeypatch.setattr(devices_start, "run", lambda _device: pytest.fail("nothing is to be started"))
     options = ["--device", devices.DOCKER, "--profile", "auto", "--quantization", "spark-mxfp4"]
     assert program.main(["up", *options]) == UsageError.exit_code
     assert "has no effect beside --profile fast-dense-8" in capsys.readouterr().err
@@ -242,11 +243,11 @@ def test_compose_gets_the_address_the_context_and_the_flags():
 def test_up_hands_them_to_compose(started, key, monkeypatch):
     """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
 
-    def start(plan, *_more):
-        started.append((plan.device, container.variables(plan)))
+    def start(device):
+        started.append((device.plan.device, device.env))
         return SimpleNamespace(model_id="m", url="http://127.0.0.1")
 
-    monkeypatch.setattr(container, "up", start)
+    monkeypatch.setattr(devices_start, "run", start)
     monkeypatch.setenv("MAX_MODEL_LEN", "999")
     options = ["--host", "192.168.1.20", "--api-key-file", key, "--context", "512"]
     assert (
@@ -269,7 +270,7 @@ def test_compose_files_that_pass_everything_on_are_not_refused(fake_engine, dock
     monkeypatch.setattr(container.access, "require_key", lambda *_key: None)  # it has a test of its own
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
     with pytest.raises(UsageError, match="so far"):
-        container.up(StartPlan(devices.DOCKER_CPU, host=EVERYWHERE, flags=("--a", "$x")), Steps(4), lambda *_: None)
+        container.Container(StartPlan(devices.DOCKER_CPU, host=EVERYWHERE, flags=("--a", "$x")), None).prepare()
 
 
 @pytest.mark.parametrize(
@@ -286,9 +287,7 @@ def test_compose_files_that_leave_out_what_was_asked_for_are_named(
     """Somebody's own Compose file may publish elsewhere, or pass no flags on: nothing starts then."""
     compose_config(docker_command, monkeypatch, **changes)
     with pytest.raises(UsageError) as caught:
-        container.up(
-            StartPlan(devices.DOCKER_CPU, **wanted), Steps(4), lambda *_: pytest.fail("nothing is to be built")
-        )
+        container.Container(StartPlan(devices.DOCKER_CPU, **wanted), None).prepare()
     assert caught.value.what == message
     assert not [call for call in docker_command.calls if " up " in call]
 
@@ -300,7 +299,7 @@ def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
     compose_config(docker_command, monkeypatch, variables={profiles.KERNEL_VARIABLE: inside} if inside else {})
     monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
     with pytest.raises(UsageError, match="fast_moe:FastMoe has no effect") as caught:
-        container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: pytest.fail("nothing is to be built"))
+        container.Container(StartPlan(devices.DOCKER_CPU), None).prepare()
     assert "vllm.env" in caught.value.fix
     assert "--device embedded" in caught.value.fix
 
@@ -310,7 +309,7 @@ def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_com
     monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
     with pytest.raises(UsageError, match="so far"):
-        container.up(StartPlan(devices.DOCKER_CPU), Steps(4), lambda *_: None)
+        container.Container(StartPlan(devices.DOCKER_CPU), None).prepare()
 
 
 def test_the_variable_of_the_kernel_is_the_librarys():

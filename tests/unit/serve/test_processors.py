@@ -6,7 +6,9 @@ import pytest
 
 from sparkforge.core.errors import UsageError
 from sparkforge.image.devices import EMBEDDED
-from sparkforge.serve import device, embedded, profiles
+from sparkforge.serve import profiles
+from sparkforge.serve.devices import choose as choose_device
+from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from validate.checks import CHECKS
 from validate.checks.finding import Status, View, evaluate
@@ -44,9 +46,9 @@ def fake_processor(request, monkeypatch, tmp_path):
 def test_a_profile_is_served_or_refused_by_name_before_it_starts(fake_processor, profile):
     if profile in NEEDS_FP8_CACHE and fake_processor not in WITH_FP8_CACHE:
         with pytest.raises(UsageError, match=f"--profile {profile} cannot be served.*AVX-512 or AMX"):
-            embedded.checked(StartPlan(EMBEDDED, profile=profile))
+            embedded.Embedded(StartPlan(EMBEDDED, profile=profile))
     else:
-        embedded.checked(StartPlan(EMBEDDED, profile=profile))
+        embedded.Embedded(StartPlan(EMBEDDED, profile=profile))
 
 
 def test_a_lack_is_a_warning_with_its_cost_and_a_flag_that_needs_more_is_refused(fake_processor):
@@ -61,5 +63,5 @@ def test_a_lack_is_a_warning_with_its_cost_and_a_flag_that_needs_more_is_refused
 
 
 def test_without_a_gpu_the_device_is_embedded_on_every_processor(fake_processor, monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "no driver")
-    assert device.choose("auto").device == EMBEDDED
+    monkeypatch.setattr(choose_device, "NVIDIA_DRIVER", tmp_path / "no driver")
+    assert choose_device.choose("auto").device == EMBEDDED

@@ -11,7 +11,8 @@ from sparkforge.core.paths import ROOT
 from sparkforge.core.vllm_flags import without_flag
 from sparkforge.image import compose
 from sparkforge.models import local
-from sparkforge.serve import access, container, embedded, entrypoint, settings
+from sparkforge.serve import access, entrypoint, settings
+from sparkforge.serve.devices import container, embedded
 from sparkforge.serve.entrypoint import ContainerArguments
 from sparkforge.serve.plan import StartPlan
 
@@ -150,7 +151,7 @@ def test_a_bound_of_the_memory_guard_that_is_none_is_refused(monkeypatch, text):
         settings.read({"SPARKFORGE_GUARD_GIB": text})
     monkeypatch.setenv("SPARKFORGE_GUARD_GIB", text)
     with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
-        embedded.checked(StartPlan("embedded"))
+        embedded.Embedded(StartPlan("embedded"))
     with pytest.raises(UsageError, match="SPARKFORGE_GUARD_GIB has no meaning"):
         container.variables(StartPlan("docker"))
     assert settings.read({"SPARKFORGE_GUARD_GIB": "0"}) == settings.read({"SPARKFORGE_GUARD_GIB": ""})
@@ -199,28 +200,15 @@ def test_on_the_machines_network_the_server_listens_on_loopback(image, monkeypat
     assert plan([MODEL]).address() == (address, 8000)
 
 
-def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch):
+def test_up_refuses_an_open_address_without_a_key_before_it_builds(monkeypatch, fake_engine, docker_command):
     """`./inv up` with SPARKFORGE_BIND in `.env`; the engine and Compose are stand-ins."""
+    docker_command.answers("compose version", out="Docker Compose version 2.26.1\n")
     service = compose.Service("image", "spark", "0.0.0.0", 8000, 0, {}, "")  # noqa: S104 - what is refused
-    monkeypatch.setattr(container, "_check_engine", lambda: None)
     monkeypatch.setattr(container.docker_compose, "resolved", lambda _env: {})
     monkeypatch.setattr(container.docker_compose, "service_of", lambda _project: service)
-
-    class Step:
-        def step(self, *_args):
-            return self
-
-        def __enter__(self):
-            return lambda _text: None
-
-        def __exit__(self, *_error):
-            return None
-
     monkeypatch.setattr(container.docker_compose, "up", lambda *_more: pytest.fail("it was started"))
-    engine = type("Engine", (), {"version": "28", "platform": "linux", "leaks_loopback_ports": False})
-    monkeypatch.setattr(container, "_check_engine", lambda: engine)
     with pytest.raises(UsageError, match=r"0\.0\.0\.0 would open the server without an API key"):
-        container.up(StartPlan("docker"), Step(), lambda *_more: pytest.fail("it was built"))
+        container.Container(StartPlan("docker"), None).prepare()
 
 
 @pytest.mark.parametrize(

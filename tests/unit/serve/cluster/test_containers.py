@@ -11,7 +11,7 @@ import pytest
 from sparkforge.core.errors import RefusalError, ServerError, StorageError
 from sparkforge.core.process import started_at
 from sparkforge.image import compose
-from sparkforge.serve import container, entrypoint, record
+from sparkforge.serve import entrypoint, record
 from sparkforge.serve.cluster import channels, containers, node, watch
 from sparkforge.serve.cluster.node import NodeRequest
 
@@ -47,7 +47,7 @@ def asked(config, docker_command, monkeypatch, tmp_path):
         request = NodeRequest.model_validate(
             {"action": action, "name": name, "token": "t0", "config": config.model_dump(by_alias=True, mode="json")}
         )
-        return node.in_container(request)
+        return node.answer(request)
 
     return ask
 
@@ -89,18 +89,19 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
 
 def test_without_gpus_no_rdma_is_asked_for_and_the_file_without_devices_comes_last(asked, config, docker_command):
     cpu = config.model_copy(update={"device": "docker-cpu", "profile": "embedded"})
-    assert containers.validate(cpu, cpu.workers[0]) == {"verdict": "serve"}
+    worker = containers.ContainerNode(cpu, cpu.workers[0], "t0")
+    assert worker.validate() == "serve"
     (call,) = docker_command.calls
     assert "cluster.yml --file" in call
     assert call.endswith("docker-compose.cluster.cpu.yml run --rm --no-deps --no-TTY vllm validate")
     docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
-    containers.begin(cpu, cpu.workers[0], "t0")
+    worker.begin()
     assert "docker-compose.cluster.cpu.yml up --detach" in " ".join(docker_command.calls)
     assert variables(docker_command)["SPARKFORGE_STACK"] == "embedded"
 
 
 def test_the_head_has_the_port_and_listens_to_its_workers(config):
-    passed = containers.variables(config, config.head, "t0")
+    passed = containers.ContainerNode(config, config.head, "t0").env
     flags = shlex.split(passed["VLLM_ARGS"])
     assert "--port=8000" in flags
     assert "--node-rank=0" in flags
@@ -114,20 +115,23 @@ def test_the_key_of_the_cluster_is_the_heads(config, tmp_path):
     key.write_text("k" * 32 + "\n")
     key.chmod(0o600)
     config = config.model_copy(update={"key_file": str(key)})
-    assert containers.variables(config, config.head)["SPARKFORGE_API_KEY"] == str(key)
-    assert "SPARKFORGE_API_KEY" not in containers.variables(config, config.nodes[1])
+    assert containers.ContainerNode(config, config.head).env["SPARKFORGE_API_KEY"] == str(key)
+    assert "SPARKFORGE_API_KEY" not in containers.ContainerNode(config, config.nodes[1]).env
 
 
 @pytest.mark.parametrize("content", ["a-key-of-the-clients", "", None])
-def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(monkeypatch, tmp_path, content):
+def test_the_heads_start_proves_itself_with_the_key_that_compose_resolves(
+    config, docker_command, monkeypatch, tmp_path, content
+):
     file, started = tmp_path / "key", []
     if content is not None:
         file.write_text(content)
     service = {"image": "x", "environment": {compose.STACK: "spark"}}
     project = {"services": {"vllm": service}, "secrets": {"api_key": {"file": str(file)}}}
-    monkeypatch.setattr(container, "_start", lambda _device, _env, service, *_, **__: started.append(service.key_file))
+    docker_command.answers("config --format json", out=json.dumps(project))
+    monkeypatch.setattr(containers.ContainerNode, "serve", lambda self, _tell: started.append(self.service.key_file))
     with nullcontext() if content else pytest.raises(StorageError):
-        container.start_part("docker", {}, project, "127.0.0.1", 8000, ())
+        containers.ContainerNode(config.model_copy(update={"device": "docker-cpu", "profile": ""}), config.head).start()
     assert started == ([str(file)] if content else [])
 
 
@@ -199,14 +203,17 @@ def test_without_a_container_down_ends_what_the_record_names(asked):
 
 
 def test_a_start_over_tcp_is_ended_with_that_finding_and_its_log_stays(asked, docker_command, monkeypatch):
-    docker_command.answers("config --format json", out="{}")
+    project = {"services": {"vllm": {"image": "x", "environment": {compose.STACK: "spark"}}}}
+    docker_command.answers("config --format json", out=json.dumps(project))
     docker_command.answers("logs --no-color", out=TCP)
+    docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     server = record.Server(0, 1.0, "127.0.0.1", 8000, "m", "m", "docker", "", container="0123456789abcdef")
-    monkeypatch.setattr(container, "start_part", lambda *_: record.write(server) or server)
+    monkeypatch.setattr(containers.ContainerNode, "serve", lambda *_: record.write(server) or server)
     with pytest.raises(ServerError, match="TCP in place of RDMA"):
         asked("spark", "start")
     assert docker_command.calls[-1].endswith("--profile * down")
     assert record.read() is None
+    docker_command.answers("ps --all --quiet", out="")
     assert asked("spark", "logs")["lines"] == TCP.splitlines()
 
 

@@ -13,6 +13,7 @@ from sparkforge.serve import launch
 from sparkforge.serve.cluster import check, node, remote, start
 from sparkforge.serve.cluster.config import ClusterNode
 from sparkforge.serve.command_line import ServerCommand
+from sparkforge.serve.devices import embedded
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
@@ -152,18 +153,17 @@ def test_a_server_of_the_checkout_that_runs_is_refused_before_anything_starts(co
         raise ServerError("a server of this checkout runs already", "x", "./inv down", code="server.running")
 
     monkeypatch.setattr(launch, "refuse_second", refuse)
-    monkeypatch.setattr(node, "describe", lambda _request: pytest.fail("it went on"))
+    monkeypatch.setattr(node, "EmbeddedNode", lambda *_: pytest.fail("it went on"))
     with pytest.raises(ServerError, match="runs already"):
-        node.validate(node.NodeRequest(action="validate", name="spark", config=config))
+        node.answer(node.NodeRequest(action="validate", name="spark", config=config))
 
 
 def test_a_profile_that_is_not_for_this_device_is_refused_before_an_environment_is_made(config, monkeypatch):
-    monkeypatch.setattr(node, "describe", lambda _request: pytest.fail("it went on"))
-    request = node.NodeRequest(
-        action="validate", name="spark", config=config.model_copy(update={"profile": "no-such-profile"})
-    )
+    monkeypatch.setattr(embedded, "prepare_environment", lambda *_: pytest.fail("it went on"))
+    changed = config.model_copy(update={"profile": "no-such-profile", "device": "embedded"})
+    request = node.NodeRequest(action="validate", name="spark", config=changed)
     with pytest.raises(UsageError, match="no-such-profile"):
-        node.validate(request)
+        node.answer(request)
 
 
 def test_down_asks_all_and_names_the_one_that_does_not_answer(asked):

@@ -183,15 +183,16 @@ def test_a_node_tells_a_wish_from_a_death(healthy):
     over = subprocess.Popen([sys.executable, "-c", ""])
     over.wait()
     record.write(record.Server(over.pid, 1.0, "127.0.0.1", 8000, "m", "m", "embedded", "log"))
-    request = node.NodeRequest(action="status", name="spark", config=healthy.config)
-    assert node.status(request)["asked"] is False
+    config = healthy.config.model_copy(update={"device": "embedded"})
+    request = node.NodeRequest(action="status", name="spark", config=config)
+    assert node.answer(request)["asked"] is False
     for why, asked in ((watch.STOPPED, True), (watch.ORPHANED, False), ("its connection broke", False)):
         node.end_path().write_text(json.dumps({"node": "spark2", "why": why}))
-        assert node.status(request) | {"left": 0} == {
+        assert node.answer(request) | {"left": 0} == {
             "state": "ended", "why": f"node spark2: {why}", "asked": asked, "left": 0,
         }  # fmt: skip
     node.end_path().unlink()
     for asked in (True, False):
         end = {"pid": over.pid, "code": 0, "asked": asked, "time": time.time()}
         record.end_path().write_text(json.dumps(end))
-        assert node.status(request)["asked"] is asked
+        assert node.answer(request)["asked"] is asked

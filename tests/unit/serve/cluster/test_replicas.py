@@ -5,7 +5,6 @@ from pydantic import ValidationError
 
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
-from sparkforge.serve import embedded
 from sparkforge.serve.cluster import balancer, check, config, node, start
 
 ADDRESSES = ("192.168.177.11", "192.168.177.12")
@@ -88,10 +87,8 @@ def test_the_balancer_is_a_part_on_the_head_with_a_state_of_its_own(replicas):
 
 
 def test_a_replica_is_a_whole_server_on_its_address_with_the_key(replicas, monkeypatch, tmp_path):
-    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
     nodes = tuple(part.model_copy(update={"python": "/python"}) for part in replicas.nodes)
-    request = node.NodeRequest(action="start", name="spark2", config=replicas.model_copy(update={"nodes": nodes}))
-    described = node.describe(request)
+    described = node.EmbeddedNode(replicas.model_copy(update={"nodes": nodes}), nodes[1]).launch()
     assert (described.plan.host, described.plan.port, described.plan.key) == (ADDRESSES[1], 8001, "key-of-a-test")
     assert not [word for word in described.command if "nnodes" in word or "headless" in word or "watch" in word]
     hosts = described.environment["SPARKFORGE_ALLOWED_HOSTS"].split(",")
@@ -99,11 +96,10 @@ def test_a_replica_is_a_whole_server_on_its_address_with_the_key(replicas, monke
 
 
 def test_a_split_models_head_takes_the_key_and_its_worker_needs_none(replicas, monkeypatch, tmp_path):
-    monkeypatch.setattr(embedded, "write_tiny", lambda _python: tmp_path)
     split = changed(replicas, mode="split", tensor=2)
     nodes = tuple(part.model_copy(update={"python": "/python"}) for part in split.nodes)
     split = split.model_copy(update={"nodes": nodes})
-    keys = [node.describe(node.NodeRequest(action="x", name=part.name, config=split)).plan.key for part in nodes]
+    keys = [node.EmbeddedNode(split, part).launch().plan.key for part in nodes]
     assert keys == ["key-of-a-test", ""]
 
 
@@ -128,7 +124,7 @@ def test_a_server_with_another_key_is_named(replicas, monkeypatch):
         Endpoint, "accepts_key", lambda self: (self.url, self.key) != (f"http://{ADDRESSES[1]}:8001", "key-of-a-test")
     )
     with pytest.raises(ServerError, match="spark2 does not take the API key"):
-        node.balance(node.NodeRequest(action="balance", name="balancer", config=replicas))
+        node.answer(node.NodeRequest(action="start", name="balancer", config=replicas))
 
 
 def test_servers_start_together_and_the_balancer_after_them(replicas, healthy, monkeypatch):
@@ -143,7 +139,7 @@ def test_servers_start_together_and_the_balancer_after_them(replicas, healthy, m
     monkeypatch.setattr(balancer, "program", lambda: "haproxy")
     assert start.up(replicas)["url"] == "http://x"
     assert sorted(questions[2:4]) == [("spark", "start"), ("spark2", "start")]
-    assert questions[4:] == [("balancer", "balance")]
+    assert questions[4:] == [("balancer", "start")]
     questions.clear()
     start.renew(replicas, replicas.nodes[1])
     assert questions == [("spark2", "down"), ("spark2", "validate"), ("spark2", "start")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sparkforge.core import openai, paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
-from sparkforge.core.files import write_atomic, write_json
+from sparkforge.core.files import write_atomic
 from sparkforge.core.process import ProbeError
 from sparkforge.image import compose as docker_compose
 from sparkforge.image import engine, inspect, versions
@@ -40,7 +39,7 @@ from sparkforge.serve import (
 )
 from sparkforge.serve import health as container_health
 from sparkforge.serve.command_line import served_name
-from sparkforge.serve.known_good import KnownGood
+from sparkforge.serve.devices.device import Device
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.restarts import TOO_OFTEN
@@ -50,7 +49,7 @@ from validate.facts.target import Options, Target
 # 65 GB of weights from a disk, and 15 to 25 minutes of compiling if no kernel is cached (docs/reference/checks.md).
 READY_SECONDS = 3600.0
 CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of compiled code an image (deploy/start)
-TAIL = 400  # lines of the container's log that are read
+LOG_LINES = 400  # of the container's log, that are read
 BIND, FLAGS = access.BIND, settings.VLLM_ARGS  # Compose's variables: the address to publish on, flags for vLLM
 KERNEL_PAGE = "docs/guide/tune.md, your own kernel"
 REFUSED = RefusalError.exit_code
@@ -60,6 +59,130 @@ LEAK = (
     "that are published on 127.0.0.1. Update Docker, or drop such packets in a firewall{key}."
 )
 ImageBuilder = Callable[[str, Steps], None]
+
+
+class Container(Device):
+    """The vllm service of our Compose files; `build(stack, steps)` makes a missing image.
+
+    Making one raises UsageError or InputError for what is wrong in the plan or in the environment.
+    """
+
+    compose_files: tuple[str, ...] = ()  # of the checkout, behind those of one machine
+    service: Service
+    project: Mapping[str, Any]
+
+    def __init__(self, plan: StartPlan, build: ImageBuilder) -> None:
+        super().__init__(plan)
+        self.build, self.env = build, variables(plan)
+
+    def prepare(self) -> None:
+        """Read the engine and the Compose files, refuse what the container would refuse, and build a missing image."""
+        with self.steps.step("engine", "docker") as tell:
+            with engine.connected() as client:
+                docker_engine = engine.read(client)
+            require_plugin("compose")
+            self.project = docker_compose.resolved(self.env)
+            service = self.service = docker_compose.service_of(self.project)
+            if service.gpus:
+                _require_gpu(docker_engine)
+            gpus = f", {docker_engine.gpu}" if service.gpus else ""
+            tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpus}")
+        _require_passed_on(service, self.env)
+        settings.read(service.environment)  # what the container would refuse must not cost an image and a start
+        access.require_key(service.host, service.key_file)
+        if service.key_file:
+            access.read_key(Path(service.key_file), private=False)  # before minutes go into an image
+        if docker_engine.leaks_loopback_ports and service.host == LOOPBACK:
+            key = "" if service.key_file else "; or start with --api-key-file FILE"
+            say(LEAK.format(version=docker_engine.version, key=key))
+        launch.check_free(service.port, service.host)
+        if service.gpus:
+            memory_plan.require_room(service, self.project)
+        with self.steps.step("image", service.image) as tell:
+            try:
+                image_id = _image_id(service, docker_engine)
+            except EngineError as error:
+                if error.code != "engine.image":
+                    raise
+                self.build(service.stack, self.steps)
+                image_id = _image_id(service, docker_engine)
+            tell(image_id)
+
+    def validate(self) -> str:
+        """Leave it to the container, which validates itself before it serves: only it has the packages and the GPU."""
+        return "the container validates itself"
+
+    def start(self) -> Server:
+        """Start the container; whenever it raises, the container is stopped, not removed."""
+        with self.steps.step("container") as tell:
+            return self.serve(tell)
+
+    def serve(self, tell: Callable[[str], None], file: Path | None = None) -> Server:
+        """Start the service, by the resolved project in `file` if there is one; return it once it proved itself."""
+        service, inside = self.service, settings.read(self.service.environment)
+        try:
+            paths.secure_state()
+            write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
+            log = paths.state() / "logs" / "compose.log"
+            docker_compose.up(self.env, log, tell, file, more=self.compose_files)
+            with engine.connected() as client:
+                container = _find_container(client)
+                server = Server(
+                    pid=0,
+                    started=_log_begin(client, container),
+                    host=service.host,
+                    port=service.port,
+                    model=inside.model,
+                    model_id=inside.model_id,
+                    device=self.plan.device,
+                    log="",
+                    container=container,
+                    key_file=service.key_file,
+                    profile=inside.serve_profile,
+                )
+                record.write(server)
+                record.begun_path().unlink()
+                server = _wait(client, server, service.stack, tell)
+        except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
+            with suppress(SparkforgeError):  # the first error is the one to report
+                (docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)(self.env)
+                record.begun_path().unlink(missing_ok=True)
+                record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
+            raise
+        tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
+        return server
+
+    def remember(self, server: Server) -> None:
+        """Record the start with its image, which gets its own name, and its folder of compiled code."""
+        if self.service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) != settings.STRICT:
+            say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
+            return
+        project = {
+            key: self.project[key] for key in ("name", "networks", "volumes", "secrets") if self.project.get(key)
+        }
+        service = self.project["services"][SERVICE].items()
+        own = {key: value for key, value in service if key not in {"build", "depends_on"}}
+        try:
+            with engine.connected() as client:
+                container = client.containers.get(server.container)
+                image = client.images.get(container.attrs["Image"])
+                manifest = inspect.manifest(client, image)
+                name = versions.give_own_name(client, image, versions.split(self.service.image)[0], manifest)
+            volumes = {mount["Destination"]: mount.get("Name", "") for mount in container.attrs.get("Mounts") or []}
+            entry = known_good.started(
+                server,
+                self.service.stack,
+                image=image.id,
+                name=name,
+                digests=list(image.attrs.get("RepoDigests") or []),
+                cache=str(manifest.get("key", "")),
+                volume=volumes.get(CACHE, ""),
+                project=known_good.without_secrets({**project, "services": {SERVICE: own}}),
+            )
+        except (SparkforgeError, KeyError) as error:
+            known_good.say_unrecorded(error)
+            return
+        known_good.remember(entry)
 
 
 def variables(plan: StartPlan) -> dict[str, str]:
@@ -131,128 +254,6 @@ def _require_gpus(wanted: int) -> None:
         raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
 
 
-def up(plan: StartPlan, steps: Steps, build: ImageBuilder) -> Server:
-    """Start the container and return the serving server; `build(stack, steps)` makes a missing image.
-
-    Raises an engine's error, RefusalError with what the container's validator found, or ServerError; whenever it
-    raises, the container is stopped, not removed.
-    """
-    env = variables(plan)
-    with steps.step("engine", "docker") as tell:
-        docker_engine, project = _check_engine(), docker_compose.resolved(env)
-        service = docker_compose.service_of(project)
-        if service.gpus:
-            _require_gpu(docker_engine)
-        gpu = f", {docker_engine.gpu}" if service.gpus else ""
-        tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpu}")
-    _require_passed_on(service, env)
-    settings.read(service.environment)  # what the container would refuse must not cost an image and a start
-    access.require_key(service.host, service.key_file)
-    if service.key_file:
-        access.read_key(Path(service.key_file), private=False)  # before minutes go into an image
-    if docker_engine.leaks_loopback_ports and service.host == LOOPBACK:
-        key = "" if service.key_file else "; or start with --api-key-file FILE"
-        say(LEAK.format(version=docker_engine.version, key=key))
-    launch.check_free(service.port, service.host)
-    if service.gpus:
-        memory_plan.require_room(service, project)
-    with steps.step("image", service.image) as tell:
-        try:
-            image_id = _image_id(service, docker_engine)
-        except EngineError as error:
-            if error.code != "engine.image":
-                raise
-            build(service.stack, steps)
-            image_id = _image_id(service, docker_engine)
-        tell(image_id)
-    with steps.step("container") as tell:
-        server = _start(plan.device, env, service, tell)
-    if plan.trial:
-        return server
-    if service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) == settings.STRICT:
-        _remember(server, service, project)
-    else:
-        say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
-    return server
-
-
-def start_part(
-    device: str, env: Mapping[str, str], project: Mapping[str, Any], host: str, port: int, more: Sequence[str]
-) -> Server:
-    """Start the head's part of a cluster, which listens on the machine's own `host` and `port`; return it once proved.
-
-    `project` is what Compose resolves from our files and `more`. Raises as `up` does; whenever it raises, the container
-    is stopped, not removed.
-    """
-    part, key_file = project["services"][SERVICE], docker_compose.key_file_of(project)
-    if key_file:
-        access.read_key(Path(key_file), private=False)
-    environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
-    service = Service(str(part["image"]), environment[docker_compose.STACK], host, port, 1, environment, key_file)
-    return _start(device, env, service, lambda _: None, more=more)
-
-
-def start_again(start: KnownGood, steps: Steps) -> Server:
-    """Start a container from a known good start as it was recorded, its image by id. Raises as `up` does."""
-    current = docker_compose.resolved(docker_compose.variables(start.stack))
-    project = known_good.with_secrets(start.project, current)
-    service = docker_compose.service_of(project)
-    project["services"][SERVICE]["image"] = start.image
-    paths.secure_state()
-    file = known_good.project_path()
-    write_json(file, project, mode=0o600)
-    try:
-        with steps.step("container", start.name) as tell:
-            return _start(start.device, {}, service, tell, file)
-    finally:
-        file.unlink(missing_ok=True)  # after a kill `launch.starting` does it
-
-
-def _remember(server: Server, service: Service, project: Mapping[str, Any]) -> None:
-    """Record a start that proved itself, with its image, which gets its own name, and its folder of compiled code."""
-    parts = {key: project[key] for key in ("name", "networks", "volumes", "secrets") if project.get(key)}
-    own = {key: value for key, value in project["services"][SERVICE].items() if key not in {"build", "depends_on"}}
-    try:
-        with engine.connected() as client:
-            container = client.containers.get(server.container)
-            image = client.images.get(container.attrs["Image"])
-            manifest = inspect.manifest(client, image)
-            name = versions.give_own_name(client, image, versions.split(service.image)[0], manifest)
-        volumes = {mount["Destination"]: mount.get("Name", "") for mount in container.attrs.get("Mounts") or []}
-        profile = settings.read(service.environment).serve_profile
-        entry = replace(
-            known_good.started(server, service.stack, profile),
-            image=image.id,
-            name=name,
-            digests=list(image.attrs.get("RepoDigests") or []),
-            cache=str(manifest.get("key", "")),
-            volume=volumes.get(CACHE, ""),
-            project=known_good.without_secrets({**parts, "services": {SERVICE: own}}),
-        )
-    except (SparkforgeError, KeyError) as error:
-        say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
-        return
-    known_good.remember(entry)
-
-
-def health(server: Server) -> str:
-    """Return the container's state according to its own health check, in words."""
-    with engine.connected() as client:
-        state = engine.state(client, server.container)
-    if state is None:
-        return "gone"
-    output = f" ({state.health_output})" if state.health_output and state.health != "healthy" else ""
-    return f"{state.health or state.status}{output}"
-
-
-def _check_engine() -> Engine:
-    """Return the engine. Raises EngineError if it lacks Compose."""
-    with engine.connected() as client:
-        docker_engine = engine.read(client)
-    require_plugin("compose")
-    return docker_engine
-
-
 def _require_gpu(docker_engine: Engine) -> None:
     """Raise EngineError if the engine cannot give a container the GPU."""
     try:
@@ -268,46 +269,12 @@ def _image_id(service: Service, docker_engine: Engine) -> str:
         return str(engine.require_image(client, service.image, docker_engine.platform, command).short_id)
 
 
-def _start(
-    device: str,
-    env: Mapping[str, str],
-    service: Service,
-    tell: Callable[[str], None],
-    file: Path | None = None,
-    more: Sequence[str] = (),
-) -> Server:
-    """Start the service of our Compose files and `more`, or of `file`, and return the server that proved itself."""
-    try:
-        paths.secure_state()
-        write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
-        docker_compose.up(env, paths.state() / "logs" / "compose.log", tell, file, more=more)
-        with engine.connected() as client:
-            container = _find_container(client)
-            container_settings = settings.read(service.environment)
-            server = Server(
-                pid=0,
-                started=_log_begin(client, container),
-                host=service.host,
-                port=service.port,
-                model=container_settings.model,
-                model_id=container_settings.model_id,
-                device=device,
-                log="",
-                container=container,
-                key_file=service.key_file,
-                profile=container_settings.serve_profile,
-            )
-            record.write(server)
-            record.begun_path().unlink()
-            server = _wait(client, server, service.stack, tell)
-    except BaseException as error:  # a server that nobody waits for must not stay; its log does if it failed
-        with suppress(SparkforgeError):  # the first error is the one to report
-            (docker_compose.down if isinstance(error, KeyboardInterrupt) else docker_compose.stop)(env)
-            record.begun_path().unlink(missing_ok=True)
-            record.forget()  # not before: where the engine does not answer, `./inv down` must still find it
-        raise
-    tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
-    return server
+def _find_container(client: docker.DockerClient) -> str:
+    container = engine.service_container(client, docker_compose.project(), SERVICE)
+    if container is None:
+        fix = docker_compose.typed("ps", "--all")
+        raise ServerError("there is no container", "Compose started none", fix, code="server.start")
+    return container
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
@@ -322,14 +289,6 @@ def _log_begin(client: docker.DockerClient, container: str) -> float:
         # The engine writes the time down when the program runs, which may have printed by then.
         return max(0.0, datetime.fromisoformat(state.started).timestamp() - 1)
     return 0.0
-
-
-def _find_container(client: docker.DockerClient) -> str:
-    container = engine.service_container(client, docker_compose.project(), SERVICE)
-    if container is None:
-        fix = docker_compose.typed("ps", "--all")
-        raise ServerError("there is no container", "Compose started none", fix, code="server.start")
-    return container
 
 
 def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callable[[str], None]) -> Server:
@@ -385,11 +344,9 @@ def _end_of(client: docker.DockerClient, server: Server, state: State) -> Sparkf
 
 def _refusal(text: str, server: Server) -> RefusalError:
     """Return the error for a container whose validator refused, from its log."""
-    lines = [line.strip() for line in text.splitlines()]
-    failures = list(dict.fromkeys(line for line in lines if line.startswith("FAIL ")))
-    fixes = [line.removeprefix("next:").strip() for line in lines if line.startswith("next:")]
+    failures, fix = logs.report_of(text)
     why = "\n        ".join(failures) or "its log does not say why"
-    fix = f"{fixes[0]}; then ./inv up --device {server.device}" if fixes else f"docker logs {server.container[:12]}"
+    fix = f"{fix}; then ./inv up --device {server.device}" if fix else f"docker logs {server.container[:12]}"
     return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
 
 
@@ -397,6 +354,16 @@ def _failure(client: docker.DockerClient, server: Server, failure: str) -> Spark
     lines = logs.explain(log_text(client, server)) or ["its log is empty"]
     fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
     return ServerError(failure, "\n        ".join(lines), fix, code="server.start")
+
+
+def health(server: Server) -> str:
+    """Return the container's state according to its own health check, in words."""
+    with engine.connected() as client:
+        state = engine.state(client, server.container)
+    if state is None:
+        return "gone"
+    output = f" ({state.health_output})" if state.health_output and state.health != "healthy" else ""
+    return f"{state.health or state.status}{output}"
 
 
 def last_log() -> str:
@@ -412,4 +379,4 @@ def last_log() -> str:
 def log_text(client: docker.DockerClient, server: Server) -> str:
     """Return the last lines that a container logged since its start, stdout and stderr together."""
     container = client.containers.get(server.container)
-    return str(container.logs(tail=TAIL, since=server.started or None).decode(errors="replace"))
+    return str(container.logs(tail=LOG_LINES, since=server.started or None).decode(errors="replace"))

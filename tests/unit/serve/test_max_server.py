@@ -3,6 +3,7 @@
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 import misbehaving
 import pytest
@@ -11,7 +12,12 @@ from sparkforge.cli import program
 from sparkforge.core import openai
 from sparkforge.core.errors import ServerError
 from sparkforge.core.paths import state
-from sparkforge.serve import environment, launch, modular, proof, record, status
+from sparkforge.serve import launch, proof, record, status
+from sparkforge.serve.devices import max_server
+from sparkforge.serve.devices.device import start
+from sparkforge.serve.plan import StartPlan
+
+PLAN = StartPlan("max", profile="cpu", variables={"MAX_MODEL_LEN": "256"})
 
 
 @pytest.fixture
@@ -22,17 +28,17 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def up(checkpoint, free_port, monkeypatch):
-    """Return the function `modular.up`, with a small server in MAX's place that behaves as told."""
+    """Return a function that starts MAX's device, with a small server in MAX's place that behaves as told."""
 
     def up(behaviour="good"):
         port = free_port()
         program = (sys.executable, misbehaving.__file__, str(port), behaviour, '["", {}]')
-        monkeypatch.setattr(modular, "server_command", lambda *_: program)
-        return modular.up(checkpoint, "cpu", port, 256)
+        monkeypatch.setattr(max_server, "server_command", lambda *_: program)
+        return start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), port=port)))
 
     state().mkdir(exist_ok=True)
     monkeypatch.setattr(openai, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(environment, "prepare", lambda *_: modular.MAX)
+    monkeypatch.setattr(max_server, "prepare_environment", lambda *_: max_server.MAX)
     yield up
     with suppress(ServerError):
         launch.stop()
@@ -40,8 +46,8 @@ def up(checkpoint, free_port, monkeypatch):
 
 def test_up_records_a_server_that_answers_what_max_has(up):
     server = up("fails at top_logprobs")  # one of the calls that only vLLM is asked
-    assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(modular.CALLS))
-    assert tuple(name for name in proof.CALLS if name in modular.CALLS) == modular.CALLS
+    assert (server.device, server.profile, set(server.proof)) == ("max", "cpu", set(max_server.CALLS))
+    assert tuple(name for name in proof.CALLS if name in max_server.CALLS) == max_server.CALLS
     assert record.running() == server
     report, _ = status.report(server)
     assert "proved: a chat, a completion" in "\n".join(status.lines(report))
@@ -54,7 +60,8 @@ def test_up_leaves_nothing_of_a_server_that_does_not_answer(up):
 
 
 def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint):
-    commands = [modular.server_command(checkpoint, device, 8123, 256) for device in ("cpu", "gpu")]
+    plan = replace(PLAN, model=str(checkpoint), model_id="m", port=8123)
+    commands = [max_server.server_command(replace(plan, profile=device)) for device in ("cpu", "gpu")]
     cpu, gpu = (dict(zip(command[2::2], command[3::2], strict=True)) for command in commands)
     assert (cpu["--host"], cpu["--port"], cpu["--max-length"]) == ("127.0.0.1", "8123", "256")
     assert cpu["--quantization-encoding"] == "float32"
@@ -63,20 +70,20 @@ def test_a_cpu_serves_in_float32_and_a_gpu_in_the_checkpoint_s_format(checkpoint
 
 
 def test_a_gpu_s_answers_are_warned_of(checkpoint, free_port, capsys, monkeypatch):
-    monkeypatch.setattr(environment, "prepare", lambda *_: sys.exit(7))
+    monkeypatch.setattr(max_server, "prepare_environment", lambda *_: sys.exit(7))
     for device, warned in (("cpu", False), ("gpu", True)):
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 7):
-            modular.up(checkpoint, device, free_port(), 512)
+            start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), profile=device, port=free_port())))
         assert ("no other GPU was tried" in " ".join(capsys.readouterr().err.split())) is warned
 
 
 def test_telemetry_and_the_hub_are_off_and_compiled_models_are_kept(monkeypatch):
     monkeypatch.delenv("MODULAR_CACHE_DIR", raising=False)
     wanted = {"MODULAR_TELEMETRY_ENABLED": "0", "MAX_SERVE_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
-    assert wanted.items() <= modular.variables().items()
-    assert modular.variables()["MODULAR_CACHE_DIR"] == str(state() / "cache" / "max")
+    assert wanted.items() <= max_server.variables().items()
+    assert max_server.variables()["MODULAR_CACHE_DIR"] == str(state() / "cache" / "max")
     monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
-    assert modular.variables()["MODULAR_CACHE_DIR"] == "/elsewhere"
+    assert max_server.variables()["MODULAR_CACHE_DIR"] == "/elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_telemetry_and_the_hub_are_off_and_compiled_models_are_kept(monkeypatch)
 )
 def test_what_cannot_be_served_is_refused_before_max_is_brought(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment, "prepare", lambda *_: pytest.fail("MAX is brought"))
+    monkeypatch.setattr(max_server, "prepare_environment", lambda *_: pytest.fail("MAX is brought"))
     assert program.main(["max.up", *options])
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -103,5 +110,5 @@ def test_a_port_that_is_taken_is_refused(checkpoint, free_port):
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(ServerError, match=f"port {port} is taken") as refused,
     ):
-        modular.up(checkpoint, "cpu", port, 512)
+        start(max_server.MaxServer(replace(PLAN, model=str(checkpoint), port=port)))
     assert refused.value.fix == f"./inv max.up --port {port + 1}"

@@ -23,9 +23,14 @@ def up(_ctx: Context, model: str = "", device: str = "cpu", port: str = PORT, co
     another GPU see spark_mxfp4/docs/max.md.
     """
     from sparkforge.core import paths
-    from sparkforge.serve import failure, modular, screen, settings
+    from sparkforge.serve import failure, screen, settings
+    from sparkforge.serve.devices.device import start
+    from sparkforge.serve.devices.max_server import MaxServer
+    from sparkforge.serve.plan import StartPlan
 
     with failure.remembered():
-        folder = paths.typed(settings.checkpoint(model, caller_path(model))).absolute() if model else None
-        server = modular.up(folder, device, whole_number("--port", port), whole_number("--context", context))
+        folder = str(paths.typed(settings.checkpoint(model, caller_path(model))).absolute()) if model else ""
+        length = {settings.CONTEXT_VARIABLE: str(whole_number("--context", context))}
+        plan = StartPlan("max", folder, profile=device, port=whole_number("--port", port), variables=length)
+        server = start(MaxServer(plan))
     screen.show_ready(server)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkforge.core.console import Steps
 from sparkforge.core.errors import SparkforgeError, UsageError
 from sparkforge.image.devices import AUTO, DOCKER, DOCKER_CPU, EMBEDDED
+from sparkforge.serve.devices.device import Device
+from sparkforge.serve.plan import StartPlan
 
 NAMES = (AUTO, EMBEDDED, DOCKER, DOCKER_CPU)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -58,3 +62,14 @@ def _product() -> str:
         return PRODUCT.read_text(encoding="utf-8").strip() or "an aarch64 machine with an NVIDIA driver"
     except OSError:
         return "an aarch64 machine with an NVIDIA driver"
+
+
+def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
+    """Return the device of a plan, which is checked; `build(stack, steps)` makes a missing image."""
+    if plan.device == EMBEDDED:
+        from sparkforge.serve.devices.embedded import Embedded  # noqa: PLC0415 - only one of them is loaded
+
+        return Embedded(plan)
+    from sparkforge.serve.devices.container import Container  # noqa: PLC0415 - the Docker SDK takes half a second
+
+    return Container(plan, build)

@@ -1,0 +1,95 @@
+"""What every way to run a server can do, and the one way to start one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from sparkforge.core import paths
+from sparkforge.core.console import Steps
+from sparkforge.core.errors import ServerError
+from sparkforge.core.files import write_json
+from sparkforge.serve import launch, logs, record
+from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.record import Server
+
+
+class Device(ABC):
+    """Runs the server of one plan. Making one checks the plan, before minutes go into an environment or an image.
+
+    `start` below calls `prepare`, `validate` and `start`; a cluster's node calls the same methods one by one.
+    """
+
+    command: ClassVar[str] = "./inv up"  # what a user typed
+    step_count: ClassVar[int] = 4
+
+    def __init__(self, plan: StartPlan) -> None:
+        self.plan, self.steps = plan, Steps(self.step_count)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what is missing: the environment or the image, and the model."""
+
+    @abstractmethod
+    def validate(self) -> str:
+        """Judge machine, software and model; return the verdict in a line. Raises RefusalError for a refusal."""
+
+    @abstractmethod
+    def start(self) -> Server:
+        """Start the server, record it, and return it once it has proved itself.
+
+        Raises ServerError or RefusalError; whenever it raises, nothing is left running.
+        """
+
+    def remember(self, server: Server) -> None:  # noqa: B027 - a device may have no way back
+        """Record a start that proved itself as known good."""
+
+    @classmethod
+    def stop(cls) -> str:
+        """End the server, a start that is under way, and what a killed server left; say what was ended."""
+        try:
+            stopped = launch.down()
+        except ServerError as error:
+            if error.code != "server.not-running":
+                raise
+            record.forget()
+            return "nothing to stop"
+        return f"stopped {stopped.where}" if stopped else "ended what was left"
+
+    @classmethod
+    def log(cls) -> str:
+        """Return what the server printed."""
+        return logs.read(record.log_path())
+
+    @classmethod
+    def state(cls) -> dict[str, Any]:
+        """Return `state`: running, ended or stopped; and why it ended, and whether a signal `asked` for it."""
+        server = record.read()
+        if server is None:
+            return {"state": "stopped"}
+        if server.alive:
+            return {"state": "running", "pid": server.pid, "milestone": logs.milestone(cls.log())}
+        end = record.ended(server)
+        why, asked = record.how_it_ended(server), bool(end and end.asked)
+        return {"state": "ended", "why": why, "asked": asked, "left": len(record.leftovers())}
+
+
+def start(device: Device) -> Server:
+    """Prepare what is missing, validate, start the server and return it once it has proved itself.
+
+    Raises what the device raises; nothing is left running then.
+    """
+    with launch.starting():
+        launch.check_free(device.plan.port, device.plan.address, device.command)
+        return run(device)
+
+
+def run(device: Device) -> Server:
+    """Do what `start` does, for a caller that holds its lock."""
+    device.prepare()
+    device.validate()
+    server = device.start()
+    write_json(paths.state() / "up.json", {"seconds": device.steps.seconds, "model": server.model_id})
+    if not device.plan.trial:
+        device.remember(server)
+    return server

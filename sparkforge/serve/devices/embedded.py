@@ -1,0 +1,214 @@
+"""Serve on the embedded device: the model on disk, the validator, then vLLM's API server."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sparkforge import environments, pins
+from sparkforge.core import paths
+from sparkforge.core.console import Steps, say
+from sparkforge.core.errors import InputError, RefusalError, UsageError
+from sparkforge.core.process import TAIL_LINES, run
+from sparkforge.environments import Environment
+from sparkforge.image.devices import EMBEDDED, stack_of
+from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, profiles, proof, settings
+from sparkforge.serve.command_line import ServerCommand, served_name
+from sparkforge.serve.devices.device import Device
+from sparkforge.serve.launch import Launch
+from sparkforge.serve.plan import StartPlan
+from sparkforge.serve.profiles import ServeProfile
+from sparkforge.serve.record import Server
+from sparkforge.serve.settings import TINY_ID
+from validate.checks.arguments import missing_on_cpu
+from validate.facts.machine import cpu_flags
+from validate.facts.target import Options, Target
+
+# Below site-packages: what vLLM's CPU build preloads.
+PRELOADED = ("vllm/libs/libtcmalloc*.so*", "torch/lib/libgomp*.so*")
+
+
+class Embedded(Device):
+    """vLLM's CPU build in an environment of this checkout.
+
+    `python` and `model` name an interpreter and a checkpoint that are there; without them `prepare` makes both.
+    Making one raises UsageError, InputError, or StorageError for a key file that `access.read_key` refuses.
+    """
+
+    def __init__(self, plan: StartPlan, python: Path | None = None, model: Path | None = None) -> None:
+        self.profile = profile_named(plan.profile)
+        flags = self.profile.arguments()
+        if missing := missing_on_cpu(flags, platform.machine(), cpu_flags(Target(Options(), ""))):
+            failure = f"--profile {plan.profile} cannot be served by this processor"
+            raise UsageError(failure, missing, "./inv up --profile embedded")
+        if plan.model:
+            model = paths.typed(plan.model).absolute()
+            served_name(model)
+        access.refuse_inherited_key(os.environ)
+        settings.require_guard(os.environ)
+        limits.read(os.environ)
+        self.own_flags = plan.flags
+        path = access.key_path(plan.key_file)
+        super().__init__(
+            replace(
+                plan,
+                key_file=str(path) if path else "",
+                key=access.read_key(path) if path else "",
+                hosts=tuple(access.named_hosts(",".join(plan.hosts) or os.environ.get(access.HOSTS, ""))),
+                flags=(*vllm_arguments(plan.variables), *plan.flags),
+                variables={},
+            )
+        )
+        self._makes_environment, self._makes_model = python is None, model is None
+        self.python = python or self.environment.python
+        self.model = model or paths.state() / "models" / TINY_ID
+
+    @property
+    def environment(self) -> Environment:
+        """The environment of the plan's stack."""
+        return Environment(stack_of(EMBEDDED, self.plan.stack))
+
+    @property
+    def model_id(self) -> str:
+        """The model's name in the API."""
+        return self.plan.model_id or (served_name(self.model) if self.plan.model else TINY_ID)
+
+    def prepare(self) -> None:
+        """Make the environment and the tiny model, unless they are there. Raises what `environments.ensure` raises."""
+        for line in self.profile.replaced_by(self.own_flags):
+            say(line)
+        if self._makes_environment:
+            prepare_environment(self.steps, self.environment)
+        with self.steps.step("model") as tell:
+            if self._makes_model:
+                write_tiny(self.python)
+            tell(f"{self.model_id} in {self.model}")
+
+    def validate(self) -> str:
+        """Run the validator in the environment that will serve."""
+        report = paths.state() / "validation.json"
+        command: list[str | Path] = [self.python, "-m", "validate", "--profile", "embedded", "--json", report]
+        command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
+        command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
+        with self.steps.step("validation", "profile embedded") as tell:
+            process = run(command, cwd=paths.ROOT, env=environment_of(self.profile), check=False)
+            if process.returncode:
+                say(process.stdout + process.stderr)
+                failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
+                why = "\n        ".join(failed) or f"it ended with code {process.returncode}; its report is above"
+                fix = "follow the line after `next:` under each FAIL, then ./inv up"
+                raise RefusalError("the validator refuses to serve", why, fix, code="validation.failed")
+            verdict = process.stdout.strip().splitlines()[-1]
+            tell(verdict)
+        return verdict
+
+    def launch(self) -> Launch:
+        """Return what starts vLLM's API server, behind `access.Guard`."""
+        plan = replace(self.plan, device=EMBEDDED, model_id=self.model_id, profile=self.plan.profile or EMBEDDED)
+        variables = {
+            **environment_of(self.profile),
+            **preloaded(self.python),
+            "VLLM_CACHE_ROOT": str(paths.state() / "cache" / "vllm"),
+            **access.variables(plan.key, plan.key_file or ""),
+            **limits.variables(os.environ),
+            access.HOSTS: ",".join((*access.served_hosts(plan.address, plan.port, plan.hosts), *plan.hosts)),
+            "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
+            **(profiler.ENVIRONMENT if plan.profiled else {}),
+        }
+        traces = profiler.arguments(profiler.folder()) if plan.profiled else ()
+        server = ServerCommand(
+            str(self.model), plan.model_id, plan.address, plan.port, self.profile, (*traces, *plan.flags), variables,
+            forked=plan.model_id == TINY_ID,
+        )  # fmt: skip
+        return Launch(server.command(self.python), server.environment, plan, self.model)
+
+    def start(self) -> Server:
+        """Start vLLM and prove what clients call."""
+        with self.steps.step("server", "vLLM starts") as tell:
+            server = launch.start(self.launch(), tell)
+            tell(f"first answers received, {proof.describe(server.proof)}, in {server.proof_seconds:.1f} s")
+        return server
+
+    def remember(self, server: Server) -> None:
+        """Record the start with the hash of its environment, unless its interpreter is another one."""
+        if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
+            name, key_file = self.environment.name, self.plan.key_file or None
+            plan = replace(self.plan, stack=name, profile=server.profile, key_file=key_file, key="")
+            entry = known_good.started(server, name, environment=known_good.hashed(inputs), plan=plan)
+            known_good.remember(entry)
+
+
+def profile_named(name: str) -> ServeProfile:
+    """Return the device's profile of that name, by default `embedded`. Raises UsageError for one of another device."""
+    profile = profiles.named(name or EMBEDDED)
+    if profile.device != EMBEDDED:
+        own = ", ".join(name for name, settings in profiles.load().items() if settings.device == EMBEDDED)
+        fix = f"./inv up --device docker --profile {name}"
+        raise UsageError(f"--profile {name} is for containers", f"the embedded device has {own}", fix)
+    return profile
+
+
+def environment_of(profile: ServeProfile) -> dict[str, str]:
+    """Return the variables that the validator and the server get with a profile."""
+    return {
+        **command_line.ENVIRONMENT,
+        **profile.variables(),
+        "PYTHONDONTWRITEBYTECODE": "",  # three processes import vLLM; without bytecode each takes 13 s instead of 7
+    }
+
+
+def prepare_environment(steps: Steps, env: Environment | None = None) -> Environment:
+    """Make `env`, by default the embedded device's, unless it is there and current, and return it.
+
+    Raises the errors of `environments.ensure`.
+    """
+    table, env = pins.load(), env or Environment(stack_of(EMBEDDED))
+    with steps.step("environment", "hash-locked wheels; the first time takes minutes") as tell:
+        is_new = environments.ensure(env, table)
+        components = [table.component(*name.split("/")) for name in table.environment(env.name).wheels]
+        patched = [component for component in components if component.patches]
+        versions = [f"{component.package} {environments.installed_version(component)}" for component in patched]
+        tell(", ".join([*versions, "made" if is_new else "unchanged"]))
+    return env
+
+
+def vllm_arguments(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return vLLM's arguments for TP and MAX_MODEL_LEN. Raises UsageError for several GPUs: there is none here."""
+    if env.get("TP", "") not in ("", "1"):
+        why = "it is the number of GPUs that share the model, and the embedded device serves without one"
+        raise UsageError(f"TP={env['TP'][:40]} has no meaning here", why, "TP=1 ./inv up; or ./inv up --device docker")
+    return settings.arguments({**env, "TP": ""})
+
+
+def preloaded(python: Path) -> dict[str, str]:
+    """Return the variables that preload vLLM's allocator and torch's OpenMP from a path with spaces; none for others.
+
+    vLLM's CPU build puts both into LD_PRELOAD by path, which the dynamic linker cuts at spaces. Names without a slash
+    are looked up in LD_LIBRARY_PATH, which it does not cut there (ld.so(8)).
+    """
+    site = next(python.parent.parent.glob("lib/python3*/site-packages"), None)
+    if site is None or not any(letter.isspace() for letter in str(site)):
+        return {}
+    libraries = [library for pattern in PRELOADED for library in sorted(site.glob(pattern))[:1]]
+    if not libraries:
+        return {}
+    names = [os.environ.get("LD_PRELOAD", ""), *(library.name for library in libraries)]
+    folders = [os.environ.get("LD_LIBRARY_PATH", ""), *(str(library.parent) for library in libraries)]
+    return {"LD_PRELOAD": ":".join(filter(None, names)), "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
+def write_tiny(python: Path) -> Path:
+    """Write the tiny checkpoint unless it is there and intact, and return its folder. Raises InputError.
+
+    Runs in the environment of `python`, which holds the Harmony vocabulary.
+    """
+    directory = paths.state() / "models" / TINY_ID
+    process = run([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT, check=False)
+    if process.returncode:
+        why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])
+        fix = "follow the line after `next:` above, then run the same command again"
+        raise InputError("the tiny model could not be written", why, fix, code="input.model")
+    return directory
