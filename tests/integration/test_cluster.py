@@ -132,8 +132,8 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
     with ExitStack() as stack:
         parts = []
         for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
-            options = {"node": name, "address": namespaces.HEAD, "port": 29601, "peers": [other], "listen": not index}
-            command = nodes.inside(index, *watch.watched(forever, **options, end=ends[index]))
+            watched = watch.Watched(name, namespaces.HEAD, 29601, (other,), listen=not index)
+            command = nodes.inside(index, *watch.watched(forever, watched, ends[index]))
             environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
             parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
             stack.callback(parts[-1].kill)

@@ -256,11 +256,8 @@ def test_a_word_that_is_no_host_is_refused(text):
 
 def test_the_embedded_server_gets_its_key_in_the_environment_only(key_file, tmp_path):
     path = key_file(b"sesame\n")
-    launch = embedded.Embedded(
-        embedded.Embedded(StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))),
-        tmp_path,
-        tmp_path,
-    ).launch()
+    plan = StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))
+    launch = embedded.Embedded(plan, tmp_path, tmp_path).launch()
     assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
     assert launch.command[-3:] == ("--middleware", "sparkforge.serve.access.Guard", "--disable-fastapi-docs")
     assert launch.environment[access.KEY] == launch.plan.key == "sesame"

@@ -27,11 +27,8 @@ def start(tmp_path, free_port):
     def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
         folder = tmp_path / node
         folder.mkdir(exist_ok=True)
-        argv = list(
-            watch.watched(
-                command, node=node, address="127.0.0.1", port=port, peers=peers, listen=listen, end=folder / "end.json"
-            )
-        )
+        watched = watch.Watched(node, "127.0.0.1", port, tuple(peers), listen)
+        argv = list(watch.watched(command, watched, folder / "end.json"))
         argv[argv.index("--") : argv.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
             environment = {**os.environ, watch.TOKEN: token}
