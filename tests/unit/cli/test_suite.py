@@ -38,7 +38,7 @@ def started(monkeypatch):
         seen.python, seen.arguments, seen.env = command[0], command[1:], env
         return seen.code
 
-    monkeypatch.setattr(suite.embedded, "prepare", lambda *_: SimpleNamespace(python="all"))
+    monkeypatch.setattr(suite, "prepare_environment", lambda *_: SimpleNamespace(python="all"))
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
     monkeypatch.setattr(suite.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(suite, "call", call)
