@@ -95,7 +95,10 @@ def read() -> list[KnownGood]:
     path = record_path()
     try:
         require_ours(path, path.lstat())
-        return STARTS.validate_python(read_json(path)["starts"])
+        starts = STARTS.validate_python(read_json(path)["starts"])
+        return [
+            start for start in starts if start.image or start.plan
+        ]  # older embedded ones have no plan to start again
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:

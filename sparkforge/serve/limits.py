@@ -121,7 +121,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 class Judge:
     """Compares one body with the bounds; `check` raises LimitError for the first that it exceeds.
 
-    It raises RequestError for text that is none.
+    It raises RequestError for text that has half of a surrogate pair.
     """
 
     limits: Mapping[str, int]
@@ -261,7 +261,8 @@ def _refuse_surrogates(request: dict[str, Any]) -> None:
         except UnicodeEncodeError as error:
             half = f"U+{ord(error.object[error.start]):04X}"
             parameter = name.encode(errors="replace").decode()
-            raise RequestError(f"{parameter} has half of a surrogate pair ({half}): it is no text", parameter) from None
+            why = f"{parameter} has half of a surrogate pair ({half}), which UTF-8 cannot hold"
+            raise RequestError(why, parameter) from None
 
 
 def _number(value: Any) -> int:

@@ -74,7 +74,7 @@ class ContainerNode(Container):
         self.compose_files = (docker_compose.CLUSTER, *further)
 
     def prepare(self) -> None:
-        """Take the image that is there: `cluster.check` has compared the nodes' images."""
+        """Do nothing: `cluster.check` has found the same image on every node."""
 
     def validate(self) -> str:
         """Validate this node's part in its container, and what that container has of RDMA."""

@@ -101,7 +101,7 @@ class EmbeddedNode(Embedded):
         self.plan = replace(self.plan, hosts=hosts)
 
     def launch(self) -> Launch:
-        """Return what starts this node's part, a replica's as on one machine."""
+        """Return the start of this node's part of the model, or of its replica, which starts as on one machine."""
         launch = super().launch()
         if self.is_replica:
             return launch

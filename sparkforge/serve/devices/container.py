@@ -64,10 +64,10 @@ ImageBuilder = Callable[[str, Steps], None]
 class Container(Device):
     """The vllm service of our Compose files; `build(stack, steps)` makes a missing image.
 
-    Making one raises UsageError or InputError for what is wrong in the plan or in the environment.
+    The constructor raises UsageError or InputError if the plan or a SPARKFORGE_* variable is wrong.
     """
 
-    compose_files: tuple[str, ...] = ()  # of the checkout, behind those of one machine
+    compose_files: tuple[str, ...] = ()  # further files of the checkout, read after docker-compose.yml
     service: Service
     project: Mapping[str, Any]
 

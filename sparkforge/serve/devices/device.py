@@ -1,4 +1,4 @@
-"""What every way to run a server can do, and the one way to start one."""
+"""The interface of a device, and `start`, which runs its steps in order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sparkforge.serve.record import Server
 
 
 class Device(ABC):
-    """Runs the server of one plan. Making one checks the plan, before minutes go into an environment or an image.
+    """Runs the server of one plan. The constructor checks the plan, before minutes go into an environment or an image.
 
     `start` below calls `prepare`, `validate` and `start`; a cluster's node calls the same methods one by one.
     """
 
-    command: ClassVar[str] = "./inv up"  # what a user typed
+    command: ClassVar[str] = "./inv up"  # named in errors as the command to run again
     step_count: ClassVar[int] = 4
 
     def __init__(self, plan: StartPlan) -> None:

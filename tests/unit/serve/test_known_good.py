@@ -154,6 +154,17 @@ def test_a_rollback_of_the_embedded_device_needs_the_locks_of_then():
     assert caught.value.fix == "git checkout abc, then ./inv rollback"
 
 
+def test_an_embedded_start_of_an_older_version_is_left_out():
+    """It has `settings` and no plan, so nothing says what to start; one of a container is read as before."""
+    starts("a")
+    document = json.loads(known_good.record_path().read_text())
+    (newer,) = document["starts"]
+    older = {**newer, "image": "", "device": "embedded", "model": "/m", "settings": {"arguments": []}}
+    del older["plan"]
+    known_good.record_path().write_text(json.dumps({"schema": 1, "starts": [older, {**newer, "settings": {}}]}))
+    assert [start.image for start in known_good.read()] == ["a"]
+
+
 def test_a_rollback_to_a_profile_that_is_gone_is_refused_and_changes_nothing(state, monkeypatch):
     inputs = {"lock": "1"}
     monkeypatch.setattr(rollback.environments, "inputs", lambda *_args: inputs)
