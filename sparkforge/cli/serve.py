@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from invoke.context import Context
@@ -18,6 +19,7 @@ from sparkforge.serve.hold import held
 
 if TYPE_CHECKING:
     from sparkforge.serve.plan import StartPlan
+    from sparkforge.serve.record import Server
 
 PORT = "8000"
 
@@ -234,20 +236,16 @@ def rollback(
     to: str = "",
     dry_run: bool = False,
 ) -> None:
-    """Go back to the last start that proved itself.
+    """Go back to the last start that proved itself: its image, profile and options."""
+    from sparkforge.serve import known_good, screen
+    from sparkforge.serve.devices.choose import device_for
+    from sparkforge.serve.devices.device import run
 
-    Image, compiled code, profile and settings go back together.
-    """
-    from sparkforge.serve import failure, screen
-    from sparkforge.serve import rollback as rolling_back
+    def starter(plan: StartPlan) -> Callable[[], Server]:
+        """Return what starts a recorded plan, checked; a missing image is named, not built."""
+        return partial(run, device_for(plan, lambda *_: None))
 
     if list:
-        rolling_back.show_list()
-        return
-    plan = rolling_back.plan(whole_number("--to", to) if to else 0)
-    rolling_back.show(plan)
-    if dry_run:
-        return
-    with failure.remembered():
-        server = rolling_back.perform(plan)
-    screen.show_ready(server)
+        known_good.show_list()
+    elif server := known_good.roll_back(starter, whole_number("--to", to) if to else 0, dry_run=dry_run):
+        screen.show_ready(server)

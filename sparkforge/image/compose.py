@@ -65,12 +65,12 @@ def files() -> list[Path]:
     return chosen
 
 
-def compose(*arguments: str | Path, file: Path | None = None, more: Sequence[str] = ()) -> list[str | Path]:
-    """Return the arguments of `docker` for a Compose command on our files, or on `file` alone.
+def compose(*arguments: str | Path, more: Sequence[str] = ()) -> list[str | Path]:
+    """Return the arguments of `docker` for a Compose command on our files.
 
     `more` are further files of the checkout, behind ours and the user's.
     """
-    chosen = [file] if file else [*files(), *(paths.ROOT / name for name in more)]
+    chosen = [*files(), *(paths.ROOT / name for name in more)]
     file_options: list[str | Path] = [option for path in chosen for option in ("--file", path)]
     return ["compose", "--project-name", project(), "--project-directory", paths.ROOT, *file_options, *arguments]
 
@@ -148,15 +148,14 @@ def up(
     env: Mapping[str, str],
     log: Path,
     tell: Callable[[str], None],
-    file: Path | None = None,
     *,
     more: Sequence[str] = (),
 ) -> None:
     """Create and start the service's container; the image must be there. Output goes to `log`.
 
-    `file` is a resolved project to start in place of our files; `more` are further ones of the checkout behind them.
+    `more` are further files of the checkout behind ours.
     """
-    arguments = compose("up", "--detach", "--no-build", SERVICE, file=file, more=more)
+    arguments = compose("up", "--detach", "--no-build", SERVICE, more=more)
     docker_logged(arguments, log, tell, env if more else _named(env))
 
 

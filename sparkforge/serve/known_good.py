@@ -1,8 +1,10 @@
-"""Which starts are known to be good: one JSON record in the state folder, newest first, for `./inv rollback`.
+"""The starts that are known to be good, and `./inv rollback`, which goes back to one of them.
 
-A start is recorded once its validation passed and it has proved what clients call (`sparkforge.serve.proof`): for a
-container with the image's id and the Compose project as it was resolved, for the embedded device with the hash of its
-environment and the plan. No secret is in it: of a key the file's path, of a variable that looks like a secret its name.
+A start is recorded once its validation passed and it has proved what clients call (`sparkforge.serve.proof`): its plan,
+with the image's id, or the hash of the embedded device's environment. Of a key, only the file's path is kept.
+
+A rollback looks for what the start needs before it ends the server that runs. The old start must prove itself as with
+`up`. Only then is it recorded and does its image get the tag that Compose serves.
 """
 
 from __future__ import annotations
@@ -10,71 +12,60 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from sparkforge import environments, pins
 from sparkforge.core import paths
-from sparkforge.core.console import say
+from sparkforge.core.console import echo, say
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, UsageError
+from sparkforge.core.errors import EngineError, ProcessError, ServerError, SparkforgeError, StorageError
 from sparkforge.core.files import write_json
 from sparkforge.core.git import checkout_git
-from sparkforge.core.redact_rules import TOKEN, is_secret_name, secrets
+from sparkforge.environments import Environment
+from sparkforge.image import compose
+from sparkforge.serve import access, failure, launch, record
 from sparkforge.serve.plan import StartPlan
-from sparkforge.serve.record import Server, require_ours
+from sparkforge.serve.record import Server
+from sparkforge.serve.settings import NUMBERS
 
+NAME = "known-good.json"
 HISTORY = 10  # starts that are kept, and their images (`sparkforge.image.versions`)
+SCHEMA = 2  # 1 had resolved Compose projects in place of plans
+LIST = "./inv rollback --list"
+Starter = Callable[[StartPlan], Callable[[], Server]]
 
 
 @dataclass(frozen=True)
 class KnownGood:
     """A start that proved itself at `time`, in Unix time, while the checkout was at the commit `revision`.
 
-    A container's has the `image`'s id, its own `name`, the `digests` where it was published, the folder `cache` of its
-    compiled code in `volume`, and the resolved Compose `project`. An embedded one has the hash of its `environment`
-    and its `plan`.
+    `name` and `digests` are those of a container's image; an embedded start has the hash of its `environment`.
     """
 
     time: float
-    device: str
-    stack: str
+    plan: StartPlan
     model_id: str
-    profile: str
-    port: int
     revision: str = ""
-    image: str = ""
-    name: str = ""
-    digests: list[str] = field(default_factory=list)
-    cache: str = ""
-    volume: str = ""
-    project: dict[str, Any] = field(default_factory=dict)
     environment: str = ""
-    plan: StartPlan | None = None
-
-    @property
-    def identity(self) -> str:
-        """Hash of what makes one start differ from another: everything but when it was."""
-        return hashed(asdict(replace(self, time=0.0, revision="", digests=[], name="")))
+    name: str = ""
+    digests: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """What it was and when, in one line."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         kind = self.name.rpartition(":")[2] or f"environment {self.environment[:12]}"
-        return f"{when} · {self.device} · {kind} · profile {self.profile} · {self.model_id} on port {self.port}"
+        served = f"profile {self.plan.profile} · {self.model_id} on port {self.plan.port}"
+        return f"{when} · {self.plan.device} · {kind} · {served}"
 
 
 STARTS = TypeAdapter(list[KnownGood])
-
-
-def record_path() -> Path:
-    """Return where the record lies."""
-    return paths.state() / "known-good.json"
 
 
 def intent_path() -> Path:
@@ -82,101 +73,49 @@ def intent_path() -> Path:
     return paths.state() / "rollback.json"
 
 
-def project_path() -> Path:
-    """Return where a rollback writes the Compose project for the time of its start, with what the record leaves out."""
-    return paths.state() / "rollback.compose.json"
-
-
 def read() -> list[KnownGood]:
-    """Return the recorded starts, newest first.
+    """Return the recorded starts, newest first; none, and a line that says so, for a record of an older version.
 
     Raises StorageError for a record that cannot be read, or that somebody else may have written: it says what is run.
     """
-    path = record_path()
+    path = paths.state() / NAME
     try:
-        require_ours(path, path.lstat())
-        starts = STARTS.validate_python(read_json(path)["starts"])
-        return [
-            start for start in starts if start.image or start.plan
-        ]  # older embedded ones have no plan to start again
+        record.require_ours(path, path.lstat())
+        document = read_json(path)
+        if document["schema"] == SCHEMA:
+            return STARTS.validate_python(document["starts"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         failure, reason = f"cannot read the known good starts in {path}", " ".join(str(error).split())[:300]
         fix = f"move it away: mv {path} {path}.broken; the next ./inv up begins a new one"
         raise StorageError(failure, reason, fix, code="storage.access") from error
+    say(f"{path} is of another version of Sparkforge: its starts do not count, and the next one replaces it")
+    return []
 
 
 def add(start: KnownGood) -> None:
     """Record a start as the newest; one with the same content goes away, and so does what HISTORY has no room for."""
-    others = [entry for entry in read() if entry.identity != start.identity]
+    others = [entry for entry in read() if (entry.plan, entry.environment) != (start.plan, start.environment)]
     paths.secure_state()
     starts = STARTS.dump_python([start, *others][:HISTORY], mode="json")
-    write_json(record_path(), {"schema": 1, "starts": starts}, mode=0o600)
+    write_json(paths.state() / NAME, {"schema": SCHEMA, "starts": starts}, mode=0o600)
     intent_path().unlink(missing_ok=True)
 
 
-def remember(start: KnownGood) -> None:
-    """Record a start, or say why not: a server that serves is not ended because a disk is full."""
-    try:
-        add(start)
-    except (OSError, SparkforgeError) as error:
-        say_unrecorded(error)
-
-
-def say_unrecorded(error: Exception) -> None:
-    """Say that a start is not recorded, and why."""
-    say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
-
-
-def started(server: Server, stack: str, **more: Any) -> KnownGood:
-    """Return the entry of a proved server, with what only its device knows in `more`."""
-    return KnownGood(
-        time=server.proved,
-        device=server.device,
-        stack=stack,
-        model_id=server.model_id,
-        profile=server.profile,
-        port=server.port,
-        revision=revision(),
-        **more,
-    )
-
-
-def without_secrets(project: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved project in which each variable that looks like a secret has TOKEN for a value."""
-    document: dict[str, Any] = json.loads(json.dumps(project))
-    for service in document.get("services", {}).values():
-        environment = service.get("environment") or {}
-        for name, value in environment.items():
-            text = str(value or "")
-            # A pattern finds more than secrets, such as any flag with its value: what it replaces is one.
-            known = any(pattern.sub(replacement, text) != text for pattern, replacement in secrets())
-            if known or (text and is_secret_name(name) and not Path(text).is_absolute()):
-                environment[name] = TOKEN
-    return document
-
-
-def with_secrets(project: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded project with the values that were left out, which the `current` settings have.
-
-    Raises UsageError for one that they lack.
-    """
-    document: dict[str, Any] = json.loads(json.dumps(project))
-    for name, service in document.get("services", {}).items():
-        environment = service.get("environment") or {}
-        present = current["services"][name].get("environment") or {}
-        for variable in (variable for variable, value in environment.items() if value == TOKEN):
-            if not present.get(variable):
-                why = "it looks like a secret, so its value was not recorded, and the settings of now have none"
-                raise UsageError(f"{variable} has no value", why, f"{variable}=… ./inv rollback")
-            environment[variable] = present[variable]
-    return document
+def remember(server: Server, plan: StartPlan, **more: Any) -> None:
+    """Record the start of a proved server; `more` is what only its device knows. Raises what `add` raises."""
+    numbers = {name: plan.variables[name] for name in NUMBERS if plan.variables.get(name)}
+    plan = replace(plan, profile=server.profile, key="", key_file=plan.key_file or None, variables=numbers)
+    revision = ""
+    with suppress(ProcessError):  # a checkout without git
+        revision = checkout_git(paths.ROOT, "rev-parse", "HEAD").strip()
+    add(KnownGood(server.proved, plan, server.model_id, revision, **more))
 
 
 def images() -> dict[str, str]:
     """Return the images of the recorded starts, id → words: `image.clean` leaves them."""
-    dates = {entry.image: time.strftime("%Y-%m-%d", time.localtime(entry.time)) for entry in reversed(read())}
+    dates = {start.plan.image: time.strftime("%Y-%m-%d", time.localtime(start.time)) for start in reversed(read())}
     return {image: f"known good on {date}" for image, date in dates.items() if image}
 
 
@@ -185,8 +124,119 @@ def hashed(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(dict(inputs), sort_keys=True).encode()).hexdigest()
 
 
-def revision() -> str:
-    """Return the checkout's commit; empty without git."""
-    with suppress(ProcessError):
-        return checkout_git(paths.ROOT, "rev-parse", "HEAD").strip()
+def show_list() -> None:
+    """Print the known good starts, newest first."""
+    for number, start in enumerate(starts := read(), 1):
+        echo(f"{number}  {start.title}")
+    if not starts:
+        say("no start is known to be good yet: ./inv up records one that proved itself")
+
+
+def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Server | None:
+    """Go back to start `number`, else to the one before what runs, and return the server; with `dry_run` only say how.
+
+    `starter` checks a plan and returns what starts it. Raises ServerError if something is missing, or if the start does
+    not prove itself; nothing runs then.
+    """
+    from sparkforge.image import engine, versions  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    server, starts = record.read(), read()
+    running = server if server and server.alive else None
+    start = _choose(starts, number, running)
+    plan, serves = start.plan, running is not None and running.proved == start.time
+    say(f"back to the start of {start.title}")
+    try:
+        for change in _changes(start, starts[0]):
+            say(f"  {change}")
+        run = starter(plan)
+        if plan.key_file:
+            access.read_key(Path(plan.key_file), private=not plan.image)
+        if not ((running and running.port == plan.port) or record.begun_path().exists()):
+            launch.check_port(plan.port, plan.address)
+    except SparkforgeError as error:
+        raise _failed(f"cannot go back: {error.what}", error.why, f"{error.fix}; or another start: {LIST}") from error
+    if dry_run:
+        return None
+    with failure.remembered(), launch.alone():
+        if not serves:
+            write_json(intent_path(), {"to": start.time})
+            try:
+                if (server and (server.alive or server.container)) or record.leftovers():
+                    launch.stop()
+                launch.make_ready()
+                server = run()
+            except SparkforgeError as error:
+                intent_path().unlink(missing_ok=True)
+                text = f"the rollback failed, and no server runs: {error.what}"
+                why = f"{error.why}; the record of known good starts and the tag of the image are as they were"
+                fix = f"{error.fix}; or another start: {LIST}"
+                raise ServerError(text, why, fix, code="server.rollback") from error
+        if plan.image:
+            name = compose.resolve(compose.variables(plan.stack)).image
+            with engine.connected() as client:
+                versions.move_tags(client, client.images.get(plan.image), name)
+            say(f"{name} is {start.name}")
+    return server
+
+
+def _failed(failure: str, why: str, fix: str = LIST) -> ServerError:
+    return ServerError(failure, f"{why}; nothing was changed", fix, code="server.rollback")
+
+
+def _choose(starts: list[KnownGood], number: int, running: Server | None) -> KnownGood:
+    """Return the start to go back to: the one asked for, the one an interrupted rollback had, or the last before now.
+
+    That is the newest one, unless it runs and no newer image has been built.
+    """
+    if not starts:
+        raise _failed("there is no known good start", "./inv up records one that proved itself", "./inv up")
+    if number:
+        if not 0 < number <= len(starts):
+            raise _failed(f"there is no known good start {number}", f"there are {len(starts)}")
+        return starts[number - 1]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        wanted = read_json(intent_path())["to"]
+        for start in starts:
+            if start.time == wanted:
+                say("a rollback was interrupted; this one goes on to the same start")
+                return start
+    newest = starts[0]
+    if running is None or running.proved != newest.time or (newest.plan.image and _tagged(newest) != newest.plan.image):
+        return newest
+    if len(starts) == 1:
+        raise _failed("there is no start to go back to", "the only known good one runs")
+    return starts[1]
+
+
+def _tagged(start: KnownGood) -> str:
+    """Return the id of the image that has the tag which Compose serves now; empty if none has."""
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    name = compose.resolve(compose.variables(start.plan.stack)).image
+    with engine.connected() as client, suppress(EngineError):
+        return str(engine.image(client, name, "").id)
     return ""
+
+
+def _changes(start: KnownGood, newest: KnownGood) -> Iterator[str]:
+    """Yield what going back changes. Raises an error for an image or an environment that cannot be had any more."""
+    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
+
+    plan = start.plan
+    if plan.image:
+        with engine.connected() as client:
+            fix = f"./inv image.pull {start.digests[0]}" if start.digests else "./inv up"
+            engine.require_image(client, plan.image, engine.read(client).platform, fix)
+        if (tagged := _tagged(start)) != plan.image:
+            yield f"image: {tagged[:19] or 'missing'}, will be {start.name}"
+    else:
+        # There is one environment of a name, made from the locks of the checkout.
+        inputs = environments.inputs(Environment(plan.stack), pins.load())
+        if hashed(inputs) != start.environment:
+            why = "the environment was made from other locks than this checkout has"
+            fix = f"git checkout {start.revision[:12] or 'THE COMMIT OF THEN'}, then ./inv rollback"
+            raise ServerError("that start is of another checkout", why, fix, code="server.rollback")
+        yield f"environment: {plan.stack} {start.environment[:12]}"
+    for name, value in vars(plan).items():
+        if name != "image" and value != (before := getattr(newest.plan, name)):
+            yield f"{name}: {before!r}, will be {value!r}"

@@ -22,7 +22,7 @@ from sparkforge.core.process import spawn, started_at, terminate, terminate_sess
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.devices import stack_of
 from sparkforge.patching import status
-from sparkforge.serve import hold, known_good, logs, proof, record
+from sparkforge.serve import hold, logs, proof, record
 from sparkforge.serve.plan import LOOPBACK, StartPlan
 from sparkforge.serve.record import Server
 from sparkforge.serve.supervise import supervised
@@ -71,7 +71,6 @@ def alone() -> Iterator[None]:
 
 def make_ready() -> None:
     """End what a killed server left. To be called inside `alone`. Raises ServerError if our server runs."""
-    known_good.project_path().unlink(missing_ok=True)  # a killed rollback left it; it may hold secrets
     refuse_second()
     if leftovers := record.leftovers():
         say(f"{record.describe_left(leftovers)}; they are ended first")

@@ -15,8 +15,9 @@ class StartPlan:
     `model` is a folder, empty for the device's default, and `model_id` its name in the API, empty for the folder's
     name. An empty `profile` or `stack` is the device's default. `host` is an IP address, empty for loopback. `key_file`
     has the API key that clients must send, `hosts` further names for the Host header. `flags` are vLLM's own and win
-    over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. A `profiled` server can be
-    asked for traces. A `trial` ends with this process, unless it is a container, and is never recorded as known good.
+    over the profile's. `variables` are the environment, with --context as MAX_MODEL_LEN. `image` is the id of a
+    container's image, empty for the one that Compose names. A `profiled` server can be asked for traces. A `trial` ends
+    with this process, unless it is a container, and is never recorded as known good.
     """
 
     device: str
@@ -31,6 +32,7 @@ class StartPlan:
     hosts: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
     profiled: bool = False
     trial: bool = False
 

@@ -353,7 +353,7 @@ def _container(server: Server) -> tuple[str, str]:
     from sparkforge.serve.devices import container  # noqa: PLC0415 - the same
 
     with engine.connected() as docker:
-        return container.health(server), container.log_text(docker, server)
+        return container.health(docker, server), container.log_text(docker, server)
 
 
 def _resident(server: Server) -> int | None:

@@ -30,10 +30,11 @@ if __name__ == "__main__":
 
 from sparkforge.core import memory, paths
 from sparkforge.plan import thresholds
-from sparkforge.serve import guard, pagecache
+from sparkforge.serve import pagecache
 from sparkforge.serve.guard import MemoryWatch, Trouble
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MCL_CURRENT, MCL_FUTURE = 1, 2  # mlockall(2)
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 WAITED_FOR = {*STOPS, signal.SIGCHLD}
 FIRST_VICTIM = "500"  # the kernel, where it must kill, takes the server before us and before a login
@@ -90,7 +91,7 @@ def run(command: Sequence[str], watch: MemoryWatch | None = None, weights: str =
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         pagecache.tend(weights, former)
     if watch:
-        guard.lock_memory()
+        libc.mlockall(MCL_CURRENT | MCL_FUTURE)  # where it may: it must act when the machine swaps
     keeper = _Keeper(server, watch)
     stop_signal: int | None = None
     code: int | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # the image's PYTHONSAFEPATH leaves it out
 from fake_api import Api, Server  # tests/fake_api.py, copied beside this file
 
-if os.environ.get("SPARKFORGE_MODEL") == "/models/gone":
+if "--no-such-flag" in os.environ.get("VLLM_ARGS", ""):
     sys.exit(1)
 # "Compiled code" where deploy/start has vLLM look for it: what an earlier server of this very image left is there.
 compiled = Path(os.environ["VLLM_CACHE_ROOT"], "starts")

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from sparkforge.core import openai, paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import require_plugin
 from sparkforge.core.errors import EngineError, RefusalError, ServerError, SparkforgeError, UsageError
-from sparkforge.core.files import write_atomic
+from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.process import ProbeError
 from sparkforge.image import compose as docker_compose
-from sparkforge.image import engine, inspect, versions
+from sparkforge.image import engine, versions
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.image.devices import DOCKER, build_command, stack_of
-from sparkforge.image.engine import Engine, State
+from sparkforge.image.engine import State
 from sparkforge.models import local
 from sparkforge.serve import (
     access,
@@ -52,7 +53,6 @@ CACHE = "/var/cache/sparkforge"  # where the image has its volume; a folder of c
 LOG_LINES = 400  # of the container's log, that are read
 BIND, FLAGS = access.BIND, settings.VLLM_ARGS  # Compose's variables: the address to publish on, flags for vLLM
 KERNEL_PAGE = "docs/guide/tune.md, your own kernel"
-REFUSED = RefusalError.exit_code
 REFUSAL = "the validator refuses to serve"  # printed by sparkforge/serve/entrypoint.py
 LEAK = (
     "WARNING: before version 28, Docker (here {version}) lets other machines of the same layer-2 network reach ports\n"
@@ -77,15 +77,18 @@ class Container(Device):
 
     def prepare(self) -> None:
         """Read the engine and the Compose files, refuse what the container would refuse, and build a missing image."""
-        with self.steps.step("engine", "docker") as tell:
-            with engine.connected() as client:
-                docker_engine = engine.read(client)
+        with self.steps.step("engine", "docker") as tell, engine.connected() as client:
+            docker_engine = engine.read(client)
             require_plugin("compose")
             self.project = docker_compose.resolved(self.env)
             service = self.service = docker_compose.service_of(self.project)
-            if service.gpus:
-                _require_gpu(docker_engine)
             gpus = f", {docker_engine.gpu}" if service.gpus else ""
+            try:
+                if service.gpus:
+                    docker_engine.require_gpu()
+            except EngineError as error:
+                fix = f"{error.fix}; without a GPU: ./inv up --device docker-cpu"
+                raise EngineError(error.what, error.why, fix, code="engine.gpu") from error
             tell(f"Docker {docker_engine.version} on {docker_engine.platform}{gpus}")
         _require_passed_on(service, self.env)
         settings.read(service.environment)  # what the container would refuse must not cost an image and a start
@@ -98,15 +101,21 @@ class Container(Device):
         launch.check_free(service.port, service.host)
         if service.gpus:
             memory_plan.require_room(service, self.project)
-        with self.steps.step("image", service.image) as tell:
+        if self.plan.image:
+            override = paths.state() / "rollback.compose.json"
+            write_json(override, {"services": {SERVICE: {"image": self.plan.image}}})
+            self.compose_files = (*self.compose_files, str(override))
+            service = replace(service, image=self.plan.image)
+        with self.steps.step("image", service.image) as tell, engine.connected() as client:
+            needed = (client, service.image, docker_engine.platform, build_command(service.stack))
             try:
-                image_id = _image_id(service, docker_engine)
+                image = engine.require_image(*needed)
             except EngineError as error:
-                if error.code != "engine.image":
+                if error.code != "engine.image" or self.plan.image:
                     raise
                 self.build(service.stack, self.steps)
-                image_id = _image_id(service, docker_engine)
-            tell(image_id)
+                image = engine.require_image(*needed)
+            tell(str(image.short_id))
 
     def validate(self) -> str:
         """Leave it to the container, which validates itself before it serves: only it has the packages and the GPU."""
@@ -117,16 +126,19 @@ class Container(Device):
         with self.steps.step("container") as tell:
             return self.serve(tell)
 
-    def serve(self, tell: Callable[[str], None], file: Path | None = None) -> Server:
-        """Start the service, by the resolved project in `file` if there is one; return it once it proved itself."""
+    def serve(self, tell: Callable[[str], None]) -> Server:
+        """Start the service and return it once it proved itself."""
         service, inside = self.service, settings.read(self.service.environment)
         try:
             paths.secure_state()
             write_atomic(record.begun_path(), f"{docker_compose.project()}\n")
             log = paths.state() / "logs" / "compose.log"
-            docker_compose.up(self.env, log, tell, file, more=self.compose_files)
+            docker_compose.up(self.env, log, tell, more=self.compose_files)
             with engine.connected() as client:
-                container = _find_container(client)
+                container = engine.service_container(client, docker_compose.project(), SERVICE)
+                if container is None:
+                    why, fix = "Compose started none", docker_compose.typed("ps", "--all")
+                    raise ServerError("there is no container", why, fix, code="server.start")  # noqa: TRY301
                 server = Server(
                     pid=0,
                     started=_log_begin(client, container),
@@ -157,32 +169,13 @@ class Container(Device):
         if self.service.environment.get("SPARKFORGE_VALIDATE", settings.STRICT) != settings.STRICT:
             say("this start is not recorded as known good: its validation could not refuse it (SPARKFORGE_VALIDATE)")
             return
-        project = {
-            key: self.project[key] for key in ("name", "networks", "volumes", "secrets") if self.project.get(key)
-        }
-        service = self.project["services"][SERVICE].items()
-        own = {key: value for key, value in service if key not in {"build", "depends_on"}}
-        try:
-            with engine.connected() as client:
-                container = client.containers.get(server.container)
-                image = client.images.get(container.attrs["Image"])
-                manifest = inspect.manifest(client, image)
-                name = versions.give_own_name(client, image, versions.split(self.service.image)[0], manifest)
-            volumes = {mount["Destination"]: mount.get("Name", "") for mount in container.attrs.get("Mounts") or []}
-            entry = known_good.started(
-                server,
-                self.service.stack,
-                image=image.id,
-                name=name,
-                digests=list(image.attrs.get("RepoDigests") or []),
-                cache=str(manifest.get("key", "")),
-                volume=volumes.get(CACHE, ""),
-                project=known_good.without_secrets({**project, "services": {SERVICE: own}}),
-            )
-        except (SparkforgeError, KeyError) as error:
-            known_good.say_unrecorded(error)
-            return
-        known_good.remember(entry)
+        with engine.connected() as client:
+            image = client.images.get(str(client.containers.get(server.container).attrs["Image"]))
+            repository, _ = versions.split(docker_compose.service_of(self.project).image)
+            name = versions.give_own_name(client, image, repository)
+        digests = tuple(image.attrs.get("RepoDigests") or ())
+        plan = replace(self.plan, stack=self.service.stack, image=str(image.id))
+        known_good.remember(server, plan, name=name, digests=digests)
 
 
 def variables(plan: StartPlan) -> dict[str, str]:
@@ -213,12 +206,15 @@ def variables(plan: StartPlan) -> dict[str, str]:
             environment |= {"HF_HUB_CACHE": str(cache), "SPARKFORGE_MODEL": str(mounted)}
         else:
             environment |= {"SPARKFORGE_MODELS": str(folder.parent), "SPARKFORGE_MODEL": f"/models/{folder.name}"}
-    settings.arguments(os.environ)  # Compose passes TP and MAX_MODEL_LEN on; a wrong one must not cost a start
-    settings.arguments(plan.variables)
+    numbers = {name: plan.variables.get(name) or os.environ.get(name, "") for name in settings.NUMBERS}
+    settings.arguments(numbers)  # a wrong one must not cost a start
     settings.require_guard(os.environ)
-    _require_gpus(int(os.environ.get("TP") or 1))
-    length = plan.variables.get(settings.CONTEXT_VARIABLE, "")
-    further = {settings.CONTEXT_VARIABLE: length, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
+    if (wanted := int(numbers["TP"] or 1)) > 1:
+        with suppress(ProbeError):  # without a GPU at all the engine says what is missing
+            if (present := len(gpu.nvidia_smi(Target(Options(), "")))) < wanted:
+                why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
+                raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
+    further = {**numbers, BIND: plan.host, FLAGS: shlex.join(plan.flags)}
     return {**environment, **{name: value for name, value in further.items() if value}}
 
 
@@ -230,51 +226,13 @@ def _require_passed_on(service: Service, env: Mapping[str, str]) -> None:
     profile, served = env.get("SPARKFORGE_SERVE_PROFILE"), service.environment.get("SPARKFORGE_SERVE_PROFILE", "")
     if profile and profile != served:
         raise UsageError(f"--profile {profile} has no effect", f"the Compose files serve {served or 'none'}", fix)
-    passed_values = [value.replace("$$", "$") for value in service.environment.values()]  # as `config` escapes them
-    if (kernel := os.environ.get(profiles.KERNEL_VARIABLE)) and kernel != service.environment.get(
-        profiles.KERNEL_VARIABLE
-    ):
-        why = (
-            "the Compose files do not pass it on; a container has neither the shell's variables nor the kernel's files"
-        )
-        own = f"write it into vllm.env and mount its folder ({KERNEL_PAGE}), or: ./inv up --device embedded"
-        raise UsageError(f"{profiles.KERNEL_VARIABLE}={kernel} has no effect", why, f"unset it, or {own}")
-    if (flags := env.get(FLAGS)) and flags not in passed_values:
+    if (flags := env.get(FLAGS)) and flags not in [value.replace("$$", "$") for value in service.environment.values()]:
         raise UsageError(f"the flags {flags} have no effect", f"the Compose files do not pass {FLAGS} on", fix)
-
-
-def _require_gpus(wanted: int) -> None:
-    """Raise UsageError if this machine has fewer GPUs than are to share the model, and says so."""
-    try:
-        present = len(gpu.nvidia_smi(Target(Options(), ""))) if wanted > 1 else wanted
-    except ProbeError:
-        return  # without a GPU at all the engine says what is missing
-    if present < wanted:
-        why = f"it is the number of GPUs that share the model, and nvidia-smi lists {present}"
-        raise UsageError(f"TP={wanted} is too many", why, f"TP={present} ./inv up")
-
-
-def _require_gpu(docker_engine: Engine) -> None:
-    """Raise EngineError if the engine cannot give a container the GPU."""
-    try:
-        docker_engine.require_gpu()
-    except EngineError as error:
-        fix = f"{error.fix}; without a GPU: ./inv up --device docker-cpu"
-        raise EngineError(error.what, error.why, fix, code="engine.gpu") from error
-
-
-def _image_id(service: Service, docker_engine: Engine) -> str:
-    with engine.connected() as client:
-        command = build_command(service.stack)
-        return str(engine.require_image(client, service.image, docker_engine.platform, command).short_id)
-
-
-def _find_container(client: docker.DockerClient) -> str:
-    container = engine.service_container(client, docker_compose.project(), SERVICE)
-    if container is None:
-        fix = docker_compose.typed("ps", "--all")
-        raise ServerError("there is no container", "Compose started none", fix, code="server.start")
-    return container
+    variable = profiles.KERNEL_VARIABLE
+    if (kernel := os.environ.get(variable)) and kernel != service.environment.get(variable):
+        why = "the Compose files pass neither the shell's variable nor the kernel's files into the container"
+        fix = f"unset it, or write it into vllm.env and mount its folder ({KERNEL_PAGE}); or --device embedded"
+        raise UsageError(f"{variable}={kernel} has no effect", why, fix)
 
 
 def _log_begin(client: docker.DockerClient, container: str) -> float:
@@ -296,70 +254,61 @@ def _wait(client: docker.DockerClient, server: Server, stack: str, tell: Callabl
 
     def is_healthy() -> bool:
         """Return what the container's own health check says; raise if it cannot get healthy any more."""
-        state = engine.state(client, server.container)
-        _require_alive(client, server, state)
-        if state and state.health == "healthy":
-            return True
-        text = log_text(client, server)
+        state, text = engine.state(client, server.container), ""
+        if state is not None:
+            text = log_text(client, server)
+        if error := _failed(server, state, text):
+            raise error
         tell(logs.milestone(text) or ("validating" if "validate ·" in text else "starting"))
-        return False
+        return state is not None and state.health == "healthy"
 
     deadline = time.monotonic() + READY_SECONDS
     if not openai.wait_until(is_healthy, deadline):
-        raise _failure(client, server, "the container did not get healthy in time")
+        raise _failure(server, log_text(client, server), "the container did not get healthy in time")
     try:
         return launch.proved(server, READY_SECONDS, server.key, stack)
     except ServerError as error:
         problem = f"the container is healthy but cannot generate ({error.why})"
-        raise _failure(client, server, problem) from error
+        raise _failure(server, log_text(client, server), problem) from error
 
 
-def _require_alive(client: docker.DockerClient, server: Server, state: State | None) -> None:
-    """Raise if the container is gone, ended, was refused by its validator, or is unhealthy."""
+def _failed(server: Server, state: State | None, text: str) -> SparkforgeError | None:
+    """Return the error for a container that is gone, ended, was refused or is unhealthy; None if it may get healthy."""
     if state is None:
         fix = "./inv up --device docker"
-        raise ServerError("the container is gone", "somebody removed it", fix, code="server.start")
-    if state.status in {"exited", "dead", "restarting"} or state.restarts:
-        raise _end_of(client, server, state)
-    if state.health_output.startswith(TOO_OFTEN):
+        return ServerError("the container is gone", "somebody removed it", fix, code="server.start")
+    ended = state.restarts or state.status in {"exited", "dead", "restarting"}
+    # With SPARKFORGE_REFUSED=hold a refused container waits, which its health check says.
+    held = state.health_output.startswith(container_health.REFUSED)
+    if (ended and (state.exit_code == RefusalError.exit_code or REFUSAL in text)) or (not ended and held):
+        failures, fix = logs.report_of(text)
+        why = "\n        ".join(failures) or "its log does not say why"
+        fix = f"{fix}; then ./inv up --device {server.device}" if fix else f"docker logs {server.container[:12]}"
+        return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
+    if not ended and state.health_output.startswith(TOO_OFTEN):
         failure, fix = "the container starts no server", "./inv doctor; then ./inv down, then ./inv up"
-        raise ServerError(failure, state.health_output, fix, code="server.restarts")
-    if state.health_output.startswith(container_health.REFUSED):  # SPARKFORGE_REFUSED=hold: it waits, we do not
-        raise _refusal(log_text(client, server), server)
-    if state.health == "unhealthy":
-        raise _failure(client, server, f"the container is unhealthy: {state.health_output}")
+        return ServerError(failure, state.health_output, fix, code="server.restarts")
+    failure = ""
+    if ended and state.out_of_memory:
+        failure = "the kernel killed the container's server: its memory limit was reached"
+    elif state.restarts:
+        failure = "the container's server ended by itself, and Docker started it again"
+    elif ended:
+        failure = f"the container ended with code {state.exit_code}"
+    elif state.health == "unhealthy":
+        failure = f"the container is unhealthy: {state.health_output}"
+    return _failure(server, text, failure) if failure else None
 
 
-def _end_of(client: docker.DockerClient, server: Server, state: State) -> SparkforgeError:
-    """Return the error for a container whose program ended, perhaps to be started again by Docker."""
-    text = log_text(client, server)
-    if state.exit_code == REFUSED or REFUSAL in text:
-        return _refusal(text, server)
-    if state.out_of_memory:
-        return _failure(client, server, "the kernel killed the container's server: its memory limit was reached")
-    if state.restarts:
-        return _failure(client, server, "the container's server ended by itself, and Docker started it again")
-    return _failure(client, server, f"the container ended with code {state.exit_code}")
-
-
-def _refusal(text: str, server: Server) -> RefusalError:
-    """Return the error for a container whose validator refused, from its log."""
-    failures, fix = logs.report_of(text)
-    why = "\n        ".join(failures) or "its log does not say why"
-    fix = f"{fix}; then ./inv up --device {server.device}" if fix else f"docker logs {server.container[:12]}"
-    return RefusalError("the validator in the container refuses to serve", why, fix, code="validation.failed")
-
-
-def _failure(client: docker.DockerClient, server: Server, failure: str) -> SparkforgeError:
-    lines = logs.explain(log_text(client, server)) or ["its log is empty"]
+def _failure(server: Server, text: str, failure: str) -> ServerError:
+    why = "\n        ".join(logs.explain(text) or ["its log is empty"])
     fix = f"./inv doctor   # the whole log: docker logs {server.container[:12]}"
-    return ServerError(failure, "\n        ".join(lines), fix, code="server.start")
+    return ServerError(failure, why, fix, code="server.start")
 
 
-def health(server: Server) -> str:
+def health(client: docker.DockerClient, server: Server) -> str:
     """Return the container's state according to its own health check, in words."""
-    with engine.connected() as client:
-        state = engine.state(client, server.container)
+    state = engine.state(client, server.container)
     if state is None:
         return "gone"
     output = f" ({state.health_output})" if state.health_output and state.health != "healthy" else ""

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from sparkforge.core import paths
-from sparkforge.core.console import Steps
-from sparkforge.core.errors import ServerError
+from sparkforge.core.console import Steps, say
+from sparkforge.core.errors import ServerError, SparkforgeError
 from sparkforge.core.files import write_json
 from sparkforge.serve import launch, logs, record
 from sparkforge.serve.plan import StartPlan
@@ -42,7 +42,7 @@ class Device(ABC):
         """
 
     def remember(self, server: Server) -> None:  # noqa: B027 - a device may have no way back
-        """Record a start that proved itself as known good."""
+        """Record a start that proved itself as known good. Raises OSError or an error of ours."""
 
     @classmethod
     def stop(cls) -> str:
@@ -91,5 +91,8 @@ def run(device: Device) -> Server:
     server = device.start()
     write_json(paths.state() / "up.json", {"seconds": device.steps.seconds, "model": server.model_id})
     if not device.plan.trial:
-        device.remember(server)
+        try:
+            device.remember(server)
+        except (OSError, SparkforgeError) as error:  # such as a full disk, for which no server is ended
+            say(f"WARNING: this start is not recorded as known good, so ./inv rollback cannot come back to it: {error}")
     return server

@@ -135,10 +135,8 @@ class Embedded(Device):
     def remember(self, server: Server) -> None:
         """Record the start with the hash of its environment, unless its interpreter is another one."""
         if self.environment.python == self.python and (inputs := environments.stamp(self.environment)):
-            name, key_file = self.environment.name, self.plan.key_file or None
-            plan = replace(self.plan, stack=name, profile=server.profile, key_file=key_file, key="")
-            entry = known_good.started(server, name, environment=known_good.hashed(inputs), plan=plan)
-            known_good.remember(entry)
+            plan = replace(self.plan, stack=self.environment.name)
+            known_good.remember(server, plan, environment=known_good.hashed(inputs))
 
 
 def profile_named(name: str) -> ServeProfile:

@@ -84,6 +84,7 @@ def checkout(tmp_path, monkeypatch, api, docker_command):
 @pytest.fixture(autouse=True)
 def key_is_mounted(tmp_path, fake_engine):
     """The container's own mounts, by which a record's key file is believed."""
+    fake_engine.container["Image"] = fake_engine.image["Id"]
     fake_engine.container["Mounts"] = [{"Source": str(tmp_path / "key"), "Destination": "/run/secrets/api_key"}]
 
 

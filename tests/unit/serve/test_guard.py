@@ -2,6 +2,7 @@
 
 import resource
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -68,12 +69,16 @@ def after(watch, looks, begun=100.0):
     return said
 
 
-def test_a_machine_with_room_is_left_alone(kernel, limits):
-    assert after(MemoryWatch(limits, kernel.root, around=True), 50) is None
+def test_a_look_that_finds_room_says_nothing_and_needs_no_new_page():
+    watch = MemoryWatch(replace(thresholds.load(), end_gib=0, kill_gib=0), around=True)
+    assert after(watch, 50) is None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    after(watch, 500)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # a page a look would be 500
 
 
 def test_little_memory_must_last_and_less_is_an_end_at_once(kernel, limits):
-    watch = MemoryWatch(limits, kernel.root)
+    watch = MemoryWatch(limits, kernel.root, around=True)  # a kernel without cgroups
     kernel.memory(int(2.9 * GIB))
     assert after(watch, int(limits.looks) - 1) is None  # a dip
     kernel.memory(4 * GIB)
@@ -95,39 +100,23 @@ def test_a_containers_limit_counts_without_what_can_be_dropped(kernel, limits, v
     assert trouble.why == "the container's or cgroup's limit has 76 MiB of 1.0 GiB left, under 102 MiB"
     kernel.group(version, "max" if version is V2 else 9223372036854771712, 950 << 20)
     assert after(watch, 9) is None
-
-
-def test_a_kernel_without_limits_is_watched_all_the_same(kernel, limits):
-    kernel.memory(GIB)
-    assert after(MemoryWatch(limits, kernel.root, around=True), 1).now
-
-
-def test_a_cgroup_that_goes_away_ends_no_watch(kernel, limits):
-    kernel.group(V2, GIB, 1 << 20)
-    watch = MemoryWatch(limits, kernel.root, around=True)
-    for file in (kernel.root / V2[2]).iterdir():
+    for file in (kernel.root / version[2]).iterdir():  # the cgroup goes away
         file.unlink()
-    assert after(watch, 3) is None
+    assert after(watch, 9) is None
 
 
 @pytest.mark.parametrize("version", [V2, V1])
-def test_what_the_kernel_killed_is_told(kernel, limits, version):
-    kernel.group(version, GIB, 1 << 20, kills=2)
-    watch = MemoryWatch(limits, kernel.root, around=True)
-    assert watch.killed() == ""
-    kernel.group(version, GIB, 1 << 20, kills=3)
-    assert watch.killed().startswith("the kernel killed 1 of its processes for memory: the container's")
-
-
-@pytest.mark.parametrize("version", [V2, V1])
-def test_a_kill_elsewhere_on_the_machine_is_not_the_servers(kernel, limits, version):
+@pytest.mark.parametrize("limited", [True, False])
+def test_kills_by_the_kernel_count_in_the_servers_cgroup_alone(kernel, limits, version, limited):
+    limit = GIB if limited else "max" if version is V2 else 9223372036854771712
     kernel.write("proc/vmstat", "nr_free_pages 1\noom_kill 2\n")
-    kernel.group(version, "max" if version is V2 else 9223372036854771712, 1 << 20, kills=2)
+    kernel.group(version, limit, 1 << 20, kills=2)
     watch = MemoryWatch(limits, kernel.root, around=True)
     kernel.write("proc/vmstat", "nr_free_pages 1\noom_kill 3\n")
     assert watch.killed() == ""
-    kernel.group(version, "max" if version is V2 else 9223372036854771712, 1 << 20, kills=3)
-    assert watch.killed() == "the kernel killed 1 of its processes for memory: this machine was used up"
+    kernel.group(version, limit, 1 << 20, kills=3)
+    place = "the container's or cgroup's limit" if limited else "this machine"
+    assert watch.killed() == f"the kernel killed 1 of its processes for memory: {place} was used up"
 
 
 def test_a_kill_of_long_ago_is_no_reason_where_only_the_machine_counts(kernel, limits):
@@ -140,18 +129,13 @@ def test_a_kill_of_long_ago_is_no_reason_where_only_the_machine_counts(kernel, l
     assert watch.killed() == ""
 
 
-def test_a_look_needs_no_new_page():
-    watch = MemoryWatch(thresholds.load(), around=True)
-    after(watch, 50)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    after(watch, 500)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # a page a look would be 500
-
-
-@pytest.mark.parametrize(("text", "end"), [("", 3.0), ("2", 2.0), ("0.5", 0.5)])
-def test_the_bound_can_be_moved(text, end):
+@pytest.mark.parametrize(
+    ("text", "total", "end"),
+    [("", SPARK, 3 * GIB), ("2", SPARK, 2 * GIB), ("0.5", SPARK, GIB // 2), ("", GIB, GIB // 10)],
+)
+def test_the_bound_can_be_moved_and_is_smaller_on_small_machines(text, total, end):
     limits = thresholds.configured({thresholds.VARIABLE: text})
-    assert (limits.end_below(SPARK), limits.kill_below(SPARK)) == (end * GIB, end / 2 * GIB)
+    assert (limits.end_below(total), limits.kill_below(total)) == (end, end // 2)
 
 
 def test_no_guard_is_asked_for_by_0_and_nonsense_is_refused():
@@ -159,9 +143,3 @@ def test_no_guard_is_asked_for_by_0_and_nonsense_is_refused():
     for nonsense in ("much", "-1", "nan", "1e9"):
         with pytest.raises(ValueError, match="no number of GiB"):
             thresholds.configured({thresholds.VARIABLE: nonsense})
-
-
-def test_small_machines_have_smaller_bounds(limits):
-    assert limits.end_below(GIB) == GIB // 10
-    assert limits.kill_below(GIB) == GIB // 20
-    assert limits.kill_below(SPARK) < limits.end_below(SPARK) < 0.03 * SPARK
