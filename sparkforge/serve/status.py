@@ -246,7 +246,7 @@ def lines(report: StatusReport) -> list[str]:
     shown += [line for gpu in report.gpus for line in _clock_lines(gpu)]
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
-        text, also, failed = error.text.partition(proof.ALSO)  # the names of all calls that failed stay
+        text, also, failed = error.text.partition(proof.FURTHER_FAILURES)  # the names of all calls that failed stay
         shown.append(f"last error {where}, {error.when}: {text[:300]}{also}{failed}")
     elif report.server:
         shown.append("last error: none in the log")
