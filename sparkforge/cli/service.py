@@ -39,6 +39,7 @@ def install(
     from sparkforge.models import local
     from sparkforge.serve import service
     from sparkforge.serve.devices.choose import device_for
+    from sparkforge.serve.unit import ServiceUnit
 
     service.version()  # without systemd nothing else matters
     named = options.model or os.environ.get("MODEL", "")
@@ -60,18 +61,13 @@ def install(
         "allow-hosts": ",".join(plan.hosts),
         "stack": plan.stack,
     }
-    service.install(
-        (
-            *(f"--{name}={value}" for name, value in stated.items() if value),
-            *(("--", *plan.flags) if plan.flags else ()),
-        ),
-        system=system,
-        account=user,
+    arguments = tuple(f"--{name}={value}" for name, value in stated.items() if value)
+    wanted = ServiceUnit(
+        arguments=(*arguments, *(("--", *plan.flags) if plan.flags else ())),
         container=plan.device != EMBEDDED,
         places=tuple(dict.fromkeys([paths.state(), *([Path(plan.model)] if plan.model else [])])),
-        now=now,
-        show=show,
     )
+    service.install(wanted, system=system, account=user, now=now, show=show)
 
 
 @task(example="./inv service.remove", system=SYSTEM)

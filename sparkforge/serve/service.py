@@ -12,9 +12,8 @@ import pwd
 import re
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkforge.core import paths
@@ -29,6 +28,7 @@ CODE = "server.service"
 SYSTEM_UNITS = Path("/etc/systemd/system")
 BOOTED = Path("/run/systemd/system")  # sd_booted(3)
 BY_HAND = "start it by hand: ./inv up; or let Docker start it: docs/guide/docker.md, Restarts"
+LINGERING = Path("/var/lib/systemd/linger")  # a file for each user whose manager logind keeps
 SECONDS = 60.0  # for a call of systemctl; none of ours waits for a server
 
 
@@ -39,29 +39,15 @@ class Manager:
     system: bool
 
     @property
-    def folder(self) -> Path:
-        """Where its units are written."""
-        return SYSTEM_UNITS if self.system else unit.own_user_folder()
-
-    @property
     def file(self) -> Path:
         """Our unit."""
-        return self.folder / NAME
-
-    @property
-    def name(self) -> str:
-        """Whose it is, in words."""
-        return "system" if self.system else "user"
+        own = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+        return (SYSTEM_UNITS if self.system else own) / NAME
 
     @property
     def option(self) -> str:
         """What our commands say for it."""
         return " --system" if self.system else ""
-
-    @property
-    def install(self) -> str:
-        """The command that installs the unit."""
-        return f"{self.sudo}./inv service.install{self.option}"
 
     @property
     def sudo(self) -> str:
@@ -83,17 +69,13 @@ class Manager:
         except ProcessError as error:
             raise ServerError(error.what, error.why, "systemctl status", code=CODE) from error
         if result.returncode and check:
-            raise self._failed(arguments, (result.stderr + result.stdout).strip())
+            why, fix = (result.stderr + result.stdout).strip(), "systemctl status"
+            if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
+                fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
+            elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
+                fix = f"sudo ./inv service.{'remove' if arguments[0] == 'disable' else 'install'} --system"
+            raise ServerError(f"systemctl {arguments[0]} failed", why or "it printed nothing", fix, code=CODE)
         return result.stdout
-
-    def _failed(self, arguments: tuple[str, ...], why: str) -> ServerError:
-        fix = "systemctl status"
-        if not self.system and re.search(r"[Ff]ailed to connect to (?:the )?(?:user )?(?:scope )?bus", why):
-            fix = "log in by ssh, not by su or sudo; or use the system's: sudo ./inv service.install --system"
-        elif re.search(r"[Aa]ccess denied|authentication required|[Pp]ermission denied", why):
-            fix = Manager(True).install
-            fix = fix.replace("install", "remove") if arguments[0] == "disable" else fix
-        return ServerError(f"systemctl {arguments[0]} failed", why or "it printed nothing", fix, code=CODE)
 
     def show(self) -> dict[str, str]:
         """Return the unit's properties as systemd has them."""
@@ -111,35 +93,27 @@ def version() -> int:
     return int(match[1]) if match else 0
 
 
-def install(
-    arguments: tuple[str, ...],
-    *,
-    system: bool,
-    account: str,
-    container: bool,
-    places: tuple[Path, ...],
-    now: bool,
-    show: bool = False,
-) -> None:
-    """Write the unit for `./inv up` with `arguments`, and have it started at boot; with `now`, start it too.
+def install(wanted: ServiceUnit, *, system: bool, account: str, now: bool, show: bool = False) -> None:
+    """Write the unit and have it started at boot; with `now`, start it too.
 
     `account` runs a system unit; empty: who owns the checkout. With `show` the unit is printed, and nothing is changed.
     Raises ServerError, StorageError or UsageError.
     """
-    manager, number = Manager(system), version()
-    user = _account(account) if system else ""
+    manager, number, user = Manager(system), version(), ""
     if account and not system:
         raise UsageError(f"--user {account} needs --system", "a user's own unit runs as that user", "add --system")
-    text = ServiceUnit(
-        arguments=arguments,
-        user=user,
-        container=container,
-        version=number,
-        environment=unit.carried(os.environ),
-        places=places,
-    ).text()
+    if system:
+        owner = paths.ROOT.stat().st_uid
+        try:
+            user = pwd.getpwnam(account).pw_name if account else pwd.getpwuid(owner).pw_name
+        except KeyError:
+            why = "this machine has no such account" if account else f"{paths.ROOT} belongs to it, and it has no name"
+            fix = "./inv service.install --system --user NAME"
+            raise UsageError(f"no account {account or owner}", why, fix) from None
+    text = replace(wanted, user=user, version=number, environment=unit.carried(os.environ)).text()
     if show:
-        _print(manager, text)
+        echo(f"# {manager.file} would be:")
+        echo(text, end="")
         return
     former = _require_ours(manager)
     server = record.read() if now else None
@@ -147,11 +121,23 @@ def install(
         why = f"{server.model_id} at {server.url} was started by hand"
         fix = f"./inv down, then ./inv service.install{manager.option} --now"
         raise ServerError("a server of this checkout runs already", why, fix, code="server.running")
-    _enable(manager, former, text)
+    if former != text:
+        try:
+            write_atomic(manager.file, text)
+        except OSError as error:
+            fix = "sudo ./inv service.install --system" if system else f"mkdir -p {manager.file.parent}"
+            why = error.strerror or str(error)
+            raise StorageError(f"cannot write {manager.file}", why, fix, code="storage.access") from error
+    manager.control("daemon-reload")
+    manager.control("enable", NAME)
+    say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
     pauses = "growing pauses, 5 s to 5 min" if number >= unit.GROWING_SINCE else "pauses of 30 s (systemd before 254)"
     say(f"systemd {number} starts it at boot and after a crash, with {pauses}; six ends in two hours stop it")
-    if not system:
-        _hint_lingering(getpass.getuser())
+    if not system and not _lingers():
+        say(
+            f"NOTE: it starts when {getpass.getuser()} logs in and ends with the last session, whose shared memory "
+            f"logind deletes (RemoveIPC). To start it at boot and keep it: {_linger_command()}"
+        )
     if now:
         manager.control("reset-failed", NAME, check=False)
         manager.control("restart" if former not in {None, text} else "start", "--no-block", NAME)
@@ -161,25 +147,7 @@ def install(
 def remove(*, system: bool) -> None:
     """Stop the service and remove what `install` wrote. Raises ServerError or StorageError."""
     version()
-    _remove(installed(system=system))
-
-
-def _enable(manager: Manager, former: str | None, text: str) -> None:
-    """Write the unit, if it is not there already, and have it started at boot. Raises ServerError or StorageError."""
-    if former != text:
-        _write(manager, text)
-    manager.control("daemon-reload")
-    manager.control("enable", NAME)
-    say(f"{'unchanged' if former == text else 'wrote'} {manager.file}")
-
-
-def _print(manager: Manager, text: str) -> None:
-    echo(f"# {manager.file} would be:")
-    echo(text, end="")
-
-
-def _remove(manager: Manager) -> None:
-    """Stop the unit and remove it, if it is ours. Raises ServerError or StorageError."""
+    manager = installed(system=system)
     _require_ours(manager)
     manager.control("disable", "--now", NAME)
     manager.file.unlink(missing_ok=True)
@@ -195,14 +163,12 @@ def installed(*, system: bool) -> Manager:
 
     Raises ServerError if there is none.
     """
-    return _installed([Manager(True)] if system else [Manager(False), Manager(True)])
-
-
-def _installed(managers: Sequence[Manager]) -> Manager:
+    managers = [Manager(True)] if system else [Manager(False), Manager(True)]
     manager = next((manager for manager in managers if os.path.lexists(manager.file)), None)
     if manager is None:
-        why = f"there is no {' and no '.join(str(manager.file) for manager in managers)}"
-        raise ServerError("no service is installed", why, managers[0].install, code=CODE)
+        why, first = f"there is no {' and no '.join(str(manager.file) for manager in managers)}", managers[0]
+        fix = f"{first.sudo}./inv service.install{first.option}"
+        raise ServerError("no service is installed", why, fix, code=CODE)
     return manager
 
 
@@ -211,25 +177,30 @@ def show(*, system: bool) -> None:
     version()
     manager = installed(system=system)
     state = manager.show()
-    _show_state(manager, state)
-    reason = _last_failure(state)
+    activity, sub = state.get("ActiveState", "?"), state.get("SubState", "?")
+    since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
+    name, file_state = "system" if manager.system else "user", state.get("UnitFileState") or "not enabled"
+    echo(f"{NAME} ({name}): {activity} ({sub}){since} · {file_state}")
+    echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
+    if text := state.get("StatusText"):
+        echo(f"says: {text}")
+    reason = last_failure(state)
     echo(f"last failure: {reason or 'none since its last good start'}")
-    echo(f"next start: {_next_start(state, manager)}")
-    if state.get("ActiveState") == "failed":
+    next_start = "at boot" if file_state == "enabled" else "never by itself: it is not enabled"
+    if sub == "auto-restart":
+        pause = state.get("RestartUSecNext") or state.get("RestartUSec") or "?"
+        next_start = f"{pause} after {state.get('StateChangeTimestamp', 'its last end')}"
+    elif activity == "activating":
+        next_start = "now, or when the line above says so"
+    elif not manager.system and file_state == "enabled" and not _lingers():
+        next_start = f"at {getpass.getuser()}'s next login, not at boot: {_linger_command()}"
+    echo(f"next start: {next_start}")
+    if activity == "failed":
         fix = f"./inv doctor; then {manager.systemctl} restart {NAME}"
         raise ServerError("the service has stopped trying", reason or f"Result={state.get('Result')}", fix, code=CODE)
 
 
-def _show_state(manager: Manager, state: dict[str, str]) -> None:
-    activity = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
-    since = f" since {stamp}" if (stamp := state.get("StateChangeTimestamp")) else ""
-    echo(f"{NAME} ({manager.name}): {activity}{since} · {state.get('UnitFileState') or 'not enabled'}")
-    echo(f"unit: {manager.file} · restarts: {state.get('NRestarts', '?')} · pid {state.get('MainPID', '?')}")
-    if text := state.get("StatusText"):
-        echo(f"says: {text}")
-
-
-def _last_failure(state: dict[str, str]) -> str:
+def last_failure(state: dict[str, str]) -> str:
     """Return how the service failed last: what our command said, and how systemd names it."""
     reasons = []
     if (result := state.get("Result", "success")) != "success":
@@ -250,30 +221,6 @@ def _last_failure(state: dict[str, str]) -> str:
     return "; ".join(reasons)
 
 
-def _next_start(state: dict[str, str], manager: Manager) -> str:
-    """Return when the service starts next, as far as systemd or the held start says it."""
-    activity, sub = state.get("ActiveState"), state.get("SubState")
-    at_boot = "at boot" if state.get("UnitFileState") == "enabled" else "never by itself: it is not enabled"
-    if sub == "auto-restart":
-        pause = state.get("RestartUSecNext") or state.get("RestartUSec") or "?"
-        return f"{pause} after {state.get('StateChangeTimestamp', 'its last end')}"
-    if activity == "activating":
-        return "now, or when the line above says so"
-    if not manager.system and at_boot == "at boot" and not _lingers(getpass.getuser()):
-        return f"at {getpass.getuser()}'s next login, not at boot: {_linger_command(getpass.getuser())}"
-    return at_boot
-
-
-def _account(name: str) -> str:
-    """Return the account of a system unit. Raises UsageError for one that is not there."""
-    owner = paths.ROOT.stat().st_uid
-    try:
-        return pwd.getpwnam(name).pw_name if name else pwd.getpwuid(owner).pw_name
-    except KeyError:
-        why = "this machine has no such account" if name else f"{paths.ROOT} belongs to uid {owner}, which has no name"
-        raise UsageError(f"no account {name or owner}", why, "./inv service.install --system --user NAME") from None
-
-
 def _require_ours(manager: Manager) -> str | None:
     """Return the unit that stands there, None for none. Raises StorageError for one of somebody else."""
     text, why = "", "it is edited, or no ./inv service.install wrote it; lines of yours go into a drop-in"
@@ -292,29 +239,10 @@ def _require_ours(manager: Manager) -> str | None:
     raise StorageError(f"{manager.file} is not this checkout's", why, fix, code="storage.access")
 
 
-def _write(manager: Manager, text: str) -> None:
-    try:
-        write_atomic(manager.file, text)
-    except OSError as error:
-        fix = manager.install if manager.system else f"mkdir -p {manager.folder}"
-        raise StorageError(
-            f"cannot write {manager.file}", error.strerror or str(error), fix, code="storage.access"
-        ) from error
+def _linger_command() -> str:
+    return f"sudo loginctl enable-linger {getpass.getuser()}"
 
 
-def _hint_lingering(user: str) -> None:
-    """Say what a user's own unit takes besides: it starts at boot, and outlives a logout, if the user lingers."""
-    if not _lingers(user):
-        say(
-            f"NOTE: it starts when {user} logs in and ends with the last session, whose shared memory logind deletes "
-            f"(RemoveIPC). To start it at boot and keep it: {_linger_command(user)}"
-        )
-
-
-def _linger_command(user: str) -> str:
-    return f"sudo loginctl enable-linger {user}"
-
-
-def _lingers(user: str) -> bool:
+def _lingers() -> bool:
     """Tell whether logind keeps this user's manager without a session (loginctl enable-linger)."""
-    return (Path("/var/lib/systemd/linger") / user).exists()
+    return (LINGERING / getpass.getuser()).exists()

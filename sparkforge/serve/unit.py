@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sparkforge.core import paths, tables
 from sparkforge.core.errors import InputError, IntegrityError, PatchError, RefusalError, UsageError
@@ -20,42 +20,25 @@ LASTING = (UsageError, InputError, IntegrityError, PatchError, RefusalError)
 MARK = "# Written by `./inv service.install` of {root}; sha256 of what follows: {digest}\n"
 
 
-class Restarts(Record):
-    """The lines for a systemd whose pauses grow, and for one whose pause is constant."""
-
-    growing: dict[str, str]
-    constant: dict[str, str]
-
-
-class Resources(Record):
-    """Lines that limit memory and such, by what serves."""
-
-    embedded: dict[str, str]
-    docker: dict[str, str]
-
-
-class SystemUnit(Record):
-    """Lines and variables of a system unit of the embedded device; a user's own manager may not mount."""
-
-    service: dict[str, str]
-    environment: dict[str, str]
-
-
 class Variables(Record):
-    """Names of variables that an installation takes over from its own environment, and what containers get besides."""
+    """Names of variables that are taken over from the installation's environment, and what containers get besides."""
 
     carried: tuple[str, ...]
     container: dict[str, str]
 
 
 class UnitTable(Record):
-    """The table unit.toml: keys of systemd.unit(5), systemd.service(5) and systemd.resource-control(5) → values."""
+    """The table unit.toml: keys of systemd.unit(5), systemd.service(5) and systemd.resource-control(5) → values.
+
+    `restarts` is growing and constant pauses, `resources` is by what serves, `system` is for a system unit of the
+    embedded device, `environment` names variables that an installation takes over, and what containers get besides.
+    """
 
     limits: dict[str, str]
-    restarts: Restarts
+    restarts: dict[Literal["growing", "constant"], dict[str, str]]
     service: dict[str, str]
-    system: SystemUnit
-    resources: Resources
+    system: dict[Literal["service", "environment"], dict[str, str]]
+    resources: dict[Literal["embedded", "docker"], dict[str, str]]
     environment: Variables
 
 
@@ -63,14 +46,14 @@ class UnitTable(Record):
 class ServiceUnit:
     """A unit to write: the arguments of `./inv up`, and whose it is.
 
-    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `places` are folders that
-    must be mounted before.
+    `user` is the account of a system unit, empty for a user's own. `version` is systemd's. `environment` are variables
+    of the unit, `places` folders that must be mounted before.
     """
 
-    arguments: tuple[str, ...]
-    user: str
-    container: bool
-    version: int
+    arguments: tuple[str, ...] = ()
+    user: str = ""
+    container: bool = False
+    version: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     places: tuple[Path, ...] = ()
     root: Path = paths.ROOT
@@ -78,7 +61,7 @@ class ServiceUnit:
     def text(self) -> str:
         """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
         table = tables.load(TABLE, UnitTable)
-        restarts = table.restarts.growing if self.version >= GROWING_SINCE else table.restarts.constant
+        restarts = table.restarts["growing" if self.version >= GROWING_SINCE else "constant"]
         inv = str(self.root / "inv")
         # With `:` systemd replaces no $VARIABLE in the command.
         start = f":{command((inv, 'up', '--foreground', '--hold', *self.arguments))}"
@@ -92,12 +75,12 @@ class ServiceUnit:
             "RestartPreventExitStatus": " ".join(str(family.exit_code) for family in LASTING),
             **restarts,
             **table.service,
-            **(table.resources.docker if self.container else table.resources.embedded),
+            **table.resources["docker" if self.container else "embedded"],
         }
         variables = {**self.environment, **(table.environment.container if self.container else {})}
         if self.user and not self.container:  # a container has a /dev/shm of its own
-            service |= table.system.service
-            variables |= table.system.environment
+            service |= table.system["service"]
+            variables |= table.system["environment"]
         if self.container:
             # The container is no child of the command: if that is killed, the container would serve on.
             killed = '[ "$$EXIT_CODE" != killed ] || exec "$$0" down'
@@ -110,7 +93,8 @@ class ServiceUnit:
         lines += ["", "[Service]", *_lines(service)]
         lines += [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
         lines += ["", "[Install]", f"WantedBy={'multi-user' if self.user else 'default'}.target", ""]
-        return _marked(self.root, lines)
+        body = "\n".join(lines)
+        return MARK.format(root=self.root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
@@ -128,12 +112,6 @@ def root_of(text: str) -> str:
     return start.removeprefix(begin) if written else ""
 
 
-def _marked(root: Path, lines: Iterable[str]) -> str:
-    """Return a unit's text with the mark that says who wrote it, and that nobody has edited it."""
-    body = "\n".join(lines)
-    return MARK.format(root=root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
-
-
 def command(arguments: Iterable[str]) -> str:
     """Return words as systemd reads them from one line."""
     return " ".join(quoted(word) for word in arguments)
@@ -144,26 +122,16 @@ def quoted(word: str) -> str:
 
     Raises UsageError for a control character or what is no UTF-8.
     """
-    _require_writable(word)
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
+    return '"' + plain(word + " ")[:-1].replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def plain(text: str) -> str:
     """Return a text that systemd takes as it is to the line's end, such as WorkingDirectory=. Raises UsageError."""
-    _require_writable(text, end=text[-1:])
-    return text.replace("%", "%%")
-
-
-def _require_writable(text: str, end: str = "") -> None:
-    if end == "\\" or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
+    if text.endswith("\\") or any(ord(letter) < 32 or "\ud800" <= letter <= "\udfff" for letter in text):
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
         raise UsageError(f"{text!r} cannot stand in a unit", why, "move the checkout, the model or the state folder")
+    return text.replace("%", "%%")
 
 
 def _lines(settings: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
-
-
-def own_user_folder() -> Path:
-    """Return the folder of this user's own units."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"

@@ -1,8 +1,10 @@
 """The systemd unit: quoted as systemd reads it, its mark, and what an installation refuses."""
 
+import getpass
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from sparkforge.core import paths
 from sparkforge.core.errors import ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.plan import thresholds
 from sparkforge.serve import access, service, unit
-from sparkforge.serve.service import Manager
 from sparkforge.serve.unit import ServiceUnit
 
 ODD = '/srv/a b 100% ä $HOME "q" \\x'
@@ -50,61 +51,45 @@ def test_words_are_escaped_and_no_variable_is_replaced():
     assert '"--model=/srv/a b 100%% ä $HOME \\"q\\" \\\\x"' in text
     assert 'ExecStart=:"/srv/100%% x/inv" "up" "--foreground" "--hold"' in text
     assert "WorkingDirectory=/srv/100%% x\n" in text
-
-
-@pytest.mark.parametrize("path", ["/srv/a\nExecStart=x", "/srv/\udcff", "/srv/a\\"])
-def test_a_path_that_no_unit_can_hold_is_refused(path):
-    with pytest.raises(UsageError, match="cannot stand in a unit"):
-        written(root=Path(path))
-
-
-def test_pauses_grow_where_systemd_can(monkeypatch):
-    assert "RestartMaxDelaySec=" in written(version=254)
-    assert "RestartMaxDelaySec=" not in written(version=253)
-    assert re.search(r"^RestartSec=\d+s$", written(version=252), re.MULTILINE)
+    for path in ("/srv/a\nExecStart=x", "/srv/\udcff", "/srv/a\\"):
+        with pytest.raises(UsageError, match="cannot stand in a unit"):
+            written(root=Path(path))
 
 
 def settings_of(text):
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
 
 
-def test_what_no_restart_cures_is_not_restarted():
-    codes = {family.family: family.exit_code for family in SparkforgeError.__subclasses__()}
-    lasting = {codes[name] for name in ("usage", "input", "integrity", "patch", "validation")}
-    for container in (False, True):
-        prevented = settings_of(written(container=container))["RestartPreventExitStatus"].split()
-        assert {int(code) for code in prevented} == lasting
+SHM = {"TemporaryFileSystem": "/dev/shm:mode=1777,size=50%"}  # which a user's manager may not mount
+LIMITS = {"OOMScoreAdjust": "500", "OOMPolicy": "continue", "MemoryMax": "90%", "MemorySwapMax": "0"}
 
 
-def test_the_embedded_server_has_the_limits_of_the_memory_guards_page_and_a_container_its_own():
-    limits = {"OOMScoreAdjust": "500", "OOMPolicy": "continue", "MemoryMax": "90%", "MemorySwapMax": "0"}
-    assert limits.items() <= settings_of(written()).items()
-    assert not limits.keys() & settings_of(written(container=True)).keys()
-
-
-def test_a_system_units_shared_memory_is_its_own_and_the_validator_knows():
-    mounted, known = "TemporaryFileSystem=/dev/shm:mode=1777,size=50%\n", 'Environment="SPARKFORGE_OWN_SHM=1"\n'
-    assert mounted in written()
-    assert known in written()
-    for other in ({"user": ""}, {"container": True}):  # a user's manager may not mount; a container has its own
-        assert "/dev/shm" not in written(**other)
-        assert "OWN_SHM" not in written(**other)
-
-
-@pytest.mark.parametrize("lingers", [False, True])
-def test_a_users_own_unit_says_what_a_logout_does_unless_the_user_lingers(monkeypatch, capsys, lingers):
-    monkeypatch.setattr(service, "_lingers", lambda _user: lingers)
-    service._hint_lingering("alice")
-    hint = capsys.readouterr().err
-    assert ("sudo loginctl enable-linger alice" in hint) is not lingers
-    assert ("RemoveIPC" in hint) is not lingers
-
-
-@pytest.mark.parametrize("container", [False, True])
-def test_nothing_in_the_service_gets_new_privileges(container):
+@pytest.mark.parametrize(
+    ("unit_of", "has", "has_not"),
+    [
+        ({}, {**SHM, **LIMITS}, ("SPARKFORGE_RESTART",)),
+        ({"user": ""}, LIMITS, ("/dev/shm", "OWN_SHM")),
+        ({"container": True}, {}, ("/dev/shm", "OWN_SHM", *LIMITS)),  # a container has its own
+        ({"version": 253}, {"RestartSec": "30s"}, ("RestartMaxDelaySec",)),
+        ({"version": 254}, {"RestartMaxDelaySec": "5min"}, ()),
+    ],
+)
+def test_each_unit_has_its_own_limits_and_none_that_systemd_or_the_container_lacks(unit_of, has, has_not):
+    text = written(**unit_of)
+    settings = settings_of(text)
+    assert has.items() <= settings.items()
+    assert [word for word in has_not if word in text] == []
     hardened = {"NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"}
-    settings = settings_of(written(container=container))
     assert {settings.get(name) for name in hardened} == {"yes"}
+    codes = {family.family: family.exit_code for family in SparkforgeError.__subclasses__()}
+    lasting = {str(codes[name]) for name in ("usage", "input", "integrity", "patch", "validation")}
+    assert set(settings["RestartPreventExitStatus"].split()) == lasting  # no restart cures those
+
+
+def test_the_validator_knows_a_units_own_shared_memory_and_a_container_is_restarted_by_systemd_alone():
+    assert 'Environment="SPARKFORGE_OWN_SHM=1"\n' in written()
+    assert 'Environment="SPARKFORGE_RESTART=no"' in written(container=True)
+    assert "ExecStopPost=" in written(container=True)
 
 
 def test_every_variable_of_the_served_container_is_carried_or_left_out_for_a_reason():
@@ -127,21 +112,9 @@ def test_every_variable_of_the_served_container_is_carried_or_left_out_for_a_rea
     assert unit.carried(dict.fromkeys(names, "x")).keys() == names - left_out
 
 
-def test_a_container_is_restarted_by_systemd_alone():
-    text = written(container=True)
-    assert 'Environment="SPARKFORGE_RESTART=no"' in text
-    assert "ExecStopPost=" in text
-    assert "SPARKFORGE_RESTART" not in written()
-
-
-def test_secrets_are_not_taken_over(monkeypatch):
-    environment = {"SPARKFORGE_STATE": "/s", "HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "TP": ""}
-    assert unit.carried(environment) == {"SPARKFORGE_STATE": "/s"}
-
-
-def test_the_bound_of_the_memory_guard_and_the_allowed_hosts_are_taken_over():
-    environment = {thresholds.VARIABLE: "0", access.HOSTS: "spark.local"}
-    assert unit.carried(environment) == environment
+def test_settings_are_taken_over_and_secrets_are_not():
+    carried = {"SPARKFORGE_STATE": "/s", thresholds.VARIABLE: "0", access.HOSTS: "spark.local"}
+    assert unit.carried({**carried, "HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "TP": ""}) == carried
 
 
 def test_a_unit_that_was_edited_is_nobodys():
@@ -151,19 +124,16 @@ def test_a_unit_that_was_edited_is_nobodys():
     assert not unit.root_of("")
 
 
-class TestWithoutSystemd:
-    def test_each_command_says_what_is_missing(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(service, "BOOTED", tmp_path / "none")
-        with pytest.raises(ServerError) as caught:
-            service.version()
-        assert caught.value.code == "server.service"
-        assert "./inv up" in caught.value.fix
-
-    def test_nothing_installed_names_the_command(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-        monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path / "system")
-        with pytest.raises(ServerError, match="no service is installed"):
-            service.installed(system=False)
+def test_without_systemd_or_a_unit_the_command_to_use_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(service, "SYSTEM_UNITS", tmp_path / "system")
+    with pytest.raises(
+        ServerError, match="no service is installed", check=lambda error: f"{tmp_path}/systemd/user" in error.why
+    ):
+        service.installed(system=False)
+    monkeypatch.setattr(service, "BOOTED", tmp_path / "none")
+    with pytest.raises(ServerError, check=lambda error: error.code == "server.service" and "./inv up" in error.fix):
+        service.version()
 
 
 @pytest.mark.parametrize("text", ["[Service]\n", written(root=Path("/elsewhere")), "\udcff"])
@@ -175,28 +145,80 @@ def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(monkeypatch, tm
     with pytest.raises(StorageError, match="is not this checkout's"):
         service.remove(system=True)
     with pytest.raises(StorageError, match="is not this checkout's"):
-        service.install((), system=True, account="root", container=False, places=(), now=False)
+        service.install(ServiceUnit(), system=True, account="root", now=False)
     assert file.exists()
 
 
-def test_an_account_that_is_not_there_is_named(monkeypatch, tmp_path):
+def test_an_account_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(service, "version", lambda: 257)
-    with pytest.raises(UsageError, match="no account nobody-of-that-name"):
-        service.install((), system=True, account="nobody-of-that-name", container=False, places=(), now=False)
-    with pytest.raises(UsageError, match="needs --system"):
-        service.install((), system=False, account="root", container=False, places=(), now=False)
+    for account, system, message in (
+        ("nobody-of-that-name", True, "no account nobody"),
+        ("root", False, "needs --system"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            service.install(ServiceUnit(), system=system, account=account, now=False)
 
 
-def test_the_users_units_are_where_systemd_looks(monkeypatch, tmp_path):
+PROPERTIES = "Result=exit-code\nExecMainStatus=24\nStartLimitBurst=6\nUnitFileState=enabled\nUnknown=1\n"
+
+
+@pytest.fixture
+def systemctl(monkeypatch, tmp_path):
+    """Return a function: have systemctl print these properties; it notes its arguments."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert Manager(False).file == tmp_path / "systemd/user/sparkforge.service"
-    assert Manager(True).file == Path("/etc/systemd/system/sparkforge.service")
+    monkeypatch.setattr(service, "BOOTED", tmp_path)
+    monkeypatch.setattr(service, "LINGERING", tmp_path / "linger")
+
+    def systemctl(properties):
+        program = folder / "systemctl"
+        answers = f"--version) echo systemd 257;; *show*) echo '{properties}';;"
+        text = f'echo "$*" >> {tmp_path}/calls\ncase "$*" in {answers} esac'
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
+    return systemctl
 
 
-def test_a_service_that_ended_too_often_is_named_as_such():
-    state = {"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": "24", "StartLimitBurst": "6"}
-    assert "ended too often" in service._last_failure({**state, "NRestarts": "6"})
-    assert "ended too often" not in service._last_failure({**state, "NRestarts": "0"})
+def test_a_users_own_unit_is_installed_shown_and_removed(systemctl, capsys, tmp_path):
+    systemctl("ActiveState=inactive\nUnitFileState=enabled")
+    service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=True)
+    file = tmp_path / "systemd/user/sparkforge.service"
+    assert '"--port=8001"' in file.read_text()
+    said = capsys.readouterr().err
+    assert "sudo loginctl enable-linger" in said
+    assert "RemoveIPC" in said
+    service.show(system=False)
+    assert "next login, not at boot: sudo loginctl" in capsys.readouterr().out
+    (tmp_path / "linger").mkdir()
+    (tmp_path / "linger" / getpass.getuser()).touch()
+    service.install(ServiceUnit(arguments=("--port=8001",)), system=False, account="", now=False)
+    said = capsys.readouterr().err
+    assert "unchanged" in said
+    assert "loginctl" not in said
+    service.remove(system=False)
+    assert not file.exists()
+    assert "disable --now sparkforge.service" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("properties", "line"),
+    [
+        ("ActiveState=failed\nNRestarts=6", "last failure: systemd says exit-code (code 24): it ended too often"),
+        ("ActiveState=activating\nSubState=auto-restart\nRestartUSec=5s", "next start: 5s after"),
+        ("ActiveState=activating\nSubState=start", "next start: now"),
+        ("ActiveState=active\nNRestarts=0", "last failure: systemd says exit-code (code 24)\n"),
+    ],
+)
+def test_the_status_names_the_last_failure_and_the_next_start(systemctl, capsys, properties, line):
+    systemctl("ActiveState=inactive")
+    service.install(ServiceUnit(), system=False, account="", now=False)
+    systemctl(PROPERTIES + properties)
+    with suppress(ServerError) if "failed" in properties else nullcontext():
+        service.show(system=False)
+    assert line in capsys.readouterr().out
 
 
 class TestOptionsOfUp:
@@ -205,7 +227,7 @@ class TestOptionsOfUp:
         """Return the arguments of each unit that the command would install."""
         units = []
         monkeypatch.setattr(service, "version", lambda: 257)
-        monkeypatch.setattr(service, "install", lambda arguments, **_: units.append(arguments))
+        monkeypatch.setattr(service, "install", lambda unit, **_: units.append(unit.arguments))
         return units
 
     @pytest.mark.parametrize("variable", ["", "openai/gpt-oss-120b"])
@@ -216,15 +238,12 @@ class TestOptionsOfUp:
         assert installed == []
         assert "openai/gpt-oss-120b is not a folder" in capsys.readouterr().err
 
-    def test_address_and_context_are_those_of_up(self, installed):
-        install(Context(), device="embedded", host="localhost", context="4096")
-        assert {"--host=127.0.0.1", "--context=4096"} <= set(installed[0])
-
-    def test_vllms_flags_come_behind_two_dashes_with_the_callers_paths(self, installed, monkeypatch, tmp_path):
+    def test_the_options_of_up_are_in_the_unit_with_the_callers_paths(self, installed, monkeypatch, tmp_path):
         monkeypatch.setenv("INV_CWD", str(tmp_path))
-        install(Context(), device="embedded", vllm_flags=("--max-num-seqs", "4", "--chat-template=./x"))
+        flags = ("--max-num-seqs", "4", "--chat-template=./x")
+        install(Context(), device="embedded", host="localhost", context="4096", vllm_flags=flags)
+        assert {"--host=127.0.0.1", "--context=4096"} <= set(installed[0])
         assert installed[0][-4:] == ("--", "--max-num-seqs", "4", f"--chat-template={tmp_path}/x")
-        assert '"--" "--max-num-seqs" "4"' in written(arguments=installed[0])
 
     @pytest.mark.parametrize(
         "option",
