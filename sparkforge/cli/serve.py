@@ -140,16 +140,15 @@ def down(_ctx: Context) -> None:
 
     It also ends a start or a rollback that is under way. If nothing runs, it exits with 0.
     """
-    from sparkforge.serve import launch, screen
+    from sparkforge.serve import launch
 
     try:
         stopped = launch.down()
+        say(f"stopped {stopped.url}" if stopped else "stopped what a killed ./inv up had left")
     except ServerError as error:
         if error.code != "server.not-running":
             raise
         say(f"nothing to stop: {error.why}")
-        return
-    screen.show_stopped(stopped)
 
 
 @task(

@@ -44,17 +44,15 @@ class Conversation:
         self._content, self._finish_reason = "", ""
         try:
             stream(self._pieces(question))
-        except KeyboardInterrupt:
-            self._remember(question)
+            echo()
+        except ServerError:
+            self._content = ""
             raise
-        echo()
-        self._remember(question)
+        finally:
+            if self._content:
+                self.messages += [question, {"role": "assistant", "content": self._content}]
         if self._finish_reason == "length":
             say(f"the answer was cut: --max-tokens is {self.max_tokens}, or the context is full")
-
-    def _remember(self, question: dict[str, str]) -> None:
-        if self._content:
-            self.messages += [question, {"role": "assistant", "content": self._content}]
 
     def _pieces(self, question: dict[str, str]) -> Iterator[str]:
         """Yield the answer's text; on a terminal a line break stands between reasoning and content."""
@@ -83,15 +81,12 @@ def message_on_stdin() -> str:
         return ""
     try:
         text = sys.stdin.read(LONGEST + 1)
+        why = "it is empty" if not text.strip() else f"it has more than {LONGEST:,} characters"
     except (OSError, ValueError) as error:
-        raise _no_message(str(error)) from error
+        text, why = "", str(error)
     if not text.strip() or len(text) > LONGEST:
-        raise _no_message(f"it has more than {LONGEST:,} characters" if text.strip() else "it is empty")
+        raise UsageError("stdin holds no message", why, './inv chat "TEXT"; or ./inv chat on a terminal')
     return text
-
-
-def _no_message(why: str) -> UsageError:
-    return UsageError("stdin holds no message", why, './inv chat "TEXT"; or ./inv chat on a terminal')
 
 
 def converse(server: Server, system: str, max_tokens: int) -> None:
@@ -105,7 +100,18 @@ def converse(server: Server, system: str, max_tokens: int) -> None:
             if not _obey(conversation, line):
                 return
         elif line.strip():
-            _ask(conversation, line)
+            try:
+                conversation.ask(line)
+            except KeyboardInterrupt:
+                if interrupt.ending():
+                    raise
+                echo()
+                say("the answer was ended by Ctrl-C")
+            except ServerError as error:
+                echo()
+                if not server.alive:
+                    raise
+                show_error(error)
 
 
 def _next_line() -> str | None:
@@ -123,22 +129,6 @@ def _next_line() -> str | None:
     except UnicodeDecodeError as error:
         say(f"this line is no text: {error.reason}")
     return ""
-
-
-def _ask(conversation: Conversation, line: str) -> None:
-    """Print an answer; Ctrl-C and a server's error end the answer alone. Raises ServerError if the server has ended."""
-    try:
-        conversation.ask(line)
-    except KeyboardInterrupt:
-        if interrupt.ending():
-            raise
-        echo()
-        say("the answer was ended by Ctrl-C")
-    except ServerError as error:
-        echo()
-        if not conversation.server.alive:
-            raise
-        show_error(error)
 
 
 def _obey(conversation: Conversation, line: str) -> bool:

@@ -23,8 +23,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,8 +68,11 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         request = read_arguments(arguments)
         options = settings.read(os.environ)
-        # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
-        _clear(options.run, REPORT, *(() if request.only_validate else (READY, HELD, textfile.NAME)))
+        with _writing(options.run):  # nobody may take an earlier start's verdict for this one's
+            options.run.mkdir(parents=True, exist_ok=True)
+            # A validation may share the folder with a server that runs, as `docker compose run vllm validate` does.
+            for name in (REPORT, *(() if request.only_validate else (READY, HELD, textfile.NAME))):
+                (options.run / name).unlink(missing_ok=True)
         server = plan(options, request)
         host, port = server.address()
         if options.bind:
@@ -238,35 +241,20 @@ def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
         why = f"did not end within {options.seconds:g} s" if code is None else ending(code)
     except ProbeError as error:
         code, why = None, str(error)
+    document: dict[str, Any]
     try:
-        document: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        document = json.loads(report.read_text(encoding="utf-8"))
         if document["exit_code"] == code:
             return document
         why = f"{why}, its report says {document['exit_code']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{why} and left no report ({type(error).__name__})"
-    return _no_answer(options, report, f"the validator {why}")
-
-
-def start_again() -> str:
-    """Return the command that starts this container again as it is, by its id, and what makes it anew.
-
-    `core.paths` puts the `-f` files into the latter; those of a user's own that do not name themselves it cannot know.
-    """
-    compose = "docker compose up -d"
-    if not (identifier := restarts.container_id()):
-        return compose
-    own = "" if os.environ.get(paths.COMPOSE_FILES) else ", with your own -f files behind"
-    return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
-
-
-def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:
-    """Write and return the report of a validator that gave none: refused."""
+    say(f"FAIL validator  the validator {why}")
     finding = {
         "check": "validator",
         "status": str(Status.FAIL),
         "required": True,
-        "evidence": why,
+        "evidence": f"the validator {why}",
         "fix": "nvidia-smi   # if that hangs too, reboot; longer: SPARKFORGE_VALIDATE_SECONDS=1200",
         "doc": "docs/concepts/validation.md#in-the-image",
     }
@@ -281,9 +269,20 @@ def _no_answer(options: Settings, report: Path, why: str) -> dict[str, Any]:
         "findings": [finding],
         "facts": {},
     }
-    say(f"FAIL validator  {why}")
     _write(report, document)
     return document
+
+
+def start_again() -> str:
+    """Return the command that starts this container again as it is, by its id, and what makes it anew.
+
+    `core.paths` puts the `-f` files into the latter; those of a user's own that do not name themselves it cannot know.
+    """
+    compose = "docker compose up -d"
+    if not (identifier := restarts.container_id()):
+        return compose
+    own = "" if os.environ.get(paths.COMPOSE_FILES) else ", with your own -f files behind"
+    return f"docker start {identifier}   # after a change of Compose's settings: {compose}{own}"
 
 
 def _summary(document: Mapping[str, Any]) -> str:
@@ -323,32 +322,20 @@ def _identity(server: ServerCommand) -> list[str]:
     return [socket.gethostname(), *server.command(sys.executable)]  # a container's host name is its id by default
 
 
-def _clear(run: Path, *names: str) -> None:
-    """Remove what an earlier start left: nobody may take its verdict for this one's. Raises StorageError."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (run / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise _unwritable(run, error) from error
-
-
 def _write(path: Path, value: Mapping[str, Any] | bytes, *, mode: int = 0o644) -> None:
     """Write a file of the run folder: bytes as they are, anything else as JSON. Raises StorageError."""
-    try:
+    with _writing(path.parent):
         write_atomic(path, value, mode=mode) if isinstance(value, bytes) else write_json(path, value, mode=mode)
+
+
+@contextmanager
+def _writing(run: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(path.parent, error) from error
-
-
-def _unwritable(run: Path, error: OSError) -> StorageError:
-    why = f"{error.strerror or error} (running as uid {os.getuid()})"
-    return StorageError(
-        f"cannot write into {run}",
-        why,
-        f"mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN",
-        code="storage.access",
-    )
+        why = f"{error.strerror or error} (running as uid {os.getuid()})"
+        fix = f"mount a tmpfs there: --tmpfs {run}:mode=1777, or set SPARKFORGE_RUN"
+        raise StorageError(f"cannot write into {run}", why, fix, code="storage.access") from error
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

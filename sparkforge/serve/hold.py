@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -38,7 +38,7 @@ def pauses() -> Iterator[float]:
 
 def until_admitted(
     start: Callable[[], T],
-    watched: Iterable[Path],
+    watched: Sequence[Path],
     tell: Callable[[str], None],
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> T:
@@ -47,7 +47,6 @@ def until_admitted(
     `waiting` is entered while it waits. `watched` are the model's folder and other places whose change is a reason to
     validate at once.
     """
-    places = list(watched)
     for seconds in pauses():
         try:
             return start()
@@ -57,19 +56,18 @@ def until_admitted(
             reason = " ".join(error.why.split())
             tell(f"refused: {error.what}: {reason}; validates again at {when}, or when model, driver or devices change")
         with waiting():
-            changed = wait(seconds, places)
+            changed = wait(seconds, watched)
         if changed:
             say("something has changed; validating again")
     raise AssertionError("pauses never end")  # pragma: no cover
 
 
-def wait(seconds: float, watched: Iterable[Path]) -> bool:
+def wait(seconds: float, watched: Sequence[Path]) -> bool:
     """Wait; return early, with True, once one of the `watched` places, the driver or its devices has changed."""
-    places = list(watched)
-    before, deadline = _look(places), time.monotonic() + seconds
+    before, deadline = _look(watched), time.monotonic() + seconds
     while (remaining := deadline - time.monotonic()) > 0:
         time.sleep(min(POLL, remaining))
-        if _look(places) != before:
+        if _look(watched) != before:
             return True
     return False
 
@@ -96,7 +94,7 @@ def _tell(line: str) -> None:
     notify.tell(status=line)
 
 
-def _look(places: Iterable[Path]) -> list[tuple[str, int, int, int]]:
+def _look(places: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     """Return name, inode, size and time of the files of these places, the driver and its devices."""
     devices = [path for pattern in DEVICES for path in Path("/dev").glob(pattern)]
     files: list[tuple[str, int, int, int]] = []

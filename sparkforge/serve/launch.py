@@ -104,8 +104,8 @@ def check_port(port: int, host: str, command: str = "./inv up") -> None:
         try:
             probe.bind((host, port))
         except PermissionError as error:
-            fix = f"{command} --port 8000"
-            raise ServerError(f"cannot use port {port}", str(error), fix, code="server.port") from error
+            failure, why = f"cannot use port {port}", str(error)
+            raise ServerError(failure, why, f"{command} --port 8000", code="server.port") from error
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 failure, why = f"cannot listen on {host}", "this machine does not have that address"

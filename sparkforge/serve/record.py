@@ -6,7 +6,6 @@ the process must be ours, and a key is read only from the file that the process 
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
@@ -97,27 +97,26 @@ class Server:
         """
         if not self.key_file:
             return ""
-        if self.key_file != self._own_key_file():
-            failure, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
-            raise StorageError(failure, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
-        return access.read_key(Path(self.key_file), private=not self.container)
-
-    def _own_key_file(self) -> str:
-        """Return the file of the API key as the process or the container itself has it; empty if it has none."""
+        own = ""
         if self.container:
             from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
-            return engine.mounted_from(self.container, access.SECRET)
-        try:
-            environment = psutil.Process(self.pid).environ() if self.alive else {}
-        except psutil.Error:
-            return ""
-        return environment.get(access.KEY_FILE, "")
+            own = engine.mounted_from(self.container, access.SECRET)
+        else:
+            with suppress(psutil.Error):
+                own = psutil.Process(self.pid).environ().get(access.KEY_FILE, "") if self.alive else ""
+        if self.key_file != own:
+            failure, why = f"the record names {self.key_file} as the API key's file", "was not started with that file"
+            raise StorageError(failure, f"{self.where} {why}", "./inv down, then ./inv up", code="storage.access")
+        return access.read_key(Path(self.key_file), private=not self.container)
 
     @property
     def where(self) -> str:
         """What runs it, in words."""
         return f"container {self.container[:12]}" if self.container else f"pid {self.pid}"
+
+
+SERVER = TypeAdapter(Server)
 
 
 def record_path() -> Path:
@@ -165,16 +164,10 @@ def read(path: Path | None = None) -> Server | None:
     finally:
         os.close(descriptor)
     try:
-        server = Server(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
+        server = SERVER.validate_json(data, strict=True)
+    except ValueError:
         return None
-    times = all(isinstance(number, int | float) for number in (server.started, server.proof_seconds))
-    numbers = isinstance(server.pid, int) and isinstance(server.port, int) and times
-    texts = (server.host, server.model, server.model_id, server.device, server.log, server.container, server.key_file,
-             server.profile)  # fmt: skip
-    proof = isinstance(server.proof, dict) and all(isinstance(text, str) for text in server.proof.values())
-    proved = isinstance(server.proved, int | float) and 0 <= server.proved < LATEST
-    return server if numbers and proof and proved and all(isinstance(text, str) for text in texts) else None
+    return server if 0 <= server.proved < LATEST else None
 
 
 def running() -> Server:
@@ -215,14 +208,19 @@ def describe_left(pids: Sequence[int]) -> str:
     return f"a server was killed; its {ids} hold up to {size / 1e9:.1f} GB"
 
 
-def ended(server: Server, state: Path | None = None) -> End | None:
-    """Return how the server ended, as supervise.py wrote it down; None if it runs or was killed with its supervisor."""
+def last_end(since: float, pid: int = 0, state: Path | None = None) -> End | None:
+    """Return how the server of that time, and process, ended, as supervise.py wrote it down; None if nobody did."""
     try:
         value = read_json(end_path(state))
         end = End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
-        return end if value["pid"] == server.pid and end.time >= server.started else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return end if pid in (0, value["pid"]) and end.time >= since else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def ended(server: Server, state: Path | None = None) -> End | None:
+    """Return how the server ended; None if it runs or was killed with its supervisor."""
+    return last_end(server.started, server.pid, state)
 
 
 def how_it_ended(server: Server, state: Path | None = None) -> str:
@@ -238,8 +236,7 @@ def how_it_ended(server: Server, state: Path | None = None) -> str:
 
 def forget() -> None:
     """Remove the record."""
-    with suppress(FileNotFoundError):
-        record_path().unlink()
+    record_path().unlink(missing_ok=True)
 
 
 def require_ours(path: Path, status: os.stat_result) -> None:

@@ -8,7 +8,6 @@ container stays up, unhealthy and without a server, until a person stops or rest
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
@@ -53,22 +52,19 @@ class Starts(Record):
 def read(identity: Sequence[str], now: float) -> Starts:
     """Return what is known of this container's starts, the last one closed and old failures left out."""
     try:
-        known = Starts.model_validate(read_json(_path()))
+        known = Starts.model_validate(read_json(paths.state() / NAME))
     except (OSError, ValueError, ValidationError):
         known = Starts(identity=())
     if known.identity != tuple(identity):  # another container or another configuration: somebody changed something
         return Starts(identity=tuple(identity))
     failures = known.failures
     if known.began:
-        end = _last_end(known.began)
-        if end is None:
-            failures += (
-                ServerFailure(ended=now, why="it was killed with its container, or the machine lost its power"),
-            )
-        elif end.asked:
-            failures = ()
-        else:
-            failures += (ServerFailure(ended=end.time, why=end.why or f"it ended by itself with exit code {end.code}"),)
+        lost = record.End(
+            0, asked=False, time=now, why="it was killed with its container, or the machine lost its power"
+        )
+        end = record.last_end(known.began) or lost
+        why = end.why or f"it ended by itself with exit code {end.code}"
+        failures = () if end.asked else (*failures, ServerFailure(ended=end.time, why=why))
     return Starts(identity=tuple(identity), failures=recent(failures, now))
 
 
@@ -137,23 +133,9 @@ def begin(identity: Sequence[str]) -> None:
 def forget() -> None:
     """Forget every failure."""
     with suppress(OSError):
-        _path().unlink(missing_ok=True)
-
-
-def _path() -> Path:
-    return paths.state() / NAME
+        (paths.state() / NAME).unlink(missing_ok=True)
 
 
 def _write(starts: Starts) -> None:
     with suppress(OSError, StorageError):  # without a lasting folder Docker's own count is all there is
-        write_json(_path(), starts.model_dump(mode="json"))
-
-
-def _last_end(began: float) -> record.End | None:
-    """Return how the server that began then has ended; None if nobody wrote it down."""
-    try:
-        value = json.loads(record.end_path().read_text(encoding="utf-8"))
-        end = record.End(int(value["code"]), bool(value["asked"]), float(value["time"]), str(value.get("why", "")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return end if end.time >= began else None
+        write_json(paths.state() / NAME, starts.model_dump(mode="json"))

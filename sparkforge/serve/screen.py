@@ -18,7 +18,7 @@ from sparkforge.core.process import call, output
 from sparkforge.serve import launch, logs, record, status
 from sparkforge.serve.record import Server
 
-ASKED = {0, 143}  # a server's exit codes after SIGTERM (supervise.py)
+CLEAN_EXITS = {0, 143}  # a server's exit codes after SIGTERM (supervise.py)
 READY = """model: {model_id}   log: ./inv logs -f   stop: ./inv down
 
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -30,11 +30,6 @@ def show_ready(server: Server) -> None:
     echo(f"{server.url}/v1")
     key = f'  -H "Authorization: Bearer $(cat {shlex.quote(server.key_file)})" \\\n' if server.key_file else ""
     say(READY.format(url=server.url, model_id=server.model_id, key=key))
-
-
-def show_stopped(server: Server | None) -> None:
-    """Say what was stopped; None means processes of a server that nobody recorded."""
-    say(f"stopped {server.url}" if server else "stopped what a killed ./inv up had left")
 
 
 def stay(server: Server) -> None:
@@ -72,7 +67,7 @@ def _stay_with_container(server: Server) -> None:
         with engine.connected() as docker_client:
             state = engine.state(docker_client, server.container)
         ended = state is None or state.status in {"exited", "dead"}
-        if state is None or (ended and state.exit_code in ASKED):
+        if state is None or (ended and state.exit_code in CLEAN_EXITS):
             return
         if ended:
             why = "the kernel killed it: its memory limit" if state.out_of_memory else "its log is above"

@@ -21,10 +21,10 @@ EXIT, HOLD = "exit", "hold"  # what a container does that its validator refuses
 TINY, TINY_ID = "tiny", "tiny-gpt-oss"
 HF_TOKEN, HF_TOKEN_FILE = "/run/secrets/hf_token", "SPARKFORGE_HF_TOKEN_FILE"  # a file; what names another one
 SECONDS = 600.0  # the whole validation: facts 8 s, torch and vLLM 240 s, numerics 180 s, and some air
-# The validator's profile → serve profile and model by default.
 VLLM_ARGS = "VLLM_ARGS"  # vLLM's flags, quoted as in a shell; not a variable of vLLM's own
 CONTEXT_VARIABLE = "MAX_MODEL_LEN"
 NUMBERS = {"TP": "--tensor-parallel-size", CONTEXT_VARIABLE: CONTEXT}  # variables of the gpt-oss competition → flags
+# The validator's profile → serve profile and model by default.
 DEFAULTS = {"spark": ("safe", "/models/gpt-oss-120b"), "embedded": ("embedded", TINY)}
 
 
@@ -51,9 +51,18 @@ class Settings:
     bind: str = ""
 
 
+def _one_of(env: Mapping[str, str], variable: str, values: tuple[str, ...]) -> str:
+    """Return a variable's value, by default the first of `values`. Raises UsageError for another one."""
+    value = env.get(variable) or values[0]
+    if value not in values:
+        why = f"it must be {' or '.join(dict.fromkeys(values))}"
+        raise UsageError(f"{variable} is {value!r}", why, f"{variable}={values[0]}")
+    return value
+
+
 def read(env: Mapping[str, str]) -> Settings:
     """Read the SPARKFORGE_ variables. Raises UsageError for a value that has no meaning, here or on a CPU."""
-    profile = _one_of("SPARKFORGE_PROFILE", env.get("SPARKFORGE_PROFILE") or "spark", tuple(PROFILES))
+    profile = _one_of(env, "SPARKFORGE_PROFILE", ("spark", *PROFILES))
     serve_profile, model = DEFAULTS[profile]
     model, traces = env.get("SPARKFORGE_MODEL") or model, env.get(profiler.VARIABLE) or ""
     if traces and not traces.startswith("/"):
@@ -62,32 +71,34 @@ def read(env: Mapping[str, str]) -> Settings:
     require_guard(env)
     limits.read(env)
     stack, serve_profile = env.get("SPARKFORGE_STACK") or "", env.get("SPARKFORGE_SERVE_PROFILE") or serve_profile
-    if profile == "embedded":
-        _require_for_cpus(serve_profile, stack)
+    known = profiles.load(stack=stack)  # an unknown profile is refused where its flags are read
+    if profile == "embedded" and serve_profile in known and known[serve_profile].device != "embedded":
+        own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
+        why = f"this stack serves without a GPU, by {own}"
+        fix = "./inv up --profile embedded, or SPARKFORGE_SERVE_PROFILE=embedded"
+        raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
+    text = env.get("SPARKFORGE_VALIDATE_SECONDS") or str(SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86400:
+        why, fix = "it must be a number of seconds above 0", f"unset it ({SECONDS:g})"
+        raise UsageError(f"SPARKFORGE_VALIDATE_SECONDS is {text!r}", why, fix)
     return Settings(
         profile=profile,
         stack=stack,
         serve_profile=serve_profile,
-        mode=_one_of("SPARKFORGE_VALIDATE", env.get("SPARKFORGE_VALIDATE") or STRICT, (STRICT, WARN, OFF)),
-        seconds=_seconds(env.get("SPARKFORGE_VALIDATE_SECONDS") or str(SECONDS)),
+        mode=_one_of(env, "SPARKFORGE_VALIDATE", (STRICT, WARN, OFF)),
+        seconds=seconds,
         run=Path(env.get("SPARKFORGE_RUN") or RUN),
         model=model,
         model_id=env.get("SPARKFORGE_MODEL_ID") or served_id(model),
         traces=traces,
         arguments=(*arguments(env, "SPARKFORGE_"), *vllm_args(env)),
-        refused=_one_of("SPARKFORGE_REFUSED", env.get("SPARKFORGE_REFUSED") or EXIT, (EXIT, HOLD)),
+        refused=_one_of(env, "SPARKFORGE_REFUSED", (EXIT, HOLD)),
         bind=env.get(access.BIND) or "",
     )
-
-
-def _require_for_cpus(serve_profile: str, stack: str) -> None:
-    """Raise UsageError for a serve profile that needs a GPU; an unknown one is refused where its flags are read."""
-    known = profiles.load(stack=stack)
-    if serve_profile in known and known[serve_profile].device != "embedded":
-        own = ", ".join(name for name, settings in known.items() if settings.device == "embedded")
-        why = f"this stack serves without a GPU, by {own}"
-        fix = "./inv up --profile embedded, or SPARKFORGE_SERVE_PROFILE=embedded"
-        raise UsageError(f"the serve profile {serve_profile} needs a GPU", why, fix)
 
 
 def require_guard(env: Mapping[str, str]) -> None:
@@ -178,23 +189,3 @@ def secrets(env: Mapping[str, str]) -> dict[str, str]:
         fix = "chmod a+r the secret's file on the host"
         raise StorageError(f"cannot read the Hugging Face token in {path}", why, fix, code="storage.access") from error
     return variables
-
-
-def _one_of(variable: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise UsageError(f"{variable} is {value!r}", f"it must be {' or '.join(known)}", f"{variable}={known[0]}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise UsageError(
-            f"SPARKFORGE_VALIDATE_SECONDS is {text!r}",
-            "it must be a number of seconds above 0",
-            f"unset it ({SECONDS:g})",
-        )
-    return value

@@ -23,7 +23,6 @@ import psutil
 from pydantic import Field
 
 from sparkforge.core import http, memory, metrics, openai, paths
-from sparkforge.core.errors import SparkforgeError
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import ProbeError, session_members
@@ -149,7 +148,7 @@ def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusR
     if before is None and (before := read_metrics(server)):
         time.sleep(INTERVAL)
     now = read_metrics(server)
-    container_health, log = _container(server) if server.container else ("", _end_of(Path(server.log)))
+    container_health, log, began = _container(server) if server.container else ("", _end_of(server.log), server.started)
     served = ServerStatus(
         model=server.model_id,
         url=f"{server.url}/v1",
@@ -160,7 +159,7 @@ def report(server: Server, before: MetricsSample | None = None) -> tuple[StatusR
         container_health=container_health,
         key_required=bool(server.key_file),
         key_accepted=not server.key_file or server.endpoint.accepts_key(),
-        uptime_seconds=_uptime(server),
+        uptime_seconds=round(max(0.0, time.time() - began), 1) if began else None,
         context=_context(server),
         load=_load(before, now) if before and now else None,
         proved_at=_iso(server.proved) if server.proved else "",
@@ -197,22 +196,19 @@ def gpus() -> list[GpuStatus]:
     clocks: list[dict[str, str]] = []
     with suppress(ProbeError):
         clocks = states()
-    memories = []
+    listed = []
     for row, clock in zip(rows, [*clocks, *({} for _ in rows)], strict=False):
         name, *figures = row.values()
         total, used, busy = map(number, figures)
-        unified = total is None
-        sizes = [None if unified or size is None else int(size * 2**20) for size in (total, used)]
-        busy_part = None if busy is None else busy / 100
         state = GpuState.read(clock)
         why, fix = state.fault()
-        memories.append(
+        listed.append(
             GpuStatus(
                 name=name,
-                unified=unified,
-                total=sizes[0],
-                used=sizes[1],
-                busy=busy_part,
+                unified=total is None,
+                total=None if total is None else int(total * 2**20),
+                used=None if total is None or used is None else int(used * 2**20),
+                busy=None if busy is None else busy / 100,
                 clock_mhz=state.clock,
                 max_clock_mhz=state.max_clock,
                 power_watts=state.power,
@@ -222,7 +218,7 @@ def gpus() -> list[GpuStatus]:
                 warning=f"{why}. Next: {fix}" if why else "",
             )
         )
-    return memories
+    return listed
 
 
 def lines(report: StatusReport) -> list[str]:
@@ -243,7 +239,11 @@ def lines(report: StatusReport) -> list[str]:
         shown += [" · ".join(parts)] if parts else []
         shown.append(f"now: {_describe_load(served.load)}")
     shown.append(f"memory: {_memory(report)}")
-    shown += [line for gpu in report.gpus for line in _clock_lines(gpu)]
+    for gpu in report.gpus:
+        figures = (gpu.clock_mhz, gpu.max_clock_mhz, gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius)
+        if described := GpuState(*figures, busy=None, reasons=0).describe():
+            shown.append(f"{gpu.name}: {described}")
+        shown += [f"warning: {gpu.name}: {gpu.warning}"] if gpu.warning else []
     if error := report.last_error:
         where = "in the log" if error.source == "log" else "of ./inv up"
         text, also, failed = error.text.partition(proof.FURTHER_FAILURES)  # the names of all calls that failed stay
@@ -252,11 +252,9 @@ def lines(report: StatusReport) -> list[str]:
         shown.append("last error: none in the log")
     if served := report.server:
         when = f" · at its start, {served.proved_at}"
-        shown.append(f"{proof.describe(served.proof)}{when}" if served.proved_at else _UNPROVED)
+        unproved = "proved nothing: its start has not ended"
+        shown.append(f"{proof.describe(served.proof)}{when}" if served.proved_at else unproved)
     return shown
-
-
-_UNPROVED = "proved nothing: its start has not ended"
 
 
 def line(report: StatusReport) -> str:
@@ -289,35 +287,27 @@ def _memory(report: StatusReport) -> str:
     return " · ".join(parts)
 
 
-def _clock_lines(gpu: GpuStatus) -> list[str]:
-    figures = (gpu.clock_mhz, gpu.max_clock_mhz, gpu.power_watts, gpu.power_limit_watts, gpu.temperature_celsius)
-    described = GpuState(*figures, busy=None, reasons=0).describe()
-    warning = [f"warning: {gpu.name}: {gpu.warning}"] if gpu.warning else []
-    return [f"{gpu.name}: {described}", *warning] if described else warning
-
-
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    first = next((index for index, (count, _) in enumerate(parts) if count), 3)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+    parts = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min")) if count]
+    return " ".join([*parts, f"{rest} s"][:2])
 
 
 def _load(before: MetricsSample, now: MetricsSample) -> Load:
     seconds = max(now.moment - before.moment, 1e-3)
 
-    def rate(name: str) -> float:
+    def difference(name: str) -> float:
         """A counter that went back belongs to a server that was started anew."""
-        return round(max(0.0, sum(now.values.get(name, [])) - sum(before.values.get(name, []))) / seconds, 3)
+        return max(0.0, sum(now.values.get(name, [])) - sum(before.values.get(name, [])))
 
     return Load(
         running=int(sum(now.values.get(RUNNING, []))),
         waiting=int(sum(now.values.get(WAITING, []))),
         kv_used=max(0.0, *now.values.get(KV, [0.0])),
-        generated_per_second=rate(GENERATED),
-        prompt_per_second=rate(PROMPT),
+        generated_per_second=round(difference(GENERATED) / seconds, 3),
+        prompt_per_second=round(difference(PROMPT) / seconds, 3),
         seconds=round(seconds, 3),
     )
 
@@ -335,25 +325,17 @@ def _context(server: Server) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _uptime(server: Server) -> float | None:
-    if not server.container:
-        return round(max(0.0, time.time() - server.started), 1)
-    from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
-
-    with suppress(SparkforgeError, ValueError), engine.connected() as docker:
-        state = engine.state(docker, server.container)
-        if state and state.started:
-            return round(max(0.0, time.time() - datetime.fromisoformat(state.started).timestamp()), 1)
-    return None
-
-
-def _container(server: Server) -> tuple[str, str]:
-    """Return what a container's health check says, and the end of its log."""
+def _container(server: Server) -> tuple[str, str, float]:
+    """Return what a container's health check says, the end of its log, and when it began, 0 if that is not known."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
     from sparkforge.serve.devices import container  # noqa: PLC0415 - the same
 
+    began = 0.0
     with engine.connected() as docker:
-        return container.health(docker, server), container.log_text(docker, server)
+        with suppress(ValueError):
+            state = engine.state(docker, server.container)
+            began = datetime.fromisoformat(state.started).timestamp() if state else 0.0
+        return container.health(docker, server), container.log_text(docker, server), began
 
 
 def _resident(server: Server) -> int | None:
@@ -367,9 +349,9 @@ def _resident(server: Server) -> int | None:
     return total
 
 
-def _end_of(log: Path) -> str:
+def _end_of(log: str) -> str:
     try:
-        with log.open("rb") as file:
+        with Path(log).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
             return file.read(LOG_BYTES).decode("utf-8", "replace")
     except OSError:

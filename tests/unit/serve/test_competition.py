@@ -75,7 +75,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, tp, refused):
         with pytest.raises(UsageError, match="TP=8 is too many"):
             container.variables(StartPlan("docker"))
     else:
-        assert container.variables(StartPlan("docker")) == {"PORT": "8000"}
+        assert container.variables(StartPlan("docker")) == {"PORT": "8000", **({"TP": tp} if tp else {})}
 
 
 @pytest.fixture

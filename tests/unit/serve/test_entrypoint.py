@@ -431,7 +431,8 @@ def test_a_validation_leaves_a_server_that_runs_its_readiness(tmp_path, monkeypa
 
 def test_a_full_disk_does_not_hide_a_refusal(tmp_path, monkeypatch):
     options = settings.read({"SPARKFORGE_RUN": str(tmp_path)})
-    document = entrypoint._no_answer(options, tmp_path / "report", "it did not end")
+    monkeypatch.setattr(entrypoint, "watch", lambda *_args, **_more: None)  # the validator does not end
+    document = entrypoint.validate(options, ServerCommand("/m", "m", "127.0.0.1", 8000))
 
     def full(*_args, **_more):
         raise files.disk_full(tmp_path)
