@@ -34,7 +34,7 @@ from sparkforge.core.documents import read_json
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import Child, run
+from sparkforge.core.process import Child, run, run_unchecked
 from sparkforge.core.program import exit_code
 
 MODULE = "fused_moe_120_fp8xfp4"
@@ -70,7 +70,7 @@ class BuildSite:
 
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         """Build the whole set. Raises ProcessError if it fails."""
-        return _require(run(self.command("gpt-oss", self.output), cwd=ROOT, env=env, check=False))
+        return _require(run_unchecked(self.command("gpt-oss", self.output), cwd=ROOT, env=env))
 
     def command(self, name: str, output: Path) -> list[str]:
         """Return the command that builds a set."""
@@ -239,7 +239,7 @@ def build_within(limit: int, site: BuildSite) -> dict[str, Any]:
     with _cgroup(limit) as group, tempfile.TemporaryDirectory(prefix="sparkforge-ccache-") as empty:
         joined = f'echo $$ > {group}/cgroup.procs && exec "$@"'
         command = ["sh", "-c", joined, "sh", *site.command("experts", output)]
-        build = run(command, cwd=ROOT, env={"CCACHE_DIR": empty}, check=False)
+        build = run_unchecked(command, cwd=ROOT, env={"CCACHE_DIR": empty})
         peak = max((int((group / name).read_text("ascii")) for name in PEAKS if (group / name).is_file()), default=0)
     figures = {"limit": limit, "exit_code": build.returncode, "kernels_peak_with_file_cache": peak}
     killed = build.stderr.count("killed: out of memory")
@@ -320,7 +320,7 @@ def audit(site: BuildSite) -> dict[str, Any]:
     rates = {"built libraries": _audit_rate(site.output / "audit-gpt-oss.json")}
     if wheel := os.environ.get("BENCH_WHEEL"):
         report, before = paths.state() / "bench" / "audit.json", _cpu_of_children()
-        run(["./inv", "audit", wheel, "--output", str(report)], cwd=ROOT, check=False)
+        run_unchecked(["./inv", "audit", wheel, "--output", str(report)], cwd=ROOT)
         rates[Path(wheel).name] = {**_audit_rate(report), "cpu_seconds": round(_cpu_of_children() - before, 1)}
     return rates
 

@@ -31,7 +31,7 @@ from sparkforge.core.documents import read_json
 from sparkforge.core.errors import NetworkError, ServerError, UsageError
 from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.openai import Endpoint
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.core.program import exit_code
 from sparkforge.image import build as image
 from sparkforge.image import compose as docker_compose
@@ -127,7 +127,7 @@ def _require_tests() -> None:
 def contract() -> dict[str, int]:
     """Return the number of lines of the Compose contract, and how many of them hold: the tests' own count."""
     result = paths.state() / "contract.xml"
-    run([environments.TEST.python, "-m", "pytest", "-q", CONTRACT, f"--junitxml={result}"], cwd=paths.ROOT, check=False)
+    run_unchecked([environments.TEST.python, "-m", "pytest", "-q", CONTRACT, f"--junitxml={result}"], cwd=paths.ROOT)
     suite = next(ET.parse(result).iter("testsuite"))  # noqa: S314 - pytest wrote it just now
     lines = int(suite.attrib["tests"])
     return {"lines": lines, "held": lines - int(suite.attrib["failures"]) - int(suite.attrib["errors"])}

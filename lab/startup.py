@@ -30,7 +30,7 @@ from sparkforge.core.documents import read_json
 from sparkforge.core.files import require_writable, write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.program import exit_code
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".sparkforge", ".*_cache", "__pycache__", "*.egg-info")
@@ -81,7 +81,7 @@ def trial() -> Iterator[Trial]:
         try:
             yield checkout
         finally:
-            run(["./inv", "down"], cwd=path, env=checkout.environment, check=False)
+            run_unchecked(["./inv", "down"], cwd=path, env=checkout.environment)
 
 
 def main(output: str) -> None:
@@ -113,7 +113,7 @@ def _time_validator(checkout: Trial) -> dict[str, float]:
         for _ in range(WARM_RUNS):
             start = time.monotonic()
             command = [python, "-m", "validate", "--profile", *arguments]
-            run(command, cwd=checkout.path, env=checkout.environment, check=False)
+            run_unchecked(command, cwd=checkout.path, env=checkout.environment)
             times.append(time.monotonic() - start)
         seconds[name] = round(statistics.median(times), 3)
     return seconds

@@ -67,7 +67,7 @@ def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any
     """Run the program with nothing of our environment that it does not need. Raises ProcessError."""
     with TemporaryDirectory(prefix="sparkforge-") as home:
         environment = {
-            **{name: os.environ[name] for name in KEPT if name in os.environ},
+            **dict.fromkeys(name for name in os.environ if name not in KEPT),
             "HOME": home,
             "PYTHONPATH": str(root),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -81,7 +81,7 @@ def _run(python: Path, root: Path, question: Mapping[str, Any]) -> dict[str, Any
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
         text = json.dumps(question)
-        output = run([python, "-P", PROGRAM], cwd=Path(home), base=environment, stdin=text, seconds=SECONDS).stdout
+        output = run([python, "-P", PROGRAM], cwd=Path(home), env=environment, stdin=text, seconds=SECONDS).stdout
     try:
         answer: dict[str, Any] = dict(json.loads(output.splitlines()[-1]))
     except (IndexError, ValueError, TypeError) as error:

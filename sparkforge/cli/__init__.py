@@ -20,7 +20,6 @@ namespace = Collection(
     maintain.clean_cache,
     maintain.test,
     maintain.check,
-    maintain.docs,
 )
 
 _build = Collection(

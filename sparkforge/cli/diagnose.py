@@ -11,7 +11,7 @@ from sparkforge.cli.command import caller_path, task, whole_number
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, echo_json, say
 from sparkforge.core.documents import read_json
-from sparkforge.core.process import call, run
+from sparkforge.core.process import call, run_unchecked
 
 
 @task(
@@ -70,7 +70,7 @@ def validate(
     variables = {**command_line.ENVIRONMENT, **serve_profile.variables()}
     if json_:
         report.unlink(missing_ok=True)
-        result = run(command, cwd=paths.ROOT, env=variables, check=False)
+        result = run_unchecked(command, cwd=paths.ROOT, env=variables)
         code = result.returncode
         if report.exists():
             echo_json(read_json(report))

@@ -47,4 +47,4 @@ def serve() -> None:
     environments.ensure(DOCS, pins.load())
     command: list[str | Path] = [DOCS.python, "-m", "mkdocs", "serve", "--dev-addr", ADDRESS]
     if code := call(command, cwd=paths.ROOT, env=ENVIRONMENT):
-        raise ProcessError("MkDocs ended", f"exit code {code}", "./inv docs --strict", code="process.failed")
+        raise ProcessError("MkDocs ended", f"exit code {code}", "./inv check --docs --strict", code="process.failed")

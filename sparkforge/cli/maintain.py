@@ -179,28 +179,26 @@ def test(
     suite.run_robustness(minutes=length)
 
 
-@task(example="./inv check")
-def check(_ctx: Context) -> None:
+@task(
+    example="./inv check",
+    docs="instead: build the documentation into .sparkforge/site",
+    strict="with --docs: fail on a broken link or another warning",
+    serve="with --docs: show it on 127.0.0.1 and rebuild it on a change",
+)
+def check(_ctx: Context, docs: bool = False, strict: bool = False, serve: bool = False) -> None:
     """Run every linter, mypy and the import contracts.
 
     ruff format, ruff check, mypy, import-linter, codespell, shellcheck, hadolint and jactionlint; needs neither vLLM
-    nor torch.
+    nor torch. With --docs it builds the documentation.
     """
-    from sparkforge.cli import suite
-
-    suite.check()
-
-
-@task(
-    example="./inv docs --strict",
-    strict="fail on a broken link or another warning",
-    serve="instead: show it on 127.0.0.1 and rebuild it on a change",
-)
-def docs(_ctx: Context, strict: bool = False, serve: bool = False) -> None:
-    """Build the documentation into .sparkforge/site."""
+    if (strict or serve) and not docs:
+        raise UsageError("--strict and --serve have no meaning here", "they are for --docs", "./inv check --docs")
     from sparkforge.cli import docs as site
+    from sparkforge.cli import suite
 
     if serve:
         site.serve()
-    else:
+    elif docs:
         echo(str(site.build(strict=strict)))
+    else:
+        suite.check()

@@ -30,7 +30,7 @@ GROUPS = {
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
     "diagnose": ("doctor", "validate", "provenance"),
-    "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check", "docs"),
+    "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
 # Former names, which run for one release more, and what each is now.
@@ -48,6 +48,7 @@ OLD_NAMES = {
     "pins.debian": "pins.lock --debian",
     "patch.apply": "patch.make",
     "dev.patch": "patch --into",
+    "docs": "check --docs",
 }
 REMOVED = {  # commands before version 0.3: why each is gone, and what to do
     "bench.text": ("the accuracy gate fetches its text itself", "./inv bench.acc --fetch-text hub"),

@@ -81,27 +81,21 @@ def planned(options: ServeOptions) -> StartPlan:
     )
 
 
-@task(
-    example="./inv up --device docker --profile fast",
-    quantization="spark-mxfp4: our own experts, by the profile of that name or beside yours",
-    profiler="start it with vLLM's torch profiler, for ./inv bench.profile",
-    foreground="stay, show the log, stop the server on Ctrl-C",
-    hold="after a refused validation wait and validate again, as the systemd unit does",
-    offline=OFFLINE,
-    rest="vllm_flags",
-    **texts(ServeOptions),
-)
+@dataclass(frozen=True)
+class UpOptions(ServeOptions):
+    """Options of `./inv up`."""
+
+    quantization: str = option("spark-mxfp4: our own experts, by the profile of that name or beside yours")
+    profiler: bool = option("start it with vLLM's torch profiler, for ./inv bench.profile", False)
+    foreground: bool = option("stay, show the log, stop the server on Ctrl-C", False)
+    hold: bool = option("after a refused validation wait and validate again, as the systemd unit does", False)
+    offline: str = option(OFFLINE)
+
+
+@task(example="./inv up --device docker --profile fast", rest="vllm_flags", **texts(UpOptions))
 @held
-@with_fields(ServeOptions)
-def up(
-    _ctx: Context,
-    options: ServeOptions,
-    quantization: str = "",
-    profiler: bool = False,
-    foreground: bool = False,
-    hold: bool = False,  # noqa: ARG001 - `held` reads it
-    offline: str = "",
-) -> None:
+@with_fields(UpOptions)
+def up(_ctx: Context, options: UpOptions) -> None:
     """Prepare what is missing, validate it, and serve a model.
 
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
@@ -114,22 +108,22 @@ def up(
     from sparkforge.sources.offline import use_bundle
 
     with failure.remembered():
-        use_bundle(caller_path(offline))
+        use_bundle(caller_path(options.offline))
         plan = planned(options)
         profile, flags = profiles.with_quantization(
-            quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
+            options.quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
-        plan = replace(plan, profile=profile, flags=flags, profiled=profiler)
+        plan = replace(plan, profile=profile, flags=flags, profiled=options.profiler)
         if profile == AUTO:
             from sparkforge.bench import bakeoff
 
             plan = replace(plan, profile=bakeoff.winner(plan))
-            if quantization == profiles.OURS:
+            if options.quantization == profiles.OURS:
                 profiles.require_our_experts(plan.profile, plan.stack)
         server = start(device_for(plan, build_image))
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")
-    if foreground:
+    if options.foreground:
         with failure.remembered():
             screen.stay(server)
 
@@ -235,7 +229,10 @@ def rollback(
     to: str = "",
     dry_run: bool = False,
 ) -> None:
-    """Go back to the last start that proved itself: its image, profile and options."""
+    """Go back to the last start that proved itself.
+
+    Its image, profile and options come back.
+    """
     from sparkforge.serve import known_good, screen
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import run

@@ -14,7 +14,7 @@ from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import call, run
+from sparkforge.core.process import call, run_unchecked
 from sparkforge.environments import Environment
 from sparkforge.pins import locks
 from sparkforge.serve.devices.embedded import prepare_environment
@@ -81,11 +81,10 @@ def check() -> None:
 def _run_check(program: Path, *arguments: str | Path) -> None:
     """Run one check. Raises ProcessError with all that it printed."""
     path = f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
-    result = run(
+    result = run_unchecked(
         [program, *arguments],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT / "spark_mxfp4" / "src"), "PATH": path},
-        check=False,
     )
     if result.returncode:
         raise ProcessError(f"{program.name} failed", (result.stdout + result.stderr).strip(), "")

@@ -23,7 +23,7 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError
 from sparkforge.core.files import require_space, sha256_file
 from sparkforge.core.manifest import Made
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 from sparkforge.pins import locks
 
 LAYOUT = "1"  # raise it when this module would make another folder of the same wheels
@@ -117,7 +117,7 @@ def _home(architecture: str) -> tuple[Path, str]:
 
 def home_of(nvcc: Path) -> Path | None:
     """Return the CUDA_HOME of an nvcc, which may be a wrapper script somewhere else: what its dry run calls TOP."""
-    dry_run = run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], check=False)
+    dry_run = run_unchecked([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull])
     match = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
     return Path(match[1].strip()).resolve() if match else None
 
@@ -137,7 +137,7 @@ def unfit(home: Path, architecture: str) -> str:
 
 def nvcc_version(nvcc: Path) -> str:
     """Return an nvcc's version, such as 13.0.88. Raises CompileError if it does not say."""
-    match = re.search(r"\bV(\d+\.\d+\.\d+)\b", run([nvcc, "--version"], check=False).stdout)
+    match = re.search(r"\bV(\d+\.\d+\.\d+)\b", run_unchecked([nvcc, "--version"]).stdout)
     if match is None:
         raise _error(f"cannot use {nvcc}", "it does not say its version", f"run it by hand: {nvcc} --version")
     return match[1]
@@ -166,9 +166,9 @@ def host_compiler(home: Path, minimum: int = MINIMUM_CXX) -> tuple[Path, str]:
 
 def gcc_version(cxx: Path) -> str:
     """Return a GCC's full version; empty for any other compiler."""
-    if "clang" in run([cxx, "--version"], check=False).stdout:
+    if "clang" in run_unchecked([cxx, "--version"]).stdout:
         return ""
-    match = re.match(r"\d+(\.\d+)*", run([cxx, "-dumpfullversion"], check=False).stdout)
+    match = re.match(r"\d+(\.\d+)*", run_unchecked([cxx, "-dumpfullversion"]).stdout)
     return match[0] if match else ""
 
 
@@ -182,7 +182,7 @@ def helper(name: str) -> Path:
 
 
 def _version(program: Path) -> tuple[int, ...]:
-    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", run([program, "--version"], check=False).stdout)
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", run_unchecked([program, "--version"]).stdout)
     return tuple(int(number) for number in match.groups() if number) if match else ()
 
 

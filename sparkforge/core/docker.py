@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparkforge.core import errors, paths
 from sparkforge.core.errors import EngineError, SparkforgeError, StorageError
-from sparkforge.core.process import TAIL_LINES, Child, run
+from sparkforge.core.process import TAIL_LINES, Child, run_unchecked
 
 INSTALL = "install Docker Engine: https://docs.docker.com/engine/install"
 POLL_SECONDS = 0.2
@@ -162,7 +162,7 @@ def docker(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = N
 
     `env` is added to ours. Raises EngineError if there is no such command, and what `explained` returns.
     """
-    result = run([program(), *arguments], cwd=paths.ROOT, env=env, check=False)
+    result = run_unchecked([program(), *arguments], cwd=paths.ROOT, env=env)
     if result.returncode:
         fix = fix or f"run it by hand: docker {' '.join(str(argument) for argument in arguments)}"
         raise explained(result.stdout + result.stderr, _failed(arguments, result.returncode), fix)

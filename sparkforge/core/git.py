@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkforge.core.errors import ProcessError
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 
 INSTALL = "install git (apt-get install git), then run the same command again"
 # Which certificates to trust on the way to a commit; the commit itself is compared with its pin.
@@ -28,9 +28,9 @@ ENVIRONMENT = {
 SETTINGS = ("core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null")
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Return the whole environment for git in `folder`; a repository that `folder` lies in is not found."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in KEPT}
+def environment(folder: Path) -> dict[str, str | None]:
+    """Return the variables for git in `folder`; None removes one. A repository that `folder` lies in is not found."""
+    inherited = dict.fromkeys(name for name in os.environ if name.startswith("GIT_") and name not in KEPT)
     return {**inherited, **ENVIRONMENT, "GIT_CEILING_DIRECTORIES": str(folder.absolute().parent)}
 
 
@@ -45,7 +45,7 @@ def git(
     Raises ProcessError, with git's message, if it cannot be started or its exit code is none of `ends`.
     """
     options = [argument for setting in (*SETTINGS, *settings) for argument in ("-c", setting)]
-    result = run(["git", *options, *arguments], cwd=folder, base=environment(folder), check=False, fix=INSTALL)
+    result = run_unchecked(["git", *options, *arguments], cwd=folder, env=environment(folder), fix=INSTALL)
     if result.returncode not in ends:
         why = (result.stderr or result.stdout).strip() or f"it ended with code {result.returncode}"
         fix = "do what git says, then run the same command again"

@@ -34,46 +34,70 @@ def run(
     command: Sequence[str | Path],
     *,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    base: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     stdin: str | None = None,
     fix: str = "",
-    check: bool = True,
     seconds: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end and return it with stdout and stderr as text.
+    """Run `command` as `run_unchecked` does; raise ProcessError, with its last lines, if its exit code is not 0."""
+    result = run_unchecked(command, cwd=cwd, env=env, stdin=stdin, fix=fix, seconds=seconds)
+    if result.returncode:
+        tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:])
+        raise ProcessError(
+            f"{Path(command[0]).name} ended with code {result.returncode}",
+            tail or "it printed nothing",
+            fix or f"run it by hand: {shlex.join(result.args)}",
+            code="process.failed",
+        )
+    return result
 
-    `env` is added to this process's environment, or to `base` instead of it. Raises ProcessError, with the last lines
-    that the program printed and `fix` as the next step, if it cannot be started, runs longer than `seconds`, or (with
-    `check`) ends with another code than 0. If we are interrupted or time is up, it ends with all that it has started.
+
+def run_unchecked(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdin: str | None = None,
+    fix: str = "",
+    seconds: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end, whatever its exit code is, and return it with stdout and stderr as text.
+
+    `env` is added to this process's environment; None removes a variable. Raises ProcessError, with `fix` as the next
+    step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, it ends with all
+    that it has started.
     """
     arguments = [str(word) for word in command]
-    pipe = subprocess.PIPE
-    streams = {"stdin": pipe if stdin is not None else None, "stdout": pipe, "stderr": pipe}
-    options = {"cwd": cwd, "env": {**(base or os.environ), **(env or {})}, "text": True, "errors": "replace", **streams}
+    variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     try:
-        result = _to_its_end(arguments, options, stdin, seconds)
+        with ExitStack() as stack:
+            with interrupt.held():
+                process = stack.enter_context(
+                    subprocess.Popen(
+                        arguments,
+                        cwd=cwd,
+                        env=variables,
+                        stdin=None if stdin is None else subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        errors="replace",
+                    )
+                )
+                stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+            out, err = process.communicate(stdin, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        by_hand = f"run it by hand: {shlex.join(arguments)}"
         raise ProcessError(
             f"{Path(arguments[0]).name} did not end within {seconds:g} s",
             "it was stopped",
-            fix or by_hand,
+            fix or f"run it by hand: {shlex.join(arguments)}",
             code="process.failed",
         ) from error
     except OSError as error:
         raise _cannot_run(arguments[0], error, fix) from error
     except ValueError as error:  # a NUL in an argument or a variable
         raise _cannot_run(arguments[0], error, "correct that argument") from error
-    if check and result.returncode != 0:
-        tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:])
-        raise ProcessError(
-            f"{Path(arguments[0]).name} ended with code {result.returncode}",
-            tail or "it printed nothing",
-            fix or f"run it by hand: {' '.join(arguments)}",
-            code="process.failed",
-        )
-    return result
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def _cannot_run(program: str, error: Exception, fix: str = "") -> ProcessError:
@@ -82,7 +106,12 @@ def _cannot_run(program: str, error: Exception, fix: str = "") -> ProcessError:
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
     """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours."""
-    return _to_its_end([str(word) for word in command], {"cwd": cwd, "env": {**os.environ, **env}}).returncode
+    with ExitStack() as stack:
+        with interrupt.held():
+            arguments = [str(word) for word in command]
+            process = stack.enter_context(subprocess.Popen(arguments, cwd=cwd, env={**os.environ, **env}))
+            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+        return process.wait()
 
 
 def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, None]:
@@ -105,18 +134,6 @@ def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, 
         while process.stdout and (data := process.stdout.read(PIECE)):
             yield decoder.decode(data)
         yield decoder.decode(b"", final=True)
-
-
-def _to_its_end(
-    arguments: list[str], options: Mapping[str, Any], stdin: str | None = None, seconds: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a program as `subprocess.run` does, but if we are interrupted end its children and theirs as well."""
-    with ExitStack() as stack:
-        with interrupt.held():
-            process = stack.enter_context(subprocess.Popen(arguments, **options))
-            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
-        out, err = process.communicate(stdin, timeout=seconds)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:

@@ -33,7 +33,7 @@ from sparkforge.core.documents import read_text
 from sparkforge.core.errors import ProcessError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import atomic_file, sha256_file, write_atomic
 from sparkforge.core.git import git
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.image import compose, rootfs
 from sparkforge.image.devices import CUDA
 from sparkforge.patching import status
@@ -201,10 +201,10 @@ def _ignored(candidates: Iterable[str], root: Path, repository: Path) -> set[str
     with tempfile.TemporaryDirectory(prefix="sparkforge-dev-") as scratch:
         try:
             git(Path(scratch), "init", "--quiet", "--bare", "ask.git")
-            result = run(
+            result = run_unchecked(
                 ["git", f"--git-dir={scratch}/ask.git", f"--work-tree={repository}", "check-ignore", "-z", "--no-index",
                  "--stdin"],
-                cwd=repository, stdin="\0".join(names), check=False,
+                cwd=repository, stdin="\0".join(names),
             )  # fmt: skip
         except ProcessError as error:
             say(f"  git cannot read {repository}/.gitignore: {error.why}; only native modules are linked")

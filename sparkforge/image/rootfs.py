@@ -38,7 +38,7 @@ from sparkforge.core.errors import IntegrityError, SparkforgeError, UsageError
 from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 from sparkforge.image import licences, trimming
 from sparkforge.image.devices import CUDA, NGC
 from sparkforge.patching.series import Queue
@@ -232,7 +232,7 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
     def compile_package(path: Path) -> None:
         """Compile one package, or one module beside the packages."""
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
-        run([tree.python, "-m", "compileall", *flags, path], env=env, check=False)
+        run_unchecked([tree.python, "-m", "compileall", *flags, path], env=env)
 
     packages = sorted(path for path in tree.packages.iterdir() if path.suffix in ("", ".py") and _holds_python(path))
     with ThreadPoolExecutor(jobs) as pool:

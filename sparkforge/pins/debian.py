@@ -21,7 +21,7 @@ from sparkforge.core.documents import read_text, read_toml
 from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 
 TABLE = ROOT / "deploy/debian.toml"
 LOCKS = ROOT / "locks/debian"
@@ -100,7 +100,7 @@ def lock_all() -> list[Path]:
 @functools.cache
 def mirror() -> str:
     """Return the archive to resolve from: DEBIAN_MIRROR, else what this machine's apt uses. Raises NetworkError."""
-    indexes = run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], check=False).stdout.split()
+    indexes = run_unchecked(["apt-get", "indextargets", "--format", "$(REPO_URI)"]).stdout.split()
     archives = [uri.removesuffix("/debian/") for uri in indexes if uri.endswith("/debian/")]
     if chosen := os.environ.get("DEBIAN_MIRROR", "") or next(iter(archives), ""):
         return chosen.rstrip("/")

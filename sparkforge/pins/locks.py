@@ -23,7 +23,7 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.tables import Record
 from sparkforge.pins.index import pip_config
 
@@ -221,7 +221,7 @@ def install(
     requirements = "\n".join([replace(_text(lock_path(name)), replaced or {}), *extra])
 
     def attempt() -> str:
-        process = run(command, env=uv_environment(), stdin=requirements, check=False)
+        process = run_unchecked(command, env=uv_environment(), stdin=requirements)
         return (process.stdout + process.stderr or f"exit code {process.returncode}") if process.returncode else ""
 
     if refused := installers.insist(attempt, say, f"locked set {name}"):

@@ -20,7 +20,7 @@ from sparkforge.core import paths
 from sparkforge.core.console import echo, say
 from sparkforge.core.errors import ProcessError, ServerError, SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import write_atomic
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.serve import failure, record, unit
 from sparkforge.serve.unit import NAME, ServiceUnit
 
@@ -65,7 +65,7 @@ class Manager:
         runtime = Path(f"/run/user/{os.getuid()}")
         env = {"XDG_RUNTIME_DIR": str(runtime)} if not os.environ.get("XDG_RUNTIME_DIR") and runtime.is_dir() else {}
         try:
-            result = run(command, env={**env, "LC_ALL": "C"}, check=False, seconds=SECONDS)
+            result = run_unchecked(command, env={**env, "LC_ALL": "C"}, seconds=SECONDS)
         except ProcessError as error:
             raise ServerError(error.what, error.why, "systemctl status", code=CODE) from error
         if result.returncode and check:
@@ -89,7 +89,7 @@ def version() -> int:
         missing = "there is no systemctl" if not shutil.which("systemctl") else f"there is no {BOOTED}"
         why = f"{missing}: systemd does not run this machine, or this is a container"
         raise ServerError("there is no systemd to start a server at boot", why, BY_HAND, code=CODE)
-    match = re.match(r"systemd (\d+)", run(["systemctl", "--version"], check=False, seconds=SECONDS).stdout)
+    match = re.match(r"systemd (\d+)", run_unchecked(["systemctl", "--version"], seconds=SECONDS).stdout)
     return int(match[1]) if match else 0
 
 

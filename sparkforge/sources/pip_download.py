@@ -16,7 +16,7 @@ from sparkforge.core import installers
 from sparkforge.core.console import say
 from sparkforge.core.errors import NetworkError
 from sparkforge.core.files import fsync_directory
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.pins import Component
 from sparkforge.sources import fetch
 
@@ -65,7 +65,7 @@ def _download(component: Component, filename: str, folder: Path) -> None:
     for index in ([], ["--index-url", str(component.index)]):
 
         def attempt(index: list[str] = index) -> str:
-            process = run([*base, *index], stdin=requirement, check=False)
+            process = run_unchecked([*base, *index], stdin=requirement)
             output = process.stdout + process.stderr
             if process.returncode and ("HASHES" in output or "do not match" in output):
                 raise fetch.wrong_file(str(component.package), installers.refusal(output).cause, CHECK)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.pins import locks
 
 pytestmark = pytest.mark.integration
@@ -16,7 +16,7 @@ def resolve(text, folder):
     arguments = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", folder / "tree"]
     arguments += locks.load().targets["aarch64"]
     arguments += ["--no-deps", "--require-hashes", "-r", folder / "lock.txt"]
-    return run(arguments, env=locks.uv_environment(), check=False)
+    return run_unchecked(arguments, env=locks.uv_environment())
 
 
 @pytest.mark.parametrize("stack", ["spark", "spark-next"])

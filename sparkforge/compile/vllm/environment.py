@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from sparkforge import pins
 from sparkforge.core.documents import DocumentError
 from sparkforge.core.errors import CompileError, ProcessError
-from sparkforge.core.process import run
+from sparkforge.core.process import run, run_unchecked
 from sparkforge.core.tables import parse_object
 
 MINIMUM_CMAKE = (3, 26, 1)  # vLLM 0.32.0, pyproject.toml
@@ -87,7 +87,7 @@ def find_cmake(python: Path) -> tuple[Path, str]:
     rejected = []
     for folder in (str(python.parent), None):
         if cmake := shutil.which("cmake", path=folder):
-            version = re.search(r"(\d+)\.(\d+)\.(\d+)", run([cmake, "--version"], check=False).stdout)
+            version = re.search(r"(\d+)\.(\d+)\.(\d+)", run_unchecked([cmake, "--version"]).stdout)
             if version and tuple(map(int, version.groups())) >= MINIMUM_CMAKE:
                 return Path(cmake).absolute(), version[0]
             rejected.append(f"{cmake} is {version[0] if version else 'no CMake'}")

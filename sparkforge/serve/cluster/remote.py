@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from sparkforge.core import paths
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import NetworkError, ProcessError, SparkforgeError
-from sparkforge.core.process import run
+from sparkforge.core.process import run_unchecked
 from sparkforge.serve.cluster.config import ClusterNode
 
 CONNECT_SECONDS = 10
@@ -46,7 +46,7 @@ def output(
     Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
     """
     command = command_line(node, argv, environment)
-    result = run(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, check=False, seconds=seconds)
+    result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
         return result.stdout
     why = result.stderr.strip() or result.stdout.strip() or f"it ended with code {result.returncode}"

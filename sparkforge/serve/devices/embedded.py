@@ -12,7 +12,7 @@ from sparkforge import environments, pins
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.errors import InputError, RefusalError, UsageError
-from sparkforge.core.process import TAIL_LINES, run
+from sparkforge.core.process import TAIL_LINES, run_unchecked
 from sparkforge.environments import Environment
 from sparkforge.image.devices import EMBEDDED, stack_of
 from sparkforge.serve import access, command_line, known_good, launch, limits, profiler, profiles, proof, settings
@@ -94,7 +94,7 @@ class Embedded(Device):
         command += ["--model", self.model, "--host", self.plan.address, "--port", str(self.plan.port)]
         command += ["--serve-args", *self.profile.arguments(), *self.plan.flags]
         with self.steps.step("validation", "profile embedded") as tell:
-            process = run(command, cwd=paths.ROOT, env=environment_of(self.profile), check=False)
+            process = run_unchecked(command, cwd=paths.ROOT, env=environment_of(self.profile))
             if process.returncode:
                 say(process.stdout + process.stderr)
                 failed = [line.strip() for line in process.stdout.splitlines() if line.startswith("FAIL ")]
@@ -204,7 +204,7 @@ def write_tiny(python: Path) -> Path:
     Runs in the environment of `python`, which holds the Harmony vocabulary.
     """
     directory = paths.state() / "models" / TINY_ID
-    process = run([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT, check=False)
+    process = run_unchecked([python, "-m", "sparkforge.models.tiny", directory], cwd=paths.ROOT)
     if process.returncode:
         why = "\n".join((process.stdout + process.stderr).strip().splitlines()[-TAIL_LINES:])
         fix = "follow the line after `next:` above, then run the same command again"
