@@ -69,23 +69,14 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
         if code := volume.run_cache("list") if list_ else volume.run_cache("clean", *arguments):
             raise Exit(code=code)  # the program in the container has said why
         return
-    from sparkforge import pins
     from sparkforge.compile import cache
 
-    table, folder = pins.load(), Path(caller_path(root)) if root else None
+    folder = Path(caller_path(root)) if root else None
     if list_:
-        cache.print_cache(table, root=folder)
+        cache.print_cache(folder)
         return
-    cache.clean(
-        pins=table,
-        names=listed(module),
-        changed=caller_paths(changed),
-        stale=stale,
-        everything=all,
-        dry_run=dry_run,
-        yes=yes,
-        root=folder,
-    )
+    selection = cache.Selection(listed(module), caller_paths(changed), stale=stale, everything=all)
+    cache.clean(selection, dry_run=dry_run, yes=yes, root=folder)
 
 
 @task(

@@ -277,10 +277,6 @@ def serve_profiles() -> str:
     stacks = []
     for stack, own in document.stacks.items():
         stacks += [_profile(f"### {name} on {stack}", profile) for name, profile in own.profiles.items()]
-        if own.without:
-            reasons = {why: [n for n, w in own.without.items() if w == why] for why in own.without.values()}
-            refused = "; ".join(f"{_names(' '.join(names))}: {why}" for why, names in reasons.items())
-            stacks.append(f"`{stack}` refuses {refused}.")
     return PROFILES_PAGE.format(table="\n".join(table), sections="\n\n".join(sections), stacks="\n\n".join(stacks))
 
 

@@ -39,7 +39,7 @@ CHECKS = {
     "imports": ("lint-imports", "--no-cache"),
     "spelling": ("codespell",),
     "shell": ("shellcheck", "--severity=warning"),
-    "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"),
+    "Dockerfiles": ("hadolint", "Dockerfile", "Dockerfile.dev"),
     # `correctness`: actionlint's rules. The actions' commits could not be looked up yet (.github/workflows/ci.yml).
     "workflows": ("jactionlint", "--profile=correctness"),
 }

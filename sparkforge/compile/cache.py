@@ -19,13 +19,13 @@ import fnmatch
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from sparkforge import pins as pin_table
+from sparkforge import pins
 from sparkforge.compile import jobs, ninjafile
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.peaks import Peaks
@@ -33,7 +33,6 @@ from sparkforge.core import memory, paths
 from sparkforge.core.console import confirmed, say, show_error
 from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.files import locked, tree_size
-from sparkforge.pins import Pins
 
 OPS = "cached_ops"
 KEY = "key"  # in an image, beside pins.toml; its folder of the volume has that name (Dockerfile, deploy/start)
@@ -54,39 +53,27 @@ class CachedModule:
         """Its folder."""
         return self.root / self.version / self.arch / OPS / self.name
 
-    @property
-    def library(self) -> Path:
-        """The file that FlashInfer loads; it is missing while the module is half built."""
-        return self.path / f"{self.name}.so"
-
     @cached_property
-    def statements(self) -> list[ninjafile.Statement]:
-        """Its build.ninja."""
-        return ninjafile.statements(self.path / "build.ninja")
+    def compilations(self) -> list[ninjafile.Statement]:
+        """What its build.ninja compiles."""
+        statements = ninjafile.statements(self.path / "build.ninja")
+        return [statement for statement in statements if statement.rule in ninjafile.COMPILERS]
 
     @cached_property
     def sources(self) -> frozenset[Path]:
         """Every file that it is built from: the sources, and the headers that their compilers reported."""
-        inputs = {name for compilation in self._compilations for name in compilation.inputs}
+        inputs = {name for compilation in self.compilations for name in compilation.inputs}
         headers = ninjafile.reported(self.path / ".ninja_deps").values()
         return frozenset((self.path / name).resolve() for name in inputs.union(*headers))
 
     @property
     def units(self) -> list[str]:
         """Names of its translation units, as the cost table has them."""
-        return [f"{self.name}/{Path(compilation.outputs[0]).name}" for compilation in self._compilations]
-
-    @property
-    def _compilations(self) -> list[ninjafile.Statement]:
-        return [statement for statement in self.statements if statement.rule in ninjafile.COMPILERS]
-
-    def size(self) -> int:
-        """Bytes of all files in its folder."""
-        return tree_size(self.path)
+        return [f"{self.name}/{Path(compilation.outputs[0]).name}" for compilation in self.compilations]
 
     def __str__(self) -> str:
-        state = "" if self.library.exists() else ", half built"
-        size, units = self.size() / 1e6, len(self.units)
+        state = "" if (self.path / f"{self.name}.so").exists() else ", half built"
+        size, units = tree_size(self.path) / 1e6, len(self.units)
         return f"{self.version}/{self.arch}/{self.name} ({size:.1f} MB, {units} units{state})"
 
 
@@ -103,10 +90,10 @@ def default_roots() -> list[Path]:
     return sorted(volume.glob("*/.cache/flashinfer"))
 
 
-def advised(command: str, *options: str) -> str:
-    """Return a command of `./inv` with options, as it runs where we are: for an image that is on its host."""
+def advised(*options: str) -> str:
+    """Return `./inv clean-cache` with options, as it runs where we are: for an image that is on its host."""
     in_image = (paths.ROOT / KEY).is_file()
-    arguments = ["./inv", command, *(["--container"] if in_image else []), *options]
+    arguments = ["./inv clean-cache", *(["--container"] if in_image else []), *options]
     return ("on the host: " if in_image else "") + " ".join(arguments)
 
 
@@ -122,14 +109,10 @@ def modules(root: Path) -> list[CachedModule]:
     return modules
 
 
-def made_from(modules: Sequence[CachedModule], changed: Iterable[Path]) -> list[CachedModule]:
-    """Return the modules that are built from one of `changed`, which may be folders and need not exist any more."""
-    paths = [path.resolve() for path in changed]
-    return [
-        module
-        for module in modules
-        if any(source == path or path in source.parents for source in module.sources for path in paths)
-    ]
+def made_from(modules: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
+    """Return the modules that are built from `changed`, which may be a folder and need not exist any more."""
+    path = changed.resolve()
+    return [module for module in modules if any(path in (source, *source.parents) for source in module.sources)]
 
 
 def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[CachedModule]:
@@ -152,12 +135,12 @@ def generated_from(cached: Sequence[CachedModule], changed: Path) -> list[Cached
     return [module for module in cached if any(f"{module.name}_".startswith(f"{name}_") for name in families)]
 
 
-def why_stale(module: CachedModule, pins: Pins) -> str:
+def why_stale(module: CachedModule) -> str:
     """Return why nothing will ever load this module again; empty if something may."""
-    pinned = {component.version for component in pins.components() if component.package == "flashinfer-python"}
+    pinned = {component.version for component in pins.load().components() if component.package == "flashinfer-python"}
     if module.version not in pinned:
         return f"FlashInfer {module.version} is pinned by no stack"
-    if not module.statements:
+    if not module.compilations:
         return "it has no build.ninja, so nothing can tell whether it is current"
     if gone := sorted(source for source in module.sources if not source.exists()):
         return f"{len(gone)} of its sources are gone, such as {gone[0]}"
@@ -190,7 +173,7 @@ def users(module: CachedModule) -> list[int]:
 
 @contextmanager
 def changing(root: Path) -> Iterator[None]:
-    """Wait until no other `./inv clean-cache` changes the cache under `root`, and keep others out while inside."""
+    """Keep other `./inv clean-cache` out of the cache under `root`, and finish what one of them left half removed."""
     try:
         handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file stays behind
     except FileNotFoundError:
@@ -198,6 +181,12 @@ def changing(root: Path) -> Iterator[None]:
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        left = [folder for folder in root.glob(f"*/*/{OPS}/.*{REMOVING}") if not folder.is_symlink()]
+        left = [folder for folder in left if folder.resolve().is_relative_to(root.resolve())]
+        if left:
+            say(f"finishing removals that were interrupted, {sum(map(tree_size, left)) / 1e6:.1f} MB")
+        for folder in left:
+            shutil.rmtree(folder)
         yield
     finally:
         os.close(handle)
@@ -219,21 +208,11 @@ def remove(module: CachedModule) -> int:
             why, fix = f"process {', '.join(map(str, pids))} uses it", "stop what uses it: ./inv down"
         if why:
             raise StorageError(f"{module.name} is not removed", why, fix, code="storage.cache")
-        size = module.size()
+        size = tree_size(module.path)
         away = module.path.with_name(f".{module.name}.{os.getpid()}{REMOVING}")
         module.path.rename(away)
         shutil.rmtree(away)
     return size
-
-
-def sweep(root: Path) -> int:
-    """Finish removals that were killed half way; return the bytes freed. The caller holds `changing`."""
-    freed = 0
-    for folder in root.glob(f"*/*/{OPS}/.*{REMOVING}"):
-        if not folder.is_symlink() and folder.resolve().is_relative_to(root.resolve()):
-            freed += tree_size(folder)
-            shutil.rmtree(folder)
-    return freed
 
 
 def rebuild_cost(chosen: Iterable[CachedModule]) -> tuple[int, float, float]:
@@ -241,58 +220,60 @@ def rebuild_cost(chosen: Iterable[CachedModule]) -> tuple[int, float, float]:
 
     An estimate from measured and learnt costs. Nothing of it is spent where ccache still has the objects.
     """
-    peaks = Peaks.of_any()
     units = [unit for module in chosen for unit in module.units]
-    schedule = jobs.make_schedule(units, peaks, memory.measure())
+    schedule = jobs.make_schedule(units, Peaks.of_any(), memory.measure())
     return len(units), sum(cost.cpu for cost in schedule.costs.values()), schedule.seconds()
 
 
-def clean(  # noqa: PLR0913 - one argument a flag
-    *,
-    pins: Pins,
-    names: Sequence[str] = (),
-    changed: Sequence[Path] = (),
-    stale: bool = False,
-    everything: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-    root: Path | None = None,
-    ask: Callable[[str], bool] | None = None,
-) -> list[CachedModule]:
-    """Remove modules by name, by changed source, because they are stale, or all; return those removed.
+@dataclass(frozen=True)
+class Selection:
+    """The modules to remove: by name, because a source changed, because they are stale, or everything.
 
     `names` may have wildcards, `fused_moe_*`, and one without stands for its variants too, fused_moe_120 for
-    fused_moe_120_fp8xfp4. A changed source may be one that generates modules. `root` is the cache, where it is not one
-    of `default_roots`.
+    fused_moe_120_fp8xfp4. A changed source may be one that generates modules.
+    """
+
+    names: Sequence[str] = ()
+    changed: Sequence[Path] = ()
+    stale: bool = False
+    everything: bool = False
+
+    def of(self, cached: Sequence[CachedModule]) -> list[CachedModule]:
+        """Return those of `cached` that are selected. Raises UsageError for a name that no module has."""
+        known = sorted({module.name for module in cached})
+        matching = {name: {*fnmatch.filter(known, name), *fnmatch.filter(known, f"{name}_*")} for name in self.names}
+        by_name = set[str]().union(*matching.values())
+        if unknown := sorted(name for name, variants in matching.items() if not variants):
+            why = f"it holds {', '.join(known) or 'nothing'}"
+            raise UsageError(f"no module {', '.join(unknown)} in the cache", why, advised("--list"))
+        by_source = list[CachedModule]()
+        for path in self.changed:
+            affected = [*made_from(cached, path), *generated_from(cached, path)]
+            if not affected:
+                say(f"{path}: no module in the cache is made from it or generated by it")
+            by_source += affected
+        return [
+            module
+            for module in cached
+            if self.everything or module.name in by_name or module in by_source or (self.stale and why_stale(module))
+        ]
+
+
+def clean(selection: Selection, *, dry_run: bool = False, yes: bool = False, root: Path | None = None) -> list[str]:
+    """Remove the selected modules of the cache `root`, or of `default_roots`; return the names of those removed.
 
     Reports what is removed, how much that frees and what a rebuild costs, and finishes what an interrupted run left.
-    `everything` asks first. What cannot be removed is named in the StorageError at the end; the rest is gone by then.
-    Raises UsageError if nothing is chosen, or for a name that no module has.
+    `everything` asks first, unless `yes`. What cannot be removed is named in the StorageError at the end; the rest is
+    gone by then. Raises UsageError if nothing is selected.
     """
+    if not (selection.names or selection.changed or selection.stale or selection.everything):
+        raise UsageError("nothing chosen to remove", "no flag says what", advised("--stale", "--dry-run"))
     roots = [root] if root else default_roots()
-    if not (names or changed or stale or everything):
-        fix = advised("clean-cache", "--stale", "--dry-run")
-        raise UsageError("nothing chosen to remove", "no flag says what", fix)
-    cached = [module for cache in roots for module in modules(cache)]
-    known = sorted({module.name for module in cached})
-    matching = {name: {*fnmatch.filter(known, name), *fnmatch.filter(known, f"{name}_*")} for name in names}
-    by_name = set[str]().union(*matching.values())
-    if unknown := sorted(name for name, variants in matching.items() if not variants):
-        why = f"it holds {', '.join(known) or 'nothing'}"
-        raise UsageError(f"no module {', '.join(unknown)} in the cache", why, advised("clean-cache", "--list"))
-    by_source = list[CachedModule]()
-    for path in changed:
-        affected = [*made_from(cached, [path]), *generated_from(cached, path)]
-        if not affected:
-            say(f"{path}: no module in the cache is made from it or generated by it")
-        by_source += affected
-    chosen = [
-        module
-        for module in cached
-        if everything or module.name in by_name or module in by_source or (stale and why_stale(module, pins))
-    ]
+    chosen = selection.of([module for cache in roots for module in modules(cache)])
     if not dry_run:
-        _finish_removals(roots)
+        for cache in roots:
+            with changing(cache):
+                pass
     if not chosen:
         say(f"nothing to remove in {', '.join(map(str, roots)) or 'the volume: it has no cache'}")
         return []
@@ -301,63 +282,45 @@ def clean(  # noqa: PLR0913 - one argument a flag
     units, cpu, seconds = rebuild_cost(chosen)
     cost = f"{len(chosen)} modules; a rebuild compiles {units} units, about {cpu:.0f} CPU-seconds, {seconds:.0f} s here"
     say(cost)
-    if dry_run or (everything and not yes and not (ask or _ask)(f"Remove all {cost}?")):
-        return []
+    ask_first = selection.everything and not yes and not dry_run
+    refused = ask_first and not confirmed(f"Remove all {cost}?", "--all asks first", advised("--all", "--yes"))
+    return [] if dry_run or refused else _remove_all(chosen, roots)
+
+
+def _remove_all(chosen: Sequence[CachedModule], roots: Sequence[Path]) -> list[str]:
+    removed, freed, errors = list[str](), 0, list[SparkforgeError]()
     with ExitStack() as stack:
         for cache in roots:
             stack.enter_context(changing(cache))
-        return _remove_all(chosen)
-
-
-def _finish_removals(roots: Sequence[Path]) -> None:
-    for root in roots:
-        with changing(root):
-            if freed := sweep(root):
-                say(f"finished removals that were interrupted, freed {freed / 1e6:.1f} MB")
-
-
-def _remove_all(chosen: Sequence[CachedModule]) -> list[CachedModule]:
-    removed, freed, errors = [], 0, list[SparkforgeError]()
-    for module in chosen:
-        if not os.path.lexists(module.path):
-            say(f"{module.name} is gone already: another process removed it")
-            continue
-        try:
-            freed += remove(module)
-            removed.append(module)
-        except SparkforgeError as error:
-            errors.append(error)
+        for module in chosen:
+            if not os.path.lexists(module.path):
+                say(f"{module.name} is gone already: another process removed it")
+                continue
+            try:
+                freed += remove(module)
+                removed.append(module.name)
+            except SparkforgeError as error:
+                errors.append(error)
     say(f"removed {len(removed)} modules, freed {freed / 1e6:.1f} MB")
     if errors:
-        raise StorageError(
-            f"{len(errors)} of {len(chosen)} modules are not removed",
-            "; ".join(f"{error.what}: {error.why}" for error in errors),
-            errors[0].fix,
-            code="storage.cache",
-        )
+        failure = f"{len(errors)} of {len(chosen)} modules are not removed"
+        why = "; ".join(f"{error.what}: {error.why}" for error in errors)
+        raise StorageError(failure, why, errors[0].fix, code="storage.cache")
     return removed
 
 
-def _ask(question: str) -> bool:
-    return confirmed(question, "--all asks first", advised("clean-cache", "--all", "--yes"))
-
-
-def print_cache(pins: Pins, root: Path | None = None) -> None:
+def print_cache(root: Path | None = None) -> None:
     """List the cache: each module with its size, the cost of a rebuild, who uses it, and whether it is stale."""
     for cache in [root] if root else default_roots():
-        _print_modules(pins, cache)
-
-
-def _print_modules(pins: Pins, root: Path) -> None:
-    cached = modules(root)
-    for module in cached:
-        _, cpu, _ = rebuild_cost([module])
-        pids = users(module)
-        notes = [f"rebuild about {cpu:.0f} CPU-seconds"]
-        notes += [f"used by process {', '.join(map(str, pids))}"] if pids else []
-        notes += [f"stale: {why}"] if (why := why_stale(module, pins)) else []
-        say(f"{module}: {'; '.join(notes)}")
-    say(f"{root}: {len(cached)} modules, {tree_size(root) / 1e6:.1f} MB with generated sources")
+        cached = modules(cache)
+        for module in cached:
+            notes = [f"rebuild about {rebuild_cost([module])[1]:.0f} CPU-seconds"]
+            if pids := users(module):
+                notes.append(f"used by process {', '.join(map(str, pids))}")
+            if why := why_stale(module):
+                notes.append(f"stale: {why}")
+            say(f"{module}: {'; '.join(notes)}")
+        say(f"{cache}: {len(cached)} modules, {tree_size(cache) / 1e6:.1f} MB with generated sources")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -365,19 +328,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparkforge.compile.cache", description=__doc__)
     parser.add_argument("step", choices=("list", "clean"))
     parser.add_argument("--module", default="", help="modules to remove, with commas, such as 'fused_moe_*'")
-    parser.add_argument("--changed", type=Path, action="append", default=[], help="remove what is made from it")
     for name in ("--stale", "--all", "--dry-run", "--yes"):
         parser.add_argument(name, action="store_true")
     options = parser.parse_args(arguments)
     names = [name for name in options.module.split(",") if name]
     try:
         if options.step == "list":
-            print_cache(pin_table.load())
+            print_cache()
         else:
-            clean(
-                pins=pin_table.load(), names=names, changed=options.changed, stale=options.stale,
-                everything=options.all, dry_run=options.dry_run, yes=options.yes,
-            )  # fmt: skip
+            selection = Selection(names, stale=options.stale, everything=options.all)
+            clean(selection, dry_run=options.dry_run, yes=options.yes)
     except SparkforgeError as error:
         show_error(error)
         return error.exit_code

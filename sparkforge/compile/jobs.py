@@ -54,6 +54,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Site:
+    """Where units are built: variables added to ours, a folder for their logs, the lock that each holds while it lives.
+
+    `limit` is the most jobs that the user wants, None for as many as fit.
+    """
+
+    env: Mapping[str, str]
+    logs: Path
+    lock: Path
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
 class Schedule:
     """At most `jobs` units at once, whose predicted peaks sum up to at most `budget` bytes; `costs` in starting order.
 
@@ -84,13 +97,7 @@ class Schedule:
         return clock
 
 
-def make_schedule(
-    units: Iterable[str],
-    peaks: Peaks,
-    machine: Machine,
-    *,
-    limit: int | None = None,
-) -> Schedule:
+def make_schedule(units: Iterable[str], peaks: Peaks, machine: Machine, *, limit: int | None = None) -> Schedule:
     """Return the schedule for `units` on `machine`; `limit` is the most jobs that the user wants."""
     costs = {unit: peaks.cost(unit) for unit in units}
     order = sorted(costs, key=lambda unit: (-costs[unit].peak, -costs[unit].cpu, unit))
@@ -115,11 +122,9 @@ class Waiting:
     def take(self, running: Iterable[str], budget: int) -> str | None:
         """Remove and return the next unit that fits beside `running` into `budget` bytes; None if none does."""
         running = set(running)
-        if not self.units or len(running) >= self.jobs:
-            return None
         free = budget - sum(self.costs[unit].peak for unit in running)
         fitting = (index for index, unit in enumerate(self.units) if self.costs[unit].peak <= free)
-        index = next(fitting, None)
+        index = next(fitting, None) if len(running) < self.jobs else None
         return None if index is None else self.units.pop(index)
 
 
@@ -151,28 +156,27 @@ def run(
     units: Sequence[Unit],
     schedule: Schedule,
     peaks: Peaks,
-    *,
-    env: Mapping[str, str],
-    logs: Path,
+    site: Site,
     watch: UnitObserver = lambda *_: None,
     machine: Callable[[], Machine] = memory.measure,
 ) -> JobsReport:
-    """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in `logs`.
+    """Run every unit once (a killed one twice), as `schedule` allows; its output goes to a file in the site's logs.
 
-    `env` is added to this process's environment. Costs are learnt as units end, not from ccache's hits. Raises
-    CompileError before the start for a unit that cannot fit, or when the memory has gone meanwhile; ProcessError
-    for a unit that failed, when those beside it have ended; CompileError for one that was killed alone.
-    Nothing is left running.
+    Costs are learnt as units end, not from ccache's hits. Raises CompileError before the start for a unit that cannot
+    fit, or when the memory has gone meanwhile; ProcessError for a unit that failed, when those beside it have ended;
+    CompileError for one that was killed alone. Nothing is left running.
     """
     if schedule.oversized:
         raise _too_big(schedule, schedule.oversized[0], machine())
-    return _Run({unit.name: unit for unit in units}, schedule, peaks, env, logs, watch, machine).all()
+    return _Run({unit.name: unit for unit in units}, schedule, peaks, site, watch, machine).all()
 
 
 @dataclass
 class _Started:
     unit: Unit
     child: Child
+    log: Path
+    statistics: Path  # of ccache
     started_at: float
 
 
@@ -181,8 +185,7 @@ class _Run:
     units: Mapping[str, Unit]
     schedule: Schedule
     peaks: Peaks
-    env: Mapping[str, str]
-    logs: Path
+    site: Site
     watch: UnitObserver
     machine: Callable[[], Machine]
 
@@ -202,8 +205,10 @@ class _Run:
         start = time.monotonic()
         try:
             while self.running or (not self.failure and (self.waiting.units or self.again)):
-                self._sample()
-                self._start_fitting()
+                if time.monotonic() >= self.sampled + SAMPLE:
+                    self._sample()
+                if not self.failure:
+                    self._start_fitting()
                 for started in list(self.running.values()):
                     if usage := started.child.poll():
                         self._ended(started, usage)
@@ -218,16 +223,12 @@ class _Run:
 
     def _sample(self) -> None:
         """Measure resident sizes and the machine. What runs counts as available; never more than planned."""
-        if time.monotonic() < self.sampled + SAMPLE:
-            return
         self.sampled = time.monotonic()
         resident = sum(resident_sizes(started.child.pid for started in self.running.values()).values())
         self.report.peak = max(self.report.peak, resident)
         self.budget = min(self.schedule.budget, self.machine().available - RESERVE + resident)
 
     def _start_fitting(self) -> None:
-        if self.failure:
-            return
         if self.again:
             if not self.running:
                 self._start(self.again.pop(0))
@@ -242,12 +243,15 @@ class _Run:
             raise _too_big(self.schedule, self.waiting.units[0], self.machine())
 
     def _start(self, name: str) -> None:
-        unit = self.units[name]
-        self._statistics(name).unlink(missing_ok=True)
-        env = {**self.env, "CCACHE_STATSLOG": str(self._statistics(name))}
+        unit, log = self.units[name], self.site.logs / f"{name.replace('/', '.')}.log"
+        statistics = log.with_suffix(".ccache")
+        statistics.unlink(missing_ok=True)
+        env = {**self.site.env, "CCACHE_STATSLOG": str(statistics)}
+        self.site.lock.parent.mkdir(parents=True, exist_ok=True)
+        holding_lock = ("flock", "--shared", "--no-fork", str(self.site.lock), *unit.command)  # flock is in util-linux
         with interrupt.held():  # no compiler may run that is not in `running`
-            child = Child(unit.command, log=self._log(name), env=env, cwd=unit.cwd)
-            self.running[name] = _Started(unit, child, time.monotonic())
+            child = Child(holding_lock, log=log, env=env, cwd=unit.cwd)
+            self.running[name] = _Started(unit, child, log, statistics, time.monotonic())
         with suppress(OSError):  # it may have ended already
             Path(f"/proc/{child.pid}/oom_score_adj").write_text(VICTIM, encoding="ascii")
         self.watch("started", unit, None)
@@ -255,16 +259,20 @@ class _Run:
     def _ended(self, started: _Started, usage: Usage) -> None:
         name = started.unit.name
         del self.running[name]
-        result = UnitResult(usage, time.monotonic() - started.started_at, self._was_cached(name), name in self.retried)
+        output, cached = "", False
+        with suppress(OSError):
+            output = started.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+            cached = "_hit\n" in started.statistics.read_text(encoding="utf-8")
+        result = UnitResult(usage, time.monotonic() - started.started_at, cached, name in self.retried)
         if usage.code == 0:
             self.report.units[name] = result
-            if not result.cached:
+            if not cached:
                 self.untaught[name] = Cost(usage.peak, usage.cpu_seconds)
                 with suppress(StorageError):  # another build writes this very moment; ours goes with the next unit's
                     self.peaks.learn(self.untaught)
                     self.untaught.clear()
-            self.watch("cached" if result.cached else "done", started.unit, result)
-        elif was_killed(usage.code, self._output(name)):
+            self.watch("cached" if cached else "done", started.unit, result)
+        elif was_killed(usage.code, output):
             self.watch("killed", started.unit, result)
             if name in self.retried:
                 raise _killed(name, usage, self.schedule.costs[name], self.machine())
@@ -273,29 +281,9 @@ class _Run:
             self.waiting.jobs = max(1, self.waiting.jobs // 2)
         else:
             self.watch("failed", started.unit, result)
-            tail = "\n".join(self._output(name).strip().splitlines()[-TAIL_LINES:])
-            self.failure = self.failure or ProcessError(
-                f"{name} ended with code {usage.code}",
-                tail or "it printed nothing",
-                f"read all of it: less {self._log(name)}",
-                code="process.failed",
-            )
-
-    def _was_cached(self, name: str) -> bool:
-        with suppress(OSError):
-            return "_hit\n" in self._statistics(name).read_text(encoding="utf-8")
-        return False
-
-    def _output(self, name: str) -> str:
-        with suppress(OSError):
-            return self._log(name).read_text(encoding="utf-8", errors="replace")[-4000:]
-        return ""
-
-    def _log(self, name: str) -> Path:
-        return self.logs / f"{name.replace('/', '.')}.log"
-
-    def _statistics(self, name: str) -> Path:
-        return self._log(name).with_suffix(".ccache")
+            tail = "\n".join(output.strip().splitlines()[-TAIL_LINES:]) or "it printed nothing"
+            failure, fix = f"{name} ended with code {usage.code}", f"read all of it: less {started.log}"
+            self.failure = self.failure or ProcessError(failure, tail, fix, code="process.failed")
 
 
 def parse_limit(text: str) -> int | None:

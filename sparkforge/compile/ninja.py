@@ -11,16 +11,15 @@ from __future__ import annotations
 import fcntl
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich import progress as bars
 
 from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
-from sparkforge.compile.jobs import JobsReport, Schedule, Stage, Unit, UnitResult
+from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, UnitResult
 from sparkforge.compile.ninjafile import COMPILERS
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory
@@ -33,19 +32,6 @@ from sparkforge.core.process import run
 
 SHOWN = 60  # characters of a unit's name
 OUTCOMES = {"done": "compiled", "cached": "from ccache", "killed": "killed: out of memory", "failed": "failed"}
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where units are built: variables added to ours, a folder for their logs, the lock that compilers hold.
-
-    `limit` is the most jobs that the user wants, None for as many as fit.
-    """
-
-    env: Mapping[str, str]
-    logs: Path
-    lock: Path
-    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +93,7 @@ def build(
     with CompileProgress(schedule) as progress:
         try:
             if wanted:
-                progress.begin()
-                locked = [holding(site.lock, unit) for unit in wanted]
-                report = jobs.run(locked, schedule, peaks, env=site.env, logs=site.logs, watch=progress.watch)
+                report = jobs.run(wanted, schedule, peaks, site, progress.watch)
             link(schedule)
         except ProcessError as error:
             raise explained(error) from None
@@ -142,11 +126,6 @@ def wait_for_orphans(lock: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def holding(lock: Path, unit: Unit) -> Unit:
-    """Return `unit` as a command that holds `lock` while it, or what it started, lives (flock is in util-linux)."""
-    return replace(unit, command=("flock", "--shared", "--no-fork", str(lock), *unit.command))
-
-
 class CompileProgress:
     """Shows a run of `jobs.run`: a line for each unit that ended, on a terminal also a bar in predicted CPU-seconds."""
 
@@ -157,21 +136,18 @@ class CompileProgress:
         self.task = self.bar.add_task("", total=sum(cost.cpu for cost in schedule.costs.values()) or 1, left="")
 
     def __enter__(self) -> Self:
+        """Say how many units there are and how long they will take."""
+        schedule = self.schedule
+        if schedule.costs:
+            say(
+                f"{len(schedule.costs)} units, at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB; "
+                f"about {_duration(schedule.seconds())}, less where ccache has them"
+            )
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
-
-    def begin(self) -> None:
-        """Say how many units there are and how long they will take."""
-        schedule = self.schedule
-        say(
-            f"{len(schedule.costs)} units, at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB; "
-            f"about {_duration(schedule.seconds())}, less where ccache has them"
-        )
 
     def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
         """Take an event of `jobs.run`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,22 +59,13 @@ def _statement(line: str, variables: Mapping[str, str]) -> Statement | None:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    parts, length = list[str](), 0
-    for part in _parts(text, variables):
-        parts.append(part)
-        length += len(part)
-        if length > LONGEST:  # variables may double each other
-            raise ValueError(f"a line has more than {LONGEST} characters once its variables are replaced")
-    return "".join(parts)
+    def value(match: re.Match[str]) -> str:
+        """Return what stands for a `$`: the character after it, or a variable's value."""
+        return match[3] or variables.get(match[1] or match[2], "")
 
-
-def _parts(text: str, variables: Mapping[str, str]) -> Iterator[str]:
-    end = 0
-    for match in _REFERENCE.finditer(text):
-        yield text[end : match.start()]
-        yield match[3] or variables.get(match[1] or match[2], "")
-        end = match.end()
-    yield text[end:]
+    if sum(len(value(match)) for match in _REFERENCE.finditer(text)) > LONGEST:  # variables may double each other
+        raise ValueError(f"a line has more than {LONGEST} characters once its variables are replaced")
+    return _REFERENCE.sub(value, text)
 
 
 def reported(path: Path) -> dict[str, tuple[str, ...]]:
@@ -91,22 +82,19 @@ def reported(path: Path) -> dict[str, tuple[str, ...]]:
         return {}
     names: list[str] = []
     headers: dict[str, tuple[str, ...]] = {}
-    for is_deps, record in _records(data, head):
-        if not is_deps:
-            names.append(record[:-4].rstrip(b"\0").decode("utf-8", "surrogateescape"))
-            continue
-        numbers = struct.unpack(f"<{len(record) // 4}I", record)
-        output, inputs = numbers[0], numbers[3:]  # between them the object's time
-        if len(numbers) >= 3 and max(output, *inputs, 0) < len(names):
-            headers[names[output]] = tuple(names[index] for index in inputs)
-    return headers
-
-
-def _records(data: bytes, offset: int) -> Iterator[tuple[bool, bytes]]:
+    offset = head
     while offset + 4 <= len(data):
         (word,) = struct.unpack_from("<I", data, offset)
         size = word & 0x7FFFFFFF
         if offset + 4 + size > len(data) or size % 4 or size < 8:
-            return
-        yield bool(word >> 31), data[offset + 4 : offset + 4 + size]
+            break
+        record = data[offset + 4 : offset + 4 + size]
         offset += 4 + size
+        if not word >> 31:  # a path
+            names.append(record[:-4].rstrip(b"\0").decode("utf-8", "surrogateescape"))
+            continue
+        numbers = struct.unpack(f"<{size // 4}I", record)
+        output, inputs = numbers[0], numbers[3:]  # between them the object's time
+        if len(numbers) >= 3 and max(output, *inputs, 0) < len(names):
+            headers[names[output]] = tuple(names[index] for index in inputs)
+    return headers

@@ -17,7 +17,6 @@ from pathlib import Path
 from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.documents import read_json, read_toml
-from sparkforge.core.errors import InputError
 from sparkforge.core.files import fsync_directory, locked, write_json
 
 TABLE = Path(__file__).with_name("peaks.toml")
@@ -39,18 +38,10 @@ class Cost:
 
 
 @cache
-def table(path: Path = TABLE) -> tuple[tuple[str, Cost], ...]:
-    """Return the measured rows as (pattern, cost). Raises InputError if the file is malformed or has no last resort."""
-    try:
-        rows = read_toml(path)["unit"]
-        costs = tuple((row["match"], Cost(int(row["peak"]), float(row["cpu"]), row["source"])) for row in rows)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"cannot read {path.name}", repr(error), f"git checkout {path}", code="input.pins") from None
-    if not costs or costs[-1][0] != "*":
-        raise InputError(
-            f"{path.name} is refused", "its last row must match every unit", f"correct {path}", code="input.pins"
-        )
-    return costs
+def table() -> tuple[tuple[str, Cost], ...]:
+    """Return the measured rows as (pattern, cost). The last one fits every unit."""
+    rows = read_toml(TABLE)["unit"]
+    return tuple((row["match"], Cost(row["peak"], row["cpu"], row["source"])) for row in rows)
 
 
 def learnt_path() -> Path:
@@ -78,19 +69,16 @@ class Peaks:
     def cost(self, unit: str) -> Cost:
         """Return the learnt cost of `unit`, such as "MODULE/FILE.cuda.o", else that of the first row that fits.
 
-        Where only a last resort fits, what its namesake in another module or folder has used counts, doubled.
+        Where only a last resort fits, what its namesake in another module or folder has used counts, doubled, but
+        never more than the last resort's peak.
         """
         if unit in self.learnt:
             return self.learnt[unit]
         row = next(cost for pattern, cost in table() if fnmatch.fnmatchcase(unit, pattern))
-        return (self._namesake(unit, row) or row) if row.source.startswith(UNMEASURED) else row
-
-    def _namesake(self, unit: str, row: Cost) -> Cost | None:
-        """Return what to expect of `unit` by the learnt units of the same file name; never more than `row`'s peak."""
         file = unit.rpartition("/")[2]
         known = [cost for name, cost in self.learnt.items() if name.rpartition("/")[2] == file]
-        if not known:
-            return None
+        if not known or not row.source.startswith(UNMEASURED):
+            return row
         peak, cpu = max(cost.peak for cost in known), max(cost.cpu for cost in known)
         return Cost(min(row.peak, int(NAMESAKE * peak)), cpu, f"{NAMESAKE:g} x what {file} took elsewhere")
 
@@ -103,8 +91,12 @@ class Peaks:
             try:
                 contexts = _read()
             except UNREADABLE as error:
-                _move_aside(learnt_path(), error)
-                contexts = {}
+                path, contexts = learnt_path(), {}
+                names = (path.with_name(f"{path.name}.unreadable{number or ''}") for number in count())
+                aside = next(name for name in names if not os.path.lexists(name))
+                path.rename(aside)
+                fsync_directory(path.parent)
+                say(f"{path} cannot be read ({error}); it is kept as {aside.name}, and learning starts over")
             costs = contexts.setdefault(self.context, {})
             for unit, cost in used.items():
                 old = costs.get(unit, Cost(0, 0.0))
@@ -137,12 +129,3 @@ def _read() -> dict[str, dict[str, Cost]]:
         context: {unit: Cost(int(row["peak"]), float(row["cpu"])) for unit, row in units.items()}
         for context, units in stored["contexts"].items()
     }
-
-
-def _move_aside(path: Path, error: Exception) -> None:
-    """Rename `path` to a name that is free, and say so."""
-    names = (path.with_name(f"{path.name}.unreadable{number or ''}") for number in count())
-    aside = next(name for name in names if not os.path.lexists(name))
-    path.rename(aside)
-    fsync_directory(path.parent)
-    say(f"{path} cannot be read ({error}); it is kept as {aside.name}, and learning starts over")

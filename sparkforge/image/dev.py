@@ -26,7 +26,6 @@ from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.jobs import make_schedule
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
-from sparkforge.compile.vllm.wheel import HUNGRY
 from sparkforge.core import manifest, memory, paths
 from sparkforge.core.console import echo, say, show_error
 from sparkforge.core.documents import read_text
@@ -46,6 +45,7 @@ GENERATED = ("__pycache__", ".git")  # never linked
 JOBS = ("MAX_JOBS", "CMAKE_BUILD_PARALLEL_LEVEL")
 COMPOSE = "docker compose -f docker-compose.dev.yml"
 CHANGED = "changed"  # of `--units`
+HUNGRY = "vllm/any.cu.o"  # a unit of which nothing is known
 UNITS = (".cu", ".cpp")  # sources that are units; a header is part of those that include it
 
 
@@ -246,10 +246,10 @@ def _record(checkout: Checkout) -> Path:
 
 def stale_modules(names: Sequence[str], sources: Path) -> list[str]:
     """Return FlashInfer's cached modules that no stack pins, or that are made from one of `names` in the checkout."""
-    modules, table = cache.modules(cache.default_root()), pins.load()
-    by_source = cache.made_from(modules, [sources / "flashinfer" / name for name in names])
-    stale = {module.name for module in modules if cache.why_stale(module, table)}
-    return sorted(stale | {module.name for module in by_source})
+    modules = cache.modules(cache.default_root())
+    stale = [module for module in modules if cache.why_stale(module)]
+    stale += [module for name in names for module in cache.made_from(modules, sources / "flashinfer" / name)]
+    return sorted({module.name for module in stale})
 
 
 def missing_patches(checkout: Checkout, stack: str, sources: Path) -> list[str]:

@@ -7,11 +7,7 @@ from sparkforge.core.errors import UsageError
 
 # What serves: vLLM's CPU build in an environment, or a container with or without a GPU.
 AUTO, EMBEDDED, DOCKER, DOCKER_CPU = "auto", "embedded", "docker", "docker-cpu"
-CPU, CUDA, NGC = (
-    "cpu",
-    "cuda",
-    "ngc",
-)  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
+CPU, CUDA = "cpu", "cuda"  # what an image is built for: `device` of [stacks.NAME.image], tables of deploy/trim.toml
 OCI_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 

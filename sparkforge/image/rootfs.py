@@ -30,7 +30,6 @@ from sparkforge.audit.patched import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
 from sparkforge.compile.vllm import overlay as vllm_overlay
-from sparkforge.compile.vllm import wheel as vllm_wheel
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
@@ -40,7 +39,7 @@ from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
 from sparkforge.image import licences, trimming
-from sparkforge.image.devices import CUDA, NGC
+from sparkforge.image.devices import CUDA
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Component, Pins, StackImage, locks
 from sparkforge.pins.patched import load_patched
@@ -78,7 +77,7 @@ class Tree:
 
     @property
     def device(self) -> str:
-        """What the image is for: cpu, cuda or ngc."""
+        """What the image is for: cpu or cuda."""
         return self.inputs.device
 
     @property
@@ -102,8 +101,7 @@ def install(tree: Tree, more: str = "") -> None:
     shutil.rmtree(tree.root, ignore_errors=True)
     # The distribution's interpreter, not that of the environment which runs us.
     base_python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    torch_of_base = ["--system-site-packages"] if tree.device == NGC else []
-    run([sys.executable, "-m", "uv", "venv", "--quiet", *torch_of_base, "--python", base_python, tree.root])
+    run([sys.executable, "-m", "uv", "venv", "--quiet", "--python", base_python, tree.root])
     # What the lock does not bring as it is: patched wheels, and those that no package index lists.
     components = [
         component
@@ -160,15 +158,9 @@ def compile_kernels(tree: Tree, built: Path, name: str, jobs: str) -> None:
 def compile_vllm(tree: Tree, sources: Path, targets: str, jobs: str) -> None:
     """Compile vLLM's own extensions against the tree, and lay them over upstream's. Raises the errors of both.
 
-    A stack on its base's own torch has no wheel of upstream's: the whole of vLLM is compiled and installed. `sources`
-    is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
+    `sources` is an unpacked bundle or has a checkout for each repository; an empty folder means the network.
     """
     git_sources = str(sources) if any(sources.iterdir()) else ""
-    if tree.device == NGC:
-        wheel = vllm_wheel.build_wheel(tree.stack, tree.python, tree.root / "wheels", sources=git_sources, jobs=jobs)
-        run([sys.executable, "-m", "uv", "pip", "install", "--python", tree.python, "--no-deps", "--offline", wheel])
-        shutil.rmtree(wheel.parent)
-        return
     os.environ["CUDA_HOME"] = str(tree.packages / toolchain.HOME)
     overlay, _ = build_extensions(
         ExtensionRequest(tree.stack, targets=targets, sources=git_sources, jobs=jobs, python=str(tree.python))
@@ -249,7 +241,7 @@ def audit_code(tree: Tree) -> dict[str, Any]:
     The report leaves out how long that took, which differs in every build. The CPU's image has no such code, and its
     report is empty. Raises AuditError.
     """
-    if tree.device not in (CUDA, NGC):
+    if tree.device != CUDA:
         return {}
     files = sorted([*(tree.packages / AHEAD_OF_TIME).rglob("*.so"), *(tree.packages / "vllm").glob("*.so")])
     with tempfile.TemporaryDirectory() as folder:

@@ -92,7 +92,6 @@ class GitSource(Record):
     needed: bool  # by gpt-oss on compute capability 12.1
     why: Text  # or why not
     src_dir: Text | None = None  # the variable with which upstream takes a copy
-    folder: str = ""  # of the repository, which that variable wants instead of the whole
     switch: Text | None = None  # what leaves it out of the build without a patch
     source: Text | None = None  # where the commit was read, if not in upstream's own file
 
@@ -113,7 +112,7 @@ class StackImage(Record):
     `architecture`; `environments` names what "kernels" and "vllm" are compiled with where no interpreter is named.
     """
 
-    device: Literal["cpu", "cuda", "ngc"]
+    device: Literal["cpu", "cuda"]
     locks: dict[Text, Text] = Field(min_length=1)
     architecture: str = ""
     kernels: str = ""

@@ -65,13 +65,9 @@ class ServeProfile(Record):
 
 
 class StackProfiles(Record):
-    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own.
-
-    `without` are the profiles that it cannot serve, each with the reason.
-    """
+    """What one stack has otherwise: settings over those of the profile of the same name, or profiles of its own."""
 
     profiles: dict[str, ServeProfile] = Field(default_factory=dict)
-    without: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
 
 
 class ServeProfiles(Record):
@@ -83,9 +79,6 @@ class ServeProfiles(Record):
 
     @model_validator(mode="after")
     def _check(self) -> ServeProfiles:
-        for stack, own in self.stacks.items():
-            if unknown := own.without.keys() - self.profiles.keys():
-                raise ValueError(f"{stack} is without {sorted(unknown)}, and there is no such profile")
         for table in (self, *map(self.on_stack, self.stacks)):
             for name in table.profiles:
                 if not table.resolve(name).about:
@@ -96,8 +89,7 @@ class ServeProfiles(Record):
         """Return the table as it is on a stack; the same for a stack that has nothing otherwise."""
         own = self.stacks.get(stack, StackProfiles())
         changed = {name: p.merge(self.profiles.get(name, ServeProfile())) for name, p in own.profiles.items()}
-        served = {name: p for name, p in {**self.profiles, **changed}.items() if name not in own.without}
-        return self.model_copy(update={"profiles": served, "stacks": {}})
+        return self.model_copy(update={"profiles": {**self.profiles, **changed}, "stacks": {}})
 
     def resolve(self, name: str, below: tuple[str, ...] = ()) -> ServeProfile:
         """Return a profile with what it inherits. Raises ValueError for an unknown or circular `extends`."""
@@ -118,13 +110,7 @@ def load(table: Path = TABLE, *, stack: str = "") -> dict[str, ServeProfile]:
 
 
 def named(name: str, table: Path = TABLE, *, stack: str = "") -> ServeProfile:
-    """Return one profile, as it is on `stack`.
-
-    Raises UsageError, with the known names, for an unknown one, and with the reason for one that `stack` cannot serve.
-    """
-    document = tables.load(table, ServeProfiles)
-    if why := document.stacks.get(stack, StackProfiles()).without.get(name):
-        raise UsageError(f"the stack {stack} has no serve profile {name!r}", why, "leave --stack or --profile out")
+    """Return one profile, as it is on `stack`. Raises UsageError, with the known names, for an unknown one."""
     profiles = load(table, stack=stack)
     if name not in profiles:
         raise UsageError(

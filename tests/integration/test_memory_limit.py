@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 from sparkforge.compile import jobs
 from sparkforge.core import memory
-from sparkforge.compile.jobs import Unit
+from sparkforge.compile.jobs import Site, Unit
 from sparkforge.compile.peaks import Cost, Peaks
 jobs.RESERVE, jobs.SAMPLE = 100_000_000, 0.1
 predicted, held, count = map(int, sys.argv[1:])
@@ -30,7 +30,7 @@ peaks.learnt = {unit.name: Cost(predicted, 1.0) for unit in units}
 events = []
 plan = jobs.make_schedule([unit.name for unit in units], peaks, memory.Machine(memory.measure().available, 8))
 watch = lambda stage, unit, done: events.append(stage)
-report = jobs.run(units, plan, peaks, env={}, logs=Path("logs"), watch=watch)
+report = jobs.run(units, plan, peaks, Site({}, Path("logs"), Path("lock")), watch)
 retried = sum(done.retried for done in report.units.values())
 print(json.dumps({"budget": plan.budget, "units": len(report.units), "retried": retried, "events": events}))
 """

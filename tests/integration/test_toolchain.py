@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from sparkforge.compile import jobs, toolchain
-from sparkforge.compile.jobs import Unit
+from sparkforge.compile.jobs import Site, Unit
 from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.core import memory
 
@@ -67,7 +67,7 @@ def build(chain, sources, folder, watch=lambda *_: None, cores=2):
     peaks.learnt = {unit.name: Cost(10**9, 1.0) for unit in units}
     machine = memory.Machine(memory.measure().available, cores)
     schedule = jobs.make_schedule([unit.name for unit in units], peaks, machine)
-    return jobs.run(units, schedule, peaks, env=chain.environment(), logs=folder / "logs", watch=watch)
+    return jobs.run(units, schedule, peaks, Site(chain.environment(), folder / "logs", folder / "lock"), watch)
 
 
 def test_it_compiles_hardware_fp4_for_121a_links_and_the_second_time_comes_from_ccache(chain, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 
 from sparkforge.audit.report import audit_files
 from sparkforge.compile import jobs, toolchain
+from sparkforge.compile.jobs import Site
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.vllm import build as vllm_build
 from sparkforge.compile.vllm import sources as vllm_sources
@@ -139,7 +140,7 @@ def test_cuda_units_for_121a_come_out_as_vllm_maps_them_and_fp4_is_in_hardware(o
     units = [every[name] for name in UNITS]
     peaks = Peaks("test")
     plan = jobs.make_schedule(list(UNITS), peaks, memory.measure())
-    jobs.run(units, plan, peaks, env=wider.env, logs=order.folder / "logs")
+    jobs.run(units, plan, peaks, Site(wider.env, order.folder / "logs", order.lock))
     for unit, (target, name, needs) in zip(units, UNITS.values(), strict=True):
         file = unit.cwd / re.search(r" -o (\S+\.o)$", unit.command[-1])[1]
         report = audit_files([file], tools=toolchain.audit_tools)

@@ -23,8 +23,8 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer import environment, sets
 from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
-from sparkforge.compile.jobs import Schedule, make_schedule, parse_limit
-from sparkforge.compile.ninja import BuildResult, Site
+from sparkforge.compile.jobs import Schedule, Site, make_schedule, parse_limit
+from sparkforge.compile.ninja import BuildResult
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core import manifest, paths

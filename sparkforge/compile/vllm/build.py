@@ -27,8 +27,8 @@ from sparkforge.audit.report import audit_files
 from sparkforge.compile import ninja as ninja_build
 from sparkforge.compile import toolchain
 from sparkforge.compile.diagnosis import explained
-from sparkforge.compile.jobs import Unit, parse_limit
-from sparkforge.compile.ninja import BuildResult, Site
+from sparkforge.compile.jobs import Site, Unit, parse_limit
+from sparkforge.compile.ninja import BuildResult
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.compile.vllm import environment as vllm_env

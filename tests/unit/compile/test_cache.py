@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from expected import refused
 
-from sparkforge import pins
 from sparkforge.compile import cache
 from sparkforge.core.errors import UsageError
 from sparkforge.core.files import locked
@@ -16,13 +15,8 @@ from sparkforge.core.files import locked
 pytestmark = pytest.mark.needs("ninja", "c++")
 
 
-@pytest.fixture
-def table():
-    return pins.load()
-
-
-def clean(table, **options):
-    return [module.name for module in cache.clean(pins=table, **options)]
+def clean(*, dry_run=False, yes=False, **selection):
+    return cache.clean(cache.Selection(**selection), dry_run=dry_run, yes=yes)
 
 
 def left(cached):
@@ -35,18 +29,17 @@ def test_it_lists_modules_with_sizes_and_units_but_no_other_folder(cached):
         ("0.7.0.post1", "121a", name) for name in ("page", "rope", "sampling")
     ]
     page = modules[0]
-    assert page.size() == sum(path.stat().st_size for path in cached.folders["page"].iterdir())
     assert page.units == ["page/page_kernel.cuda.o", "page/page_binding.o"]
     units, cpu, seconds = cache.rebuild_cost(modules)
     assert (units, cpu) == (6, 3 * (60 + 20))  # the two last rows of peaks.toml
     assert 0 < seconds <= cpu
 
 
-def test_a_name_removes_that_module_only_and_an_unknown_one_nothing(cached, table):
+def test_a_name_removes_that_module_only_and_an_unknown_one_nothing(cached):
     with pytest.raises(UsageError, match="no module pgae"):
-        clean(table, names=["rope", "pgae"])
+        clean(names=["rope", "pgae"])
     assert left(cached) == ["page", "rope", "sampling"]
-    assert clean(table, names=["rope"]) == ["rope"]
+    assert clean(names=["rope"]) == ["rope"]
     assert left(cached) == ["page", "sampling"]
 
 
@@ -55,9 +48,9 @@ def test_a_name_removes_that_module_only_and_an_unknown_one_nothing(cached, tabl
     [("include/common.cuh", ["page", "rope"]), ("csrc/rope.cu", ["rope"]), ("csrc/sampling.cpp", ["sampling"]),
      ("include", ["page", "rope", "sampling"]), ("csrc/other.cu", [])],
 )  # fmt: skip
-def test_a_changed_source_removes_what_is_made_from_it(cached, table, monkeypatch, changed, expected):
+def test_a_changed_source_removes_what_is_made_from_it(cached, monkeypatch, changed, expected):
     monkeypatch.chdir(cached.base)
-    assert clean(table, changed=[Path(changed)]) == expected
+    assert clean(changed=[Path(changed)]) == expected
     assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
 
 
@@ -79,72 +72,74 @@ def test_a_changed_source_removes_what_is_made_from_it(cached, table, monkeypatc
         ("changed", "other/jit/fused_moe.py", []),
     ],
 )
-def test_variants_and_what_a_generator_writes_are_found(cached, table, tmp_path, option, value, expected):
+def test_variants_and_what_a_generator_writes_are_found(cached, tmp_path, option, value, expected):
     for name in ("fused_moe_120", "fused_moe_120_fp8xfp4", "mxfp8_gemm_cutlass_sm120"):
         cached.make(cached.base, name, "common.cuh")
     chosen = Path("/x/site-packages") / value if option == "changed" else value
-    assert sorted(clean(table, **{option: [chosen]})) == expected
+    assert sorted(clean(**{option: [chosen]})) == expected
 
 
-def test_a_header_counts_even_when_it_is_gone(cached, table):
+def test_a_header_counts_even_when_it_is_gone(cached):
     (cached.base / "include/sampling.cuh").unlink()
-    assert clean(table, changed=[cached.base / "include/sampling.cuh"]) == ["sampling"]
+    assert clean(changed=[cached.base / "include/sampling.cuh"]) == ["sampling"]
 
 
-def test_stale_is_another_version_a_missing_source_or_no_recipe(cached, table):
+def test_stale_is_another_version_a_missing_source_or_no_recipe(cached):
     cached.make(cached.base, "old", "common.cuh", version="0.6.9")
     (cached.base / "csrc/rope.cu").unlink()
     (cached.folders["sampling"] / "build.ninja").unlink()
-    assert clean(table, stale=True, dry_run=True) == []
-    assert clean(table, stale=True) == ["old", "rope", "sampling"]
+    assert clean(stale=True, dry_run=True) == []
+    assert clean(stale=True) == ["old", "rope", "sampling"]
     assert left(cached) == ["page"]
-    assert clean(table, stale=True) == []
+    assert clean(stale=True) == []
 
 
-def test_a_half_built_module_is_not_stale_because_the_build_can_go_on(cached, table):
+def test_a_half_built_module_is_not_stale_because_the_build_can_go_on(cached):
     (cached.folders["page"] / "page.so").unlink()
-    assert clean(table, stale=True) == []
+    assert clean(stale=True) == []
     assert "half built" in str(cache.modules(cached.root)[0])
 
 
-def test_all_asks_first(cached, table):
+def test_all_asks_first(cached, monkeypatch):
     with pytest.raises(UsageError, match="no terminal"):
-        clean(table, everything=True)
-    assert clean(table, everything=True, ask=lambda _: False) == []
+        clean(everything=True)
+    monkeypatch.setattr(cache, "confirmed", lambda question, *_: "3 modules" not in question)
+    assert clean(everything=True) == []
+    assert clean(everything=True, dry_run=True) == []
     assert left(cached) == ["page", "rope", "sampling"]
-    assert clean(table, everything=True, dry_run=True) == []
-    assert len(clean(table, everything=True, ask=lambda question: "3 modules" in question)) == 3
+    monkeypatch.setattr(cache, "confirmed", lambda *_: True)
+    assert len(clean(everything=True)) == 3
     assert left(cached) == []
 
 
-def test_nothing_chosen_is_refused(cached, table):
+def test_nothing_chosen_is_refused(cached):
     with pytest.raises(UsageError, match="--stale --dry-run"):
-        clean(table)
+        clean()
 
 
 @pytest.mark.parametrize("level", [".", "..", "../.."])
-def test_a_link_to_the_outside_is_refused_at_every_level(cached, table, tmp_path, level):
+def test_a_link_to_the_outside_is_refused_at_every_level(cached, tmp_path, level):
     folder = (cached.folders["page"] / level).resolve()
     outside = tmp_path / "outside"
     folder.rename(outside)
     folder.symlink_to(outside)
     with refused("storage.cache", r"page is not removed: .* is a link to .*outside"):
-        clean(table, names=["page"])
+        clean(names=["page"])
     assert list(outside.rglob("page.so"))
 
 
-def test_a_link_inside_a_module_is_removed_and_not_followed(cached, table, tmp_path):
+def test_a_link_inside_a_module_is_removed_and_not_followed(cached, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_text("kept")
     (cached.folders["page"] / "link").symlink_to(tmp_path / "precious")
-    assert clean(table, names=["page"]) == ["page"]
+    assert clean(names=["page"]) == ["page"]
     assert (tmp_path / "precious/file").read_text() == "kept"
 
 
-def test_the_cache_itself_may_lie_behind_a_link(cached, table, tmp_path, monkeypatch):
+def test_the_cache_itself_may_lie_behind_a_link(cached, tmp_path, monkeypatch):
     (tmp_path / "home").symlink_to(cached.base)
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "home"))
-    assert clean(table, names=["page"]) == ["page"]
+    assert clean(names=["page"]) == ["page"]
 
 
 def load_and_wait(library, loaded, end):
@@ -154,7 +149,7 @@ def load_and_wait(library, loaded, end):
 
 
 @pytest.mark.parametrize("how", ["directly", "hard link elsewhere"])
-def test_what_a_live_process_maps_stays_and_the_others_go(cached, table, tmp_path, how):
+def test_what_a_live_process_maps_stays_and_the_others_go(cached, tmp_path, how):
     library = cached.folders["page"] / "page.so"
     if how != "directly":  # the same file under another path: what a container's bind mount looks like from outside
         os.link(library, tmp_path / "page.so")
@@ -166,15 +161,15 @@ def test_what_a_live_process_maps_stays_and_the_others_go(cached, table, tmp_pat
     try:
         assert loaded.wait(60)
         with refused("storage.cache", f"1 of 3 modules.*page is not removed: process {user.pid} uses it"):
-            clean(table, everything=True, yes=True)
+            clean(everything=True, yes=True)
     finally:
         end.set()
         user.join()
     assert left(cached) == ["page"]
-    assert clean(table, names=["page"]) == ["page"]
+    assert clean(names=["page"]) == ["page"]
 
 
-def test_what_flashinfer_is_building_stays(cached, table):
+def test_what_flashinfer_is_building_stays(cached):
     lock = cached.locks / "page.lock"
     code = (
         f"import fcntl, sys, time; f = open({str(lock)!r}, 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
@@ -183,7 +178,7 @@ def test_what_flashinfer_is_building_stays(cached, table):
     try:
         holder.stdout.readline()
         with refused("storage.cache", r"cannot remove page: another .* holds .*page.lock"):
-            clean(table, names=["page"])
+            clean(names=["page"])
     finally:
         holder.kill()
         holder.communicate()
@@ -192,18 +187,18 @@ def test_what_flashinfer_is_building_stays(cached, table):
         pass
 
 
-def test_a_removal_that_was_killed_leaves_no_half_module_and_is_finished_next_time(cached, table, monkeypatch):
+def test_a_removal_that_was_killed_leaves_no_half_module_and_is_finished_next_time(cached, monkeypatch):
     monkeypatch.setattr(cache.shutil, "rmtree", lambda _: os.kill(os.getpid(), 9))
     child = os.fork()
     if child == 0:
-        clean(table, names=["page"])
+        clean(names=["page"])
         os._exit(0)
     os.waitpid(child, 0)
     monkeypatch.undo()
     assert [module.name for module in cache.modules(cached.root)] == ["rope", "sampling"]
     assert len(left(cached)) == 3
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(cached.base))
-    assert clean(table, names=["rope"]) == ["rope"]
+    assert clean(names=["rope"]) == ["rope"]
     assert left(cached) == ["sampling"]
 
 
@@ -214,18 +209,18 @@ def interrupted(cached, name="page"):
 
 
 @pytest.mark.parametrize("options", [{"stale": True}, {"changed": ["nothing.cu"]}, {"names": ["rope"]}])
-def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, table, capfd, options):
+def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, capfd, options):
     interrupted(cached)
-    clean(table, dry_run=True, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    clean(dry_run=True, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
     assert len(left(cached)) == 3, "a dry run removes nothing"
-    clean(table, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    clean(**{**options, "changed": [Path(name) for name in options.get("changed", ())]})
     assert [name for name in left(cached) if name.startswith(".")] == []
-    assert "finished removals that were interrupted" in capfd.readouterr().err
+    assert "finishing removals that were interrupted" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(8))
-def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, table, turn):
+def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, turn):
     if turn % 2:
         interrupted(cached)
     context = multiprocessing.get_context("fork")
@@ -234,7 +229,7 @@ def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, table, tu
     def race():
         ready.wait(60)
         try:
-            results.put(clean(table, everything=True, yes=True))
+            results.put(clean(everything=True, yes=True))
         except BaseException as error:  # noqa: BLE001 - reported to the test
             results.put(repr(error))
 
@@ -250,9 +245,9 @@ def test_two_that_remove_the_same_modules_at_once_both_succeed(cached, table, tu
     assert left(cached) == []
 
 
-def test_the_listing_names_size_cost_and_staleness(cached, table, capfd):
+def test_the_listing_names_size_cost_and_staleness(cached, capfd):
     (cached.base / "csrc/rope.cu").unlink()
-    cache.print_cache(table)
+    cache.print_cache()
     lines = capfd.readouterr().err.splitlines()
     assert "page" in lines[0]
     assert "rebuild about 80 CPU-seconds" in lines[0]
@@ -260,11 +255,11 @@ def test_the_listing_names_size_cost_and_staleness(cached, table, capfd):
     assert "3 modules" in lines[-1]
 
 
-def test_a_name_may_have_wildcards_and_one_that_fits_nothing_is_refused(cached, table):
+def test_a_name_may_have_wildcards_and_one_that_fits_nothing_is_refused(cached):
     with pytest.raises(UsageError, match=r"no module fused_\*"):
-        clean(table, names=["[pr]*", "fused_*"])
+        clean(names=["[pr]*", "fused_*"])
     assert left(cached) == ["page", "rope", "sampling"]
-    assert clean(table, names=["[pr]*"]) == ["page", "rope"]
+    assert clean(names=["[pr]*"]) == ["page", "rope"]
     assert left(cached) == ["sampling"]
 
 

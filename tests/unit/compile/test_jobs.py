@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparkforge.compile import jobs, peaks
 from sparkforge.compile import ninja as ninja_units
-from sparkforge.compile.jobs import RESERVE, Unit, Waiting
+from sparkforge.compile.jobs import RESERVE, Site, Unit, Waiting
 from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.memory import Machine
@@ -130,12 +130,16 @@ class Watcher:
         self.sums.append(sum(self.plan.costs[name].peak for name in self.running))
 
 
+def site(folder):
+    return Site({}, folder / "logs", folder / "lock")
+
+
 def go(plan, commands, tmp_path, known, **options):
     units = [Unit(f"u{number}", tuple(command), tmp_path) for number, command in enumerate(commands)]
     watcher = Watcher(plan)
     options.setdefault("machine", lambda: Machine(1 << 40, 4))
     try:
-        return jobs.run(units, plan, known, env={}, logs=tmp_path / "logs", watch=watcher, **options), watcher
+        return jobs.run(units, plan, known, site(tmp_path), watcher, **options), watcher
     except Exception as error:
         error.watcher = watcher
         raise
@@ -282,6 +286,14 @@ def test_nothing_is_left_running_after_an_interruption(tmp_path):
     assert [started_at(int(pid)) for pid in pids.read_text().split()] == [None, None]
 
 
+def test_a_unit_holds_the_lock_while_it_runs(tmp_path):
+    known = costs(1)
+    command = ("sh", "-c", "flock --nonblock lock true; echo $? > taken")
+    go(schedule(known, GIB), [command], tmp_path, known)
+    assert (tmp_path / "taken").read_text().strip() == "1"
+    assert subprocess.run([shutil.which("flock"), "-n", "lock", "true"], cwd=tmp_path, check=False).returncode == 0
+
+
 def test_a_compiler_is_the_kernels_first_victim(tmp_path):
     known = costs(1)
     wait = f"for n in $(seq 600); do [ $(cat /proc/$$/oom_score_adj) = {jobs.VICTIM} ] && break; sleep 0.1; done"
@@ -315,7 +327,7 @@ def test_the_compilations_of_a_ninja_file_are_units_that_make_its_objects(cached
     known = Peaks("test")
     known.learnt = {unit.name: Cost(GIB, 1.0) for unit in units}
     scheduled = jobs.make_schedule([unit.name for unit in units], known, Machine(1 << 40, 2))
-    jobs.run(units, scheduled, known, env={}, logs=tmp_path / "logs", machine=lambda: Machine(1 << 40, 2))
+    jobs.run(units, scheduled, known, site(tmp_path), machine=lambda: Machine(1 << 40, 2))
     assert sorted(path.name for path in folder.glob("*.o")) == ["page_binding.o", "page_kernel.cuda.o"]
 
 

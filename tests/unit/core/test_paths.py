@@ -120,7 +120,7 @@ def test_advice_in_a_container_names_the_compose_files_that_made_it(monkeypatch,
 
 
 def test_no_image_has_the_compose_file_by_which_a_checkout_is_known():
-    for name in ("Dockerfile", "Dockerfile.dev", "Dockerfile.ngc"):
+    for name in ("Dockerfile", "Dockerfile.dev"):
         copied = [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("COPY")]
         assert copied
         assert not [line for line in copied if "docker-compose" in line or " . " in line]

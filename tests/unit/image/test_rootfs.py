@@ -231,26 +231,6 @@ def test_vllm_is_compiled_from_the_bundle_if_there_is_one(tree, tmp_path, monkey
     assert asked[1] == ("the overlay", str(tree.packages))
 
 
-def test_a_stack_on_its_bases_own_torch_gets_the_whole_of_vllm(tree, tmp_path, monkeypatch):
-    asked, ran = [], []
-
-    def build_wheel(stack, python, folder, **options):
-        asked.append((stack, python, options))
-        folder.mkdir(parents=True)
-        (folder / "vllm.whl").touch()
-        return folder / "vllm.whl"
-
-    monkeypatch.setattr(rootfs.vllm_wheel, "build_wheel", build_wheel)
-    monkeypatch.setattr(rootfs, "run", lambda command, **_: ran.append([str(word) for word in command]))
-    (tmp_path / "bundle").mkdir()
-    ngc = Tree(tree.root, "ngc-25.12")
-    rootfs.compile_vllm(ngc, tmp_path / "bundle", "", "2")
-    assert asked == [("ngc-25.12", ngc.python, {"sources": "", "jobs": "2"})]
-    assert ran[0][-1].endswith("vllm.whl")
-    assert "--no-deps" in ran[0]
-    assert not (ngc.root / "wheels").exists(), "nothing of the build is left in the image"
-
-
 def test_a_stack_without_kernels_compiles_none(tree, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rootfs, "build_kernels", lambda _: pytest.fail("nothing to compile"))
     rootfs.compile_kernels(tree, tmp_path / "built", "", "auto")

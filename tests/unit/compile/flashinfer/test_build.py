@@ -17,7 +17,6 @@ from sparkforge.compile.flashinfer import environment as kernel_env
 from sparkforge.compile.flashinfer.build import KernelOrder
 from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule
-from sparkforge.compile.jobs import Unit
 from sparkforge.compile.toolchain import Toolchain
 from sparkforge.core import manifest
 from sparkforge.core.files import sha256_file
@@ -204,12 +203,6 @@ def test_what_compilers_of_a_killed_build_still_need_is_left_to_them(site):
         compiler.stdout.readline()
         build.build(site.order)
         assert compiler.wait() == 0, "its depfile was gone"
-
-
-def test_a_unit_holds_the_lock_while_it_runs(site):
-    build.build(site.order)
-    unit = ninja_build.holding(Path("lock"), Unit("tiny/x", ("sh", "-c", "true")))
-    assert unit.command[:4] == ("flock", "--shared", "--no-fork", "lock")
 
 
 def test_an_environment_is_examined(site, monkeypatch):

@@ -126,13 +126,14 @@ def test_what_a_killed_build_compiles_is_waited_for_and_the_next_run_finishes(or
     depfile.write_text(f"{str(depfile).removesuffix('.d')}: \n")
     ready, lock = tmp_path / "ready", extension_order.folder / "units.lock"
     script = f"""
-import subprocess, time
 from pathlib import Path
-from sparkforge.compile.jobs import Unit
-from sparkforge.compile.ninja import holding
-unit = holding(Path({str(lock)!r}), Unit("u", ("sh", "-c", "touch {ready}; sleep 1; mv {depfile} {tmp_path}/late")))
-subprocess.Popen(unit.command, start_new_session=True)
-time.sleep(600)
+from sparkforge.compile import jobs
+from sparkforge.compile.peaks import Peaks
+from sparkforge.core import memory
+unit = jobs.Unit("u", ("sh", "-c", "touch {ready}; sleep 1; mv {depfile} {tmp_path}/late"))
+peaks, site = Peaks("test"), jobs.Site({{}}, Path({str(tmp_path)!r}), Path({str(lock)!r}))
+peaks.learnt = {{"u": jobs.Cost(1, 1.0)}}
+jobs.run([unit], jobs.make_schedule(["u"], peaks, memory.measure()), peaks, site)
 """
     builder = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
     while not ready.exists():
