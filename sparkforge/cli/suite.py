@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sparkforge import environments, pins
 from sparkforge.core import memory, paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ProcessError
+from sparkforge.core.files import require_space
 from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, run_unchecked
@@ -22,6 +24,7 @@ from sparkforge.serve.devices.embedded import prepare_environment
 LINT, UNIT = Environment("lint"), Environment("unit")
 WORKERS = 2  # one serves while the other compiles (tests/conftest.py); on 2 cores a third one saves a tenth of the time
 FAST_WORKERS = 8  # without vLLM and torch; a test that waits for a process leaves its core to another
+TEMPORARY_BYTES = 200_000_000  # chosen, not measured: on a full disk pytest itself ends in a traceback
 WORKER_BYTES = 8_000_000_000  # pytest with torch 1.5 GB, and a vLLM of two ranks or two servers 6 GB
 # Set where vLLM and torch are left out on purpose: tests that import them are skipped (tests/conftest.py).
 FAST = "SPARKFORGE_TEST_FAST"
@@ -107,6 +110,7 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
 
     `fast` runs the unit tests without those marked slow, `nightly` also those marked nightly; `select` ignores marks.
     """
+    require_space(Path(tempfile.gettempdir()), TEMPORARY_BYTES, "the tests")
     # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
     variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
     if fast:

@@ -6,7 +6,9 @@ the clipboard, move the cursor or hide text, and none of them may reach the term
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 import time
@@ -22,7 +24,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from sparkforge.core import paths
-from sparkforge.core.errors import SparkforgeError, UsageError
+from sparkforge.core.errors import SparkforgeError, StorageError, UsageError
 from sparkforge.core.urls import without_passwords
 
 # C0 without tab and line feed, DEL, C1, bidirectional embeddings, overrides and isolates, lone surrogates.
@@ -142,9 +144,19 @@ def stream(pieces: Iterable[str]) -> None:
 
 
 def _write(text: str) -> None:
+    """Write to stdout. Raises StorageError if it goes to a file on a full disk."""
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to print
+        fix = "free some space there, or send the output elsewhere, then run the same command again"
+        raise StorageError(
+            "cannot write the output", "the disk of its file is full", fix, code="storage.full"
+        ) from error
 
 
 def show_error(error: SparkforgeError) -> None:

@@ -215,3 +215,11 @@ def test_two_words_are_the_command_with_a_dot(inv):
     result = inv("build", "kernels")
     assert result.returncode == UsageError.exit_code
     assert "./inv build.kernels" in result.stderr
+
+
+def test_output_into_a_file_on_a_full_disk_is_an_error_of_three_lines():
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device that has no room
+        result = subprocess.run([ROOT / "inv", "--list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 28
+    assert "[storage.full]" in result.stderr
+    assert len(result.stderr.splitlines()) == 3
