@@ -102,27 +102,16 @@ UP = ["up", "--device", devices.EMBEDDED]
 PLAN = StartPlan(EMBEDDED, key_file="")
 
 
-def test_up_takes_the_competitions_variables(started, tmp_path, monkeypatch):
+def test_up_takes_the_competitions_variables_where_no_option_says_otherwise(started, tmp_path, monkeypatch, capsys):
+    assert program.main(UP) == 0
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     for name, value in {"MODEL": str(tmp_path), "PORT": "8888", "TP": "1", "MAX_MODEL_LEN": "999"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(UP) == 0
-    assert started == [replace(PLAN, model=str(tmp_path), port=8888, flags=("--max-model-len=999",))]
-
-
-def test_an_option_of_up_wins_over_its_variable(started, monkeypatch):
-    monkeypatch.setenv("PORT", "8888")
     assert program.main([*UP, "--port", "8001"]) == 0
-    assert started == [replace(PLAN, port=8001)]
-
-
-def test_up_without_variables_is_as_ever(started):
-    assert program.main(UP) == 0
-    assert started == [PLAN]
-
-
-def test_a_wrong_variable_is_named(started, monkeypatch, capsys):
+    named = replace(PLAN, model=str(tmp_path), port=8888, flags=("--max-model-len=999",))
+    assert started == [PLAN, named, replace(named, port=8001)]
     monkeypatch.setenv("PORT", "abc")
     assert program.main(UP) == 2
     assert "PORT 'abc' is no number" in capsys.readouterr().err
-    assert started == []
+    assert len(started) == 3

@@ -17,12 +17,9 @@ def spark(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "PRODUCT", tmp_path / "product")
 
 
-@pytest.mark.parametrize("name", ["embedded", "docker", "docker-cpu"])
-def test_a_device_that_is_asked_for_is_taken(name):
-    assert (choose(name).device, choose(name).container) == (name, name != "embedded")
-
-
-def test_another_word_is_refused_with_the_known_ones():
+def test_a_device_that_is_asked_for_is_taken_and_another_word_refused():
+    for name in ("embedded", "docker", "docker-cpu"):
+        assert (choose(name).device, choose(name).container) == (name, name != "embedded")
     with pytest.raises(UsageError, match="auto, embedded, docker, docker-cpu"):
         choose("tpu")
 
@@ -35,25 +32,16 @@ def test_auto_without_arm_or_driver_is_embedded_and_asks_no_engine(monkeypatch, 
     assert "this machine is x86_64" in choose("auto").why
 
 
-def test_auto_on_a_spark_with_a_gpu_in_its_engine_is_docker(spark, fake_engine):
+def test_auto_on_a_spark_is_docker_if_its_engine_has_the_gpu(spark, fake_engine, monkeypatch, tmp_path):
+    choice = choose("auto")
+    assert (choice.device, "nvidia-ctk" in choice.why) == ("embedded", True)
     fake_engine.info["Runtimes"]["nvidia"] = {"path": "nvidia-container-runtime"}
-    choice = choose("auto")
-    assert choice.device == "docker"
-    assert choice.why == "this is NVIDIA_DGX_Spark and Docker 26.1.5+dfsg1 has the GPU by NVIDIA runtime"
-
-
-def test_auto_on_a_spark_whose_engine_has_no_gpu_says_how_to_give_it(spark, fake_engine):
-    choice = choose("auto")
-    assert choice.device == "embedded"
-    assert "nvidia-ctk" in choice.why
+    why = "this is {} and Docker 26.1.5+dfsg1 has the GPU by NVIDIA runtime"
+    assert choose("auto") == device.Choice("docker", why.format("NVIDIA_DGX_Spark"))
+    monkeypatch.setattr(device, "PRODUCT", tmp_path / "none")
+    assert choose("auto").why == why.format("an aarch64 machine with an NVIDIA driver")
 
 
 def test_auto_on_a_spark_without_an_engine_says_so(spark, monkeypatch, tmp_path, no_docker):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     assert "no Docker engine is installed" in choose("auto").why
-
-
-def test_a_machine_without_a_product_name_is_described(spark, fake_engine, monkeypatch, tmp_path):
-    fake_engine.info["Runtimes"]["nvidia"] = {}
-    monkeypatch.setattr(device, "PRODUCT", tmp_path / "none")
-    assert "an aarch64 machine with an NVIDIA driver" in choose("auto").why

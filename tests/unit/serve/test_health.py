@@ -51,13 +51,10 @@ def test_a_validated_server_that_answers_is_healthy(ready, answering, monkeypatc
     assert capsys.readouterr().out == "healthy\n"
 
 
-def test_a_validated_worker_without_an_api_is_healthy(ready):
-    assert healthy.look(ready("127.0.0.1", 0)) == ""
-
-
-def test_without_readiness_an_answering_server_is_not_healthy(answering, tmp_path):
+def test_a_worker_without_an_api_is_healthy_and_a_server_without_readiness_is_not(ready, answering, tmp_path):
     answering(200)
     assert "validation has not passed" in healthy.look(tmp_path)
+    assert healthy.look(ready("127.0.0.1", 0)) == ""
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "127.0.0.1", "port": "x"}', "\udcff"])
@@ -66,17 +63,10 @@ def test_a_broken_readiness_file_is_not_healthy(tmp_path, text):
     assert "cannot read" in healthy.look(tmp_path)
 
 
-def test_another_status_is_not_healthy(ready, answering):
-    assert healthy.look(ready(*answering(503))).endswith("answered 503")
-
-
-def test_nobody_there_is_not_healthy(ready):
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound, not listening
-        assert "does not answer" in healthy.look(ready(*held.getsockname()))
-
-
-def test_a_server_that_says_nothing_is_given_up(ready, monkeypatch):
+def test_a_server_that_does_not_answer_well_is_not_healthy(ready, answering, monkeypatch):
     monkeypatch.setattr(healthy, "SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "does not answer" in healthy.look(ready(*silent.getsockname()))
+    assert healthy.look(ready(*answering(503))).endswith("answered 503")
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as silent:
+        bound.bind(("127.0.0.1", 0))  # not listening
+        for address in (bound.getsockname(), silent.getsockname()):
+            assert "does not answer" in healthy.look(ready(*address))

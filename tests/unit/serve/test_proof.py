@@ -83,21 +83,15 @@ def test_a_canary_tells_the_fault(name):
     assert re.search(fault, proof.CALLS[name].fault(answer))
 
 
-def test_a_store_that_is_off_is_known_as_such():
+def test_a_refusal_a_stream_and_a_failed_response_are_read_whole():
     call, limit = proof.CALLS["an unknown response"], proof.LIMITS["an unknown response"][0]
     assert call.fault("404: The server stores no responses: set VLLM_ENABLE_RESPONSES_API_STORE=1") == limit.fault
     assert call.fault("404: it is not one of the last 1000 · send the conversation in `input`") == ""
-
-
-def test_a_stream_of_a_completion_has_text_and_one_end():
     fault = proof.CALLS["a streamed completion"].fault
     pieces = [{"choices": [{"text": "a", "finish_reason": None}]}, {"choices": [{"text": "", "finish_reason": "stop"}]}]
     assert fault(pieces) == ""
     assert fault(pieces[:1]) == "its 1 events have 0 ends"
     assert fault([{"choices": [{"text": None, "finish_reason": "stop"}]}]) == "one of its 1 events has no text"
-
-
-def test_a_response_that_fails_must_name_its_error():
     event = {"type": "response.failed", "response": {"error": {"message": "Internal server error"}}}
     assert "does not name the fault" in proof.CALLS["a response that fails"].fault([event])
 
@@ -164,15 +158,11 @@ def answer_rightly(monkeypatch):
     monkeypatch.setattr(Endpoint, "events", lambda _endpoint, path, body, *_: iter(fake_api.stream(body)))
 
 
-def sent(monkeypatch, patches):
-    """Prove a server that answers rightly; return the names of the calls that were sent."""
+def test_canaries_are_sent_for_the_patches_that_a_stack_has_and_told_in_order(monkeypatch):
     answer_rightly(monkeypatch)
-    return proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=patches)
-
-
-def test_canaries_are_sent_for_the_patches_that_a_stack_has(monkeypatch):
-    assert set(sent(monkeypatch, PATCHES)) == set(proof.CALLS)
-    assert set(sent(monkeypatch, ())) == set(proof.CALLS) - set(FAULTS)
+    endpoint = Endpoint("http://127.0.0.1:1", "m", key="")
+    assert list(proof.prove(endpoint, 60.0, patches=PATCHES)) == list(proof.CALLS)
+    assert set(proof.prove(endpoint, 60.0)) == set(proof.CALLS) - set(FAULTS)
 
 
 def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
@@ -190,10 +180,6 @@ def test_every_call_that_failed_is_named_in_the_same_order(monkeypatch):
     with pytest.raises(ServerError) as caught:
         proof.prove(Endpoint("http://127.0.0.1:1", "m", key=""), 60.0, patches=PATCHES)
     assert caught.value.why == "the request for a chat: role; failed, too: a streamed chat, a tool call"
-
-
-def test_what_was_proved_is_in_the_order_of_the_calls(monkeypatch):
-    assert list(sent(monkeypatch, PATCHES)) == list(proof.CALLS)
 
 
 MIXED = "a long prompt beside an answer"
