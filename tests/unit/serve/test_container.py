@@ -93,6 +93,14 @@ def up(device="docker-cpu", build=None, **options):
     return run(docker_device.Container(StartPlan(device, **options), build))
 
 
+def change_config(docker_command, change):
+    """Have Compose resolve another project: `change` gets the one of `checkout`, and may return a text."""
+    for rule in (docker_command.folder / "rules").iterdir():
+        if (rule / "pattern").read_text().startswith("config"):
+            config = json.loads((rule / "out").read_text())
+            (rule / "out").write_text(change(config) or json.dumps(config))
+
+
 def called(docker_command, method):
     return [call for call in docker_command.calls if method in call]
 
@@ -184,35 +192,28 @@ def test_a_container_that_holds_is_told_at_once(checkout, fake_engine, docker_co
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("state", "more", "message"),
     [
-        ({"Status": "exited", "ExitCode": 1}, "ended with code 1"),
-        ({"Status": "exited", "ExitCode": 137, "OOMKilled": True}, "memory limit"),
-        (
-            {"Health": {"Status": "unhealthy", "Log": [{"Output": "no /run/sparkforge/ready"}]}},
-            "unhealthy: no /run/spark",
-        ),
+        ({"Status": "exited", "ExitCode": 1}, {}, "ended with code 1"),
+        ({"Status": "exited", "ExitCode": 137, "OOMKilled": True}, {}, "memory limit"),
+        ({"Health": {"Status": "unhealthy", "Log": [{"Output": "no /run/ready"}]}}, {}, "unhealthy: no /run/ready"),
+        ({}, {"RestartCount": 1}, "Docker started it again"),
     ],
 )
-def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, message):
+def test_other_ends_show_what_the_log_says(checkout, fake_engine, docker_command, state, more, message):
     fake_engine.container["State"] |= state
+    fake_engine.container |= more
     fake_engine.log = "INFO 11-21 03:40:12 [x.py:1] a\nRuntimeError: no such kernel\n"
     error = fails(errors.ServerError, docker_command)
     assert message in error.what
     assert error.why == "RuntimeError: no such kernel"
 
 
-def test_a_container_that_waits_after_a_refusal_is_not_waited_for(checkout, fake_engine, docker_command):
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_container_that_waits_after_a_refusal_is_not_waited_for(checkout, fake_engine, docker_command, restarted):
     waits = {"Status": "starting", "Log": [{"Output": "refused: the validator refuses to serve; validates again"}]}
-    fake_engine.container["State"]["Health"] = waits
-    fake_engine.log = REFUSAL
-    assert "memory-host" in fails(errors.RefusalError, docker_command).why
-
-
-def test_a_server_that_docker_starts_again_is_a_failure_at_once(checkout, fake_engine, docker_command):
-    fake_engine.container["RestartCount"] = 1
-    fake_engine.log = "RuntimeError: no such kernel\n"
-    assert "Docker started it again" in fails(errors.ServerError, docker_command).what
+    fake_engine.container["State"]["Health"] = {} if restarted else waits
+    fake_engine.container["RestartCount"] = int(restarted)
     fake_engine.log = REFUSAL + "✗ the validator refuses to serve\n"
     assert "memory-host" in fails(errors.RefusalError, docker_command).why
 
@@ -281,14 +282,24 @@ def test_a_missing_image_is_built_first(checkout, fake_engine):
 
 
 def test_a_service_with_a_gpu_needs_one_and_names_the_way_without(checkout, fake_engine, docker_command):
-    for rule in (docker_command.folder / "rules").iterdir():
-        if (rule / "pattern").read_text().startswith("config"):
-            config = json.loads((rule / "out").read_text())
-            config["services"]["vllm"]["deploy"] = {"resources": {"reservations": {"devices": [{"count": 1}]}}}
-            (rule / "out").write_text(json.dumps(config))
+    deploy = {"resources": {"reservations": {"devices": [{"count": 1}]}}}
+    change_config(docker_command, lambda config: config["services"]["vllm"].update(deploy=deploy))
     with pytest.raises(errors.EngineError, match="--device docker-cpu"):
         up("docker")
     assert not called(docker_command, "up")
+
+
+def test_a_known_good_image_is_served_by_its_id_and_never_built(checkout, fake_engine, docker_command, api):
+    server = up(port=api, image="sha256:old", variables={"MAX_MODEL_LEN": "64"})
+    (call,) = called(docker_command, " up ")
+    override = paths.state() / "rollback.compose.json"
+    assert f"--file {override} up" in call
+    assert json.loads(override.read_text()) == {"services": {"vllm": {"image": "sha256:old"}}}
+    assert record.running() == server
+    launch.stop()
+    fake_engine.routes[r"GET /images/.+/json"] = lambda query: (404, {"message": "No such image: x"})
+    with pytest.raises(errors.EngineError, match="there is no image sha256:old"):
+        up(port=api, image="sha256:old")
 
 
 def test_compose_files_of_the_user_come_last(checkout, fake_engine, monkeypatch, tmp_path):
@@ -312,22 +323,21 @@ def test_a_start_that_fails_is_told_although_stopping_fails_too(checkout, fake_e
     assert called(docker_command, " stop vllm")
 
 
-def test_a_variable_that_is_set_nowhere_is_no_variable(checkout, docker_command):
-    for rule in (docker_command.folder / "rules").iterdir():
-        if (rule / "pattern").read_text().startswith("config"):
-            config = json.loads((rule / "out").read_text())
-            config["services"]["vllm"]["environment"]["SPARKFORGE_VALIDATE_SECONDS"] = None
-            (rule / "out").write_text(json.dumps(config))
-    environment = docker_compose.resolve({}).environment
-    assert "SPARKFORGE_VALIDATE_SECONDS" not in environment
-    assert settings.read(environment).seconds == settings.SECONDS
+def test_what_is_set_nowhere_is_neither_a_variable_nor_a_key(checkout, docker_command):
+    def change(config):
+        config["services"]["vllm"]["environment"]["SPARKFORGE_VALIDATE_SECONDS"] = None
+        config["secrets"]["api_key"]["file"] = "/dev/null"
+
+    change_config(docker_command, change)
+    service = docker_compose.resolve({})
+    assert "SPARKFORGE_VALIDATE_SECONDS" not in service.environment
+    assert settings.read(service.environment).seconds == settings.SECONDS
+    assert service.key_file == ""
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"services": {"vllm": {"image": "x"}}}'])
 def test_a_compose_file_without_the_service_is_a_named_error(checkout, docker_command, text):
-    for rule in (docker_command.folder / "rules").iterdir():
-        if (rule / "pattern").read_text().startswith("config"):
-            (rule / "out").write_text(text)
+    change_config(docker_command, lambda _config: text)
     with pytest.raises(errors.EngineError, match=r"docker compose .* config"):
         docker_compose.resolve({})
 
@@ -340,14 +350,6 @@ def test_a_key_file_without_a_key_is_refused_before_anything_starts(
     with pytest.raises(errors.StorageError, match="no API key"):
         up()
     assert not called(docker_command, " up ")
-
-
-def test_a_container_without_a_key_has_none(checkout, fake_engine, docker_command):
-    for rule in (docker_command.folder / "rules").iterdir():
-        if (rule / "pattern").read_text().startswith("config"):
-            config = json.loads((rule / "out").read_text())
-            (rule / "out").write_text(json.dumps({**config, "secrets": {"api_key": {"file": "/dev/null"}}}))
-    assert docker_compose.resolve({}).key_file == ""
 
 
 @pytest.mark.parametrize(

@@ -311,14 +311,7 @@ def test_a_server_whose_engine_dies_is_a_failed_container(container):
     out, _ = child.communicate(timeout=30)
     assert child.returncode == ServerError.exit_code  # what `on-failure` restarts
     assert "ended by itself" in out
-
-
-def test_off_serves_without_asking(container):
-    child = container.start(SPARKFORGE_VALIDATE="off")
-    container.serving(child)
     assert not (container.run / "validation.json").exists()
-    child.terminate()
-    out = child.communicate()[0]
     assert "nothing was validated" in out
     assert "port-free" not in out
 
@@ -360,47 +353,43 @@ def test_a_folder_for_traces_starts_the_server_with_its_profiler(container, tmp_
     assert environment["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] == "1"
 
 
-def test_an_empty_token_is_none(container, tmp_path):
-    (tmp_path / "token").write_text("\n")
-    assert "HF_TOKEN_PATH" not in container.serves(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "token"))[1]
-
-
-def test_a_key_file_that_is_named_and_empty_stops_the_start(container, tmp_path):
-    (tmp_path / "key").write_text("\n")
-    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
+@pytest.mark.parametrize("key", ["\n", None, "."], ids=["empty", "absent", "folder"])
+def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(container, tmp_path, key):
+    (tmp_path / "file").write_text("\n")
+    path = tmp_path / {"\n": "file", None: "absent", ".": "."}[key]
+    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(path))
     assert (code, server) == (28, None)
-    assert "it is empty" in out
-
-
-def test_a_key_among_the_arguments_is_refused(container):
-    code, out, server = container.decides("--api-key", "sesame")
-    assert (code, server) == (2, None)
-    assert "sesame" not in out
-
-
-@pytest.mark.parametrize("where", ["absent", "."])
-def test_a_secret_that_cannot_be_read_stops_the_start(container, tmp_path, where):
-    code, out, server = container.decides(SPARKFORGE_API_KEY_FILE=str(tmp_path / where))
-    assert (code, server) == (28, None)
-    assert "cannot read the API key" in out
+    assert ("it is empty" if key == "\n" else "cannot read the API key") in out
+    assert "HF_TOKEN_PATH" not in container.serves(SPARKFORGE_HF_TOKEN_FILE=str(tmp_path / "file"))[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("arguments", "variables", "code", "message"),
     [
-        ("SPARKFORGE_VALIDATE", "stirct"),
-        ("SPARKFORGE_PROFILE", "sprak"),
-        ("SPARKFORGE_SERVE_PROFILE", "quick"),
-        ("SPARKFORGE_SERVE_PROFILE", "fast"),  # on a CPU
-        ("SPARKFORGE_VALIDATE_SECONDS", "-1"),
-        ("SPARKFORGE_VALIDATE_SECONDS", "soon"),
-        ("SPARKFORGE_PROFILER", "yes"),
+        ((), {"SPARKFORGE_VALIDATE": "stirct"}, 2, "stirct"),
+        ((), {"SPARKFORGE_PROFILE": "sprak"}, 2, "sprak"),
+        ((), {"SPARKFORGE_SERVE_PROFILE": "quick"}, 2, "quick"),
+        ((), {"SPARKFORGE_SERVE_PROFILE": "fast"}, 2, "fast"),  # on a CPU
+        ((), {"SPARKFORGE_VALIDATE_SECONDS": "-1"}, 2, "-1"),
+        ((), {"SPARKFORGE_VALIDATE_SECONDS": "soon"}, 2, "soon"),
+        ((), {"SPARKFORGE_PROFILER": "yes"}, 2, "yes"),
+        ((), {"SPARKFORGE_RUN": "/proc/none"}, 28, "cannot write into /proc/none"),
+        (("--port", "many"), {}, 2, "'many' is no port"),
+        (("--api-key", "sesame"), {}, 2, "--api-key may not be an argument"),
+        ((), {"SPARKFORGE_BIND": "0.0.0.0"}, 2, "0.0.0.0 would open the server without an API key"),  # noqa: S104
+        ((), {"SPARKFORGE_BIND": "192.168.1.7"}, 2, "192.168.1.7 would open the server without an API key"),
     ],
 )
-def test_a_word_without_meaning_is_refused(container, name, value):
-    code, out, server = container.decides(**{name: value})
-    assert (code, server) == (2, None)
-    assert value in out
+def test_what_has_no_meaning_or_opens_the_server_is_refused(container, arguments, variables, code, message):
+    ended, out, server = container.decides(*arguments, **variables)
+    assert (ended, server) == (code, None)
+    assert message in out
+    assert "sesame" not in out
+
+
+def test_an_address_for_other_machines_is_served_with_a_key(container, tmp_path):
+    (tmp_path / "key").write_text("sesame\n")
+    assert container.serves(SPARKFORGE_BIND="192.168.1.7", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
 
 
 def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
@@ -457,26 +446,6 @@ def test_a_full_run_folder_is_named_while_a_container_waits(tmp_path, monkeypatc
     with pytest.raises(StorageError, match="cannot write into") as caught:
         entrypoint._held(options, "refused: x")
     assert "No space left" in caught.value.why
-
-
-@pytest.mark.parametrize("bind", ["0.0.0.0", "192.168.1.7"])  # noqa: S104 - what is refused
-def test_an_address_for_other_machines_needs_a_key(container, tmp_path, bind):
-    code, out, server = container.decides(SPARKFORGE_BIND=bind)
-    assert (code, server) == (2, None)
-    assert f"{bind} would open the server without an API key" in out
-    (tmp_path / "key").write_text("sesame\n")
-    assert container.serves(SPARKFORGE_BIND=bind, SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
-
-
-def test_a_port_that_is_none_is_refused(container):
-    code, out, server = container.decides("--port", "many")
-    assert (code, server, "'many' is no port" in out) == (2, None, True)
-
-
-def test_a_run_folder_that_cannot_be_written_is_named(container):
-    code, out, server = container.decides(SPARKFORGE_RUN="/proc/none")
-    assert (code, server) == (28, None)
-    assert "cannot write into /proc/none" in out
 
 
 @pytest.fixture

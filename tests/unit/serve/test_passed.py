@@ -47,12 +47,14 @@ def key(tmp_path):
     return "key"
 
 
-def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, tmp_path, capsys):
+def test_flags_behind_two_dashes_come_last_and_the_validator_sees_them(started, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MAX_MODEL_LEN", "999")
     flags = ["--max-num-seqs", "4", "--chat-template=./x.jinja", "--no-enforce-eager"]
-    assert program.main([*UP, "--context", "512", "--", *flags]) == 2
+    assert program.main([*UP, "--context", "512", "--quantization", "spark-mxfp4", "--", *flags]) == 2
     _address, validated, launched = started
     wanted = ("--max-model-len=512", *flags[:2], f"--chat-template={tmp_path}/x.jinja", flags[3])
-    assert validated[0].flags == wanted
+    assert (validated[0].profile, validated[0].flags) == ("embedded", wanted)
+    assert flag_value(launched.command, "--quantization") == "spark-mxfp4"
     at = launched.command.index("--max-model-len=512")
     assert launched.command[at : at + len(wanted)] == wanted
     assert launched.command.index("--max-num-seqs=16") < at
@@ -77,13 +79,6 @@ def test_our_experts_are_a_profile_or_a_flag_beside_one(profile, gpu, asked):
     if profile in ("", "fast") and gpu:
         served = profiles.named(asked[0]).arguments() + asked[1]
         assert flag_value(served, "--quantization") == "spark-mxfp4"
-
-
-def test_quantization_reaches_validator_and_server(started):
-    program.main([*UP, "--quantization", "spark-mxfp4"])
-    _address, validated, launched = started
-    assert validated[0].profile == "embedded"
-    assert flag_value(launched.command, "--quantization") == "spark-mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +114,6 @@ def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsy
     options = ["--device", devices.DOCKER, "--profile", "auto", "--quantization", "spark-mxfp4"]
     assert program.main(["up", *options]) == UsageError.exit_code
     assert "has no effect beside --profile fast-dense-8" in capsys.readouterr().err
-
-
-def test_the_option_wins_over_the_variable_of_the_context(started, monkeypatch):
-    monkeypatch.setenv("MAX_MODEL_LEN", "999")
-    program.main([*UP, "--context", "512"])
-    assert flag_value(started[-1].command, "--max-model-len") == "512"
 
 
 @pytest.mark.parametrize(
@@ -228,18 +217,6 @@ def compose_config(docker_command, monkeypatch, **changes):
     docker_command.answers("config --format json", out=json.dumps({"services": {"vllm": service}}))
 
 
-def test_compose_gets_the_address_the_context_and_the_flags():
-    plan = StartPlan("docker", variables={"MAX_MODEL_LEN": "512"}, host="192.168.1.20", flags=("--a", "b c"))
-    assert container.variables(plan) == {
-        "PORT": "8000",
-        "MAX_MODEL_LEN": "512",
-        "SPARKFORGE_BIND": "192.168.1.20",
-        "VLLM_ARGS": "--a 'b c'",
-        access.HOSTS: "localhost:8000,127.0.0.1:8000,[::1]:8000,192.168.1.20:8000",
-    }
-    assert container.variables(StartPlan("docker")) == {"PORT": "8000"}
-
-
 def test_up_hands_them_to_compose(started, key, monkeypatch):
     """Through the command: what the option says wins over the environment's MAX_MODEL_LEN."""
 
@@ -292,24 +269,21 @@ def test_compose_files_that_leave_out_what_was_asked_for_are_named(
     assert not [call for call in docker_command.calls if " up " in call]
 
 
-@pytest.mark.parametrize("inside", [None, "triton"])
+@pytest.mark.parametrize("inside", [None, "triton", "fast_moe:FastMoe"])
 def test_a_kernel_of_the_shell_that_the_container_does_not_get_is_refused(
     fake_engine, docker_command, monkeypatch, inside
 ):
     compose_config(docker_command, monkeypatch, variables={profiles.KERNEL_VARIABLE: inside} if inside else {})
     monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
-    with pytest.raises(UsageError, match="fast_moe:FastMoe has no effect") as caught:
-        container.Container(StartPlan(devices.DOCKER_CPU), None).prepare()
-    assert "vllm.env" in caught.value.fix
-    assert "--device embedded" in caught.value.fix
-
-
-def test_a_kernel_that_the_container_gets_is_not_refused(fake_engine, docker_command, monkeypatch):
-    compose_config(docker_command, monkeypatch, variables={profiles.KERNEL_VARIABLE: "fast_moe:FastMoe"})
-    monkeypatch.setenv(profiles.KERNEL_VARIABLE, "fast_moe:FastMoe")
     monkeypatch.setattr(launch, "check_free", lambda *_address: (_ for _ in ()).throw(UsageError("so far", "", "")))
-    with pytest.raises(UsageError, match="so far"):
+    with pytest.raises(UsageError) as caught:
         container.Container(StartPlan(devices.DOCKER_CPU), None).prepare()
+    if inside == "fast_moe:FastMoe":
+        assert caught.value.what == "so far"
+    else:
+        assert "fast_moe:FastMoe has no effect" in caught.value.what
+        assert "vllm.env" in caught.value.fix
+        assert "--device embedded" in caught.value.fix
 
 
 def test_the_variable_of_the_kernel_is_the_librarys():

@@ -180,12 +180,6 @@ def test_a_dense_profile_is_its_base_with_other_formats_by_our_plugin(name, base
     assert (variables["SPARK_MXFP4_LINEAR"], variables["SPARK_MXFP4_LM_HEAD"]) == (linear, head)
 
 
-def test_a_profile_of_the_embedded_device_is_told_from_one_for_containers(table):
-    text = GOOD.replace('about = "a"', 'about = "a"\ndevice = "embedded"')
-    assert [profile.device for profile in profiles.load(table(text)).values()] == ["embedded", "embedded"]
-    assert {profile.device for profile in profiles.load(table(GOOD)).values()} == {""}
-
-
 @pytest.mark.parametrize("stack", ["spark", "spark-next"])
 def test_fast_load_is_safe_with_another_reader_that_the_stack_has_and_can_load(stack):
     """The reader is in the lock by hash, and finds CUDA's runtime where the image's Python has it."""

@@ -27,11 +27,6 @@ def known():
     return restarts.read(WHO, time.time()).failures
 
 
-def test_the_first_start_waits_for_nothing():
-    assert known() == ()
-    assert restarts.pause_seconds((), time.time()) == 0
-
-
 def test_each_failure_waits_longer_and_none_for_ever():
     failures = [ServerFailure(ended=100.0, why="")] * 9
     pauses = [restarts.pause_seconds(failures[:count], 100.0) for count in range(1, 10)]
@@ -39,7 +34,7 @@ def test_each_failure_waits_longer_and_none_for_ever():
     assert pauses == sorted(pauses)
     assert pauses[-1] == restarts.LONGEST_SECONDS
     assert restarts.pause_seconds(failures[:2], 105.0) == 3.0  # of 8 s, 5 have passed
-    assert restarts.pause_seconds(failures[:2], 900.0) == 0.0
+    assert restarts.pause_seconds(failures[:2], 900.0) == restarts.pause_seconds((), 100.0) == 0.0
 
 
 def test_an_end_that_nobody_asked_for_counts_with_its_reason():
@@ -62,16 +57,10 @@ def test_a_full_disk_prevents_no_start(monkeypatch, tmp_path):
     restarts.admit(WHO, tmp_path)
 
 
-def test_a_start_without_an_end_counts_too():
+def test_a_start_without_an_end_counts_and_one_that_was_asked_for_forgives_the_others():
     restarts.begin(WHO)
     (failure,) = known()
     assert "lost its power" in failure.why
-
-
-def test_an_end_that_was_asked_for_forgives_the_others():
-    restarts.begin(WHO)
-    ends()
-    restarts.begin(WHO)
     ends(code=0, asked=True)
     assert known() == ()
 
