@@ -10,12 +10,11 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from sparkforge.audit.cubins import Binary, Cubin, Kernel, Watch, compiles
 from sparkforge.audit.elf import Host
-from sparkforge.core.documents import read_toml
-from sparkforge.core.errors import AuditError
+from sparkforge.core import tables
 from sparkforge.core.tables import Record
 
 PATH = Path(__file__).with_name("rules.toml")
@@ -129,15 +128,8 @@ class Rules(Record):
 
 @cache
 def load(path: Path = PATH) -> Rules:
-    """Return the rules. Raises AuditError for a table that cannot be read, or with a mistake in it."""
-    try:
-        return Rules.model_validate(read_toml(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise AuditError(f"{path.name} is malformed", why, f"correct {path}, or: git checkout {path}") from error
-    except (OSError, ValueError) as error:
-        raise AuditError(f"cannot read {path.name}", str(error), f"correct {path}, or: git checkout {path}") from error
+    """Return the rules. Raises InputError for a table that cannot be read, or with a mistake in it."""
+    return tables.load(path, Rules)
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,17 @@ def read_units(
     ninja: str | Path,
     rules: Sequence[str] = COMPILERS,
     *,
-    unit_name: Callable[[Path, str], str] = lambda folder, output: f"{folder.name}/{Path(output).name}",
+    unit_name: Callable[[str], str] | None = None,
 ) -> list[Unit]:
     """Return the compilations of `folder`/build.ninja, those of `rules`, as a shell would run them.
 
-    `unit_name` makes a unit's name from the folder and the object, FOLDER/OBJECT by default. Raises ProcessError if
-    ninja cannot read the file.
+    `unit_name` makes a unit's name from its object, FOLDER/OBJECT by default. Raises ProcessError if ninja cannot read
+    the file.
     """
+    name = unit_name or (lambda output: f"{folder.name}/{Path(output).name}")
     answer = run([ninja, "-C", folder, "-t", "compdb", *rules]).stdout
     return [
-        Unit(unit_name(folder, row["output"]), ("sh", "-c", row["command"]), Path(row["directory"]))
+        Unit(name(row["output"]), ("sh", "-c", row["command"]), Path(row["directory"]))
         for row in parse_json(answer, f"ninja's answer about {folder}")
     ]
 

@@ -29,11 +29,12 @@ from sparkforge.audit import report as audit_report
 from sparkforge.audit.patched import AuditedWheel, audit_installed
 from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer.build import KernelRequest, build_kernels
+from sparkforge.compile.jobs import parse_limit
 from sparkforge.compile.vllm import overlay as vllm_overlay
 from sparkforge.compile.vllm.build import ExtensionRequest, build_extensions
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import IntegrityError, SparkforgeError, UsageError
+from sparkforge.core.errors import IntegrityError, SparkforgeError
 from sparkforge.core.files import sha256_file, write_atomic, write_json
 from sparkforge.core.installed import Installed, is_below
 from sparkforge.core.paths import ROOT
@@ -197,19 +198,14 @@ def finish(tree: Tree, jobs: int) -> None:
         for path in tree.packages.glob(f"*.dist-info/{name}"):
             path.unlink()
     for record in tree.packages.glob("*.dist-info/RECORD"):
-        forget_volatile(record)
+        lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
+        lasting = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
+        if lasting != lines:  # a record has their hashes, which are other ones in every build
+            write_atomic(record, "".join(lasting))
     for path in sorted(tree.packages.rglob("__pycache__")):
         shutil.rmtree(path)
     (tree.root / LOCK).unlink(missing_ok=True)
     compile_bytecode(tree, jobs)
-
-
-def forget_volatile(record: Path) -> None:
-    """Take the files that are not kept out of a record, which has their hashes: those are other ones in every build."""
-    lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
-    lasting = [line for line in lines if Path(line.partition(",")[0]).name not in VOLATILE]
-    if lasting != lines:
-        write_atomic(record, "".join(lasting))
 
 
 def compile_bytecode(tree: Tree, jobs: int) -> None:
@@ -226,13 +222,10 @@ def compile_bytecode(tree: Tree, jobs: int) -> None:
         flags = ["--invalidation-mode", "unchecked-hash", "-q", "-q", "-j", "1"]
         run_unchecked([tree.python, "-m", "compileall", *flags, path], env=env)
 
-    packages = sorted(path for path in tree.packages.iterdir() if path.suffix in ("", ".py") and _holds_python(path))
+    modules = list(tree.packages.glob("*.py"))
+    modules += [path for path in tree.packages.glob("*/") if not path.suffix and any(path.rglob("*.py"))]
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(compile_package, packages))
-
-
-def _holds_python(path: Path) -> bool:
-    return path.suffix == ".py" or (path.is_dir() and next(path.rglob("*.py"), None) is not None)
+        list(pool.map(compile_package, sorted(modules)))
 
 
 def audit_code(tree: Tree) -> dict[str, Any]:
@@ -323,7 +316,7 @@ STEPS: dict[str, Callable[[Tree, argparse.Namespace], None]] = {
     "install": lambda tree, options: install(tree, options.more),
     "kernels": lambda tree, options: compile_kernels(tree, options.built, options.set, options.jobs),
     "vllm": lambda tree, options: compile_vllm(tree, options.sources, options.targets, options.jobs),
-    "finish": lambda tree, options: finish(tree, _jobs(options.jobs)),
+    "finish": lambda tree, options: finish(tree, parse_limit(options.jobs) or os.cpu_count() or 1),
     "verify": lambda tree, options: _verify(tree, options.describe),
 }
 
@@ -357,14 +350,6 @@ def main(arguments: Sequence[str]) -> int:
         show_error(error)
         return error.exit_code
     return 0
-
-
-def _jobs(text: str) -> int:
-    if text == "auto":
-        return os.cpu_count() or 1
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    raise UsageError(f"--jobs {text!r} is no number", "it takes auto or 1, 2, …", "--jobs auto")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from sparkforge.core.documents import DocumentError, read_toml
+from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError, UsageError
 from sparkforge.core.tables import Record
 
@@ -87,28 +87,20 @@ def request(module: KernelModule) -> dict[str, Any]:
 
 @cache
 def load(version: str, path: Path = TABLE) -> KernelTable:
-    """Return the table for a FlashInfer. Raises InputError for a release that has none, and for a malformed file."""
-    try:
-        document = read_toml(path)
-        if version not in document["flashinfer"]:
-            raise InputError(
-                f"no kernels are known for FlashInfer {version}",
-                f"{path.name} has those of {', '.join(document['flashinfer'])}",
-                "build another stack, or extend that table (docs/concepts/kernels.md)",
-                code="input.pins",
-            )
-        return KernelTable.model_validate(_of_release(document, document["flashinfer"].index(version)))
-    except (OSError, DocumentError) as error:
-        raise InputError(f"cannot read {path.name}", str(error), f"git checkout {path}", code="input.pins") from None
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise InputError(f"{path.name} is refused", problems, f"correct {path}", code="input.pins") from None
-    except (LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{path.name} is refused", repr(error), f"correct {path}", code="input.pins") from None
+    """Return the table for a FlashInfer: each call has its line in that release, each module what its call gives.
 
-
-def _of_release(document: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the document for one of its releases: each call has a line, each module what its call gives."""
+    Raises InputError for a release that has none. The table is part of the program: a mistake in it raises what
+    pydantic and the lookups raise.
+    """
+    document = read_toml(path)
+    if version not in document["flashinfer"]:
+        raise InputError(
+            f"no kernels are known for FlashInfer {version}",
+            f"{path.name} has those of {', '.join(document['flashinfer'])}",
+            "build another stack, or extend that table (docs/concepts/kernels.md)",
+            code="input.pins",
+        )
+    number = document["flashinfer"].index(version)
     shared = {name: (call.pop("generator"), call.pop("arguments", {})) for name, call in document["calls"].items()}
     for call in document["calls"].values():
         call["line"] = call.pop("lines")[number]
@@ -116,9 +108,9 @@ def _of_release(document: dict[str, Any], number: int) -> dict[str, Any]:
         module["generator"], arguments = shared[module["call"]]
         own = {**arguments, **module.get("arguments", {})}
         module["arguments"] = {key: module["name"] if value == "{name}" else value for key, value in own.items()}
-    return {**document, "flashinfer": document["flashinfer"][number]}
+    return KernelTable.model_validate({**document, "flashinfer": version})
 
 
-def releases(path: Path = TABLE) -> list[str]:
+def releases() -> list[str]:
     """Return the releases of FlashInfer that the table has."""
-    return list(read_toml(path)["flashinfer"])
+    return list(read_toml(TABLE)["flashinfer"])

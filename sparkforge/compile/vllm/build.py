@@ -10,6 +10,7 @@ ccache. The overlay appears when it is complete and the audit passed (docs/conce
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -317,12 +318,7 @@ def units_of(order: ExtensionOrder) -> list[Unit]:
     listing = run([order.chain.ninja, "-C", folder, "-t", "rules"]).stdout
     targets = {target.lstrip("_") for target in order.targets}  # CMake writes one underscore for several
     rules = [rule[0] for rule in COMPILERS.finditer(listing) if rule[1].lstrip("_") in targets]
-
-    def unit_name(_folder: Path, output: str) -> str:
-        """Return TARGET/SOURCE.o for an output of CMake, another output unchanged."""
-        match = OBJECT.match(output)
-        return f"{match[1]}/{match[2]}" if match else output
-
+    unit_name = functools.partial(OBJECT.sub, r"\1/\2")
     units = ninja_build.read_units(folder, order.chain.ninja, rules, unit_name=unit_name) if rules else []
     if without := set(order.targets) - {unit.name.partition("/")[0] for unit in units}:
         raise CompileError(

@@ -88,7 +88,7 @@ def fetch_sources(
             repositories[name] = Repository(None, "left out")
             continue
         try:
-            repositories[name] = repository(name, option.variable, stack.git[name], folder)
+            repositories[name] = _repository(name, option.variable, stack.git[name], folder)
         except CompileError as error:
             if error.code != "compile.inputs":
                 raise
@@ -100,7 +100,7 @@ def fetch_sources(
     elif missing:
         possible = [target for target in table.used if not set(table.targets[target].needs) & missing.keys()]
         only = f"or only what needs none of it: ./inv build.vllm --targets {','.join(possible)}"
-        raise missing_repositories(missing, users, stack, only)
+        raise _missing_repositories(missing, users, stack, only)
     if checkout is not None:
         return ExtensionSources(checkout, list_checkout(checkout), None, repositories)
     queue = Queue.load(ROOT / "patches" / str(component.patches))
@@ -116,7 +116,7 @@ def list_checkout(checkout: Path) -> dict[str, str]:
     return {str(path.relative_to(checkout)): sha256_file(path) for path in sorted(wanted)}
 
 
-def repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
+def _repository(name: str, variable: str, pin: GitSource, folder: Path | None) -> Repository:
     """Return a repository: where `variable` names one, a checkout in `folder`, or the pinned one, fetched.
 
     Raises CompileError (compile.inputs) that says why there is none.
@@ -157,8 +157,8 @@ def _checkout(name: str, pin: GitSource, folder: Path) -> Repository:
     return Repository(folder.absolute(), f"{pin.commit} checkout")
 
 
-def missing_repositories(
-    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, *alternatives: str
+def _missing_repositories(
+    missing: Mapping[str, str], users: Mapping[str, Sequence[str]], stack: Stack, alternative: str
 ) -> CompileError:
     """Say which repositories are missing, why each is needed, and every way to get them."""
     why = "\n        ".join(
@@ -172,7 +172,7 @@ def missing_repositories(
         "  and ./inv bundle --more toolchain,build-vllm --output spark.tar",
         "  and on this one: ./inv bundle.unpack spark.tar DIR && ./inv build.vllm --sources DIR",
         *(f"or by hand: {command}, then ./inv build.vllm --sources DIR" for command in commands),
-        *alternatives,
+        alternative,
     )
     return CompileError(
         f"{len(missing)} of vLLM's repositories are missing", why, "\n        ".join(fixes), code="compile.inputs"

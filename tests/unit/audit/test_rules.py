@@ -7,7 +7,7 @@ import pytest
 from sparkforge.audit.cubins import Binary, Cubin, Kernel, compiles, loads
 from sparkforge.audit.elf import Host
 from sparkforge.audit.rules import PATH, judge, judge_modules, load
-from sparkforge.core.errors import AuditError
+from sparkforge.core.errors import InputError
 
 RULES = load()
 GEMM = (
@@ -244,5 +244,5 @@ def test_a_mistake_in_the_rules_is_named(tmp_path, change):
     text = PATH.read_text(encoding="utf-8")
     assert change[0] in text
     path.write_text(text.replace(*change), encoding="utf-8")
-    with pytest.raises(AuditError, match=r"rules\.toml"):
+    with pytest.raises(InputError, match=r"rules\.toml"):
         load(path)

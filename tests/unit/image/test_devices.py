@@ -6,7 +6,7 @@ from expected import refused
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.vllm import targets
-from sparkforge.core.errors import InputError, UsageError
+from sparkforge.core.errors import UsageError
 from sparkforge.image import devices
 from sparkforge.pins import debian, locks
 
@@ -46,8 +46,3 @@ def test_a_device_refuses_a_stack_that_it_cannot_serve_and_names_the_one_that_ca
     with pytest.raises(UsageError, match=why) as caught:
         devices.stack_of(device, stack)
     assert caught.value.fix.endswith(f"./inv up --device docker --stack {stack}")
-
-
-def test_an_unknown_stack_is_refused():
-    with pytest.raises(InputError, match="there is no stack none"):
-        devices.stack_of("docker", "none")

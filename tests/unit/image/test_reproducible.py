@@ -8,7 +8,6 @@ import tarfile
 import pytest
 from expected import refused
 
-from sparkforge.core.errors import InputError
 from sparkforge.image import reproducible
 
 
@@ -84,11 +83,6 @@ def test_a_copy_has_the_modes_of_its_umask(tmp_path):
     assert (tmp_path / "clone/pins.toml").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "clone/sparkforge").stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "clone/.git").exists()
-
-
-def test_an_unknown_stack_is_refused():
-    with pytest.raises(InputError, match="there is no stack gpu"):
-        reproducible.verify_reproducible("gpu", ())
 
 
 def test_without_buildx_nothing_is_built_and_the_package_is_named(docker_command):
