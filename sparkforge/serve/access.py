@@ -97,7 +97,9 @@ class Guard:
             return 404, "Not Found"
         if not self._digest or self._key_is_right(headers):
             return 0, ""
-        if scope["type"] == "http" and (path in self._open_paths or _is_preflight(scope["method"], headers)):
+        # A browser's CORS question carries no key, and vLLM's CORS middleware answers it.
+        asked = {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
+        if scope["type"] == "http" and (path in self._open_paths or (scope["method"] == "OPTIONS" and asked)):
             return 0, ""
         return 401, "this server needs its API key: Authorization: Bearer KEY"
 
@@ -119,11 +121,6 @@ class Guard:
         scheme, _, key = values[0].partition(b" ")
         is_equal = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         return is_equal and scheme.lower() == b"bearer"
-
-
-def _is_preflight(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Tell whether this is a browser's CORS question: it carries no key, and vLLM's CORS middleware answers it."""
-    return method == "OPTIONS" and {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
@@ -254,48 +251,33 @@ def read_key(path: Path, *, private: bool = True) -> str:
     `private` refuses a file that other users can read or change; a container's secret has to be readable for the
     container's user. Raises StorageError for anything but a usable key.
     """
+    make = f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block
         try:
-            _refuse_file(path, os.fstat(descriptor), private=private)
-            data = os.read(descriptor, LONGEST_KEY + 1)
+            status = os.fstat(descriptor)
+            data = os.read(descriptor, LONGEST_KEY + 1) if stat.S_ISREG(status.st_mode) else b""
         finally:
             os.close(descriptor)
     except OSError as error:
         why = f"{error.strerror or error} (as uid {os.getuid()})"
-        fix = _make(path) if isinstance(error, FileNotFoundError) else f"ls -lL {path}"
+        fix = make if isinstance(error, FileNotFoundError) else f"ls -lL {path}"
         raise StorageError(f"cannot read the API key in {path}", why, fix, code="storage.access") from error
-    try:
-        key = data.decode("ascii").strip()
-    except UnicodeDecodeError:
-        key = ""
-    if len(data) > LONGEST_KEY or not KEY_TEXT.fullmatch(key):
-        why = "it must hold one line of printable ASCII without spaces" if data.strip() else "it is empty"
-        raise StorageError(f"there is no API key in {path}", why, _make(path), code="storage.access")
-    return key
-
-
-def _make(path: Path) -> str:
-    """Return the command that makes a key."""
-    return f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
-
-
-def _refuse_file(path: Path, status: os.stat_result, *, private: bool) -> None:
-    """Raise StorageError for a key file that others can change or, if it is `private`, read."""
+    key = data.decode("ascii", "replace").strip()
+    failure, why, fix = "", "", f"ls -lL {path}"
     if not stat.S_ISREG(status.st_mode):
-        raise StorageError(
-            f"cannot read the API key in {path}", "it is no regular file", f"ls -lL {path}", code="storage.access"
-        )
-    if private and status.st_uid not in {0, os.geteuid()}:
-        raise StorageError(
-            f"the API key in {path} is not ours",
-            f"its owner is uid {status.st_uid}",
-            f"ls -lL {path}",
-            code="storage.access",
-        )
-    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP if private else stat.S_IWOTH):
+        failure, why = f"cannot read the API key in {path}", "it is no regular file"
+    elif private and status.st_uid not in {0, os.geteuid()}:
+        failure, why = f"the API key in {path} is not ours", f"its owner is uid {status.st_uid}"
+    elif status.st_mode & (stat.S_IRWXO | stat.S_IWGRP if private else stat.S_IWOTH):
         why = f"other users can read or change it (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise StorageError(f"the API key in {path} is not secret", why, f"chmod 600 {path}", code="storage.access")
+        failure, fix = f"the API key in {path} is not secret", f"chmod 600 {path}"
+    elif len(data) > LONGEST_KEY or not KEY_TEXT.fullmatch(key):
+        why = "it must hold one line of printable ASCII without spaces" if data.strip() else "it is empty"
+        failure, fix = f"there is no API key in {path}", make
+    if failure:
+        raise StorageError(failure, why, fix, code="storage.access")
+    return key
 
 
 def configured_key(environment: Mapping[str, str]) -> tuple[str, Path]:

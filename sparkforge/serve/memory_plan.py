@@ -45,19 +45,15 @@ def require_room(service: Service, project: Mapping[str, Any]) -> None:
     arguments = (*profile.arguments(), *container.arguments, *command.arguments)
     model, revision = command.model or container.model, flag_value(arguments, REVISION) or ""
     try:
-        folder = local.find_mounted(model, service.environment, _mounts(project), revision)
+        mounts = project["services"][SERVICE].get("volumes") or []
+        here = {Path(mount["target"]): Path(mount["source"]) for mount in mounts if mount.get("type") == "bind"}
+        folder = local.find_mounted(model, service.environment, here, revision)
     except (OSError, UnicodeError, StorageError) as error:  # the container's user may read it
         say(f"NOTE: {model} cannot be read here ({error}), so the container plans its memory, not this host")
         return
     if folder:
         environment = {**profile.variables(), **service.environment}
         judge(folder, arguments, environment)
-
-
-def _mounts(project: Mapping[str, Any]) -> dict[Path, Path]:
-    """Return this machine's folder for each one of the service that is mounted from here."""
-    mounts = project["services"][SERVICE].get("volumes") or []
-    return {Path(mount["target"]): Path(mount["source"]) for mount in mounts if mount.get("type") == "bind"}
 
 
 def judge(model: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,27 +42,19 @@ def choose(name: str) -> Choice:
         return Choice(EMBEDDED, f"this machine is {platform.machine()}, a Spark is aarch64; vLLM's CPU build serves")
     if not NVIDIA_DRIVER.exists():
         return Choice(EMBEDDED, "no NVIDIA driver is loaded; vLLM's CPU build serves")
-    return _by_engine()
-
-
-def _by_engine() -> Choice:
-    """Take Docker if its engine can give a container the GPU."""
     from sparkforge.image import engine  # noqa: PLC0415 - the Docker SDK takes half a second to load
 
+    product = ""
+    with suppress(OSError):
+        product = PRODUCT.read_text(encoding="utf-8").strip()
     try:
         with engine.connected() as client:
             docker_engine = engine.read(client)
             docker_engine.require_gpu()
     except SparkforgeError as error:
         return Choice(EMBEDDED, f"{error.what} ({error.fix}); until then vLLM's CPU build serves")
-    return Choice(DOCKER, f"this is {_product()} and Docker {docker_engine.version} has the GPU by {docker_engine.gpu}")
-
-
-def _product() -> str:
-    try:
-        return PRODUCT.read_text(encoding="utf-8").strip() or "an aarch64 machine with an NVIDIA driver"
-    except OSError:
-        return "an aarch64 machine with an NVIDIA driver"
+    product = product or "an aarch64 machine with an NVIDIA driver"
+    return Choice(DOCKER, f"this is {product} and Docker {docker_engine.version} has the GPU by {docker_engine.gpu}")
 
 
 def device_for(plan: StartPlan, build: Callable[[str, Steps], None]) -> Device:
