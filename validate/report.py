@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from sparkforge.core import paths
-from validate.checks.finding import Status
+from validate.checks.finding import Finding, Status
 from validate.facts.fact import SCHEMA, as_json
 from validate.gate import ValidationReport, ValidationVerdict
 
 MARKS = {Status.PASS: "ok  ", Status.WARN: "WARN", Status.FAIL: "FAIL", Status.SKIPPED: "skip"}
+WORDS = {Status.PASS: "passed", Status.WARN: "warned", Status.FAIL: "failed", Status.SKIPPED: "skipped"}
 CLOSING = {
     ValidationVerdict.SERVE: "the server may start",
     ValidationVerdict.REFUSE: "the server must not start",
@@ -22,28 +23,20 @@ CLOSING = {
 def lines(report: ValidationReport) -> Iterator[str]:
     """One line per check with its evidence; under each that did not pass, its fix and where to read on."""
     yield f"validate · profile {report.profile} · {report.origin} · {report.timestamp}"
-    width = max((len(finding.check) for finding in report.findings), default=0)
-    for finding in report.findings:
+    yield from finding_lines(report.findings)
+    counts = ", ".join(f"{len(report.of(status))} {word}" for status, word in WORDS.items())
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
+    yield f"{report.verdict}: {CLOSING[report.verdict]} · {counts} · {times}"
+
+
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each finding, and under each that did not pass its fix and where to read on."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
         yield f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}"
         if finding.status in (Status.WARN, Status.FAIL) or (finding.status is Status.SKIPPED and finding.required):
             yield f"       next: {one_line(paths.where_it_runs(finding.fix))}"
             yield f"       read: {finding.doc}"
-    yield closing(report)
-
-
-def closing(report: ValidationReport) -> str:
-    """The verdict, the counts and the seconds in one line."""
-    counts = ", ".join(
-        f"{len(report.of(status))} {word}"
-        for status, word in (
-            (Status.PASS, "passed"),
-            (Status.WARN, "warned"),
-            (Status.FAIL, "failed"),
-            (Status.SKIPPED, "skipped"),
-        )
-    )
-    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
-    return f"{report.verdict}: {CLOSING[report.verdict]} · {counts} · {times}"
 
 
 def one_line(text: str) -> str:

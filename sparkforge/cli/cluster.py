@@ -36,6 +36,7 @@ def cluster_discover(
     configure it. Not verified on a DGX Spark.
     """
     from sparkforge.core import paths
+    from sparkforge.core.files import write_atomic
     from sparkforge.serve.cluster import check, config
 
     if device not in ("docker", "docker-cpu", "embedded"):
@@ -43,11 +44,11 @@ def cluster_discover(
     target = Path(caller_path(file)) if file else None
     if target and target.exists() and not replace:
         raise UsageError(f"{target} is there already", "it may hold settings of yours", "--replace, or another --file")
-    _, proposed = check.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
+    proposed = check.find_nodes(listed(nodes), device, folder or str(paths.ROOT))
     if target is None:
         echo(config.text(proposed), end="")
         return
-    config.write(target, proposed)
+    write_atomic(target, config.text(proposed))
     say(f"wrote {target}; next: ./inv cluster.check")
 
 
@@ -63,17 +64,20 @@ def cluster_check(_ctx: Context, config: str = "", record: str = "", json_: bool
     It asks every node over ssh, sends packets between them, and starts nothing. Exit code 0 means that no check failed.
     Not verified on a DGX Spark.
     """
-    from sparkforge.core.files import write_atomic
-    from sparkforge.serve.cluster import check, checks, facts
+    from sparkforge.core.files import write_json
+    from sparkforge.serve.cluster import check, checks
+    from validate.report import finding_lines
 
     cluster = check.look(_read(config))
     if record:
-        write_atomic(Path(caller_path(record)), facts.as_sheet(cluster.facts))
+        sheet = {"nodes": {name: node.model_dump(mode="json") for name, node in cluster.facts.items()}}
+        write_json(Path(caller_path(record)), sheet)
     findings = checks.evaluate_all(cluster)
     if json_:
         echo_json([asdict(finding) for finding in findings])
     else:
-        check.show(findings)
+        for line in finding_lines(findings):
+            echo(line)
     check.require_fine(findings)
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import cluster_nodes as namespaces
 import pytest
 
-from sparkforge.serve.cluster import config, facts, watch
+from sparkforge.serve.cluster import config, watch
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip", "iptables", "ssh", "sshd")]
 
@@ -44,7 +44,7 @@ def test_two_nodes_are_discovered_over_ssh_and_pass_the_checks(nodes, tmp_path):
     ]
     recorded = tmp_path / "facts.json"
     assert nodes.inv("cluster.check", "--config", str(file), "--record", str(recorded)).returncode == 0
-    assert set(facts.load_sheet(recorded)) == {"local", namespaces.WORKER}
+    assert json.loads(recorded.read_text())["nodes"].keys() == {"local", namespaces.WORKER}
     code, checks = findings(nodes)
     assert {name: item["evidence"] for name, item in checks.items() if item["status"] == "fail"} == {}
     assert code == 0
@@ -132,8 +132,8 @@ def test_a_link_that_goes_down_ends_both_nodes_by_the_others_name(nodes, tmp_pat
     with ExitStack() as stack:
         parts = []
         for index, (name, other) in enumerate((("head", "worker"), ("worker", "head"))):
-            watched = watch.Watched(name, namespaces.HEAD, 29601, (other,), listen=not index)
-            command = nodes.inside(index, *watch.watched(forever, watched, ends[index]))
+            options = watch.options(name, namespaces.HEAD, 29601, (other,), listen=not index)
+            command = nodes.inside(index, *watch.watched(forever, options, ends[index]))
             environment = {**os.environ, watch.TOKEN: "token-of-this-start"}
             parts.append(stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)))
             stack.callback(parts[-1].kill)

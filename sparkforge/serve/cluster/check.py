@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from sparkforge.core.console import echo, say
+from sparkforge.core.console import say
 from sparkforge.core.errors import InputError, RefusalError, SparkforgeError, UsageError
 from sparkforge.models import table as models
 from sparkforge.pins import locks
@@ -21,77 +20,69 @@ from sparkforge.serve.cluster.checks import ClusterFacts
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 from sparkforge.serve.cluster.facts import NodeFacts, Reach
 from validate.checks.finding import Finding, Status
-from validate.report import MARKS, one_line
+from validate.report import one_line
 
 # Gloo and vLLM's message queues listen on ports that the kernel chooses: a firewall that lets only named ones through
 # stops them. One such port stands for all.
 CHOSEN_PORT = 47_113
 
 
-def find_nodes(destinations: Sequence[str], device: str, folder: str) -> tuple[dict[str, NodeFacts], ClusterConfig]:
-    """Ask machines by their names for ssh, the head first, and return facts and a configuration.
+def find_nodes(destinations: Sequence[str], device: str, folder: str) -> ClusterConfig:
+    """Ask machines by their names for ssh, the head first, and return a configuration; `local` is this machine.
 
-    Raises the first node's error if one does not answer, RefusalError if they share no network, and what `named_nodes`
-    raises.
+    Raises UsageError for fewer than two, a malformed name, or one machine named twice; the first node's error if one
+    does not answer; RefusalError if they share no network.
     """
-    asked = named_nodes(destinations)
-    known = remote.on_every(asked, lambda node: facts.ask(node, {}))
+    refused = "these machines make no cluster.toml"
+    fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
+    try:
+        asked = [
+            ClusterNode(
+                name=re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2]),
+                ssh="" if destination == "local" else destination,
+                address=f"0.0.0.{index}",  # not known yet, as the interface
+                interface="unknown",
+            )
+            for index, destination in enumerate(destinations)
+        ]
+    except ValueError as error:
+        why = "--nodes takes names for ssh, such as nvidia@spark-2, and local"
+        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, fix) from error
+    names = [node.name for node in asked]
+    if len(set(names)) < max(2, len(names)):
+        twice = [name for name in names if names.count(name) > 1]
+        why = f"--nodes names {twice[0]} twice" if twice else "a cluster has two nodes or more; local is this machine"
+        raise UsageError(refused, why, fix)
+    known = remote.on_every(asked, facts.ask)
     for line in (*discover.describe(known), *discover.link_commands(known)):
         say(line)
     try:
-        return known, discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)
+        return discover.propose(known, {node.name: node.ssh for node in asked}, device, folder)
     except ValidationError as error:  # such as two names of one machine
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'nodes'}: {first['msg']}"
-        fix = "./inv cluster.discover --nodes local,spark-2   # each machine once; --folder takes an absolute path"
-        raise UsageError("these machines make no cluster.toml", why, fix) from error
-
-
-def named_nodes(destinations: Sequence[str]) -> list[ClusterNode]:
-    """Return nodes that have a name and a way to ask them, and nothing else yet; `local` is this machine.
-
-    Raises UsageError for fewer than two, a name that is none, and one machine named twice.
-    """
-    if len(destinations) < 2:
-        why = "a cluster has two nodes or more; local is this machine"
-        raise UsageError("fewer than two nodes are named", why, "./inv cluster.discover --nodes local,spark-2")
-    try:
-        asked = [_node(destination, index) for index, destination in enumerate(destinations)]
-    except ValueError as error:
-        why = "it takes names for ssh, such as nvidia@spark-2, and local"
-        raise UsageError(f"--nodes {','.join(destinations)} has no meaning", why, "--nodes local,spark-2") from error
-    names = [node.name for node in asked]
-    if twice := [name for name in names if names.count(name) > 1]:
-        why = "each machine is one node, whoever logs in there"
-        raise UsageError(f"--nodes names {twice[0]} twice", why, "--nodes local,spark-2")
-    return asked
-
-
-def _node(destination: str, index: int) -> ClusterNode:
-    ssh = "" if destination == "local" else destination
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", destination.rpartition("@")[2])
-    return ClusterNode(name=name, ssh=ssh, address=f"0.0.0.{index}", interface="unknown")
+        raise UsageError(refused, why, fix) from error
 
 
 def look(config: ClusterConfig) -> ClusterFacts:
     """Return what there is to judge: facts of all nodes, and what comes from one to another."""
-    answers = remote.on_all(config.nodes, lambda node: facts.ask(node, _options(config, node)))
+    image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
+    answers = remote.on_all(
+        config.nodes, lambda node: facts.ask(node, ports=config.ports(node), model=config.model, image=image)
+    )
     known = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFacts)}
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
+    lock = locks.lock_path(config.stack).read_text(encoding="utf-8")
+    nccl = re.search(r"^nvidia-nccl-cu\d+==(\S+)", lock, re.MULTILINE)
     return ClusterFacts(
         config,
         known,
         errors,
         dict(_reaches(config, known)),
-        nccl=_nccl(config.stack),
+        nccl=nccl[1] if nccl else "",
         model=_model(config),
         head=_head_format(config),
     )
-
-
-def _options(config: ClusterConfig, node: ClusterNode) -> dict[str, Any]:
-    image = f"sparkforge/vllm:{config.stack}" if config.in_containers else ""
-    return {"ports": config.ports(node), "model": config.model, "image": image}
 
 
 def _reaches(
@@ -121,13 +112,6 @@ def _reaches(
         yield (f"{sender.name} {own}", f"{receiver.name} {other}"), answer
 
 
-def _nccl(stack: str) -> str:
-    """Return the version of NCCL in a stack's lock; empty if it has none."""
-    lock = locks.lock_path(stack)
-    found_version = re.search(r"^nvidia-nccl-cu\d+==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    return found_version[1] if found_version else ""
-
-
 def _model(config: ClusterConfig) -> Architecture | None:
     """Return the sizes of the model; None if its folder is not on this machine and its name is not known."""
     known = models.load()
@@ -145,16 +129,6 @@ def _head_format(config: ClusterConfig) -> str:
     if name not in rows:
         profiles.named(name, stack=config.stack)
     return rows[name].dense.head
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Print a line for each finding, with fix and page under those that did not pass."""
-    width = max(len(finding.check) for finding in findings)
-    for finding in findings:
-        echo(f"{MARKS[finding.status]} {finding.check:<{width}}  {one_line(finding.evidence)}")
-        if finding.status in (Status.WARN, Status.FAIL):
-            echo(f"       next: {one_line(finding.fix)}")
-            echo(f"       read: {finding.doc}")
 
 
 def require_fine(findings: Sequence[Finding]) -> None:

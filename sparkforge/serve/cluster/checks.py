@@ -7,7 +7,7 @@ explains each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
 
 from sparkforge.core.errors import SparkforgeError
@@ -90,17 +90,10 @@ def evaluate_all(cluster: ClusterFacts) -> list[Finding]:
     """Judge every check."""
     reason = f"the device {cluster.config.device} has none"
     skips = not cluster.config.has_gpus
-    return [skipped(check, reason) if skips and check.needs == GPUS else evaluate(check, cluster) for check in CHECKS]
-
-
-def _same(cluster: ClusterFacts, name: str, fact: str) -> CheckResult:
-    """Pass if a fact is known and the same on all nodes."""
-    if unknown := cluster.unknown(fact):
-        return failed(f"{name} is not known: {unknown}")
-    values = {node.name: str(getattr(facts, fact)) for node, facts in cluster.nodes()}
-    if len(set(values.values())) > 1:
-        return failed(f"{name} differs: " + ", ".join(f"{node} has {value[:80]}" for node, value in values.items()))
-    return passed(f"{next(iter(values.values()), 'no node')[:80]} on {len(values)} nodes")
+    findings = [
+        skipped(check, reason) if skips and check.needs == GPUS else evaluate(check, cluster) for check in CHECKS
+    ]
+    return [replace(f, required=False, fix="") if f.status is Status.SKIPPED else f for f in findings]
 
 
 @CHECKS.add("nodes", "Every node answers over ssh, without a question.", fix="ssh NODE true   # then ssh-copy-id NODE")
@@ -127,39 +120,28 @@ def _clocks(cluster: ClusterFacts) -> CheckResult:
     return warned(f"{', '.join(free)}: the clock follows no server") if free else passed(evidence)
 
 
-@CHECKS.add(
-    "machines", "All nodes have the same processor architecture.", fix="one kind of machine for all nodes of a cluster"
-)
-def _machines(cluster: ClusterFacts) -> CheckResult:
-    return _same(cluster, "the architecture", "machine")
+def _add_same(name: str, subject: str, fact: str, fix: str, needs: tuple[str, ...] = ()) -> None:
+    """Add a check that a fact is known and the same on all nodes."""
+
+    @CHECKS.add(name, f"All nodes have the same {subject}.", needs=needs, fix=fix)
+    def _same(cluster: ClusterFacts) -> CheckResult:
+        if fact == "image" and not cluster.config.in_containers:
+            return CheckResult(Status.SKIPPED, "the embedded device has none")
+        if fact == "model" and not cluster.config.model:
+            return CheckResult(Status.SKIPPED, "cluster.toml names no model")
+        if unknown := cluster.unknown(fact):
+            return failed(f"the {fact} is not known: {unknown}")
+        values = {node.name: str(getattr(facts, fact))[:80] for node, facts in cluster.nodes()}
+        if len(set(values.values())) > 1:
+            return failed(f"the {fact} differs: " + ", ".join(f"{node} has {value}" for node, value in values.items()))
+        return passed(f"{next(iter(values.values()), 'no node')} on {len(values)} nodes")
 
 
-@CHECKS.add(
-    "drivers",
-    "All nodes have the same GPU driver.",
-    needs=GPUS,
-    fix="sudo apt update && sudo apt full-upgrade && sudo reboot   # on each",
-)
-def _drivers(cluster: ClusterFacts) -> CheckResult:
-    return _same(cluster, "the driver", "driver")
-
-
-@CHECKS.add(
-    "images",
-    "All nodes have the same image, by its id.",
-    fix="./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node",
-)
-def _images(cluster: ClusterFacts) -> CheckResult:
-    if not cluster.config.in_containers:
-        return CheckResult(Status.SKIPPED, "the embedded device has none")
-    return _same(cluster, "the image", "image")
-
-
-@CHECKS.add("models", "All nodes have the same model, by a hash.", fix="./inv cluster.sync")
-def _models(cluster: ClusterFacts) -> CheckResult:
-    if not cluster.config.model:
-        return CheckResult(Status.SKIPPED, "cluster.toml names no model")
-    return _same(cluster, "the model", "model")
+_add_same("machines", "processor architecture", "machine", "one kind of machine for all nodes of a cluster")
+UPGRADE = "sudo apt update && sudo apt full-upgrade && sudo reboot   # on each"
+_add_same("drivers", "GPU driver", "driver", UPGRADE, GPUS)
+_add_same("images", "image, by its id", "image", "./inv image.pull REGISTRY/NAME@sha256:DIGEST   # on each node")
+_add_same("models", "model, by a hash", "model", "./inv cluster.sync")
 
 
 @CHECKS.add(
@@ -259,29 +241,45 @@ def _mtu(cluster: ClusterFacts) -> CheckResult:
     return judged(bool(sizes), text or "no interface is known")
 
 
-@CHECKS.add(
+def _add_reach(name: str, meaning: str, problem: Callable[[Reach], str], fix: str) -> None:
+    """Add a check of what comes from one node to another; `problem` returns what is wrong with a way."""
+
+    @CHECKS.add(name, meaning, fix=fix)
+    def _reached(cluster: ClusterFacts) -> CheckResult:
+        if not cluster.reaches:
+            return failed("not tried: fewer than two nodes answered")
+        problems = []
+        for (sender, receiver), reach in cluster.reaches.items():
+            if why := reach.why if isinstance(reach, SparkforgeError) else problem(reach):
+                problems.append(f"from {sender} to {receiver}: {why}")
+        return judged(not problems, "; ".join(problems) or f"{len(cluster.reaches)} ways between nodes")
+
+
+def _slow(reach: Reach) -> str:
+    if reach.lost or not reach.sent:
+        return f"{reach.lost} of {reach.sent} packets are lost"
+    slow = reach.fastest is None or reach.fastest > ROUND_TRIP_SECONDS
+    return f"the fastest packet took {(reach.fastest or 0) * 1e3:.1f} ms there and back" if slow else ""
+
+
+_add_reach(
     "packets",
     "A packet of the whole MTU passes between the nodes, on every subnet that they share.",
-    fix="set the same MTU on both ends and on the switch",
+    lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}",
+    "set the same MTU on both ends and on the switch",
 )
-def _packets(cluster: ClusterFacts) -> CheckResult:
-    return _reached(cluster, lambda reach: reach.packet and f"a full packet does not pass: {reach.packet}")
-
-
-@CHECKS.add(
+_add_reach(
     "round-trip",
     "Small packets between the nodes all come back, the fastest within 1 ms.",
-    fix="reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
+    _slow,
+    "reseat or change the cable, and leave WiFi, tunnels and other traffic out of the way between the nodes",
 )
-def _round_trip(cluster: ClusterFacts) -> CheckResult:
-    def problem(reach: Reach) -> str:
-        """Say what is wrong with the way."""
-        if reach.lost or not reach.sent:
-            return f"{reach.lost} of {reach.sent} packets are lost"
-        slow = reach.fastest is None or reach.fastest > ROUND_TRIP_SECONDS
-        return f"the fastest packet took {(reach.fastest or 0) * 1e3:.1f} ms there and back" if slow else ""
-
-    return _reached(cluster, problem)
+_add_reach(
+    "firewall",
+    "The nodes reach each other's ports.",
+    lambda reach: ", ".join(f"port {port}: {why}" for port, why in reach.blocked.items()),
+    "sudo ufw allow from OTHER-ADDRESS   # on both nodes",
+)
 
 
 @CHECKS.add(
@@ -291,28 +289,6 @@ def _ports(cluster: ClusterFacts) -> CheckResult:
     taken = {node.name: facts.ports_taken for node, facts in cluster.nodes() if facts.ports_taken}
     problems = [f"{name}: {', '.join(map(str, ports))}" for name, ports in taken.items()]
     return judged(not problems, "; ".join(problems) or "free on every node")
-
-
-@CHECKS.add(
-    "firewall", "The nodes reach each other's ports.", fix="sudo ufw allow from OTHER-ADDRESS   # on both nodes"
-)
-def _firewall(cluster: ClusterFacts) -> CheckResult:
-    def blocked(reach: Reach) -> str:
-        """Name the ports that cannot be reached."""
-        return ", ".join(f"port {port}: {why}" for port, why in reach.blocked.items())
-
-    return _reached(cluster, blocked)
-
-
-def _reached(cluster: ClusterFacts, problem: Callable[[Reach], str]) -> CheckResult:
-    problems = []
-    for (sender, receiver), reach in cluster.reaches.items():
-        why = reach.why if isinstance(reach, SparkforgeError) else problem(reach)
-        if why:
-            problems.append(f"from {sender} to {receiver}: {why}")
-    if not cluster.reaches:
-        return failed("not tried: fewer than two nodes answered")
-    return judged(not problems, "; ".join(problems) or f"{len(cluster.reaches)} ways between nodes")
 
 
 @CHECKS.add(
@@ -362,16 +338,13 @@ def _split(cluster: ClusterFacts) -> CheckResult:
     config, model = cluster.config, cluster.model
     if model is None:
         return failed("the model's sizes are not known")
-    ways: list[tuple[int, plan.Way]] = [
-        (config.tensor, "expert" if config.expert else "tensor"),
-        (config.pipeline, "pipeline"),
-    ]
+    layers: plan.Way = "expert" if config.expert else "tensor"
+    ways: list[tuple[int, plan.Way]] = [(config.tensor, layers), (config.pipeline, "pipeline")]
     problems = [objection for count, way in ways if count > 1 for objection in plan.objections(model, count, way)]
     if min(config.tensor, config.pipeline) > 1 and model.intermediate % len(config.nodes):
         problems.append(f"an intermediate size of {model.intermediate} is no multiple of {len(config.nodes)}")
-    if (
-        config.pipeline > 1 and not config.has_gpus
-    ):  # the second node's buffers are never made: gpu_model_runner.py:5801
+    # The second node's buffers are never made: gpu_model_runner.py:5801.
+    if config.pipeline > 1 and not config.has_gpus:
         problems.append("vLLM's CPU build serves no pipeline; replicas can be any number")
     if cluster.head != "bf16" and config.tensor > 1 and model.vocab // config.tensor % MARLIN_TILE:
         columns = model.vocab // config.tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,11 +11,10 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from sparkforge.core import tables
 from sparkforge.core.errors import UsageError
-from sparkforge.core.files import write_atomic
 from sparkforge.core.tables import Record
 from sparkforge.core.vllm_flags import HEADLESS, passable
 from sparkforge.image.devices import DOCKER, EMBEDDED, stack_of
-from sparkforge.serve.cluster.watch import Watched
+from sparkforge.serve.cluster import watch
 
 FILE = "cluster.toml"
 BALANCER = "balancer"
@@ -104,41 +102,33 @@ class ClusterConfig(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterConfig:
-        for key, values in (
-            ("name", [node.name for node in self.nodes]),
-            ("address", [node.address for node in self.nodes]),
+        addresses = [ipaddress.IPv4Address(node.address) for node in self.nodes]
+        local = [address for address in addresses if address.is_loopback]
+        several = next((a for a in addresses if a.is_unspecified or a.is_multicast or a.is_reserved), None)
+        replicas, count, names = self.mode == "replicas", len(self.nodes), {node.name for node in self.nodes}
+        ports = {self.port, self.replica_port, self.master_port, self.watch_port}
+        for wrong, why in (
+            (len(names) < count, "two nodes have the same name"),
+            (len(set(addresses)) < count, "two nodes have the same address"),
+            (several, f"{several} is no address of one machine: take the node's own on the control network"),
+            (local and (len(local) < count or self.has_gpus), "other machines cannot reach a node's loopback address"),
+            (
+                replicas and (self.tensor, self.pipeline, self.expert) != (1, 1, False),
+                "replicas share no layer: tensor and pipeline are 1, expert is false",
+            ),
+            (replicas and self.in_containers, "replicas are built for the embedded device only, so far"),
+            (replicas and not self.key_file, "replicas need key_file: their servers listen on the control network"),
+            (replicas and BALANCER in names, f"no node of replicas may be called {BALANCER}, as their endpoint is"),
+            (
+                not replicas and self.tensor * self.pipeline != count,
+                f"tensor {self.tensor} x pipeline {self.pipeline} is not the number of nodes, {count}",
+            ),
+            (len(ports) < 4, "port, replica_port, master_port and watch_port must differ"),
+            (sum(not node.ssh for node in self.nodes) > 1, "two nodes have no ssh: only this machine has none"),
         ):
-            if len(set(values)) != len(values):
-                raise ValueError(f"two nodes have the same {key}")
-        for node in self.nodes:
-            address = ipaddress.IPv4Address(node.address)
-            if address.is_unspecified or address.is_multicast or address.is_reserved:
-                raise ValueError(
-                    f"{address} is no address of one machine: take {node.name}'s own on the control network"
-                )
-        local = [node.name for node in self.nodes if ipaddress.IPv4Address(node.address).is_loopback]
-        if local and (len(local) < len(self.nodes) or self.has_gpus):
-            raise ValueError(f"node {local[0]} has a loopback address, which the other machines cannot reach")
-        if self.mode == "replicas":
-            self._fits_replicas()
-        elif self.tensor * self.pipeline != len(self.nodes):
-            split = f"tensor {self.tensor} x pipeline {self.pipeline}"
-            raise ValueError(f"{split} is not the number of nodes, {len(self.nodes)}: each has one GPU")
-        if len({self.port, self.replica_port, self.master_port, self.watch_port}) < 4:
-            raise ValueError("port, replica_port, master_port and watch_port must differ")
-        if sum(not node.ssh for node in self.nodes) > 1:
-            raise ValueError("two nodes have no ssh: only the machine that the commands run on has none")
+            if wrong:
+                raise ValueError(why)
         return self
-
-    def _fits_replicas(self) -> None:
-        if (self.tensor, self.pipeline, self.expert) != (1, 1, False):
-            raise ValueError("replicas share no layer: tensor and pipeline are 1, expert is false")
-        if self.in_containers:
-            raise ValueError("replicas are built for the embedded device only, so far")
-        if not self.key_file:
-            raise ValueError("replicas need key_file: their servers listen on the control network")
-        if any(node.name == BALANCER for node in self.nodes):
-            raise ValueError(f"no node of replicas may be called {BALANCER}: it is the endpoint's name")
 
     @property
     def in_containers(self) -> bool:
@@ -173,11 +163,11 @@ class ClusterConfig(Record):
         state = f"{self.head.state or STATE}/{BALANCER}"
         return (*self.nodes, self.head.model_copy(update={"name": BALANCER, "state": state}))
 
-    def watched_by(self, node: ClusterNode) -> Watched:
-        """Return whom a node's part watches: the head its workers, a worker the head."""
+    def watch_options(self, node: ClusterNode) -> tuple[str, ...]:
+        """Return watch.py's options for a node: the head hears its workers, a worker the head."""
         is_head = node == self.head
-        peers = tuple(worker.name for worker in self.workers) if is_head else (self.head.name,)
-        return Watched(node.name, self.head.address, self.watch_port, peers, listen=is_head)
+        peers = [other.name for other in (self.workers if is_head else self.nodes[:1])]
+        return watch.options(node.name, self.head.address, self.watch_port, peers, listen=is_head)
 
     def engine_flags(self, node: ClusterNode) -> tuple[str, ...]:
         """Return the flags that make vLLM's server this node's part.
@@ -213,16 +203,6 @@ def read(path: Path) -> ClusterConfig:
     return tables.load(path, ClusterConfig)
 
 
-def write(path: Path, config: ClusterConfig) -> None:
-    """Write a cluster.toml with a comment on each setting. Raises OSError."""
-    write_atomic(path, text(config))
-
-
-def text(config: ClusterConfig) -> str:
-    """Return the file's text."""
-    return "\n".join(_lines(config)) + "\n"
-
-
 COMMENTS = {
     "mode": "split: one model over all nodes; replicas: a server on each node behind one endpoint",
     "device": "docker; without GPUs docker-cpu, or embedded: vLLM's CPU build without a container",
@@ -240,17 +220,12 @@ COMMENTS = {
 }
 
 
-def _lines(config: ClusterConfig) -> Iterator[str]:
-    yield "# Nodes of one model, the head first. docs/reference/cluster.md explains every key."
-    yield "schema = 1"
+def text(config: ClusterConfig) -> str:
+    """Return the text of a cluster.toml, with a comment on each setting."""
+    settings = tomlkit.document()
+    settings.add(tomlkit.comment("Nodes of one model, the head first. docs/reference/cluster.md explains every key."))
+    settings["schema"] = 1
     for name, why in COMMENTS.items():
-        yield f"{name} = {_literal(getattr(config, name))}  # {why}"
-    for node in config.nodes:
-        yield ""
-        yield "[[nodes]]"
-        for name, value in node.model_dump().items():
-            yield f"{name} = {_literal(value)}"
-
-
-def _literal(value: object) -> str:
-    return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
+        settings[name] = tomlkit.item(getattr(config, name)).comment(why)
+    settings["nodes"] = [node.model_dump(mode="json") for node in config.nodes]
+    return tomlkit.dumps(settings)

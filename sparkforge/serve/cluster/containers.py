@@ -10,7 +10,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 from sparkforge.core import console, paths
 from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker, docker_logged
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import EngineError, RefusalError, ServerError
 from sparkforge.core.files import write_atomic
+from sparkforge.core.tables import Record, parse_object
 from sparkforge.image import compose as docker_compose
 from sparkforge.image.compose import SERVICE, Service
 from sparkforge.serve import access, entrypoint, launch, logs, record
@@ -43,6 +43,51 @@ UNLIMITED = -1
 CLEAN_EXITS = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after an end that somebody asked for (supervise.py)
 ENDED_STATES = ("exited", "dead")
 PRESENT = (docker_compose.CLUSTER,)  # the file for commands on a container that is there, which read nothing else
+
+
+class ComposeService(Record, extra="ignore"):
+    """What `docker compose config` says of a service."""
+
+    image: str
+    environment: Mapping[str, str | int | float | None]
+
+
+class ComposeServices(Record, extra="ignore"):
+    """The service that serves, beside others."""
+
+    vllm: ComposeService
+
+
+class ComposeProject(Record, extra="ignore"):
+    """What `docker compose config` prints."""
+
+    services: ComposeServices
+
+
+class ComposeEntry(Record, extra="ignore"):
+    """What `docker compose ps` prints of a container."""
+
+    ID: str
+    State: str
+    Health: str = ""
+    ExitCode: int | None = None
+
+
+class ContainerRdma(Record):
+    """What a container has of RDMA, as INSIDE prints it: files in /dev/infiniband, and bytes that it may lock."""
+
+    devices: tuple[str, ...]
+    open: tuple[str, ...]
+    memlock: int
+
+    def problems(self) -> Iterator[str]:
+        """Yield what it lacks."""
+        if not any(name.startswith("uverbs") for name in self.devices):
+            yield "there is no /dev/infiniband/uverbs*, so NCCL would take TCP"
+        elif not any(name.startswith("uverbs") for name in self.open):
+            yield "its user may not open /dev/infiniband/uverbs*"
+        if self.memlock != UNLIMITED:
+            yield f"it may lock {self.memlock} bytes of memory only"
 
 
 def _refuse_build(stack: str, _steps: Steps) -> None:
@@ -68,7 +113,7 @@ class ContainerNode(Container):
         )
         super().__init__(plan, _refuse_build)
         self.config, self.node = config, node
-        watching = json.dumps(watch.watch_options(config.watched_by(node)))
+        watching = json.dumps(config.watch_options(node))
         self.env |= {**node.variables, entrypoint.CLUSTER: watching, watch.TOKEN: token}
         further = () if config.has_gpus else (docker_compose.CLUSTER_CPU,)
         self.compose_files = (docker_compose.CLUSTER, *further)
@@ -81,13 +126,12 @@ class ContainerNode(Container):
         once: list[str | Path] = ["run", "--rm", "--no-deps", "--no-TTY"]
         if self.config.has_gpus:
             look = docker_compose.compose(*once, "--entrypoint", PYTHON, SERVICE, "-c", INSIDE, more=self.compose_files)
-            answer = parse_json(docker(look, env=self.env), f"what the container of {self.node.name} says")
-            if problems := rdma_problems(answer):
-                fix = (
-                    "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, with memlock unlimited"
-                )
+            origin = f"the answer of the container of {self.node.name}"
+            inside = ContainerRdma.model_validate(parse_object(docker(look, env=self.env), origin, ContainerRdma))
+            if problems := "; ".join(inside.problems()):
+                fix = "ls -l /dev/infiniband on the node; docker-compose.cluster.yml passes it on, memlock unlimited"
                 failure = f"the container of {self.node.name} has no RDMA"
-                raise RefusalError(failure, "; ".join(problems), fix, code="validation.cluster")
+                raise RefusalError(failure, problems, fix, code="validation.cluster")
         log = paths.state() / "logs" / "cluster.validate.log"
         command = docker_compose.compose(*once, SERVICE, "validate", more=self.compose_files)
         try:
@@ -100,7 +144,7 @@ class ContainerNode(Container):
             raise RefusalError(failure, why, fix or f"less {log}", code="validation.failed") from error
         return "serve"
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> None:
         """Start a worker's container and return at once. Raises what Compose raises; `cluster.up` ends it then."""
         paths.secure_state()
         write_atomic(record.begun_path(), f"{docker_compose.project()}\n")  # what `launch.down` ends
@@ -120,18 +164,17 @@ class ContainerNode(Container):
         )
         record.write(server)
         record.begun_path().unlink(missing_ok=True)
-        return {"container": server.container}
 
     def start(self) -> Server:
         """Start the head's container. Raises ServerError if NCCL took TCP in place of RDMA."""
         document = docker(docker_compose.compose("config", "--format", "json", more=self.compose_files), env=self.env)
-        self.project = parse_json(document, "Compose")
+        self.project = parse_object(document, "the answer of docker compose config", ComposeProject)
         part, key_file = self.project["services"][SERVICE], docker_compose.key_file_of(self.project)
         if key_file:
             access.read_key(Path(key_file), private=False)
         environment = {name: str(value) for name, value in part["environment"].items() if value is not None}
-        stack, port = environment[docker_compose.STACK], self.config.port
-        self.service = Service(str(part["image"]), stack, LOOPBACK, port, 1, environment, key_file)
+        stack, port = environment.get(docker_compose.STACK, self.config.stack), self.config.port
+        self.service = Service(part["image"], stack, LOOPBACK, port, 1, environment, key_file)
         server = self.serve(lambda _: None)
         carried = transport(self.log())
         if self.config.has_gpus and carried.tcp:
@@ -165,19 +208,16 @@ class ContainerNode(Container):
         text = docker(docker_compose.compose("ps", "--all", "--format", "json", SERVICE, more=PRESENT)).strip()
         if not text:
             return {"state": "stopped"}
-        entry = parse_json(text.splitlines()[0], "docker compose ps")
-        if entry["State"] == "running":
-            milestone = "" if entry.get("Health") == "healthy" else logs.milestone(log_text())
-            return {
-                "state": "running",
-                "container": entry["ID"][:12],
-                "milestone": milestone or entry.get("Health", ""),
-            }
-        if entry["State"] not in ENDED_STATES:  # such as created, paused or restarting
-            return {"state": entry["State"], "why": f"the container is {entry['State']}"}
+        line, origin = text.splitlines()[0], "the answer of docker compose ps"
+        entry = ComposeEntry.model_validate(parse_object(line, origin, ComposeEntry))
+        if entry.State == "running":
+            milestone = "" if entry.Health == "healthy" else logs.milestone(log_text())
+            return {"state": "running", "container": entry.ID[:12], "milestone": milestone or entry.Health}
+        if entry.State not in ENDED_STATES:  # such as created, paused or restarting
+            return {"state": entry.State, "why": f"the container is {entry.State}"}
         ended = re.findall(r"^✗ (node \S+) ended this node's part.*\n\s*why:\s*(.*)$", log_text(), re.MULTILINE)
-        why = ": ".join(ended[-1]) if ended else f"the container ended with code {entry.get('ExitCode')}"
-        asked = why.endswith(watch.STOPPED) if ended else entry.get("ExitCode") in CLEAN_EXITS
+        why = ": ".join(ended[-1]) if ended else f"the container ended with code {entry.ExitCode}"
+        asked = why.endswith(watch.STOPPED) if ended else entry.ExitCode in CLEAN_EXITS
         return {"state": "ended", "why": why, "asked": asked, "left": 0}
 
 
@@ -201,15 +241,3 @@ def keep_log() -> None:
     with suppress(EngineError):
         if text := log_text():
             write_atomic(_kept_log(), text)
-
-
-def rdma_problems(inside: Mapping[str, Any]) -> list[str]:
-    """Return what a container lacks for RDMA, from what INSIDE printed in it."""
-    problems = []
-    if not any(name.startswith("uverbs") for name in inside["devices"]):
-        problems.append("there is no /dev/infiniband/uverbs*, so NCCL would take TCP")
-    elif not any(name.startswith("uverbs") for name in inside["open"]):
-        problems.append("its user may not open /dev/infiniband/uverbs*")
-    if inside["memlock"] != UNLIMITED:
-        problems.append(f"it may lock {inside['memlock']} bytes of memory only")
-    return problems

@@ -131,7 +131,7 @@ def _next_end(config: ClusterConfig, watched: list[ClusterNode]) -> tuple[Cluste
     while watched:
         for node in tuple(watched):
             with suppress(SparkforgeError):  # one that does not answer may still serve
-                answer = start.ask(config, node, "status", start.ASK_SECONDS)
+                answer = start.ask(config, node, "status")
                 if answer["state"] == "stopped" or answer.get("asked"):
                     watched.remove(node)
                 elif answer["state"] == "ended":

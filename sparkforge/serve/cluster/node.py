@@ -22,16 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sparkforge.core import interrupt, openai, paths
 from sparkforge.core.console import echo, show_error
-from sparkforge.core.documents import parse_json, read_json
+from sparkforge.core.documents import DocumentError, read_json
 from sparkforge.core.errors import InputError, ServerError, SparkforgeError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import TAIL_LINES, run
-from sparkforge.core.tables import Record
+from sparkforge.core.tables import Record, parse_object
 from sparkforge.image.devices import EMBEDDED
 from sparkforge.serve import access, launch
 from sparkforge.serve.cluster import balancer, watch
@@ -64,6 +64,32 @@ class NodeRequest(Record):
             if node.name == self.name:
                 return node
         raise InputError(f"there is no node {self.name!r}", "the request is malformed", "./inv cluster.status")
+
+
+class NodeError(Record):
+    """A SparkforgeError as an answer."""
+
+    what: str
+    why: str
+    fix: str
+    code: str
+
+
+class NodeAnswer(Record, extra="allow"):
+    """A node's answer: an error, or what `ANSWER_KEYS` names for the action, and more for people and programs."""
+
+    error: NodeError | None = None
+    state: str = ""
+    why: str = ""
+    milestone: str = ""
+    verdict: str = ""
+    url: str = ""
+    transport: str = ""
+    lines: tuple[str, ...] = ()
+
+
+STATE = "state"
+ANSWER_KEYS = {"validate": "verdict", "begin": STATE, "start": "url", "status": STATE, "logs": "lines", "down": STATE}
 
 
 def end_path() -> Path:
@@ -105,14 +131,14 @@ class EmbeddedNode(Embedded):
         launch = super().launch()
         if self.is_replica:
             return launch
-        command = watch.watched(launch.command, self.config.watched_by(self.node), end_path())
+        command = watch.watched(launch.command, self.config.watch_options(self.node), end_path())
         variables = {**launch.environment, **self.node.variables, watch.TOKEN: self.token}
         return replace(launch, command=command, environment=variables)
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> None:
         """Start a worker and return at once."""
         end_path().unlink(missing_ok=True)
-        return {"pid": launch.begin(self.launch()).pid}
+        launch.begin(self.launch())
 
     def start(self) -> Server:
         """Start the head's part or a replica. Raises a ServerError that names the node that ended it, if one did."""
@@ -150,9 +176,7 @@ class Balancer(Device):
         for node in self.config.nodes:
             if not Endpoint(f"http://{node.address}:{self.config.replica_port}", key=key).accepts_key():
                 failure = f"{node.name} does not take the API key"
-                why = (
-                    f"its {self.config.key_file} is another one than the head's: clients would be refused now and then"
-                )
+                why = f"its {self.config.key_file} is another one than the head's: some clients would be refused"
                 raise ServerError(failure, why, "one key_file for all", code="server.cluster")
         return "every replica takes the key"
 
@@ -177,35 +201,29 @@ class Balancer(Device):
 Part = EmbeddedNode | ContainerNode | Balancer
 
 
-def part_of(config: ClusterConfig, name: str) -> type[Part]:
-    """Return the kind of part that a node runs."""
-    if name == BALANCER and config.mode == "replicas":
-        return Balancer
-    return ContainerNode if config.in_containers else EmbeddedNode
-
-
 def answer(request: NodeRequest) -> dict[str, Any]:
     """Do what is asked for. Raises the errors of the part, and InputError for an action that there is not."""
-    part, arguments = part_of(request.config, request.name), (request.config, request.node, request.token)
+    config = request.config
+    part: type[Part] = EmbeddedNode
+    if request.name == BALANCER and config.mode == "replicas":
+        part = Balancer
+    elif config.in_containers:
+        part = ContainerNode
     match request.action:
         case "validate":
             launch.refuse_second()  # a failed start would end it with the rest
-            device = part(*arguments)
+            device = part(config, request.node, request.token)
             device.prepare()
             return {"verdict": device.validate()}
-        case "begin":
+        case "begin" | "start":
             with launch.starting():
-                worker = part(*arguments)
-                if isinstance(worker, Balancer):
-                    raise InputError("the balancer is no worker", "it is started", "./inv cluster.up")
-                worker.prepare()
-                return worker.begin()
-        case "start":
-            with launch.starting():
-                device = part(*arguments)
+                device = part(config, request.node, request.token)
                 device.prepare()
+                if request.action == "begin" and not isinstance(device, Balancer):
+                    device.begin()
+                    return {"state": "running"}
                 server = device.start()
-            carried = transport(device.log()).description if request.config.has_gpus else ""
+            carried = transport(device.log()).description if config.has_gpus else ""
             facts = {"url": server.url, "model": server.model_id, "proof": server.proof}
             return {**facts, **({"transport": carried} if carried else {})}
         case "status":
@@ -222,11 +240,10 @@ def main() -> int:
     """Read the request from stdin and answer it; returns the exit code. An error is an answer too."""
     try:
         try:
-            request = NodeRequest.model_validate(parse_json(sys.stdin.read(), "the request"))
-        except ValidationError as error:
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise InputError("the request is malformed", why, "the same Sparkforge on every node: git pull") from error
+            request = NodeRequest.model_validate(parse_object(sys.stdin.read(), "the request", NodeRequest))
+        except DocumentError as error:
+            fix = "the same Sparkforge on every node: git pull"
+            raise InputError("the request is malformed", error.why, fix) from error
         paths.secure_state()
         with interrupt.caught():
             document = answer(request)

@@ -1,13 +1,18 @@
-"""What a node says about itself: `python3 - ARGUMENT < probe.py`, which prints one JSON object.
+"""What the head asks of a node that may have nothing of ours: `python3 - ARGUMENT < probe.py` prints a JSON object.
 
-It runs on a machine that may have nothing of ours, by that machine's own Python 3.9 or newer, as the user that ssh logs
-in. So it imports the standard library alone. A fact that cannot be read is null, and `errors` says why.
+It runs by that machine's own Python 3.9 or newer, as the user that ssh logs in, and imports the standard library alone.
+A fact that cannot be read is null, and `errors` says why. A folder that `cluster.sync` sends and that is not there yet
+is collected beside its place, in `.NAME.sparkforge-sync`.
 
 The argument is a JSON object with a `mode`:
   facts   all facts; `ports` are tried, `model` is a folder whose files are fingerprinted, `image` one of Docker's
-  listen  answer on `address` and `ports` for `seconds`, over TCP and UDP
+  listen  answer on `address` and `ports` for `duration` seconds, over TCP and UDP
   reach   connect from `source` to `address` and each of `ports`, send small UDP packets there and back, and one of
           `mtu` bytes unfragmented
+  list    sizes and sha256 of the files in `folder`, or of what was collected for it, whose names match `patterns`;
+          `known` sums are not computed again, and a file of another size than in `sizes` has none
+  stage   make the folder in which `folder` is collected
+  keep    rename that one to its place
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ import hashlib
 import json
 import os
 import platform
-import resource
 import select
 import shutil
 import socket
@@ -25,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,8 @@ CONNECT_SECONDS = 3.0
 ECHOES, ECHO_BYTES = 50, 16  # small packets there and back
 ECHO_SECONDS = 2.0  # for all of them, and again for late ones
 PROGRAM_SECONDS = 20
+CHUNK = 1 << 20  # bytes
+CLOCK = ("timedatectl", "show", "-p", "NTPSynchronized", "--value")  # whether the clock follows a server
 
 
 def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
@@ -46,29 +53,27 @@ def facts(options: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
         """Return what `read` returns, or null with the reason in `errors`."""
         try:
             return read()
-        except (OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, LookupError, RecursionError, subprocess.SubprocessError) as error:
             errors[name] = " ".join(str(error).split())[:300] or type(error).__name__
             return None
 
     answers = {
         "hostname": socket.gethostname(),
         "machine": platform.machine(),
-        "kernel": platform.release(),
-        "user": ask("user", lambda: os.environ.get("USER") or str(os.getuid())),
         "time": time.time(),
-        "clock_synchronised": ask("clock_synchronised", clock_synchronised),
+        "clock_synchronised": ask("clock_synchronised", lambda: program(*CLOCK) == "yes"),
         "interfaces": ask("interfaces", lambda: interfaces(root)),
         "rdma": ask("rdma", lambda: rdma(root)),
         "infiniband": ask("infiniband", lambda: sorted(path.name for path in (root / "dev/infiniband").iterdir())),
-        "memlock": ask("memlock", lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]),
         "memory": ask("memory", lambda: memory(root)),
         "remove_ipc": ask("remove_ipc", remove_ipc),
-        "gpu": ask("gpu", lambda: query("gpu_name")),
-        "driver": ask("driver", lambda: query("driver_version")),
+        "driver": ask("driver", driver),
         "ports_taken": ask("ports_taken", lambda: [port for port in options.get("ports", ()) if is_taken(port)]),
-        "image": ask("image", lambda: image(options["image"])) if options.get("image") else None,
-        "model": ask("model", lambda: fingerprint(Path(options["model"]))) if options.get("model") else None,
     }
+    if image := options.get("image"):
+        answers["image"] = ask("image", lambda: program("docker", "image", "inspect", "--format", "{{.Id}}", image))
+    if model := options.get("model"):
+        answers["model"] = ask("model", lambda: fingerprint(Path(model)))
     return {**answers, "errors": errors}
 
 
@@ -79,31 +84,26 @@ def program(*argv: str) -> str:
 
 
 def interfaces(root: Path) -> list[dict[str, Any]]:
-    """Return every network interface but loopback."""
-    addresses = {entry["ifname"]: entry.get("addr_info", []) for entry in json.loads(program("ip", "-j", "addr"))}
-    return [
-        interface(folder, addresses.get(folder.name, []))
-        for folder in sorted((root / "sys/class/net").iterdir())
-        if folder.name != "lo" and folder.is_dir()
-    ]
-
-
-def interface(folder: Path, addresses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an interface: its IPv4 networks, state and size, and the PCI function that it is, if any."""
-    device = folder / "device"
-    return {
-        "name": folder.name,
-        "addresses": [f"{entry['local']}/{entry['prefixlen']}" for entry in addresses if entry.get("family") == "inet"],
-        "mac": content(folder / "address"),
-        "mtu": int(content(folder / "mtu") or 0),
-        "up": content(folder / "operstate") in ("up", "unknown"),
-        "carrier": content(folder / "carrier") == "1",
-        "speed": int(content(folder / "speed") or -1),  # Mb/s
-        "bridge": (folder / "bridge").exists(),
-        "wireless": (folder / "wireless").exists() or (folder / "phy80211").exists(),
-        "pci": device.resolve().name if device.exists() else "",
-        "driver": (device / "driver").resolve().name if (device / "driver").exists() else "",
+    """Return every interface but loopback: its IPv4 networks, state, MTU, and the PCI function that it is, if any."""
+    networks = {
+        entry["ifname"]: [f"{a['local']}/{a['prefixlen']}" for a in entry["addr_info"] if a.get("family") == "inet"]
+        for entry in json.loads(program("ip", "-j", "addr"))
     }
+    folders = sorted(path for path in (root / "sys/class/net").iterdir() if path.name != "lo" and path.is_dir())
+    return [
+        {
+            "name": folder.name,
+            "addresses": networks.get(folder.name, []),
+            "mtu": int(content(folder / "mtu") or 0),
+            "up": content(folder / "operstate") in ("up", "unknown"),
+            "carrier": content(folder / "carrier") == "1",
+            "bridge": (folder / "bridge").exists(),
+            "wireless": (folder / "wireless").exists() or (folder / "phy80211").exists(),
+            "pci": (folder / "device").resolve().name if (folder / "device").exists() else "",
+            "driver": (folder / "device/driver").resolve().name if (folder / "device/driver").exists() else "",
+        }
+        for folder in folders
+    ]
 
 
 def rdma(root: Path) -> list[dict[str, Any]]:
@@ -114,7 +114,6 @@ def rdma(root: Path) -> list[dict[str, Any]]:
             "name": device.name,
             "interface": next((net.name for net in sorted((device / "device/net").iterdir())), ""),
             "state": content(device / "ports/1/state").partition(":")[2].strip(),
-            "rate": content(device / "ports/1/rate"),
         }
         for device in (sorted(folder.iterdir()) if folder.is_dir() else ())
     ]
@@ -135,11 +134,6 @@ def memory(root: Path) -> dict[str, int]:
     return {name: int(sizes[name]) * 1024 for name in ("MemTotal", "MemFree", "MemAvailable")}
 
 
-def clock_synchronised() -> bool:
-    """Tell whether systemd says that the clock follows a server."""
-    return program("timedatectl", "show", "-p", "NTPSynchronized", "--value") == "yes"
-
-
 def remove_ipc() -> bool:
     """Tell whether logind deletes this user's shared memory at the end of the last session."""
     names = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager", "RemoveIPC")
@@ -148,15 +142,9 @@ def remove_ipc() -> bool:
     return not Path("/var/lib/systemd/linger", os.environ.get("USER", "")).is_file()
 
 
-def query(field: str) -> str:
-    """Return a field of nvidia-smi for the first GPU."""
-    return program("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()[0].strip()
-
-
-def image(name: str) -> str:
-    """Return the id of one of Docker's images, which is the digest of its configuration."""
-    docker = shutil.which("docker") or "docker"
-    return program(docker, "image", "inspect", "--format", "{{.Id}}", name)
+def driver() -> str:
+    """Return the version of the first GPU's driver."""
+    return program("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0].strip()
 
 
 def is_taken(port: int) -> bool:
@@ -187,22 +175,20 @@ def fingerprint(folder: Path) -> str:
 
 
 def listen(options: dict[str, Any]) -> dict[str, Any]:
-    """Answer connections and packets for `seconds` at most, or until a large packet; say which ports others have."""
+    """Answer connections and packets for `duration` seconds at most, or until a large packet."""
     opened: list[socket.socket] = []
-    taken = []
     for port in options["ports"]:
         for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # who gets a connection sends packets next
             server = socket.socket(socket.AF_INET, kind)
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 server.bind((options["address"], port))
-            except OSError as error:
-                taken.append(f"{port}: {error.strerror}")
+            except OSError:  # another program's, which answers for itself
                 continue
             if kind == socket.SOCK_STREAM:
                 server.listen()
             opened.append(server)
-    end = time.monotonic() + options["seconds"]
+    end = time.monotonic() + options["duration"]
     while opened and (left := end - time.monotonic()) > 0:
         for server in select.select(opened, [], [], left)[0]:
             if server.type == socket.SOCK_STREAM:
@@ -211,13 +197,13 @@ def listen(options: dict[str, Any]) -> dict[str, Any]:
                 packet, sender = server.recvfrom(1 << 16)
                 server.sendto(packet[:ECHO_BYTES], sender)
                 if len(packet) > ECHO_BYTES:
-                    return {"taken": taken}  # it is what the other side sends last
-    return {"taken": taken}
+                    return {}  # it is what the other side sends last
+    return {}
 
 
 def reach(options: dict[str, Any]) -> dict[str, Any]:
     """Return why ports cannot be connected to, how small packets come back, and why a full one does not pass."""
-    deadline = time.monotonic() + options.get("seconds", 2 * CONNECT_SECONDS)
+    deadline = time.monotonic() + 2 * CONNECT_SECONDS
     blocked = {}
     for port in options["ports"]:
         if why := connect(options["source"], options["address"], port, deadline):
@@ -282,10 +268,65 @@ def send_packet(options: dict[str, Any]) -> str:
     return ""
 
 
+def listing(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the files, where they are, and the free bytes there."""
+    folder = Path(options["folder"])
+    path = folder if folder.is_dir() else collected(folder)
+    files = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        if file.is_file() and any(fnmatchcase(file.name, pattern) for pattern in options["patterns"]):
+            size = file.stat().st_size
+            wanted = options.get("sizes", {}).get(file.name, size)
+            total = options.get("known", {}).get(file.name) or (sha256(file) if size == wanted else "")
+            files[file.name] = {"size": size, "sha256": total}
+    existing = next(part for part in (path, *path.parents) if part.exists())
+    free = shutil.disk_usage(existing).free
+    return {"files": files, "path": str(path), "whole": folder.is_dir(), "free": free}
+
+
+def collected(folder: Path) -> Path:
+    """Return where a folder is collected."""
+    return folder.with_name(f".{folder.name}.sparkforge-sync")
+
+
+def sha256(file: Path) -> str:
+    """Return a file's sha256 in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def stage(options: dict[str, Any]) -> dict[str, Any]:
+    """Make the folder in which files are collected."""
+    folder = Path(options["folder"])
+    if not folder.is_dir():
+        collected(folder).mkdir(parents=True, exist_ok=True)
+    return {}
+
+
+def keep(options: dict[str, Any]) -> dict[str, Any]:
+    """Sync what was collected and rename it to its place."""
+    folder = Path(options["folder"])
+    if not folder.is_dir():
+        for file in collected(folder).iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        collected(folder).rename(folder)
+    return {}
+
+
+MODES = {"facts": facts, "listen": listen, "reach": reach, "list": listing, "stage": stage, "keep": keep}
+
+
 def main(argument: str) -> None:
-    """Print the answer to one argument."""
+    """Print the answer to one argument; an error is an answer too."""
     options = json.loads(argument)
-    answer = {"facts": facts, "listen": listen, "reach": reach}[options["mode"]](options)
+    try:
+        answer = MODES[options["mode"]](options)
+    except OSError as error:
+        answer = {"error": " ".join(str(error).split())}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

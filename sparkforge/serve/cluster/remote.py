@@ -8,44 +8,45 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkforge.core import paths
-from sparkforge.core.documents import parse_json
-from sparkforge.core.errors import NetworkError, ProcessError, SparkforgeError
+from sparkforge.core.documents import DocumentError
+from sparkforge.core.errors import InputError, NetworkError, ProcessError, SparkforgeError
 from sparkforge.core.process import run_unchecked
+from sparkforge.core.tables import Record, parse_object
+from sparkforge.serve.cluster import probe
 from sparkforge.serve.cluster.config import ClusterNode
 
 CONNECT_SECONDS = 10
 SSH_FAILED = 255  # ssh(1): the connection, not the program
 # BatchMode: no question is asked. Alive: a node that has lost its power is noticed within 15 s.
 OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+SSH = ("ssh", *(word for option in OPTIONS for word in ("-o", option)))
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=Record)
 
 
-def command_line(node: ClusterNode, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+def command_line(node: ClusterNode, argv: Sequence[str]) -> list[str]:
     """Return the command that runs `argv` on a node, in its checkout if it names one."""
-    variables = {**({"SPARKFORGE_STATE": node.state} if node.state else {}), **(environment or {})}
-    program = [*(["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []), *argv]
+    program = [*(["env", f"SPARKFORGE_STATE={node.state}"] if node.state else []), *argv]
     if not node.ssh:
         return program
     script = shlex.join(program)
     if node.folder:
         script = f"cd {shlex.quote(node.folder)} && exec {script}"
-    return ["ssh", *(word for option in OPTIONS for word in ("-o", option)), "--", node.ssh, script]
+    return [*SSH, "--", node.ssh, script]
 
 
-def output(
-    node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> str:  # fmt: skip
+def output(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> str:
     """Return what a program prints on a node.
 
     Raises NetworkError if the node cannot be reached, ProcessError if the program fails or takes longer than `seconds`.
     """
-    command = command_line(node, argv, environment)
+    command = command_line(node, argv)
     result = run_unchecked(command, cwd=None if node.ssh else paths.ROOT, stdin=stdin, seconds=seconds)
     if not result.returncode:
         return result.stdout
@@ -53,21 +54,30 @@ def output(
     if node.ssh and result.returncode == SSH_FAILED:
         last = why.splitlines()[-1]
         raise NetworkError(f"{node.name} cannot be reached by ssh", last, f"ssh {node.ssh} true", code="network.node")
-    by_hand = shlex.join(command_line(node, argv[:3], environment))
+    by_hand = shlex.join(command_line(node, argv[:3]))
     raise ProcessError(f"{argv[0]} failed on {node.name}", why, f"run it by hand: {by_hand}", code="process.failed")
 
 
-def document(node: ClusterNode, argv: Sequence[str], *, seconds: float, stdin: str | None = None) -> Any:
-    """Return the JSON that a program prints on a node. Raises what `output` raises, and StorageError for no JSON."""
-    return parse_json(output(node, argv, seconds=seconds, stdin=stdin), f"the answer of {node.name}")
+def document(
+    node: ClusterNode, argv: Sequence[str], shape: type[Answer], *, seconds: float, stdin: str | None = None
+) -> Answer:
+    """Return the JSON object that a program prints on a node.
 
-
-def program(node: ClusterNode, source: str, argument: Mapping[str, Any], *, seconds: float) -> Any:
-    """Run a Python program's source text on a node, with one JSON argument, and return the JSON that it prints.
-
-    It needs python3 there and nothing of ours. Raises what `document` raises.
+    Raises what `output` raises, InputError for an answer of another shape.
     """
-    return document(node, ["python3", "-", json.dumps(argument)], seconds=seconds, stdin=source)
+    text = output(node, argv, seconds=seconds, stdin=stdin)
+    try:
+        return shape.model_validate(parse_object(text, node.name, shape))
+    except DocumentError as error:
+        fix = f"{shlex.join(command_line(node, ['true']))}   # must print nothing; and git pull on every node"
+        raise InputError(f"cannot read the answer of {node.name}", error.why, fix, code="input.facts") from error
+
+
+def ask_probe(node: ClusterNode, mode: str, shape: type[Answer], *, seconds: float, **options: Any) -> Answer:
+    """Run probe.py on a node, which needs python3 and nothing of ours. Raises what `document` raises."""
+    source = Path(probe.__file__).read_text(encoding="utf-8")
+    argv = ["python3", "-", json.dumps({"mode": mode, **options})]
+    return document(node, argv, shape, seconds=seconds, stdin=source)
 
 
 def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result | SparkforgeError]:
@@ -87,7 +97,8 @@ def on_all(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) 
 def on_every(nodes: Sequence[ClusterNode], call: Callable[[ClusterNode], Result]) -> dict[str, Result]:
     """Call a function as `on_all` does. Raises the first node's error, after all have ended."""
     answers = on_all(nodes, call)
+    results = {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}
     for answer in answers.values():
         if isinstance(answer, SparkforgeError):
             raise answer
-    return {name: answer for name, answer in answers.items() if not isinstance(answer, SparkforgeError)}
+    return results

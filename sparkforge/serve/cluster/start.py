@@ -10,20 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkforge.core.console import Steps, echo, say
-from sparkforge.core.errors import ServerError, SparkforgeError, UsageError
+from sparkforge.core.errors import InputError, ServerError, SparkforgeError, UsageError
 from sparkforge.image import compose as docker_compose
 from sparkforge.serve import access
 from sparkforge.serve.cluster import balancer, check, remote
-from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
-from sparkforge.serve.cluster.node import LINES
+from sparkforge.serve.cluster.config import BALANCER, ClusterConfig, ClusterNode
+from sparkforge.serve.cluster.node import ANSWER_KEYS, LINES, NodeAnswer
 
 MODULE = "sparkforge.serve.cluster.node"
 INTERPRETER = ".venv/bin/python"  # which ./inv makes in each checkout
-VALIDATE_SECONDS, BEGIN_SECONDS = 1200.0, 300.0  # the environment may have to be made, and a container's numerics run
+# Of `validate`: the environment may have to be made, and a container's numerics run.
+SECONDS = {"validate": 1200.0, "begin": 300.0, "status": 60.0, "logs": 60.0, "down": 180.0}
 # An embedded server; and 65 GB from a disk with 25 minutes of compiling, as serve/container.py allows.
 START_SECONDS = {"embedded": 1200.0, "docker-cpu": 1200.0, "docker": 3900.0}
-ASK_SECONDS, DOWN_SECONDS = 60.0, 180.0
-REPLICA_SECONDS = 1200.0
 
 
 def up(config: ClusterConfig) -> Mapping[str, Any]:
@@ -33,24 +32,32 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     Whenever it raises, no node's part is left running, except on a node that it names. Raises UsageError for settings
     that it does not heed, RefusalError if a check or a validation fails, and the first node's error otherwise.
     """
-    _refuse_access(os.environ)
-    steps, token = Steps(4), secrets.token_hex(16)
-    if config.mode == "replicas" and not config.head.ssh:
+    for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
+        if os.environ.get(name):  # the head would serve without it
+            why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
+            raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
+    steps, token, is_split = Steps(4), secrets.token_hex(16), config.mode == "split"
+    if not is_split and not config.head.ssh:
         balancer.program()  # known at once, not after minutes
     with steps.step("check", f"{len(config.nodes)} nodes") as tell:
         findings = check.checked(config)
         check.require_fine(findings)
         tell(f"{len(findings)} checks, none failed")
+
+    def ask_all(nodes: Sequence[ClusterNode], action: str) -> dict[str, dict[str, Any]]:
+        """Ask several nodes at the same time. Raises the first one's error."""
+        return remote.on_every(nodes, lambda node: ask(config, node, action, token=token))
+
     with steps.step("validation", "on every node") as tell:
-        verdicts = _all(config, config.nodes, "validate", token, VALIDATE_SECONDS)
+        verdicts = ask_all(config.nodes, "validate")
         tell("; ".join(f"{name}: {answer['verdict']}" for name, answer in verdicts.items()))
     try:
-        if config.mode == "replicas":
-            return _up_replicas(config, steps)
-        with steps.step("workers", ", ".join(node.name for node in config.workers)):
-            _all(config, config.workers, "begin", token, BEGIN_SECONDS)
-        with steps.step("head", f"{config.head.name}: vLLM starts") as tell:
-            answer = ask(config, config.head, "start", START_SECONDS[config.device], token=token)
+        parts = config.workers if is_split else config.nodes
+        with steps.step("workers" if is_split else "servers", ", ".join(node.name for node in parts)):
+            ask_all(parts, "begin" if is_split else "start")
+        last = config.head if is_split else config.parts[-1]
+        with steps.step("head" if is_split else BALANCER, f"{config.head.name} starts") as tell:
+            answer = ask(config, last, "start", token=token)
             carried = f"; {answer['transport']}" if "transport" in answer else ""
             tell(f"first answers received at {answer['url']}{carried}")
     except BaseException:
@@ -62,37 +69,18 @@ def up(config: ClusterConfig) -> Mapping[str, Any]:
     return answer
 
 
-def _up_replicas(config: ClusterConfig, steps: Steps) -> Mapping[str, Any]:
-    with steps.step("servers", ", ".join(node.name for node in config.nodes)) as tell:
-        answers = _all(config, config.nodes, "start", "", REPLICA_SECONDS)
-        tell("; ".join(f"{name}: first answers received" for name in answers))
-    with steps.step("balancer", f"{config.head.name}: HAProxy starts") as tell:
-        answer = ask(config, config.parts[-1], "start", BEGIN_SECONDS)
-        tell(f"{answer['url']} answers")
-    return answer
-
-
 def renew(config: ClusterConfig, node: ClusterNode) -> None:
     """End what is left of a replica, or of their balancer, and start it again. Raises the node's error."""
-    ask(config, node, "down", DOWN_SECONDS)
-    if node in config.nodes:
-        ask(config, node, "validate", VALIDATE_SECONDS)
-    ask(config, node, "start", REPLICA_SECONDS if node in config.nodes else BEGIN_SECONDS)
-
-
-def _refuse_access(environment: Mapping[str, str]) -> None:
-    """Raise UsageError for a key, its file, or names of hosts: the head would serve without them."""
-    for name in (access.KEY, access.KEY_FILE, docker_compose.KEY_VARIABLE, access.HOSTS):
-        if environment.get(name):
-            why = "a cluster's key is key_file in cluster.toml, and it has no further names of hosts yet"
-            raise UsageError(f"{name} is set", why, f"env -u {name} ./inv cluster.up")
+    for action in ("down", "validate", "start"):
+        if action != "validate" or node in config.nodes:
+            ask(config, node, action)
 
 
 def status(config: ClusterConfig, nodes: Sequence[ClusterNode] = ()) -> dict[str, dict[str, Any]]:
     """Return the state of each of these nodes, or of all; one that does not answer is `silent` and says why."""
-    answers = remote.on_all(nodes or config.parts, lambda node: ask(config, node, "status", ASK_SECONDS))
+    answers = remote.on_all(nodes or config.parts, lambda node: ask(config, node, "status"))
     return {
-        name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else dict(answer)
+        name: {"state": "silent", "why": answer.why} if isinstance(answer, SparkforgeError) else answer
         for name, answer in answers.items()
     }
 
@@ -108,7 +96,7 @@ def show_logs(config: ClusterConfig, lines: int) -> None:
     """Print the last lines of every node's log, each with the node's name in front. Raises UsageError."""
     if not 1 <= lines <= LINES:
         raise UsageError(f"--lines {lines} has no meaning", f"it is 1 to {LINES}", "./inv cluster.logs --lines 100")
-    answers = remote.on_all(config.parts, lambda node: ask(config, node, "logs", ASK_SECONDS, lines=lines))
+    answers = remote.on_all(config.parts, lambda node: ask(config, node, "logs", lines=lines))
     width = max(len(node.name) for node in config.parts)
     for name, answer in answers.items():
         if isinstance(answer, SparkforgeError):
@@ -123,7 +111,7 @@ def down(config: ClusterConfig) -> None:
 
     Raises ServerError, after the others have ended, for one that did not.
     """
-    answers = remote.on_all(config.parts, lambda node: ask(config, node, "down", DOWN_SECONDS))
+    answers = remote.on_all(config.parts, lambda node: ask(config, node, "down"))
     for name, answer in answers.items():
         say(f"{name}: {answer.what if isinstance(answer, SparkforgeError) else answer['state']}")
     failed = {name: answer for name, answer in answers.items() if isinstance(answer, SparkforgeError)}
@@ -133,20 +121,17 @@ def down(config: ClusterConfig) -> None:
         raise ServerError(f"{', '.join(failed)} may still run", why, fix, code="server.cluster")
 
 
-def ask(config: ClusterConfig, node: ClusterNode, action: str, seconds: float, **more: Any) -> dict[str, Any]:
+def ask(config: ClusterConfig, node: ClusterNode, action: str, **more: Any) -> dict[str, Any]:
     """Return a node's answer. Raises ServerError for an error of the node, and what `remote.document` raises."""
     request = json.dumps(
         {"action": action, "name": node.name, "config": config.model_dump(by_alias=True, mode="json"), **more}
     )
-    python = sys.executable if not node.ssh else INTERPRETER
-    answer = remote.document(node, [python, "-P", "-m", MODULE], seconds=seconds, stdin=request)
-    if error := answer.get("error"):
-        raise ServerError(f"{node.name}: {error['what']}", error["why"], error["fix"], code="server.cluster")
-    return dict(answer)
-
-
-def _all(
-    config: ClusterConfig, nodes: Sequence[ClusterNode], action: str, token: str, seconds: float
-) -> dict[str, dict[str, Any]]:
-    """Ask several nodes at the same time. Raises the first one's error."""
-    return remote.on_every(nodes, lambda node: ask(config, node, action, seconds, token=token))
+    command = [INTERPRETER if node.ssh else sys.executable, "-P", "-m", MODULE]
+    seconds = START_SECONDS[config.device] if action == "start" else SECONDS[action]
+    answer = remote.document(node, command, NodeAnswer, seconds=seconds, stdin=request)
+    if error := answer.error:
+        raise ServerError(f"{node.name}: {error.what}", error.why, error.fix, code="server.cluster")
+    if (key := ANSWER_KEYS[action]) not in answer.model_fields_set:
+        why, fix = f"it has no {key}", "the same Sparkforge on every node: git pull"
+        raise InputError(f"cannot read the answer of {node.name}", why, fix, code="input.facts")
+    return answer.model_dump(exclude_unset=True)

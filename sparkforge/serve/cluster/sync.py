@@ -6,7 +6,6 @@ rsync sends the files: it goes on where it was cut off, and sends only what diff
 from __future__ import annotations
 
 import getpass
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from pydantic import Field
 
 from sparkforge.core import paths
 from sparkforge.core.console import say
-from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import (
     InputError,
     IntegrityError,
@@ -28,18 +26,18 @@ from sparkforge.core.errors import (
     UsageError,
 )
 from sparkforge.core.process import run
-from sparkforge.core.tables import Record
+from sparkforge.core.tables import Record, parse_object
 from sparkforge.models.hub import WANTED
-from sparkforge.models.hub_source import NOTE
-from sparkforge.serve.cluster import probe, remote, sums
+from sparkforge.models.hub_source import NOTE, Note
+from sparkforge.serve.cluster import probe, remote
 from sparkforge.serve.cluster.config import ClusterConfig, ClusterNode
 
 SEND_SECONDS = 6 * 3600.0  # of 65 GB over a link of 10 GB/s, or over a cable of 1 Gb/s
 HASH_SECONDS = 3600.0
 SILENT_SECONDS = 60  # until rsync gives up a connection that says nothing
-AGAIN = "./inv cluster.sync   # it goes on where it was"
-# A file that is shorter is continued; one of another content is mended in place.
-TAIL, MEND = ("--append-verify",), ("--inplace", "--no-whole-file", "--ignore-times")
+RESUME = "./inv cluster.sync   # it goes on where it was"
+CONTINUE_SHORTER_FILES = ("--append-verify",)
+REPAIR_IN_PLACE = ("--inplace", "--no-whole-file", "--ignore-times")
 
 
 class FileSum(Record):
@@ -53,9 +51,14 @@ class NodeFiles(Record):
     """What a node has of a model. `path` is the folder itself if it is `whole`, else where it is collected."""
 
     files: Mapping[str, FileSum] = Field(default_factory=dict)
-    path: str
-    whole: bool
-    free: int
+    path: str = ""
+    whole: bool = False
+    free: int = 0
+    error: str = ""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file that are there."""
+        return self.files[name].size if name in self.files else 0
 
 
 def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False) -> None:
@@ -65,101 +68,75 @@ def send_model(config: ClusterConfig, model: str = "", *, dry_run: bool = False)
     InputError for a folder without one, StorageError where there is no room, IntegrityError, and NetworkError for a
     transfer that was cut off, which the same command resumes.
     """
-    folder = model or config.model
+    folder, head = model or config.model, config.head
     if not folder:
         fix = "./inv cluster.sync --model /models/gpt-oss-120b, or model in cluster.toml"
         raise UsageError("no model is named", "cluster.toml names none", fix)
     if not folder.startswith("/"):  # it would be relative to another folder on each node, and no shell expands a ~
         fix = f'model = "{paths.typed(folder).absolute()}"   # in cluster.toml'
         raise UsageError(f"the model {folder} is no absolute path", "it names a folder on every node", fix)
-    head_files = _head_files(config.head, folder)
-    total = sum(file.size for file in head_files.files.values())
-    say(f"{config.head.name} has {len(head_files.files)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
-    remote.on_every(config.workers, lambda node: _send_files(config.head, node, folder, head_files, dry_run=dry_run))
-
-
-def _head_files(head: ClusterNode, folder: str) -> NodeFiles:
-    """Return the head's files; sums of a model that was fetched are in its note."""
-    note = remote.output(head, ["sh", "-c", 'cat "$0" 2>/dev/null || true', f"{folder}/{NOTE}"], seconds=HASH_SECONDS)
-    known = {}
-    if note.strip():
-        entries = parse_json(note, f"{NOTE} of {head.name}").get("files", {})
-        known = {name: str(entry.get("sha256", "")) for name, entry in entries.items()}
-    files = _list(head, folder, known=known)
-    if not files.whole or "config.json" not in files.files or not any(n.endswith(".safetensors") for n in files.files):
+    text = remote.output(head, ["sh", "-c", 'cat "$0" 2>/dev/null || true', f"{folder}/{NOTE}"], seconds=HASH_SECONDS)
+    # Sums of a model that was fetched are in its note.
+    noted = Note.model_validate(parse_object(text, f"{NOTE} of {head.name}", Note)).files if text.strip() else {}
+    head_files = _ask(head, "list", folder, known={name: file.sha256 for name, file in noted.items()})
+    names = head_files.files.keys()
+    if not head_files.whole or "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
         why = f"{folder} has no config.json with safetensors beside it"
         raise InputError(f"{head.name} has no such model", why, "./inv model.fetch, on the head", code="input.model")
-    return files
+    total = sum(file.size for file in head_files.files.values())
+    say(f"{head.name} has {len(names)} files of {Path(folder).name}, {total / 1e9:.2f} GB")
+    remote.on_every(config.workers, lambda node: _send_files(head, node, folder, head_files, dry_run=dry_run))
 
 
 def _send_files(head: ClusterNode, node: ClusterNode, folder: str, head_files: NodeFiles, *, dry_run: bool) -> None:
     sizes = {name: file.size for name, file in head_files.files.items()}
-    node_files = _list(node, folder, sizes=sizes)
-    different = _different(head_files, node_files)
-    _refuse_others(node, head_files, node_files)
-    missing = sum(max(0, sizes[name] - _size(node_files, name)) for name in different)
-    if not different and node_files.whole:
+
+    def look() -> tuple[NodeFiles, list[str]]:
+        """Return what the node has, and the names of the files that are not as on the head."""
+        there = _ask(node, "list", folder, sizes=sizes)
+        return there, [name for name, file in head_files.files.items() if there.files.get(name) != file]
+
+    node_files, names = look()
+    extra = [name for name in node_files.files if name not in sizes and name.endswith(probe.COMPARED)]
+    if extra:
+        why = f"{', '.join(extra)} in {node_files.path}: cluster.check compares these too"
+        fix = f"remove it on that node: cd {shlex.quote(node_files.path)} && rm {shlex.join(extra)}; then {RESUME}"
+        raise InputError(f"{node.name} has files that the head lacks", why, fix, code="input.model")
+    missing = sum(max(0, sizes[name] - node_files.size(name)) for name in names)
+    if not names and node_files.whole:
         say(f"{node.name}: has every file already")
         return
-    say(f"{node.name}: {len(different)} files differ, {missing / 1e9:.2f} GB more are needed there")
+    say(f"{node.name}: {len(names)} files differ, {missing / 1e9:.2f} GB more are needed there")
     if dry_run:
         return
     if missing > node_files.free:
-        why = (
-            f"{Path(node_files.path).parent} has {node_files.free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB are needed"
-        )
-        raise StorageError(
-            f"not enough room on {node.name}", why, f"free some there, then {AGAIN}", code="storage.full"
-        )
-    _program(node, {"mode": "stage", "folder": folder})
-    shell, login = ssh_command(node)
-    destination = f"{login}:{node_files.path}/"
-    tails = [name for name in different if _size(node_files, name) < sizes[name]]
-    _rsync(head, node, shell, TAIL, tails, f"{folder}/", destination)
-    _rsync(head, node, shell, MEND, [name for name in different if name not in tails], f"{folder}/", destination)
-    if different := _different(head_files, _list(node, folder, sizes=sizes)):
-        say(f"{node.name}: {', '.join(different)} came with other bytes, and is sent again")
-        _rsync(head, node, shell, MEND, different, f"{folder}/", destination)
-        if different := _different(head_files, _list(node, folder, sizes=sizes)):
-            why = f"{', '.join(different)} has another sha256 than {NOTE} or the file on {head.name}"
-            fix = f"check the model on {head.name}: ./inv model.fetch; then {AGAIN}"
+        parent, free = Path(node_files.path).parent, node_files.free / 1e9
+        why = f"{parent} has {free:.2f} GB free, {missing / 1e9:.2f} GB are needed"
+        fix = f"free some there, then {RESUME}"
+        raise StorageError(f"not enough room on {node.name}", why, fix, code="storage.full")
+    _ask(node, "stage", folder)
+    shorter = [name for name in names if node_files.size(name) < sizes[name]]
+    _rsync(head, node, CONTINUE_SHORTER_FILES, shorter, (folder, node_files.path))
+    _rsync(head, node, REPAIR_IN_PLACE, [name for name in names if name not in shorter], (folder, node_files.path))
+    if wrong := look()[1]:
+        say(f"{node.name}: {', '.join(wrong)} came with other bytes, and is sent again")
+        _rsync(head, node, REPAIR_IN_PLACE, wrong, (folder, node_files.path))
+        if wrong := look()[1]:
+            why = f"{', '.join(wrong)} has another sha256 than {NOTE} or the file on {head.name}"
+            fix = f"check the model on {head.name}: ./inv model.fetch; then {RESUME}"
             raise IntegrityError(f"{node.name} did not get the head's files", why, fix, code="integrity.hash")
-    _program(node, {"mode": "keep", "folder": folder})
+    _ask(node, "keep", folder)
     say(f"{node.name}: has every file, each with the head's sha256")
 
 
-def _different(head_files: NodeFiles, node_files: NodeFiles) -> list[str]:
-    return [name for name, file in head_files.files.items() if node_files.files.get(name) != file]
-
-
-def _refuse_others(node: ClusterNode, head_files: NodeFiles, node_files: NodeFiles) -> None:
-    """Raise InputError for files that the head lacks and that `cluster.check` compares."""
-    if others := sorted(
-        name for name in node_files.files.keys() - head_files.files.keys() if name.endswith(probe.COMPARED)
-    ):
-        why = f"{', '.join(others)} in {node_files.path}: cluster.check compares these too"
-        fix = f"remove it on that node: cd {shlex.quote(node_files.path)} && rm {shlex.join(others)}; then {AGAIN}"
-        raise InputError(f"{node.name} has files that the head lacks", why, fix, code="input.model")
-
-
-def _size(files: NodeFiles, name: str) -> int:
-    return files.files[name].size if name in files.files else 0
-
-
-def _list(node: ClusterNode, folder: str, **more: Any) -> NodeFiles:
+def _ask(node: ClusterNode, mode: str, folder: str, **more: Any) -> NodeFiles:
+    """Let the probe list, stage or keep a folder. Raises StorageError for one that cannot be read or made."""
     patterns = [*WANTED, *(f"*{suffix}" for suffix in probe.COMPARED)]
-    options = {"mode": "list", "folder": folder, "patterns": patterns, **more}
-    return NodeFiles.model_validate(_program(node, options))
-
-
-def _program(node: ClusterNode, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Run sums.py on a node. Raises StorageError for a folder that cannot be read or made."""
-    source = Path(sums.__file__).read_text(encoding="utf-8")
-    answer = remote.program(node, source, options, seconds=HASH_SECONDS)
-    if error := answer.get("error"):
-        fix = f"on {node.name}: ls -ld {shlex.quote(str(options['folder']))}"
-        raise StorageError(f"{node.name} cannot use the model's folder", error, fix, code="storage.access")
-    return dict(answer)
+    files = remote.ask_probe(node, mode, NodeFiles, seconds=HASH_SECONDS, folder=folder, patterns=patterns, **more)
+    if files.error:
+        fix = f"on {node.name}: ls -ld {shlex.quote(folder)}"
+        raise StorageError(f"{node.name} cannot use the model's folder", files.error, fix, code="storage.access")
+    return files
 
 
 def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
@@ -167,7 +144,7 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
 
     User, key and port are those of `ssh NODE`; the host key is the one that is known by that name.
     """
-    command = ["ssh", *(word for option in remote.OPTIONS for word in ("-o", option)), "-o", "UpdateHostKeys=no"]
+    command = [*remote.SSH, "-o", "UpdateHostKeys=no"]
     if not node.ssh:
         return command, f"{getpass.getuser()}@{node.address}"
     settings = run(["ssh", "-G", node.ssh], seconds=SILENT_SECONDS).stdout.splitlines()
@@ -176,19 +153,14 @@ def ssh_command(node: ClusterNode) -> tuple[list[str], str]:
 
 
 def _rsync(
-    head: ClusterNode,
-    node: ClusterNode,
-    shell: Sequence[str],
-    way: Sequence[str],
-    names: Sequence[str],
-    source: str,
-    destination: str,
+    head: ClusterNode, node: ClusterNode, options: Sequence[str], names: Sequence[str], folders: tuple[str, str]
 ) -> None:
-    """Send files from the head to a node. Raises StorageError for a full disk, NetworkError for what can be resumed."""
+    """Send files of the first folder, on the head, to the second, on a node. Raises what `sending_error` returns."""
     if not names:
         return
-    argv = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}"]
-    argv += [*way, "--files-from=-", f"--rsh={shlex.join(shell)}", source, destination]
+    shell, login = ssh_command(node)
+    argv = ["rsync", "--times", "--copy-links", "--partial", "--protect-args", f"--timeout={SILENT_SECONDS}", *options]
+    argv += ["--files-from=-", f"--rsh={shlex.join(shell)}", f"{folders[0]}/", f"{login}:{folders[1]}/"]
     try:
         remote.output(head, argv, seconds=SEND_SECONDS, stdin="\n".join(names) + "\n")
     except ProcessError as error:
@@ -199,16 +171,15 @@ def sending_error(error: ProcessError, node: ClusterNode) -> SparkforgeError:
     """Return what rsync's, ssh's or docker's messages mean."""
     last = " ".join(error.why.splitlines()[-3:])
     if re.search(r"No space left on device|Disk quota exceeded", error.why):
-        return StorageError(
-            f"the disk of {node.name} is full", last, f"free some there, then {AGAIN}", code="storage.full"
-        )
+        fix = f"free some there, then {RESUME}"
+        return StorageError(f"the disk of {node.name} is full", last, fix, code="storage.full")
     if re.search(r"(?:rsync|docker): (?:command )?not found|No such file or directory: '(?:rsync|docker)'", error.why):
         fix = f"sudo apt install rsync   # on the head and on {node.name}"
         return ProcessError("rsync or docker is missing", last, fix, code="process.failed")
     if re.search(r"Host key verification failed|Permission denied \(", error.why):
         fix = f"ssh-copy-id {node.ssh}   # on the head"
         return NetworkError(f"the head cannot log in on {node.name} at {node.address}", last, fix, code="network.node")
-    return NetworkError(f"sending to {node.name} was cut off", last, AGAIN, code="network.node")
+    return NetworkError(f"sending to {node.name} was cut off", last, RESUME, code="network.node")
 
 
 def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
@@ -237,14 +208,11 @@ def send_image(config: ClusterConfig, *, dry_run: bool = False) -> None:
             raise sending_error(error, node) from error
         if (loaded := image_id(node, name)) != wanted:
             why = f"{name} is {loaded or 'not there'} after docker load, and {wanted} on {config.head.name}"
-            fix = (
-                "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull on each"
-            )
+            fix = "the same image store in both Docker engines (docker info, Storage Driver), or ./inv image.pull there"
             raise IntegrityError(f"{node.name} has another image", why, fix, code="integrity.image")
 
 
 def image_id(node: ClusterNode, name: str) -> str:
     """Return an image's id on a node; empty if it is not there. Raises what `remote.output` raises for no docker."""
-    argv = ["docker", "image", "ls", "--no-trunc", "--format", "{{json .ID}}", name]
-    lines = remote.output(node, argv, seconds=SILENT_SECONDS).splitlines()
-    return str(json.loads(lines[0])) if lines else ""
+    argv = ["docker", "image", "ls", "--no-trunc", "--format", "{{.ID}}", name]
+    return next(iter(remote.output(node, argv, seconds=SILENT_SECONDS).splitlines()), "")

@@ -63,36 +63,37 @@ class Loss:
 class NodeWatch:
     """Connections to the other nodes: the head has one to each worker, a worker one to the head."""
 
-    def __init__(self, options: argparse.Namespace, token: str) -> None:
-        self._options, self._token = options, token
+    def __init__(self, settings: argparse.Namespace, token: str) -> None:
+        self._settings, self._token = settings, token
         self._selector = selectors.DefaultSelector()
         self._peers: list[Peer] = []
-        self._expected = set(options.peers)
+        self._expected = set(settings.peers)
         self._begun = self._beaten = time.monotonic()
         self._listener: socket.socket | None = None
-        if options.listen:
-            self._listener = socket.create_server((options.address, options.port))
+        if settings.listen:
+            self._listener = socket.create_server((settings.address, settings.port))
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def turn(self) -> Loss | None:
         """Listen for a moment, send what is due, and return the loss of a node if there is one."""
         now = time.monotonic()
-        if not self._options.listen and not self._peers:
+        if not self._settings.listen and not self._peers:
             self._connect()
-        for key, _ in self._selector.select(TURN_SECONDS):
-            if key.fileobj is self._listener:
-                with suppress(OSError):
-                    self._add(Peer(self._listener.accept()[0]))
-            elif loss := self._read(key.data):
-                return loss
+        if loss := self._receive(TURN_SECONDS):
+            return loss
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
             self._send({})
         return self._silent(now)
 
     def tell(self, node: str, why: str) -> None:
-        """Tell the other nodes that the server ends, and because of which node."""
+        """Tell the other nodes that the server ends, and because of which node.
+
+        A server can end before the first turn: a node that has connected by then, and its hello, are taken first.
+        """
+        for _ in ("connection", "hello"):
+            self._receive(0)
         self._send({"node": node, "end": why})
         for peer in self._peers:
             with suppress(OSError):
@@ -100,11 +101,21 @@ class NodeWatch:
 
     def _connect(self) -> None:
         try:
-            link = socket.create_connection((self._options.address, self._options.port), timeout=TURN_SECONDS)
+            link = socket.create_connection((self._settings.address, self._settings.port), timeout=TURN_SECONDS)
         except OSError:  # the head is not there yet
             return
-        self._add(Peer(link, name=self._options.peers[0]))
-        self._send({"hello": self._options.node, "token": self._token})
+        self._add(Peer(link, name=self._settings.peers[0]))
+        self._send({"hello": self._settings.node, "token": self._token})
+
+    def _receive(self, seconds: float) -> Loss | None:
+        """Accept new connections and read what came, waiting no longer than this; return a loss if there is one."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                with suppress(OSError):
+                    self._add(Peer(self._listener.accept()[0]))
+            elif loss := self._read(key.data):
+                return loss
+        return None
 
     def _add(self, peer: Peer) -> None:
         peer.link.setblocking(False)
@@ -139,6 +150,7 @@ class NodeWatch:
                     return None
                 peer.name = str(message["hello"])
                 self._expected.discard(peer.name)
+                print(f"node {peer.name} joined", flush=True)
             if "end" in message:
                 return Loss(str(message.get("node") or peer.name), str(message["end"]))
         if len(peer.rest) > LONGEST_LINE:
@@ -148,7 +160,7 @@ class NodeWatch:
 
     def _send(self, message: dict[str, Any]) -> None:
         for peer in self._peers:
-            if self._options.listen and not peer.name:
+            if self._settings.listen and not peer.name:
                 continue
             with suppress(OSError):  # a broken one is noticed when it is read
                 peer.link.send(json.dumps(message).encode() + b"\n")
@@ -160,9 +172,9 @@ class NodeWatch:
             else:
                 return Loss(peer.name, f"nothing came from it for {SILENT_SECONDS:g} s")
         waited = now - self._begun
-        missing = self._expected if self._options.listen else () if self._peers else self._options.peers
-        if missing and waited > self._options.join:
-            return Loss(", ".join(sorted(missing)), f"it did not come within {self._options.join:g} s")
+        missing = self._expected if self._settings.listen else () if self._peers else self._settings.peers
+        if missing and waited > self._settings.join:
+            return Loss(", ".join(sorted(missing)), f"it did not come within {self._settings.join:g} s")
         return None
 
 
@@ -174,23 +186,22 @@ def _message(line: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def run(options: argparse.Namespace, token: str) -> int:
+def run(settings: argparse.Namespace, token: str) -> int:
     """Run the command to its end, or until another node ends it; return the exit code."""
-    watch = NodeWatch(options, token)
-    stopped: list[int] = []
-    short: list[int] = []
+    watch = NodeWatch(settings, token)
+    stopped, short = list[int](), list[int]()
     supervisor = os.getppid()
     signal.signal(signal.SIGURG, lambda received, _frame: short.append(received))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stopped.append(received))
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
-    child = subprocess.Popen(options.command, env=environment)
+    child = subprocess.Popen(settings.command, env=environment)
     passed_on, loss = False, None
     while child.poll() is None:
         if stopped and not passed_on:
             passed_on = True
             why = STOPPED if os.getppid() == supervisor else ORPHANED
-            watch.tell(options.node, MEMORY if short else why)
+            watch.tell(settings.node, MEMORY if short else why)
             child.send_signal(stopped[0])
         if loss := loss or (None if passed_on else watch.turn()):
             break
@@ -199,36 +210,25 @@ def run(options: argparse.Namespace, token: str) -> int:
     if loss:
         watch.tell(loss.node, loss.why)
         print(MESSAGE.format(node=loss.node, why=loss.why), flush=True)
-        _note(options.end, loss)
-        _end(child)
+        if settings.end:
+            temporary = settings.end.with_name(f".{settings.end.name}.{os.getpid()}.tmp")
+            with suppress(OSError):
+                temporary.write_text(json.dumps({"node": loss.node, "why": loss.why}), encoding="utf-8")
+                temporary.replace(settings.end)
+        child.terminate()
+        try:
+            child.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
         return ENDED
     code = child.returncode
     if not passed_on:
-        watch.tell(
-            options.node, f"its server ended with code {code}" if code >= 0 else f"signal {-code} ended its server"
-        )
-        print(f"the server of node {options.node} ended with code {code}; the other nodes end too", flush=True)
+        why = f"its server ended with code {code}" if code >= 0 else f"signal {-code} ended its server"
+        watch.tell(settings.node, why)
+        print(f"the server of node {settings.node} ended with code {code}; the other nodes end too", flush=True)
         return code if code > 0 else ENDED
     return code if code >= 0 else 128 - code
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-def _note(end: Path | None, loss: Loss) -> None:
-    if end:
-        with suppress(OSError):
-            temporary = end.with_name(f".{end.name}.{os.getpid()}.tmp")
-            temporary.write_text(
-                json.dumps({"node": loss.node, "why": loss.why, "time": time.time()}), encoding="utf-8"
-            )
-            temporary.replace(end)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -245,28 +245,16 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A node that watches others: its name, the head's address and port, and whom it hears. The head listens."""
-
-    node: str
-    address: str
-    port: int
-    peers: tuple[str, ...]
-    listen: bool
+def options(node: str, address: str, port: int, peers: Sequence[str], *, listen: bool) -> tuple[str, ...]:
+    """Return this program's options: a node's name, the head's address and port, and the nodes to hear from."""
+    named = ("--node", node, "--address", address, "--port", str(port), "--peers", ",".join(peers))
+    return (*named, *(("--listen",) if listen else ()))
 
 
-def watched(command: Sequence[str], node: Watched, end: Path) -> tuple[str, ...]:
+def watched(command: Sequence[str], arguments: Sequence[str], end: Path) -> tuple[str, ...]:
     """Return the command that runs `command` under this program. Its environment needs TOKEN."""
-    return (sys.executable, "-P", __file__, *watch_options(node), "--end", str(end), "--", *command)
-
-
-def watch_options(node: Watched) -> tuple[str, ...]:
-    """Return this program's options."""
-    options = ("--node", node.node, "--address", node.address, "--port", str(node.port))
-    return (*options, "--peers", ",".join(node.peers), *(("--listen",) if node.listen else ()))
+    return (sys.executable, "-P", __file__, *arguments, "--end", str(end), "--", *command)
 
 
 if __name__ == "__main__":
-    arguments = parser().parse_args()
-    sys.exit(run(arguments, os.environ.get(TOKEN, "")))
+    sys.exit(run(parser().parse_args(), os.environ.get(TOKEN, "")))

@@ -515,7 +515,7 @@ def test_a_worker_of_a_cluster_has_no_port_to_be_asked_on(container):
 
 
 def test_a_node_of_a_cluster_ends_when_another_one_says_so(container, free_port):
-    arguments = watch.watch_options(watch.Watched("head", "127.0.0.1", free_port(), ("worker",), listen=True))
+    arguments = watch.options("head", "127.0.0.1", free_port(), ("worker",), listen=True)
     options = {entrypoint.CLUSTER: json.dumps(arguments), watch.TOKEN: "t0"}
     child = container.start(SPARKFORGE_VALIDATE="off", **options)
     assert container.serving(child)

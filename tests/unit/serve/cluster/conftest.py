@@ -1,5 +1,7 @@
 """Recorded facts of nodes, and the situation of two healthy Sparks that a test breaks in one place."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,8 @@ import pytest
 from sparkforge.models import table as models
 from sparkforge.plan.architecture import parse
 from sparkforge.serve.cluster import discover
-from sparkforge.serve.cluster import facts as cluster_facts
 from sparkforge.serve.cluster.checks import ClusterFacts
-from sparkforge.serve.cluster.facts import Reach
+from sparkforge.serve.cluster.facts import NodeFacts, Reach
 
 SHEETS = Path(__file__).with_name("sheets")
 IMAGE, MODEL = "sha256:" + "1" * 64, "2" * 64
@@ -18,7 +19,12 @@ IMAGE, MODEL = "sha256:" + "1" * 64, "2" * 64
 @pytest.fixture
 def sheet():
     """Return a function: a sheet's name → facts by the node's name."""
-    return lambda name: cluster_facts.load_sheet(SHEETS / f"{name}.json")
+
+    def read(name):
+        nodes = json.loads((SHEETS / f"{name}.json").read_text())["nodes"]
+        return {node: NodeFacts.model_validate(facts) for node, facts in nodes.items()}
+
+    return read
 
 
 @pytest.fixture
@@ -32,3 +38,21 @@ def healthy(sheet):
     reaches = {("spark", "spark2"): reach, ("spark2", "spark"): reach}
     model = parse(models.load()["gpt-oss-120b"].config, "test")
     return ClusterFacts(config, facts, reaches=reaches, nccl="2.29.7", model=model)
+
+
+@pytest.fixture
+def answering(healthy, tmp_path, monkeypatch):
+    """Return a function: a cluster on `device` whose nodes' ssh, and Docker here, print a text for everything."""
+
+    def make(text, device="embedded"):
+        (tmp_path / "answer").write_text(text)
+        for name in ("ssh", "docker"):
+            program = tmp_path / "answers" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/bin/sh\nexec cat {tmp_path}/answer\n")
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/answers{os.pathsep}{os.environ['PATH']}")
+        nodes = tuple(node.model_copy(update={"ssh": node.name}) for node in healthy.config.nodes)
+        return healthy.config.model_copy(update={"nodes": nodes, "device": device, "model": ""})
+
+    return make

@@ -65,7 +65,7 @@ def test_a_worker_is_validated_in_its_container_and_then_started(asked, docker_c
     docker_command.answers("--entrypoint", out=inside())
     docker_command.answers("ps --all --quiet", out="0123456789abcdef\n")
     assert asked("spark2", "validate") == {"verdict": "serve"}
-    assert asked("spark2", "begin") == {"container": "0123456789abcdef"}
+    assert asked("spark2", "begin") == {"state": "running"}
     calls = docker_command.calls
     assert all("docker-compose.yml --file" in call and "docker-compose.cluster.yml" in call for call in calls)
     once = "run --rm --no-deps --no-TTY"

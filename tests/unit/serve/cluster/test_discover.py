@@ -1,4 +1,4 @@
-"""cluster.toml from facts: the documents' own examples of two Sparks, and what is no cluster."""
+"""From facts to cluster.toml: the documents' own examples of two Sparks, what is no cluster, and malformed files."""
 
 import re
 import subprocess
@@ -14,76 +14,70 @@ def propose(facts, **options):
     return discover.propose(facts, {name: f"nvidia@{name}" for name in facts}, **options)
 
 
+def changed(node, change):
+    """Return a node's facts with each interface as `change` updates it."""
+    interfaces = tuple(entry.model_copy(update=change(entry)) for entry in node.interfaces)
+    return node.model_copy(update={"interfaces": interfaces})
+
+
+def readdressed(old, new):
+    return lambda entry: {"addresses": tuple(address.replace(old, new) for address in entry.addresses)}
+
+
 @pytest.mark.parametrize(
-    ("name", "first"),
-    [("two-from-nvidia-playbook", "192.168.100.10"), ("two-from-eugr", "192.168.177.11")],
+    ("name", "first"), [("two-from-nvidia-playbook", "192.168.100.10"), ("two-from-eugr", "192.168.177.11")]
 )
-def test_two_sparks_with_one_cable(sheet, name, first):
-    proposed = propose(sheet(name))
+def test_two_sparks_with_one_cable_are_proposed_and_shown(sheet, name, first, tmp_path):
+    proposed = propose(sheet(name), folder="/home/nvidia/spark forge")
     assert (proposed.tensor, proposed.head.address) == (2, first)
     for node in proposed.nodes:
-        assert node.interface == "enp1s0f1np1"
-        assert node.hcas == ("rocep1s0f1", "roceP2p1s0f1")  # both halves
+        assert (node.interface, node.hcas) == ("enp1s0f1np1", ("rocep1s0f1", "roceP2p1s0f1"))  # both halves
+    file = tmp_path / config.FILE
+    file.write_text(config.text(proposed))
+    assert config.read(file) == proposed
+    assert "  port 0: enp1s0f0np0 (rocep1s0f0), no cable, MTU 1500, no address" in discover.describe(sheet(name))
 
 
 def test_three_nodes_on_one_subnet_have_a_switch(sheet):
     two = sheet("two-from-eugr")
-    third = two["spark2"].model_copy(
-        update={
-            "interfaces": tuple(
-                entry.model_copy(update={"addresses": tuple(a.replace(".12/", ".13/") for a in entry.addresses)})
-                for entry in two["spark2"].interfaces
-            )
-        }
-    )
-    proposed = propose({**two, "spark3": third})
+    proposed = propose({**two, "spark3": changed(two["spark2"], readdressed(".12/", ".13/"))})
     assert (proposed.tensor, proposed.pipeline, proposed.nodes[2].address) == (1, 3, "192.168.177.13")
 
 
-def test_a_cable_that_is_out_is_refused_and_wifi_is_no_way_out(sheet):
-    facts = sheet("two-from-eugr")
-    dark = tuple(e.model_copy(update={"carrier": False}) if e.port else e for e in facts["spark2"].interfaces)
+def bridge(entry):
+    """Make the wired LAN interface a container's bridge, and take every address from the others."""
+    is_bridge = {"addresses": ("172.17.0.1/16",), "up": True, "carrier": True, "bridge": True}
+    return is_bridge if entry.name == "enP7s7" else {"addresses": ()}
+
+
+@pytest.mark.parametrize("change", [lambda entry: {"carrier": False} if entry.port else {}, bridge], ids=["dark", "br"])
+def test_without_a_cable_neither_wifi_nor_a_bridge_is_taken(sheet, change):
+    nodes = {name: changed(node, change) for name, node in sheet("two-from-eugr").items()}
     with pytest.raises(RefusalError, match="spark and spark2") as refused:
-        propose({**facts, "spark2": facts["spark2"].model_copy(update={"interfaces": dark})})
+        propose(nodes)
     assert refused.value.code == "validation.cluster"
 
 
 def test_of_two_halves_on_one_subnet_the_first_ones_address_is_proposed(sheet):
-    facts = {
-        name: node.model_copy(
-            update={
-                "interfaces": tuple(
-                    entry.model_copy(update={"addresses": tuple(a.replace(".178.", ".177.1") for a in entry.addresses)})
-                    for entry in node.interfaces
-                )
-            }
-        )
-        for name, node in sheet("two-from-eugr").items()
-    }
-    assert {node.interface for node in propose(facts).nodes} == {"enp1s0f1np1"}
+    nodes = {name: changed(node, readdressed(".178.", ".177.1")) for name, node in sheet("two-from-eugr").items()}
+    assert {node.interface for node in propose(nodes).nodes} == {"enp1s0f1np1"}
 
 
-def test_a_containers_bridge_is_no_network_between_nodes(sheet):
-    facts = sheet("two-from-eugr")
-    only = [entry for entry in facts["spark"].interfaces if entry.name == "enP7s7"]
-    bridge = only[0].model_copy(update={"addresses": ("172.17.0.1/16",), "up": True, "carrier": True, "bridge": True})
-    with pytest.raises(RefusalError):
-        propose({name: node.model_copy(update={"interfaces": (bridge,)}) for name, node in facts.items()})
-
-
-def test_what_is_proposed_is_read_again_as_it_was(sheet, tmp_path):
-    proposed = propose(sheet("two-from-eugr"), folder="/home/nvidia/spark forge")
-    file = tmp_path / config.FILE
-    config.write(file, proposed)
-    assert config.read(file) == proposed
-    assert "torch.distributed's, on the head" in file.read_text()
-
-
-@pytest.mark.parametrize("names", [["a", "a"], ["u@h", "root@h"], ["local", "local"]])
-def test_one_machine_named_twice_is_refused_before_it_is_asked(monkeypatch, names):
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], "two nodes or more"),
+        (["a", "a"], "a twice"),
+        (["u@h", "root@h"], "h twice"),
+        (["local", "local"], "local twice"),
+        (["-oProxyCommand=x", "b"], "takes names for ssh"),
+    ],
+)
+def test_names_of_no_cluster_are_refused_before_a_machine_is_asked(monkeypatch, names, message):
     monkeypatch.setattr(facts, "ask", lambda *_: pytest.fail("it asked"))
-    with pytest.raises(UsageError, match="twice"):
+    with pytest.raises(UsageError) as refused:
         check.find_nodes(names, "docker", "")
+    assert message in refused.value.why
 
 
 def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
@@ -93,10 +87,17 @@ def test_two_names_of_one_machine_are_refused(sheet, monkeypatch):
         check.find_nodes(["a", "b"], "docker", "")
 
 
-def test_people_see_each_half_of_each_port(sheet):
-    lines = list(discover.describe(sheet("two-from-nvidia-playbook")))
-    assert "  port 1: enp1s0f1np1 (rocep1s0f1), up, MTU 1500, 192.168.100.10/24" in lines
-    assert "  port 0: enp1s0f0np0 (rocep1s0f0), no cable, MTU 1500, no address" in lines
+def test_a_port_whose_halves_share_a_subnet_gets_the_commands_that_configure_it(sheet):
+    nodes = sheet("two-from-nvidia-playbook")
+    assert list(discover.link_commands(nodes)) == []
+    bare = {name: changed(node, lambda _: {"addresses": ()}) for name, node in nodes.items()}
+    script = "\n".join(line for line in discover.link_commands(bare) if not line.endswith("Run there:"))
+    files = re.findall(r"sudo tee /etc/(\S+) <<'EOF'\n(.*?)EOF\n", script, re.DOTALL)
+    links = [yaml.safe_load(text)["network"]["ethernets"] for path, text in files if path.startswith("netplan")]
+    assert [[entry["addresses"] for entry in link.values()] for link in links] == [
+        [["192.168.100.10/24"], ["192.168.101.10/24"]], [["192.168.100.11/24"], ["192.168.101.11/24"]],
+    ]  # fmt: skip
+    assert subprocess.run(["/bin/sh", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 GOOD = """
@@ -106,52 +107,53 @@ nodes = [
   {name = "b", ssh = "b", address = "10.0.0.2", interface = "eth0"},
 ]
 """
+TOP, REPLICAS = "schema = 1", 'schema = 1\nmode = "replicas"\ndevice = "embedded"\ntensor = 1\nkey_file = "/key"'
+BAD = [
+    (TOP, "schema = 2", "schema"),
+    (TOP, 'schema = 1\nmode = "mpi"', "split"),
+    (TOP, "schema = 1\ntensor = 3", "not the number of nodes"),
+    (TOP, "schema = 1\nmaster_port = 8000", "must differ"),
+    (TOP, "schema = 1\nport = 80", "1024"),
+    (TOP, "schema = 1\nnode = 1", "node"),
+    ('name = "b", ', 'name = "a", ', "same name"),
+    ("10.0.0.2", "10.0.0.1", "same address"),
+    *(("10.0.0.2", address, "address") for address in ("spark-2", "::1", "a")),
+    *(("10.0.0.2", bad, "no address of one") for bad in ("0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1")),  # noqa: S104
+    ("10.0.0.2", "127.0.0.1", "loopback"),
+    ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
+    ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
+    ('ssh = "b"', 'ssh = "b", folder = "sparkforge"', "folder"),
+    ('ssh = "b", ', "", "no ssh"),
+    ('interface = "eth0"}', 'interface = "eth0; reboot"}', "interface"),
+    (TOP, 'schema = 1\nmodel = "--help"', "pattern"),
+    (TOP, 'schema = 1\nmodel = "a\\nb"', "pattern"),
+    (TOP, 'schema = 1\nprofile = "--x"', "pattern"),
+    (TOP, 'schema = 1\nkey_file = "/a\\u0000b"', "pattern"),
+    (TOP, 'schema = 1\nflags = ["serve"]', "is no flag"),
+    (TOP, 'schema = 1\nflags = ["--seed=\\u001b[2J"]', "pattern"),
+    *(
+        (TOP, f'schema = 1\nflags = ["{flag}"]', "cannot be passed to vLLM")
+        for flag in ("--host=0.0.0.0", "--api-key=x", "--api_key", "--uds", "--middleware=m", "--port", "--")
+    ),
+    (TOP, REPLICAS.replace("tensor = 1", "tensor = 2"), "share no layer"),
+    (TOP, f"{REPLICAS}\nexpert = true", "share no layer"),
+    (TOP, REPLICAS.replace("embedded", "docker"), "embedded device only"),
+    (TOP, REPLICAS.replace("/key", ""), "need key_file"),
+    (TOP, f"{REPLICAS}\nreplica_port = 8000", "must differ"),
+    (f'{TOP}\nnodes = [\n  {{name = "a"', f'{REPLICAS}\nnodes = [\n  {{name = "balancer"', "called balancer"),
+]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("schema = 1", "schema = 2", "schema"),
-        ("schema = 1", 'schema = 1\nmode = "mpi"', "split"),
-        ("schema = 1", "schema = 1\ntensor = 3", "not the number of nodes"),
-        ("schema = 1", "schema = 1\nmaster_port = 8000", "must differ"),
-        ("schema = 1", "schema = 1\nport = 80", "1024"),
-        ('name = "b", ', 'name = "a", ', "same name"),
-        ("10.0.0.2", "10.0.0.1", "same address"),
-        ("10.0.0.2", "spark-2", "address"),
-        ('ssh = "b"', 'ssh = "-oProxyCommand=x"', "ssh"),
-        ('ssh = "b"', 'ssh = "me@-l"', "ssh"),
-        ('ssh = "b"', 'ssh = "b", folder = "sparkforge"', "folder"),
-        ('ssh = "b", ', "", "no ssh"),
-        ('interface = "eth0"}', 'interface = "eth0; reboot"}', "interface"),
-        ("schema = 1", "schema = 1\nnode = 1", "node"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), BAD)
 def test_a_file_that_makes_no_sense_is_refused_with_the_key(tmp_path, old, new, message):
     file = tmp_path / config.FILE
-    file.write_text(GOOD)
-    assert config.read(file).head.name == "a"
+    with pytest.raises(UsageError, match="there is no"):
+        config.read(file)
+    for good in (GOOD, GOOD.replace(TOP, REPLICAS), GOOD.replace(TOP, f'{TOP}\nflags = ["--max-num-seqs", "4"]')):
+        file.write_text(good)
+        assert config.read(file).head.name == "a"
+    assert old in GOOD
     file.write_text(GOOD.replace(old, new))
     with pytest.raises(InputError) as refused:
         config.read(file)
     assert message in str(refused.value)
-    with pytest.raises(UsageError, match="there is no"):
-        config.read(tmp_path / "none.toml")
-
-
-def test_a_port_whose_halves_share_a_subnet_gets_the_commands_that_configure_it(sheet, tmp_path):
-    facts = sheet("two-from-nvidia-playbook")
-    assert list(discover.link_commands(facts)) == []
-    bare = {
-        name: node.model_copy(
-            update={"interfaces": tuple(e.model_copy(update={"addresses": ()}) for e in node.interfaces)}
-        )
-        for name, node in facts.items()
-    }
-    script = "\n".join(line for line in discover.link_commands(bare) if not line.endswith("Run there:"))
-    files = re.findall(r"sudo tee /etc/(\S+) <<'EOF'\n(.*?)EOF\n", script, re.DOTALL)
-    links = [yaml.safe_load(text)["network"]["ethernets"] for path, text in files if path.startswith("netplan")]
-    assert [[entry["addresses"] for entry in link.values()] for link in links] == [
-        [["192.168.100.10/24"], ["192.168.101.10/24"]], [["192.168.100.11/24"], ["192.168.101.11/24"]],
-    ]  # fmt: skip
-    assert subprocess.run(["/bin/sh", "-n"], input=script, text=True, check=False).returncode == 0

@@ -77,7 +77,7 @@ def asked(config, healthy, monkeypatch):
     """Return what was asked of which node, in order; `answers` has what they answer, by node and action."""
     questions, answers = [], {}
 
-    def answer(_config, node, action, _seconds, **_more):
+    def answer(_config, node, action, **_more):
         questions.append((node.name, action))
         reply = answers.get((node.name, action), {"verdict": "serve", "state": "running", "url": "http://x"})
         if isinstance(reply, Exception):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sparkforge.core.errors import NetworkError, ServerError
-from sparkforge.core.files import locked
 from sparkforge.serve import record, restarts
 from sparkforge.serve.cluster import keep, node, start, watch
 from sparkforge.serve.cluster.config import ClusterConfig
@@ -32,7 +31,7 @@ class Stage:
     pauses: list[float] = field(default_factory=list)
     failing: list[str] = field(default_factory=list)
 
-    def ask(self, _config, node, action, _seconds, **_more):
+    def ask(self, _config, node, action):
         assert action == "status"
         answers = self.answers.get(node.name, [RUNS])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -53,7 +52,6 @@ def stage(healthy, monkeypatch):
     monkeypatch.setattr(start, "ask", stage.ask)
     monkeypatch.setattr(start, "up", stage.up)
     monkeypatch.setattr(start, "down", lambda _config: stage.actions.append("down"))
-    monkeypatch.setattr(start, "renew", lambda _config, node: stage.actions.append(f"renew {node.name}"))
     monkeypatch.setattr(time, "sleep", stage.pauses.append)
     return stage
 
@@ -62,62 +60,39 @@ def note():
     return json.loads(keep._note_path().read_text())
 
 
-def test_a_dead_part_ends_what_is_left_and_starts_all_after_a_pause(stage):
-    stage.answers["spark"] = [RUNS, DIED, RUNS, STOPPED]
+AGAIN, SECOND_PAUSE = ["down", "up"], restarts.FIRST_SECONDS * restarts.FACTOR
+
+
+@pytest.mark.parametrize(
+    ("answers", "failing", "actions", "pause", "why"),
+    [
+        ({"spark": [RUNS, DIED, RUNS, STOPPED]}, [], AGAIN, restarts.FIRST_SECONDS, DIED["why"]),
+        ({"spark": [RUNS, WISHED]}, [], [], None, None),
+        ({"spark": [RUNS, STOPPED]}, [], [], None, None),
+        ({"spark": [SILENT, SILENT, STOPPED]}, [], [], None, None),  # it may still serve
+        # A start that fails is a failure too.
+        ({"spark": [DIED, RUNS, STOPPED]}, ["no memory"], AGAIN * 2, SECOND_PAUSE, "it did not start: no memory"),
+        # A node that restarts is waited for, and that is none.
+        (
+            {"spark": [DIED, RUNS, RUNS, RUNS, STOPPED], "spark2": [SILENT, SILENT, RUNS]},
+            [], AGAIN, restarts.FIRST_SECONDS, DIED["why"],
+        ),
+    ],
+    ids=["died", "wish", "down", "silent", "start-fails", "restarts"],
+)  # fmt: skip
+def test_an_end_that_nobody_asked_for_starts_all_again_after_a_pause(stage, answers, failing, actions, pause, why):
+    stage.answers.update(answers)
+    stage.failing = failing
+    failures = len(failing) + 1
     keep.keep(stage.config)
-    assert stage.actions == ["down", "up"]
-    assert restarts.FIRST_SECONDS - 0.5 < stage.pauses[1] <= restarts.FIRST_SECONDS
-    assert note() == {"state": "watching", "why": f"started again after: {DIED['why']}", "failures": 1}
+    assert stage.actions == actions
+    if why:
+        pauses = [seconds for seconds in stage.pauses if seconds != keep.LOOK_SECONDS]
+        assert pauses[-1] == pytest.approx(pause, abs=0.5)
+        assert note() == {"state": "watching", "why": f"started again after: {why}", "failures": failures}
 
 
-@pytest.mark.parametrize("wish", [WISHED, STOPPED], ids=["stopped", "down"])
-def test_an_end_that_somebody_asked_for_starts_nothing(stage, wish):
-    stage.answers["spark"] = [RUNS, wish]
-    keep.keep(stage.config)
-    assert stage.actions == []
-
-
-def test_three_failures_within_an_hour_end_it_with_the_last_reason(stage):
-    stage.answers["spark"] = [DIED]
-    with pytest.raises(ServerError, match="too often") as caught:
-        keep.keep(stage.config)
-    assert stage.actions == ["down", "up"] * (restarts.MOST - 1)
-    assert (caught.value.code, caught.value.why.endswith(DIED["why"])) == ("server.restarts", True)
-
-
-def test_a_start_that_fails_counts_as_a_failure_and_the_next_pause_is_longer(stage):
-    stage.answers["spark"] = [DIED, RUNS, STOPPED]
-    stage.failing = ["no memory"]
-    keep.keep(stage.config)
-    assert stage.actions == ["down", "up"] * 2
-    assert max(stage.pauses) == pytest.approx(restarts.FIRST_SECONDS * restarts.FACTOR, abs=0.5)
-    assert note()["why"] == "started again after: it did not start: no memory"
-
-
-def test_a_node_that_restarts_is_waited_for_and_is_no_failure(stage):
-    stage.answers.update(spark=[DIED, RUNS, RUNS, RUNS, STOPPED], spark2=[SILENT, SILENT, RUNS])
-    keep.keep(stage.config)
-    assert stage.actions == ["down", "up"]
-    assert note()["failures"] == 1
-
-
-def test_a_head_that_does_not_answer_may_still_serve(stage):
-    stage.answers["spark"] = [SILENT, SILENT, STOPPED]
-    keep.keep(stage.config)
-    assert stage.actions == []
-
-
-def test_of_replicas_only_the_one_that_ended_is_started_again(stage):
-    changes = {"mode": "replicas", "tensor": 1, "key_file": "/key"}
-    stage.config = stage.config.model_copy(update=changes)
-    stage.answers.update(
-        spark=[RUNS, RUNS, RUNS, STOPPED], spark2=[RUNS, DIED, RUNS, STOPPED], balancer=[RUNS, STOPPED]
-    )
-    keep.keep(stage.config)
-    assert stage.actions == ["renew spark2"]
-
-
-def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage, monkeypatch):
+def test_of_replicas_only_the_one_that_ended_is_started_again_also_while_another_machine_is_gone(stage, monkeypatch):
     changes = {"mode": "replicas", "tensor": 1, "key_file": "/key"}
     stage.config = stage.config.model_copy(update=changes)
     stage.answers.update(spark=[RUNS, SILENT], spark2=[RUNS, DIED], balancer=[RUNS])
@@ -132,23 +107,19 @@ def test_a_replica_is_started_again_while_another_ones_machine_is_gone(stage, mo
     assert stage.actions == ["renew spark2"]
 
 
-def test_who_gave_up_says_so_and_one_that_is_gone_does_not_count(stage, monkeypatch):
+def test_after_three_failures_it_gives_up_and_says_so_and_one_that_is_gone_does_not_count(stage):
     assert keep.state()["state"] == "off"
     stage.answers["spark"] = [DIED]
     argument = stage.config.model_dump_json(by_alias=True)
     assert keep.main(argument) == ServerError.exit_code
+    assert stage.actions == AGAIN * (restarts.MOST - 1)
     assert keep.state()["state"] == "gave up"
     assert "3 times within 60 min" in keep.state()["why"]
+    assert keep.state()["why"].endswith(DIED["why"])
     keep.refuse_second()  # a start, which may be without a keeper
     assert keep.state()["state"] == "off"
     keep._note("watching", "spark", ())
     assert keep.state()["state"] == "off"  # nobody holds the lock
-
-
-def test_a_second_cluster_is_refused_while_one_is_kept():
-    keep.refuse_second()
-    with locked(keep._lock_path(), keep.PURPOSE), pytest.raises(ServerError, match="is kept"):
-        keep.refuse_second()
 
 
 @pytest.mark.slow
@@ -167,6 +138,8 @@ exec sleep 1000
     nodes = [node.model_copy(update={"ssh": f"n{number}"}) for number, node in enumerate(stage.config.nodes)]
     pid = keep.begin(stage.config.model_copy(update={"nodes": tuple(nodes)}))
     assert keep.running() == pid
+    with pytest.raises(ServerError, match="is kept"):
+        keep.refuse_second()
     deadline = time.monotonic() + 20
     while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text():
         assert time.monotonic() < deadline
@@ -191,7 +164,7 @@ def test_a_node_tells_a_wish_from_a_death(healthy):
         assert node.answer(request) | {"left": 0} == {
             "state": "ended", "why": f"node spark2: {why}", "asked": asked, "left": 0,
         }  # fmt: skip
-    node.end_path().unlink()
+    node.end_path().write_text("{")
     for asked in (True, False):
         end = {"pid": over.pid, "code": 0, "asked": asked, "time": time.time()}
         record.end_path().write_text(json.dumps(end))

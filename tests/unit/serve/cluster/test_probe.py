@@ -1,13 +1,15 @@
-"""What a node says about itself: from a file tree as a Spark's /sys has it, and from one that has nothing."""
+"""What a node says about itself, from a file tree as a Spark's /sys has it; and answers that are malformed."""
 
 import json
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from sparkforge.core.errors import InputError
-from sparkforge.serve.cluster import facts as cluster_facts
-from sparkforge.serve.cluster import probe
+from sparkforge.core.errors import SparkforgeError
+from sparkforge.serve.cluster import containers, facts, probe, start, sync
+from sparkforge.serve.cluster.facts import NodeFacts
 
 ADDRESSES = [
     {"ifname": "enp1s0f1np1", "addr_info": [{"family": "inet", "local": "192.168.100.10", "prefixlen": 24}]},
@@ -19,23 +21,21 @@ ADDRESSES = [
 def root(tmp_path, monkeypatch):
     """A file tree with one half of a port, its RDMA device, and WiFi; `ip` prints ADDRESSES, other programs fail."""
     pci = tmp_path / "sys/devices/pci0000:00/0000:01:00.1"
-    for folder in ("net", "infiniband/rocep1s0f1/ports/1"):
-        (pci / folder).mkdir(parents=True)
-    (tmp_path / "sys/bus/drivers/mlx5_core").mkdir(parents=True)
-    (pci / "driver").symlink_to(tmp_path / "sys/bus/drivers/mlx5_core")
-    (pci / "infiniband/rocep1s0f1/ports/1/state").write_text("4: ACTIVE\n")
-    (pci / "infiniband/rocep1s0f1/device").symlink_to(pci)
+    rdma, mlx5 = pci / "infiniband/rocep1s0f1", tmp_path / "sys/bus/drivers/mlx5_core"
+    for folder in (pci / "net", rdma / "ports/1", mlx5, tmp_path / "sys/class/net", tmp_path / "sys/class/infiniband"):
+        folder.mkdir(parents=True)
+    (pci / "driver").symlink_to(mlx5)
+    (rdma / "ports/1/state").write_text("4: ACTIVE\n")
+    (rdma / "device").symlink_to(pci)
+    (tmp_path / "sys/class/infiniband/rocep1s0f1").symlink_to(rdma)
     for name, mtu in (("enp1s0f1np1", 9000), ("wlP9s9", 1500), ("lo", 65536)):
         interface = (pci if name.startswith("en") else tmp_path / "sys/devices/virtual") / "net" / name
         interface.mkdir(parents=True)
-        for file, text in (("mtu", mtu), ("operstate", "up"), ("carrier", 1), ("address", "3c:6d:66:cc:b3:b7")):
+        for file, text in (("mtu", mtu), ("operstate", "up"), ("carrier", 1)):
             (interface / file).write_text(f"{text}\n")
-        (tmp_path / "sys/class/net").mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/class/net" / name).symlink_to(interface)
     (pci / "net/enp1s0f1np1/device").symlink_to(pci)
     (tmp_path / "sys/devices/virtual/net/wlP9s9/wireless").mkdir()
-    (tmp_path / "sys/class/infiniband").mkdir()
-    (tmp_path / "sys/class/infiniband/rocep1s0f1").symlink_to(pci / "infiniband/rocep1s0f1")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemFree: 7 kB\nMemAvailable: 50 kB\n")
 
@@ -49,7 +49,7 @@ def root(tmp_path, monkeypatch):
 
 
 def test_a_half_of_a_port_is_read_with_its_device_and_address(root):
-    node = cluster_facts.parse(probe.facts({}, root), "a test")
+    node = NodeFacts.model_validate(probe.facts({}, root))
     half, radio = node.interfaces
     assert (half.name, half.addresses, half.mtu, half.port) == ("enp1s0f1np1", ("192.168.100.10/24",), 9000, "1")
     assert (half.up, half.carrier, half.pci) == (True, True, "0000:01:00.1")
@@ -60,45 +60,46 @@ def test_a_half_of_a_port_is_read_with_its_device_and_address(root):
 
 def test_a_fact_that_cannot_be_read_has_its_reason(root):
     (root / "proc/meminfo").write_text("nothing\n")
-    node = cluster_facts.parse(probe.facts({"image": "x", "model": str(root / "none")}, root), "a test")
+    node = NodeFacts.model_validate(probe.facts({"image": "x", "model": str(root / "none")}, root))
     assert (node.driver, node.image, node.model, node.memory) == (None, None, None, None)
-    assert {"driver", "gpu", "image", "model", "memory", "infiniband"} <= node.errors.keys()
+    assert {"driver", "image", "model", "memory", "infiniband"} <= node.errors.keys()
     assert "No such file" in node.errors["driver"]
 
 
 def test_the_fingerprint_sees_names_sizes_and_both_ends(tmp_path):
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"a" * (3 << 20))
-    first = probe.fingerprint(tmp_path)
-    weights.write_bytes(b"a" * (3 << 20) + b"a")
-    assert probe.fingerprint(tmp_path) != first
-    weights.write_bytes(b"a" * ((3 << 20) - 1) + b"b")
-    assert probe.fingerprint(tmp_path) != first
-    weights.write_bytes(b"a" * (3 << 20))
-    assert probe.fingerprint(tmp_path) == first
+    weights, prints = tmp_path / "model.safetensors", []
+    for content in (b"a" * (3 << 20), b"a" * ((3 << 20) + 1), b"a" * ((3 << 20) - 1) + b"b", b"a" * (3 << 20)):
+        weights.write_bytes(content)
+        prints.append(probe.fingerprint(tmp_path))
     weights.rename(tmp_path / "other.safetensors")
-    assert probe.fingerprint(tmp_path) != first
+    assert prints[0] == prints.pop()
+    assert len({*prints, probe.fingerprint(tmp_path)}) == 4
 
 
 def test_the_probe_runs_alone_from_stdin(tmp_path):
-    command = ["python3", "-I", "-", json.dumps({"mode": "facts"})]
-    result = subprocess.run(
-        command, input=cluster_facts.source(), capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    assert cluster_facts.parse(json.loads(result.stdout), "here").hostname
+    argv = [sys.executable, "-I", "-", '{"mode": "facts"}']
+    with Path(probe.__file__).open() as source:
+        result = subprocess.run(argv, stdin=source, capture_output=True, cwd=tmp_path, check=True)
+    assert NodeFacts.model_validate_json(result.stdout).hostname
 
 
-def test_facts_of_another_shape_and_sheets_that_are_none_are_refused(tmp_path):
-    with pytest.raises(InputError, match="spark"):
-        cluster_facts.parse({"hostname": 1}, "spark")
-    sheet = tmp_path / "sheet.json"
-    for text in ("", "[]", '{"nodes": 1}', '{"nodes": {"a": {}}}'):
-        sheet.write_text(text)
-        with pytest.raises(InputError, match="sheet"):
-            cluster_facts.load_sheet(sheet)
+ASKING = {
+    "facts": lambda config: facts.ask(config.head),
+    "status": lambda config: start.ask(config, config.head, "status"),
+    "begin": lambda config: start.ask(config, config.head, "begin"),
+    "model": lambda config: sync.send_model(config, "/models/x"),
+    "docker ps": lambda config: containers.ContainerNode.state(),
+    "docker config": lambda config: containers.ContainerNode(config, config.head).start(),
+    "container": lambda config: containers.ContainerNode(config, config.head).validate(),
+}
+ANSWERS = ["x", "[]", "{}", '{"a": ', "[" * 100_000, '{"state": 1, "files": 1, "services": 1}', "1" * 5000, "\xff"]
 
 
-def test_recorded_facts_are_read_again_as_they_were(healthy, tmp_path):
-    sheet = tmp_path / "sheet.json"
-    sheet.write_text(cluster_facts.as_sheet(healthy.facts))
-    assert cluster_facts.load_sheet(sheet) == healthy.facts
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda text: text[:12])
+@pytest.mark.parametrize("name", ASKING)
+def test_an_answer_that_is_no_such_json_is_an_error_of_three_lines(answering, name, answer):
+    config = answering(answer, "docker" if "c" in name else "embedded")
+    with pytest.raises(SparkforgeError) as caught:
+        ASKING[name](config)
+    lines = (caught.value.what, caught.value.why, caught.value.fix)
+    assert all(line and "\n" not in line and len(line) < 500 for line in lines)

@@ -1,7 +1,6 @@
 """Independent servers behind one endpoint: their settings, what is asked of which node, and each server's command."""
 
 import pytest
-from pydantic import ValidationError
 
 from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.openai import Endpoint
@@ -22,61 +21,6 @@ def replicas(healthy, tmp_path):
     key.chmod(0o600)
     settings = {"mode": "replicas", "tensor": 1, "key_file": str(key), "device": "embedded", "profile": "", "model": ""}
     return changed(healthy.config, **settings)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor": 2}, "share no layer"),
-        ({"expert": True}, "share no layer"),
-        ({"device": "docker"}, "embedded device only"),
-        ({"key_file": ""}, "need key_file"),
-        ({"replica_port": 8000}, "must differ"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(replicas, changes, message):
-    with pytest.raises(ValidationError, match=message):
-        changed(replicas, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({"flags": [flag]}, "cannot be passed to vLLM") for flag in (
-            "--host=0.0.0.0", "--api-key=x", "--api_key", "--uds", "--middleware=m", "--root-path=/x", "--port", "--"
-        )),
-        ({"flags": ["serve"]}, "is no flag"),
-        ({"flags": ["--seed=\x1b[2J"]}, "pattern"),
-        ({"model": "--help"}, "pattern"),
-        ({"model": "a\nb"}, "pattern"),
-        ({"profile": "--x"}, "pattern"),
-        ({"key_file": "/a\0b"}, "pattern"),
-    ],
-)  # fmt: skip
-def test_what_up_refuses_is_refused_here(replicas, changes, message):
-    with pytest.raises(ValidationError, match=message):
-        changed(replicas, **changes)
-    assert changed(replicas, flags=["--max-num-seqs", "4"], model="/models/a b").flags == ("--max-num-seqs", "4")
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "255.255.255.255", "240.0.0.1", "127.0.0.1", "::1", "a"])  # noqa: S104
-def test_an_address_that_is_not_of_one_machine_is_refused(replicas, address):
-    nodes = [node.model_dump() for node in replicas.nodes]
-    nodes[1]["address"] = address
-    with pytest.raises(ValidationError, match=r"address|Expected 4 octets|loopback"):
-        changed(replicas, nodes=nodes)
-
-
-def test_a_node_with_the_balancers_name_is_refused(replicas):
-    nodes = [node.model_dump() for node in replicas.nodes]
-    nodes[1]["name"] = config.BALANCER
-    with pytest.raises(ValidationError, match="called balancer"):
-        changed(replicas, nodes=nodes)
-
-
-def test_the_file_keeps_the_mode_and_the_key(replicas, tmp_path):
-    config.write(tmp_path / "cluster.toml", replicas)
-    assert config.read(tmp_path / "cluster.toml") == replicas
 
 
 def test_the_balancer_is_a_part_on_the_head_with_a_state_of_its_own(replicas):
@@ -130,7 +74,7 @@ def test_a_server_with_another_key_is_named(replicas, monkeypatch):
 def test_servers_start_together_and_the_balancer_after_them(replicas, healthy, monkeypatch):
     questions = []
 
-    def ask(_config, part, action, _seconds, **_more):
+    def ask(_config, part, action, **_more):
         questions.append((part.name, action))
         return {"verdict": "serve", "url": "http://x", "state": "stopped"}
 

@@ -27,8 +27,8 @@ def start(tmp_path, free_port):
     def start(node, peers, command=FOREVER, token=SECRET, listen=False, join="20", under=list):
         folder = tmp_path / node
         folder.mkdir(exist_ok=True)
-        watched = watch.Watched(node, "127.0.0.1", port, tuple(peers), listen)
-        argv = list(watch.watched(command, watched, folder / "end.json"))
+        options = watch.options(node, "127.0.0.1", port, peers, listen=listen)
+        argv = list(watch.watched(command, options, folder / "end.json"))
         argv[argv.index("--") : argv.index("--")] = ["--join", join]
         with (folder / "log").open("w") as log:
             environment = {**os.environ, watch.TOKEN: token}
@@ -49,14 +49,13 @@ def both(start):
     """A head and a worker that have met."""
     head = start("head", ["worker"], listen=True)
     worker = start("worker", ["head"])
-    wait_for(lambda: connected(head.port), "they do not meet")
+    wait_for(lambda: joined(head) == {"worker"}, "they do not meet")
     return head, worker
 
 
-def connected(port):
-    """Tell whether there is an established connection to a port of this machine."""
-    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(local.endswith(f":{port:04X}") and state == "01" for local, _, state in rows)
+def joined(head):
+    """Return the nodes whose hello the head has read: an established connection may still wait in its backlog."""
+    return {line.split()[1] for line in (head.folder / "log").read_text().splitlines() if line.endswith(" joined")}
 
 
 def wait_for(true, why, seconds=20.0):
@@ -119,7 +118,7 @@ def test_an_end_by_the_memory_guard_is_no_wish(both):
 def test_an_end_by_a_killed_supervisor_is_no_wish(start):
     """The kernel sends the watch SIGTERM then, as a wish would."""
     head, worker = start("head", ["worker"], listen=True, under=supervise.supervised), start("worker", ["head"])
-    wait_for(lambda: connected(head.port), "they do not meet")
+    wait_for(lambda: joined(head) == {"worker"}, "they do not meet")
     head.kill()
     assert worker.wait(15) == 24
     assert end(worker) | {"time": 0} == {"node": "head", "why": "its supervisor was killed", "time": 0}
@@ -145,15 +144,10 @@ def test_a_node_that_does_not_come_ends_the_others(start):
 def test_the_third_node_hears_of_the_second_ones_end_by_its_name(start):
     head = start("head", ["worker", "third"], listen=True)
     worker, third = start("worker", ["head"]), start("third", ["head"])
-    wait_for(lambda: len(established(head.port)) == 2, "they do not meet")
+    wait_for(lambda: joined(head) == {"worker", "third"}, "they do not meet")
     os.kill(child(worker), signal.SIGKILL)
     assert (head.wait(15), third.wait(15)) == (24, 24)
     assert end(third)["node"] == "worker"
-
-
-def established(port):
-    rows = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [local for local, _, state in rows if local.endswith(f":{port:04X}") and state == "01"]
 
 
 STRANGERS = [
@@ -208,6 +202,22 @@ def test_the_server_does_not_get_the_token(start, tmp_path):
     head = start("head", ["worker"], show, listen=True)
     assert head.wait(15) == 24
     assert SECRET not in out.read_text()
+
+
+def test_a_server_that_ends_before_the_head_has_read_a_hello_is_named_all_the_same(start):
+    """The worker's connection waits in the backlog, as the head's process is stopped until its server is dead."""
+    head = start("head", ["worker"], listen=True)
+    wait_for(lambda: listening(head.port), "it does not listen")
+    server = child(head)
+    head.send_signal(signal.SIGSTOP)
+    os.kill(server, signal.SIGKILL)
+    with socket.create_connection(("127.0.0.1", head.port), timeout=5) as worker:
+        worker.sendall(json.dumps({"hello": "worker", "token": SECRET}).encode() + b"\n")
+        head.send_signal(signal.SIGCONT)
+        lines = b""
+        while received := worker.recv(100):
+            lines += received
+    assert json.loads(lines.splitlines()[-1]) == {"node": "head", "end": "signal 9 ended its server"}
 
 
 def test_the_command_that_ends_by_itself_with_0_is_an_end_all_the_same(start):
