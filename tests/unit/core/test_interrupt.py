@@ -20,7 +20,7 @@ from pathlib import Path
 from invoke.collection import Collection
 from sparkforge.compile import jobs
 from sparkforge.core import memory
-from sparkforge.compile.jobs import Unit
+from sparkforge.compile.jobs import Site, Unit
 from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.cli.command import task
 from sparkforge.core.files import locked, write_atomic
@@ -37,7 +37,7 @@ def plan(_ctx, units=NEST):
     units = [Unit(f"u{n}", ("sh", "-c", units)) for n in range(2)]
     peaks.learnt = {unit.name: Cost(1, 1.0) for unit in units}
     made = jobs.make_schedule([unit.name for unit in units], peaks, memory.Machine(1 << 40, 2))
-    jobs.run(units, made, peaks, env={}, logs=Path("logs"))
+    jobs.run(units, made, peaks, Site({}, Path("logs"), Path("lock")))
 
 @task()
 def slow(_ctx):

@@ -11,16 +11,6 @@ from hypothesis import strategies as st
 from sparkforge.core import redact, redact_rules
 from sparkforge.core.paths import ROOT
 
-KEPT = [
-    "sha256 of 0.7.0.post1",
-    "583.1 tok/s/GPU",
-    "http://127.0.0.1:8000/v1",
-    "2026-11-21T07:35:41+00:00",
-    "1024/8192 c4",
-    "04:22:15 listens on 0.0.0.0:8000 and [::1]:8000",
-    "max_tokens=8, token_ids=[1, 2], tokenizer=o200k",
-    "c10::Error in std::vector, at::Tensor",
-]
 LEAKS = {
     "hf_ABCDEFGHIJ": "<token>",
     "Authorization: Bearer abc.def-ghi": "Authorization: Bearer <token>",
@@ -54,31 +44,12 @@ LEAKS = {
     "ssh anna-pc.local": "ssh <host>",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNz\nYWJj\n-----END OPENSSH PRIVATE KEY-----": "<token>",
 }
-USEFUL = [
-    'File "/usr/lib/python3.12/json/decoder.py", line 355',
-    "/models/gpt-oss-120b/config.json",
-    "https://github.com/vllm-project/vllm/issues/37030",
-    "GET /v1/models",
-    "/dev/shm",
-    "/opt/venv/bin/python",
-]
-
-
-@pytest.mark.parametrize("text", KEPT)
-def test_figures_and_names_are_kept(text):
-    assert redact.redact(text) == text
-    assert redact.for_support(text) == text
 
 
 @pytest.mark.parametrize("text", LEAKS)
 def test_secrets_and_places_are_taken_out(text):
     assert redact.redact({"k": [text]}) == {"k": [LEAKS[text]]}
     assert redact.for_support(text) == LEAKS[text]
-
-
-@pytest.mark.parametrize("text", USEFUL)
-def test_for_support_what_every_machine_has_is_kept(text):
-    assert redact.for_support(text) == text
 
 
 def test_a_traceback_keeps_its_place_in_the_package_and_loses_the_home():

@@ -291,6 +291,7 @@ SAMPLES = [(text.replace("¦", ""), secret) for text, secret in SAMPLES]
 
 # Harmless in both degrees.
 HARMLESS = [
+    "sha256 of 0.7.0.post1",
     "sha256 94edc256424af38762eb31306eed28beb9f0efc50a8837492c9d6fd6004aed79",
     "sha256:f426805fdb3ce00c078a89b81d367134089dc3a03f3465c694a1a3c641ca1e76",
     "    --hash=sha256:94edc256424af38762eb31306eed28beb9f0efc50a8837492c9d6fd6004aed79 \\",
