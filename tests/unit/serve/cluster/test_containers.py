@@ -257,7 +257,3 @@ def test_ncclls_log_says_what_carries_the_model(log, rdma, devices, tcp, descrip
     transport = channels.transport(log)
     assert (transport.rdma, transport.devices, transport.tcp) == (rdma, devices, tcp)
     assert transport.description == description
-
-
-def test_the_file_of_a_cluster_is_in_the_checkout():
-    assert (compose.paths.ROOT / compose.CLUSTER).is_file()

@@ -194,10 +194,3 @@ def test_a_program_that_fails_on_a_node_names_the_node():
     node = ClusterNode(name="a", address="10.0.0.1", interface="eth0")
     with pytest.raises(ProcessError, match="false failed on a"):
         remote.output(node, ["false"], seconds=10)
-
-
-def test_a_lost_node_is_read_from_its_note(tmp_path):
-    node.end_path().write_text('{"node": "spark2", "why": "signal 9 ended its server", "time": 1}')
-    assert node.lost() == {"node": "spark2", "why": "signal 9 ended its server"}
-    node.end_path().write_text("{")
-    assert node.lost() is None
