@@ -21,9 +21,6 @@ def test_facts_are_those_of_the_engine(fake_engine):
     assert engine_facts.root == "/var/lib/docker"
     assert not engine_facts.rootless
     assert engine_facts.gpu == ""
-
-
-def test_a_spark_is_linux_arm64(fake_engine):
     fake_engine.info["Architecture"] = "aarch64"
     assert look().platform == "linux/arm64"
 

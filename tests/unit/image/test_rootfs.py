@@ -50,62 +50,48 @@ def tree(tmp_path, monkeypatch):
 
 def test_what_is_as_its_record_says_passes_and_is_counted(tree):
     assert rootfs.verify(tree) == (1, [])  # big.so is left out by the table, whether it is there or not
-
-
-def test_one_changed_byte_is_named(tree):
-    (tree.packages / "alpha/__init__.py").write_bytes(b"x = {'a', 'c'}\n")
-    with refused("integrity.image-tree", r"alpha/__init__\.py: was changed"):
-        rootfs.verify(tree)
-
-
-def test_a_missing_file_is_named(tree):
-    (tree.packages / "alpha/__init__.py").unlink()
-    with refused("integrity.image-tree", r"alpha/__init__\.py: is missing"):
-        rootfs.verify(tree)
-
-
-def test_a_package_that_no_lock_has_is_refused(tree):
-    put(tree.packages, "gamma", {"gamma.py": b""})
-    with refused("integrity.image-tree", "gamma is in no lock"):
-        rootfs.verify(tree)
-
-
-def test_names_are_compared_as_indexes_do(tree):
-    put(tree.packages, "beta_two", {"beta.py": b""})
+    put(tree.packages, "beta_two", {"beta.py": b""})  # the lock has Beta.Two: names are compared as indexes do
     assert rootfs.verify(tree) == (2, [])
 
 
-def test_what_the_table_names_goes_and_its_bytes_are_told(tree):
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda packages: (packages / "alpha/__init__.py").write_bytes(b"x = {'a', 'c'}\n"), "was changed"),
+        (lambda packages: (packages / "alpha/__init__.py").unlink(), "is missing"),
+        (lambda packages: put(packages, "gamma", {"gamma.py": b""}), "gamma is in no lock"),
+    ],
+)
+def test_what_differs_from_records_or_lock_is_named(tree, damage, reason):
+    damage(tree.packages)
+    with refused("integrity.image-tree", reason):
+        rootfs.verify(tree)
+
+
+def test_what_the_table_names_goes_its_bytes_are_told_and_what_matches_nothing_stops_the_build(tree):
     assert trimming.trim(tree.packages, trimming.cuts(devices.CPU)) == {"big": 100}
     assert not (tree.packages / "alpha/big.so").exists()
-
-
-def test_a_path_that_matches_nothing_stops_the_build(tree):
     with refused("integrity.image-tree", "matches nothing"):
         trimming.trim(tree.packages, [Cut("gone", ("alpha/none*",), "")])
 
 
-def test_a_folder_is_cut_with_all_below_it():
-    chosen = [Cut("x", ("vllm/third_party/deep_gemm",), ""), Cut("y", ("nccl/*/lib/cu12",), "")]
-    assert trimming.is_cut("vllm/third_party/deep_gemm/include/a.h", chosen)
-    assert trimming.is_cut("nccl/ep/lib/cu12/x.so", chosen)
-    assert not trimming.is_cut("vllm/third_party/deep_gemm_two/a.h", chosen)
-    assert not trimming.is_cut("nccl/ep/lib/cu13/x.so", chosen)
-
-
-def test_a_cut_begins_at_site_packages():
-    chosen = [Cut("x", ("nccl", "cudnn/*.so"), "")]
-    assert trimming.is_cut("nccl/core/a.py", chosen)
-    assert not trimming.is_cut("nvidia/nccl/lib/libnccl.so.2", chosen)
-    assert not trimming.is_cut("nvidia/cudnn/lib.so", chosen)
-
-
-def test_the_part_that_is_cut_is_named():
-    chosen = [Cut("x", ("vllm/third_party/deep_gemm", "libs/*.so"), "")]
-    assert trimming.cut_part("vllm/third_party/deep_gemm/include/a.h", chosen) == "vllm/third_party/deep_gemm"
-    assert trimming.cut_part("libs/a.so", chosen) == "libs/a.so"
-    assert trimming.cut_part("libs/a/b.so", chosen) == ""
-    assert trimming.cut_part("vllm/a.py", []) == ""
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("vllm/third_party/deep_gemm/include/a.h", "vllm/third_party/deep_gemm"),
+        ("vllm/third_party/deep_gemm_two/a.h", ""),
+        ("nccl/ep/lib/cu12/x.so", "nccl/ep/lib/cu12"),
+        ("nccl/ep/lib/cu13/x.so", ""),
+        ("libs/a.so", "libs/a.so"),
+        ("libs/a/b.so", ""),
+        ("nvidia/libs/a.so", ""),  # a cut begins at site-packages
+        ("vllm/a.py", ""),
+    ],
+)
+def test_the_part_of_a_path_that_is_cut_is_named(path, part):
+    chosen = [Cut("x", ("vllm/third_party/deep_gemm", "libs/*.so"), ""), Cut("y", ("nccl/*/lib/cu12",), "")]
+    assert trimming.cut_part(path, chosen) == part
+    assert trimming.is_cut(path, chosen) is bool(part)
 
 
 def test_every_cut_has_a_reason():
