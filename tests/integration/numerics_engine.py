@@ -1,7 +1,7 @@
 """Runs vLLM in this process on given prompts, plain and with faults, and writes every logprob as JSON.
 
-Usage: numerics_engine.py MODEL PROMPTS.json OUT.json. One process runs the engines after each other: importing vLLM
-costs more than any of them.
+Usage: numerics_engine.py MODEL PROMPTS.json OUT.json ENGINE... One process runs the engines after each other: importing
+vLLM costs more than any of them.
 """
 
 import gc
@@ -115,11 +115,12 @@ def run(model, prompts, dtype, mode, kernel, traced, *, faults=False, **ranks):
     return results
 
 
-def main(model, prompts_file, out):
+def main(model, prompts_file, out, *names):
     prompts = json.loads(Path(prompts_file).read_text())
     results = {
         name: run(model, prompts, *engine, faults=name == "float32", **RANKS.get(name, {}))
         for name, engine in ENGINES.items()
+        if name in names
     }
     Path(out).write_text(json.dumps(results))
 

@@ -15,7 +15,7 @@ from sparkforge.serve.devices import embedded
 from sparkforge.serve.plan import StartPlan
 from validate.facts import machine
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 LOAD = {"isl": "32", "osl": "8", "conc": "2", "num_prompts": "4", "warmups": "0", "client": "own"}
 
 

@@ -1,8 +1,9 @@
 """What people's clients get from real vLLM and the scripted checkpoint: the table of docs/reference/clients.md.
 
 Each client's script (tests/integration/clients) runs all of its features in one process, in the environment that has
-the client. A line that says `limit` is vLLM's fault, and FAULTS has what comes of it today: when a patch or a release
-cures it, the test fails and says so, so that the line changes.
+the client. Every day those run that need no environment of their own; the others run nightly. A line that says `limit`
+is vLLM's fault, and FAULTS has what comes of it today: when a patch or a release cures it, the test fails and says so,
+so that the line changes.
 """
 
 import importlib.util
@@ -22,6 +23,7 @@ from sparkforge.core.paths import ROOT
 pytestmark = pytest.mark.integration
 CLIENTS = Path(__file__).parent / "clients"
 SECONDS = 600
+DAILY = {"openai", "Codex"}  # vLLM's own requirement of openai is the newer one
 WORKS, LIMIT = "works", "limit"
 QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "127.0.0.1",
@@ -59,10 +61,7 @@ FAULTS: dict[tuple[str, str], str] = {
 
 @pytest.fixture(scope="module")
 def node_modules(large_folder):
-    """A folder with the clients of Node and their packages, by package-lock.json; None where there is no npm."""
-    if shutil.which("npm") is None:
-        yield None
-        return
+    """A folder with the clients of Node and their packages, by package-lock.json."""
     with large_folder("node") as folder:
         shutil.copytree(CLIENTS / "node", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("node_modules"))
         command = ["npm", "ci", "--ignore-scripts", "--no-fund", "--no-audit"]
@@ -72,21 +71,23 @@ def node_modules(large_folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(scripted_server, node_modules):
-    """Client → feature → what went wrong, or nothing."""
+def outcomes(scripted_server, request):
+    """Client → feature → what went wrong, or nothing; of the clients whose tests run and whose programs are there."""
+    lines = [item.callspec.params["line"] for item in request.session.items if item.module is request.module
+             and hasattr(item, "callspec")]  # fmt: skip
+    clients = {client for client, _ in lines if not client.startswith("npm ") or shutil.which("npm")}
     environment = environments.Environment("clients")
-    environments.ensure(environment, pins.load())
+    if clients - DAILY:
+        environments.ensure(environment, pins.load())
     cues = {name: getattr(conversations, name) for name in ("ANSWER", "CALL", "JSON", "DONE")}
     processes = {}
-    for name in sorted({client for client, _ in TABLE}):
+    for name in sorted(clients):
         arguments = [scripted_server.url, scripted_server.model]
         if name.startswith("npm "):
-            if node_modules is None:
-                continue
+            node_modules = request.getfixturevalue("node_modules")
             command = ["node", node_modules / f"{name.removeprefix('npm ')}.mjs", *arguments, json.dumps(cues)]
         else:
-            # vLLM's own requirement of openai is the newer one
-            python = sys.executable if name in {"openai", "Codex"} else environment.python
+            python = sys.executable if name in DAILY else environment.python
             command = [python, CLIENTS / f"{re.sub(r'[^a-z]', '_', name.lower())}_client.py", *arguments]
         processes[name] = subprocess.Popen(
             command, env={**os.environ, **QUIET}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -103,8 +104,9 @@ def outcomes(scripted_server, node_modules):
 
 
 def marked(line):
-    """Mark the line of a client of Node."""
-    return pytest.param(line, marks=pytest.mark.needs("npm")) if line[0].startswith("npm ") else line
+    """Mark the line of a client by when it runs and what it needs."""
+    needs = [pytest.mark.needs("npm")] if line[0].startswith("npm ") else []
+    return pytest.param(line, marks=needs if line[0] in DAILY else [*needs, pytest.mark.nightly])
 
 
 @pytest.mark.parametrize("line", map(marked, TABLE), ids=[": ".join(line) for line in TABLE])

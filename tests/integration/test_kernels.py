@@ -102,6 +102,7 @@ def built(killed):
     return killed
 
 
+@pytest.mark.nightly
 def test_after_a_kill_the_next_run_finishes_the_job(built):
     document = manifest(built)
     (library,) = document["outputs"]
@@ -111,6 +112,7 @@ def test_after_a_kill_the_next_run_finishes_the_job(built):
     assert 0 < max(unit["peak"] for unit in document["facts"]["each"].values()) < document["facts"]["budget"]
 
 
+@pytest.mark.nightly
 def test_the_audit_saw_tensor_cores_and_the_right_target(built):
     report = json.loads((built.output / "audit-trial.json").read_text())
     assert report["violations"] == []
@@ -120,6 +122,7 @@ def test_the_audit_saw_tensor_cores_and_the_right_target(built):
     assert decode["mnemonics"]["HMMA.16816.F32.BF16"] >= 64
 
 
+@pytest.mark.nightly
 def test_nothing_of_the_run_is_in_the_library(built):
     """nvcc would write its process id into a symbol's name, and two builds would never be the same bytes."""
     library = (built.output / next(iter(manifest(built)["outputs"]))).read_bytes()
@@ -128,6 +131,7 @@ def test_nothing_of_the_run_is_in_the_library(built):
     assert str(built.base).encode() not in library
 
 
+@pytest.mark.nightly
 def test_without_a_change_nothing_is_compiled(built):
     library = built.output / next(iter(manifest(built)["outputs"]))
     before = library.stat().st_mtime_ns
@@ -159,6 +163,7 @@ def serve(site, **changed):
     return subprocess.run(arguments, env=env, input=question, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_a_server_loads_it_without_a_compiler(built):
     built.flag.touch()
     try:
@@ -173,6 +178,7 @@ def test_a_server_loads_it_without_a_compiler(built):
         built.flag.unlink()
 
 
+@pytest.mark.nightly
 def test_the_other_door_needs_neither_ninja_nor_headers(built):
     """A library under flashinfer/data/aot is loaded as it is: no cache, no CUDA_HOME, nothing may be compiled."""
     package = next(built.python.parent.parent.glob("lib/python*/site-packages/flashinfer"))
@@ -193,6 +199,7 @@ def test_the_other_door_needs_neither_ninja_nor_headers(built):
         shutil.rmtree(path)
 
 
+@pytest.mark.nightly
 def test_a_library_that_was_swapped_is_linked_again(built):
     before = manifest(built)["outputs"]
     library = built.output / next(iter(before))

@@ -23,18 +23,18 @@ FAULTS = ["clamp_removed", "sinks_removed", "nibbles_swapped", "scale_off_by_one
 
 
 @pytest.fixture(scope="module")
-def model(random_model):
-    return random_model
-
-
-@pytest.fixture(scope="module")
-def engine(model, tmp_path_factory):
-    """Run every engine and fault once, in one process; see numerics_engine.py."""
+def engine(random_model, tmp_path_factory, request):
+    """Run every engine that a test is about, and each fault once, in one process; see numerics_engine.py."""
+    engines = {"float32", "bfloat16"} | {
+        item.callspec.params["name"] for item in request.session.items
+        if item.module is request.module and "name" in getattr(item, "fixturenames", ())
+    }  # fmt: skip
     work = tmp_path_factory.mktemp("numerics")
     (work / "prompts.json").write_text(json.dumps(PROMPTS))
     log, environment = work / "log", {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE)))}
     with log.open("wb") as output:
-        command = [sys.executable, HERE / "numerics_engine.py", model, work / "prompts.json", work / "out.json"]
+        files = (random_model, work / "prompts.json", work / "out.json")
+        command = [sys.executable, HERE / "numerics_engine.py", *files, *engines]
         result = subprocess.run(command, env=environment, stdout=output, stderr=output, cwd=work, check=False)
     output_text = log.read_text(errors="replace")
     assert result.returncode == 0, output_text[-3000:]
@@ -42,7 +42,7 @@ def engine(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(model):
+def reference(random_model):
     """Return the function ids → log-probabilities of ids[1:] and of the best tokens there, each [tokens - 1].
 
     They are of transformers' own gpt-oss, in float32.
@@ -51,7 +51,7 @@ def reference(model):
 
     # transformers dequantises to bfloat16, which holds every E2M1 product with these scales exactly.
     loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+        random_model, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
     return cache(partial(log_probabilities, loaded.float().eval()))  # most runs give the same tokens
 
@@ -81,9 +81,20 @@ def test_prompts_were_scored_and_continued_whole(engine):
         assert len(completion["ids"]) == len(prompt) + GENERATED == len(completion["logprobs"]) + 1
 
 
-@pytest.mark.parametrize("name", ["float32", "float32 dequant padded", "float32 traced"])
-def test_float32_logprobs_equal_the_reference(engine, reference, name):
+PADDED = "Using 'SPARK_NUMERICS_KERNELS:PADDED' Mxfp4 MoE backend (dequant)."
+
+
+@pytest.mark.parametrize(
+    ("name", "logged"),
+    [
+        ("float32", "Using 'SPARK_TORCH' Mxfp4 MoE backend (packed)."),
+        pytest.param("float32 dequant padded", PADDED, marks=pytest.mark.nightly),
+        pytest.param("float32 traced", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_float32_logprobs_equal_the_reference(engine, reference, name, logged):
     check_float32(reference, engine.runs[name][""])
+    assert logged in engine.log
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -98,10 +109,14 @@ def test_without_the_faults_the_same_engine_is_right_again(engine, reference):
     assert engine.runs["float32"]["again"] == engine.runs["float32"][""]
 
 
-@pytest.mark.parametrize(("way", "second"), [("tensor", "Worker_TP1 pid="), ("expert", "Worker_TP1_EP1 pid=")])
-def test_two_ranks_together_equal_the_reference(engine, reference, way, second):
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [("two ranks, tensor", "Worker_TP1 pid="), ("two ranks, expert", "Worker_TP1_EP1 pid=")],
+)
+def test_two_ranks_together_equal_the_reference(engine, reference, name, second):
     """Two real processes that share the layers' columns, or the experts."""
-    check_float32(reference, engine.runs[f"two ranks, {way}"][""])
+    check_float32(reference, engine.runs[name][""])
     (pid,) = set(re.findall(rf"\({second}(\d+)\)", engine.log))
     (first,) = set(re.findall(rf"\({second.replace('1', '0')}(\d+)\)", engine.log))
     assert pid != first
@@ -114,11 +129,6 @@ def test_bfloat16_chooses_the_best_token_or_one_that_ties_with_it(engine, refere
         difference, gap = differences(reference, completion)
         assert difference.mean() < 0.15
         assert gap.max() < 0.3
-
-
-def test_the_log_names_kernel_and_mode(engine):
-    assert "Using 'SPARK_TORCH' Mxfp4 MoE backend (packed)." in engine.log
-    assert "Using 'SPARK_NUMERICS_KERNELS:PADDED' Mxfp4 MoE backend (dequant)." in engine.log
 
 
 GPT_OSS = SimpleNamespace(model_type="gpt_oss")

@@ -169,14 +169,8 @@ def outcomes(process, tree, submissions, scratch):
     }
 
 
-# One of each package; the others run nightly.
-DAILY = {"0001-bound-jit-jobs-by-memory", "0004-read-final-json-as-content-type"}
-EACH = [
-    pytest.param(path, id=path.stem, marks=() if path.stem in DAILY else pytest.mark.nightly) for path in SUBMISSIONS
-]
-
-
-@pytest.mark.parametrize("submission", EACH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("submission", SUBMISSIONS, ids=lambda path: path.stem)
 def test_its_tests_fail_without_the_patch_and_pass_with_it(submission, request):
     package = request.getfixturevalue(status.target(submission.parent.parent.name)[0])
     without, patched = package.outcomes(submission)

@@ -447,7 +447,7 @@ def apart(names: Sequence[str], base: Path, job: Callable[[Scenario, Path], Any]
 
 def scaled(count: int, scenario: Scenario) -> int:
     """Return how often a scenario is run where one of cost 1 is run `count` times."""
-    return count and max(3, int(count / scenario.cost))
+    return count and max(1, int(count / scenario.cost))
 
 
 def report(rows: list[dict[str, Any]], output: Path | None) -> int:

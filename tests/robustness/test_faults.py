@@ -8,13 +8,14 @@ pytestmark = [pytest.mark.needs("cc"), pytest.mark.timeout(1800)]
 SEED = 13
 
 
-@pytest.fixture(scope="module")
-def rows(attack):
+@pytest.fixture(scope="module", params=[(6, 4), pytest.param((24, 16), marks=pytest.mark.nightly)])
+def rows(attack, request):
     """The counts of every scenario: one process runs them all, for starting it takes as long as thirty runs.
 
-    So many take each kind of operation once. `./inv test --robustness` runs as many as its time allows.
+    12 faults and 8 kills take each kind of operation once. `./inv test --robustness` runs as many as its time allows.
     """
-    return attack("faults", *SCENARIOS, "--faults", 12, "--kills", 8, "--seed", SEED)
+    faults, kills = request.param
+    return attack("faults", *SCENARIOS, "--faults", faults, "--kills", kills, "--seed", SEED)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
