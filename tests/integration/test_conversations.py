@@ -109,7 +109,7 @@ def marked(line):
     return pytest.param(line, marks=needs if line[0] in DAILY else [*needs, pytest.mark.nightly])
 
 
-@pytest.mark.parametrize("line", map(marked, TABLE), ids=[": ".join(line) for line in TABLE])
+@pytest.mark.parametrize("line", [marked(line) for line in TABLE], ids=[": ".join(line) for line in TABLE])
 def test_the_table_says_what_a_client_gets(outcomes, line):
     client, feature = line
     state, remark = TABLE[line]

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -690,18 +690,6 @@ size = 7
 DEBIAN = (
     f"# Made from deploy/debian.toml\n# snapshot 20261101T000000Z\n{'0' * 64}  debian/pool/main/t/tini/tini_1.deb\n"
 )
-PEAKS = """\
-[[unit]]
-match = "fused_moe_120/*.cuda.o"
-peak = 9.09e9
-cpu = 60
-source = "measured"
-[[unit]]
-match = "*"
-peak = 2000000000
-cpu = 20.5
-source = "not measured"
-"""
 CONFIG = checkpoints.READ["config.json"]
 
 
@@ -829,7 +817,6 @@ def _parsers() -> Iterator[Parser]:
         "profiles", _files("sparkforge/serve/profiles.toml"), _loaded(profiles.load, "profiles.toml"), cost=4.0
     )
     yield Parser("models", _files("sparkforge/models/models.toml"), _loaded(models.load, "models.toml"), cost=4.0)
-    yield Parser("peaks-table", _texts(PEAKS), _loaded(partial(_uncached_table), "peaks.toml"), cost=4.0)
     yield Parser("peaks", _texts('{"schema": 1, "contexts": {"c": {"m/a.o": {"peak": 1, "cpu": 1.5}}}}'), _read_peaks)
     yield Parser("server-record", _record, _read_state("server.json", lambda state: record.read(state / "server.json")))
     yield Parser("failure-record", _texts(
@@ -850,10 +837,6 @@ def _parsers() -> Iterator[Parser]:
         )
     yield Parser("wheel-record", _site, _read_record_of_wheel, cost=2.0)
     yield Parser("log", _texts(LOG), _read_log)
-
-
-def _uncached_table(path: Path) -> object:
-    return peaks.table.__wrapped__(path)
 
 
 PARSERS = {parser.name: parser for parser in _parsers()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from robustness.scenario import Scenario, write
-from sparkforge import pins
 from sparkforge.compile import cache
 
 NINJA = """\
@@ -34,9 +33,7 @@ def _prepare(work: Path) -> None:
 
 
 def _act(work: Path) -> None:
-    root = work / "cache-of-kernels"
-    cache.clean(pins=pins.load(), changed=[work / "csrc/page.cu"], root=root)
-    cache.sweep(root)
+    cache.clean(cache.Selection(changed=[work / "csrc/page.cu"]), root=work / "cache-of-kernels")
 
 
 def _judge(work: Path) -> None:
@@ -45,7 +42,7 @@ def _judge(work: Path) -> None:
     assert "sampling" in {module.name for module in modules}
     for module in modules:
         assert (module.path / "parts/page.o").read_text() == "object", module
-        assert module.library.exists(), module
+        assert (module.path / f"{module.name}.so").exists(), module
 
 
 SCENARIOS = [Scenario("clean-cache", _prepare, _act, _judge, races=(0,), cost=4.0)]
