@@ -209,9 +209,8 @@ def _detected() -> Rules:
     """Return the token formats of detect-secrets. Imported here: the package takes a tenth of a second."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # noqa: PLC0415
 
-    plugins: dict[str, Any] = {}
-    for plugin in get_mapping_from_secret_type_to_class().values():
-        plugins[plugin.__name__] = plugin
+    detectors: list[Any] = list(get_mapping_from_secret_type_to_class().values())
+    plugins = {plugin.__name__: plugin for plugin in detectors}
     patterns = [pattern for name in DETECTORS for pattern in plugins[name].denylist]
     # The pattern for AWS's secret key is left out: our own rules find it by its name.
     return tuple((pattern, _whole) for pattern in patterns if not pattern.pattern.startswith("aws."))
