@@ -116,7 +116,9 @@ def inputs(env: Environment, pins: Pins) -> dict[str, str]:
         wheels[name.rpartition("/")[2]] = lock.sha256
     project = {"project": _project(), "root": str(paths.ROOT)} if pin.project else {}
     library = {"library": library_hash()} if pin.library else {}
-    return {"lock": sha256_file(locks.lock_path(pin.lock)), "python": sys.version, **wheels, **project, **library}
+    # Scripts of an environment hold its path, so one of a checkout that was moved is made again.
+    own = {"path": str(env.path), "python": sys.version}
+    return {"lock": sha256_file(locks.lock_path(pin.lock)), **own, **wheels, **project, **library}
 
 
 def installed_version(component: Component) -> str:

@@ -14,7 +14,6 @@ from sparkforge.core import memory, paths
 from sparkforge.core.console import Steps, echo, say
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import require_space
-from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import call, run_unchecked
 from sparkforge.environments import Environment
@@ -34,6 +33,7 @@ FAST = "SPARKFORGE_TEST_FAST"
 RERUNS = ("--reruns=1", "--reruns-delay=5")
 COVERAGE = ("--cov=sparkforge", "--cov=validate", "--cov-report=term:skip-covered")
 SHELL_SCRIPTS = ("inv", ".ci/run", "spark_mxfp4/test", "tests/packages", "deploy", "tests/engine")
+LIBRARY_PATH = str(ROOT / "spark_mxfp4" / "src")
 # Name → a program of the environment and its arguments; `check` adds the files of shellcheck.
 CHECKS = {
     "format": ("ruff", "format", "--check"),
@@ -94,15 +94,16 @@ def _run_check(program: Path, *arguments: str | Path) -> None:
 
 
 def shell_scripts() -> list[Path]:
-    """Return the shell scripts of SHELL_SCRIPTS, by their first line."""
+    """Return the shell scripts of SHELL_SCRIPTS, by their ending or first line."""
     roots = [ROOT / name for name in SHELL_SCRIPTS]
     files = [file for root in roots for file in (sorted(root.rglob("*")) if root.is_dir() else [root])]
-    return [file for file in files if file.is_file() and _is_shell(file)]
-
-
-def _is_shell(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return file.suffix == ".sh" or opened.readline(80).rstrip().endswith((b"sh", b"sh -eu"))
+    shells = (b"sh", b"sh -eu")
+    return [
+        file
+        for file in files
+        if file.is_file()
+        and (file.suffix == ".sh" or file.read_bytes()[:80].partition(b"\n")[0].rstrip().endswith(shells))
+    ]
 
 
 def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool = False) -> None:
@@ -110,7 +111,8 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
 
     `fast` runs the unit tests without those marked slow, `nightly` also those marked nightly; `select` ignores marks.
     """
-    require_space(Path(tempfile.gettempdir()), TEMPORARY_BYTES, "the tests")
+    temporary = Path(tempfile.gettempdir())
+    require_space(temporary, TEMPORARY_BYTES, "the tests")
     # The tests start some hundred interpreters: each would compile our modules again where its caller forbids bytecode.
     variables = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
     if fast:
@@ -121,7 +123,8 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
     else:
         python = prepare_environment(Steps(1), environments.TEST).python
         arguments = ["tests", "--durations=15"]
-        workers = workers_for(memory.measure())
+        machine = memory.measure()
+        workers = max(1, min(WORKERS, machine.cores, machine.available // WORKER_BYTES))
     if select:
         arguments += ["-k", select]
     elif fast:
@@ -137,9 +140,9 @@ def run_tests(*, fast: bool, select: str, coverage: bool = False, nightly: bool 
         arguments += COVERAGE
     code = call([python, "-m", "pytest", *arguments], cwd=ROOT, env=variables)
     if code:
-        raise ProcessError(
-            "the tests failed", f"pytest ended with code {code}", "read pytest's report above", code="process.tests"
-        )
+        require_space(temporary, TEMPORARY_BYTES, "the tests")  # on a full disk tests fail for no reason of their own
+        why = f"pytest ended with code {code}"
+        raise ProcessError("the tests failed", why, "read pytest's report above", code="process.tests")
 
 
 def run_robustness(*, minutes: float) -> None:
@@ -156,8 +159,3 @@ def run_robustness(*, minutes: float) -> None:
     if code:
         fix = "run one of the commands above: each repeats a case"
         raise ProcessError("the robustness tests failed", f"the counts are in {output}", fix, code="process.tests")
-
-
-def workers_for(machine: Machine) -> int:
-    """Return how many of pytest's workers a machine has cores and memory for, at least 1."""
-    return max(1, min(WORKERS, machine.cores, machine.available // WORKER_BYTES))

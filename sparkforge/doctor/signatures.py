@@ -31,7 +31,6 @@ date = 2026-11-21           # when that was written, if it says so
 from __future__ import annotations
 
 import datetime as dt
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,24 +285,3 @@ def _hits(event: Event, signature: Signature) -> Iterator[Hit]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def markdown() -> str:
-    """Return the tables of docs/reference/problems.md, which a test compares with the page."""
-    known, parts = load(), list[str]()
-    for kind in Kind:
-        rows = [f"## {kind[0].upper()}{kind[1:]}", "", "| id | what it says | read on |", "| --- | --- | --- |"]
-        for signature in (signature for signature in known if signature.kind is kind):
-            mark = "" if signature.severity is Severity.FATAL else f" *({signature.severity})*"
-            headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
-            rows.append(f"| `{signature.id}`{mark} | {headline} | {_link(signature.seen[0])} |")
-        parts.append("\n".join(rows))
-    return "\n\n".join(parts)
-
-
-def _link(seen: Seen) -> str:
-    if thread := re.fullmatch(r"https://github\.com/[\w.-]+/([\w.-]+)/\w+/(\d+)", seen.where):
-        return f"[{thread[1]} {thread[2]}]({seen.where})"
-    if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
-        return f"[{page[1]} {page[2]}]({seen.where})"
-    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')})"

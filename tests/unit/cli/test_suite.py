@@ -1,4 +1,4 @@
-"""How `./inv test` spreads the tests: workers by cores and memory, and files that share something with one of them."""
+"""`./inv test` and `./inv check`: what they start, and what their failures say."""
 
 import os
 import subprocess
@@ -12,27 +12,20 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 from sparkforge.cli import maintain, suite
-from sparkforge.core import paths
-from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core import files, paths
+from sparkforge.core.errors import ProcessError, StorageError, UsageError
 from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 
 GB = 10**9
-FAST = ("-m", "not slow", "--dist=worksteal")
-
-
-@pytest.mark.parametrize(
-    ("cores", "available", "wanted"),
-    [(1, 64 * GB, 1), (2, 23 * GB, 2), (20, 119 * GB, 2), (4, 15 * GB, 1), (2, 1 * GB, 1)],
-)
-def test_workers_come_from_cores_and_memory(cores, available, wanted):
-    assert suite.workers_for(Machine(available, cores)) == wanted
+FAST = ["tests/unit", "-m", "not slow", "--dist=worksteal"]
+ALL = ["tests", "--durations=15"]
 
 
 @pytest.fixture
 def started(monkeypatch):
     """Note what would be started in place of an environment's interpreter; `code` is what it would end with."""
-    seen = SimpleNamespace(code=0)
+    seen = SimpleNamespace(code=0, cores=2, available=64 * GB)
 
     def call(command, *, cwd, env):
         seen.python, seen.arguments, seen.env = command[0], command[1:], env
@@ -40,59 +33,56 @@ def started(monkeypatch):
 
     monkeypatch.setattr(suite, "prepare_environment", lambda *_: SimpleNamespace(python="all"))
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: True)
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(suite.os, "cpu_count", lambda: seen.cores)
     monkeypatch.setattr(suite, "call", call)
     monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * GB, 2))
+    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(seen.available, seen.cores))
     return seen
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments"),
+    ("options", "machine", "arguments"),
     [
-        ({}, ["tests", "--durations=15", "-m", "not nightly", "--numprocesses=2"]),
-        ({"nightly": True}, ["tests", "--durations=15", "--numprocesses=2"]),
-        ({"fast": True}, ["tests/unit", *FAST, "--numprocesses=4"]),
-        ({"select": "ctrl"}, ["tests", "--durations=15", "-k", "ctrl"]),
-        ({"fast": True, "coverage": True}, ["tests/unit", *FAST, "--numprocesses=4", *suite.COVERAGE]),
-        ({"fast": True, "select": "ctrl"}, ["tests/unit", "-k", "ctrl"]),
+        ({}, {}, [*ALL, "-m", "not nightly", "--numprocesses=2"]),
+        ({}, {"cores": 1}, [*ALL, "-m", "not nightly"]),
+        ({}, {"cores": 20}, [*ALL, "-m", "not nightly", "--numprocesses=2"]),
+        ({}, {"cores": 4, "available": 15 * GB}, [*ALL, "-m", "not nightly"]),
+        ({}, {"CI": True}, [*ALL, "-m", "not nightly", "--numprocesses=2", *suite.RERUNS]),
+        ({"all_": True}, {}, [*ALL, "--numprocesses=2"]),
+        ({"select": "ctrl"}, {}, [*ALL, "-k", "ctrl"]),
+        ({"fast": True}, {}, [*FAST, "--numprocesses=4"]),
+        ({"fast": True}, {"cores": 1, "CI": True}, [*FAST, "--numprocesses=2"]),
+        ({"fast": True}, {"cores": 20}, [*FAST, "--numprocesses=8"]),
+        ({"fast": True, "coverage": True}, {}, [*FAST, "--numprocesses=4", *suite.COVERAGE]),
+        ({"fast": True, "select": "ctrl"}, {}, ["tests/unit", "-k", "ctrl"]),
     ],
     ids=str,
 )
-def test_what_pytest_is_seen(started, options, arguments):
-    suite.run_tests(**{"fast": False, "select": "", **options})
+def test_pytest_gets_the_tests_and_workers_of_options_and_machine(started, monkeypatch, options, machine, arguments):
+    if machine.pop("CI", False):
+        monkeypatch.setenv("CI", "true")
+    vars(started).update(machine)
+    maintain.test.body(Context(), **options)
     assert started.arguments == ["-m", "pytest", *arguments]
-    assert started.env.get("OMP_NUM_THREADS") == (None if "select" in options else "1")
+    parallel = any(argument.startswith("--numprocesses") for argument in arguments)
+    assert started.env.get("OMP_NUM_THREADS") == ("1" if parallel else None)
     assert (started.python, suite.FAST in started.env) == (
         (suite.UNIT.python, True) if "fast" in options else ("all", False)
     )
 
 
-def test_on_ci_a_failed_test_runs_once_more(started, monkeypatch):
-    monkeypatch.setenv("CI", "true")
-    suite.run_tests(fast=False, select="")
-    assert started.arguments[-2:] == [*suite.RERUNS]
-    suite.run_tests(fast=True, select="")
-    assert not set(suite.RERUNS) & set(started.arguments)
-
-
-@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (20, 8)])
-def test_fast_has_two_workers_a_core_up_to_a_limit(started, monkeypatch, cores, workers):
-    monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
-    suite.run_tests(fast=True, select="")
-    assert started.arguments == ["-m", "pytest", "tests/unit", *FAST, f"--numprocesses={workers}"]
-
-
-def test_one_core_gets_no_workers_and_a_failure_is_an_error(started, monkeypatch):
-    monkeypatch.setattr(suite.memory, "measure", lambda: Machine(64 * GB, 1))
+def test_a_failure_is_an_error_and_on_a_full_disk_names_the_disk(started, monkeypatch):
     started.code = 1
     with pytest.raises(ProcessError, match="ended with code 1", check=lambda error: error.code == "process.tests"):
         suite.run_tests(fast=False, select="")
-    assert not any(argument.startswith("--numprocesses") for argument in started.arguments)
+    free = iter([GB, 10**6])  # before and after the tests
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    with pytest.raises(StorageError, check=lambda error: error.code == "storage.full"):
+        suite.run_tests(fast=False, select="")
 
 
-def test_the_long_attack_writes_its_counts_and_a_broken_promise_is_an_error(started):
-    suite.run_robustness(minutes=7)
+def test_robustness_writes_its_counts_and_a_failure_is_an_error(started):
+    maintain.test.body(Context(), robustness=True, minutes="7")
     *arguments, output = started.arguments
     assert arguments == ["-m", "robustness.campaign", "--minutes", "7", "--output"]
     assert output.is_relative_to(paths.state())
@@ -154,35 +144,33 @@ def test_what_shares_a_server_or_the_compilers_stays_with_one_worker_and_comes_f
     assert {files[0] for files in ranks} == {0, 3}, "each worker begins with one of the two long kinds"
 
 
-def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, capsys):
-    programs = suite.LINT.path / "bin"
-    programs.mkdir(parents=True)
-    for name, code in (("good", 0), ("bad", 1)):
-        (programs / name).write_text(f"#!/bin/sh\necho {name} says $1\nexit {code}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setattr(suite, "CHECKS", {"one": ("bad", "x"), "two": ("good",), "three": ("missing",)})
-    monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
-    with pytest.raises(ProcessError, match="one, three", check=lambda error: error.code == "process.checks"):
-        suite.check()
-    assert capsys.readouterr().out.startswith("bad says x\n")
+@pytest.mark.parametrize(
+    ("machine", "installed", "failed"),
+    [("aarch64", False, "one, three"), ("aarch64", True, "one, three, shell"),
+     ("x86_64", False, "one, three, shell")],
+)  # fmt: skip
+def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path, capsys, machine, installed, failed):
+    def program(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
 
-
-@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_linter_without_a_wheel_is_the_machines_own_or_named(monkeypatch, tmp_path, capsys, machine, installed):
+    program(suite.LINT.path / "bin" / "good", "echo good says $1")
+    program(suite.LINT.path / "bin" / "bad", "echo bad says $1; exit 1")
     if installed:
-        (tmp_path / "shellcheck").write_text("#!/bin/sh\nexit 1\n")
-        (tmp_path / "shellcheck").chmod(0o755)
+        program(tmp_path / "shellcheck", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(suite.platform, "machine", lambda: machine)
-    monkeypatch.setattr(suite, "CHECKS", {"shell": ("shellcheck",)})
+    checks = {"one": ("bad", "x"), "two": ("good",), "three": ("missing",), "shell": ("shellcheck",)}
+    monkeypatch.setattr(suite, "CHECKS", checks)
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
-    if machine == "aarch64" and not installed:
+    with pytest.raises(ProcessError, check=lambda error: error.code == "process.checks") as error:
         suite.check()
-        assert "NOT CHECKED: shellcheck" in " ".join(capsys.readouterr().err.split())
-    else:
-        with pytest.raises(ProcessError, match="shell"):
-            suite.check()
+    assert error.value.why == failed
+    output = capsys.readouterr()
+    assert output.out.startswith("bad says x\n")
+    assert ("NOT CHECKED: shellcheck" in " ".join(output.err.split())) == (failed == "one, three")
 
 
 def test_shell_scripts_are_known_by_their_first_line():

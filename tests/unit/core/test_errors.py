@@ -1,6 +1,6 @@
 import re
 
-from sparkforge.core import error_page, errors
+from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
 
 
@@ -10,7 +10,7 @@ def sources():
 
 
 def test_every_family_has_an_exit_code_of_its_own():
-    codes = [family.exit_code for family in error_page.families()]
+    codes = [family.exit_code for family in errors.SparkforgeError.__subclasses__()]
     assert len(codes) == len(set(codes))
     assert all(0 < code < 126 for code in codes)  # 126 and up are the shell's
 
@@ -25,7 +25,7 @@ def test_an_error_has_a_code_of_its_family():
 
 
 def test_every_code_that_is_raised_is_in_the_table_and_belongs_to_the_family_that_raises_it():
-    families = {family.__name__: family.family for family in error_page.families()}
+    families = {family.__name__: family.family for family in errors.SparkforgeError.__subclasses__()}
     raised = set()
     for path in sources():
         text = path.read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def test_a_half_made_one_is_made_anew(table, filled):
     assert environments.ensure(ENV, table)
 
 
-@pytest.mark.parametrize("field", ["lock", "torch", "project", "library", "python", "root"])
+@pytest.mark.parametrize("field", ["lock", "torch", "project", "library", "python", "root", "path"])
 def test_any_other_input_makes_it_anew(table, filled, field):
     environments.ensure(ENV, table)
     stamp = json.loads((ENV.path / environments.STAMP).read_text())

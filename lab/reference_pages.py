@@ -1,12 +1,15 @@
-"""Writes the generated pages of docs/reference: `python -m sparkforge.cli.reference_pages`.
+"""Writes the generated pages of docs/reference: `python -m lab.reference_pages`; `--check` compares them instead.
 
-Each page comes from the code or the table that it describes; `./inv test` compares them.
+Each page comes from the code or the table that it describes. `./inv check` compares them.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,11 +19,14 @@ from invoke.parser.argument import Argument
 from sparkforge import pins
 from sparkforge.cli import namespace, program
 from sparkforge.cli.command import DEFAULT_STACK, CommandTask
-from sparkforge.core import error_page, tables
+from sparkforge.core import tables
+from sparkforge.core.errors import CODES, ProcessError, SparkforgeError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
+from sparkforge.core.program import exit_code
 from sparkforge.core.tables import Record
 from sparkforge.doctor import signatures
+from sparkforge.doctor.signatures import Kind, Seen, Severity
 from sparkforge.serve import limits, profiles
 from validate.checks import CHECKS, arguments, software
 from validate.profiles import PROFILES, Profile
@@ -39,7 +45,7 @@ Run every command as `./inv COMMAND` from the checkout. The first run makes `.ve
   same command again to continue.
 - `--stack NAME` selects a [stack](../concepts/stacks.md) of `pins.toml`.
 
-This page is made from the help texts by `python -m sparkforge.cli.reference_pages`.
+This page is made from the help texts by `python -m lab.reference_pages`.
 
 {commands}
 
@@ -64,7 +70,7 @@ refuses the server; an *advised* check can only warn. A fact that cannot be dete
 ask torch and vLLM in a child process.
 
 The profile `spark` has not run on a real DGX Spark; its good fact sheet is made from public documents ([Hardware
-ledger](../hardware.md)). This page is made from `validate/checks` by `python -m sparkforge.cli.reference_pages`.
+ledger](../hardware.md)). This page is made from `validate/checks` by `python -m lab.reference_pages`.
 
 | Check | spark | embedded | What must be true |
 | --- | --- | --- | --- |
@@ -78,8 +84,8 @@ SETTINGS = """# Settings
 Sparkforge reads command-line options and environment variables. Options override variables. Invalid values, and secrets
 that cannot be read, are refused.
 
-This page is made from `sparkforge/cli/variables.toml`, `docker-compose.yml` and `sparkforge/serve/limits.py` by
-`python -m sparkforge.cli.reference_pages`.
+This page is made from `lab/variables.toml`, `docker-compose.yml` and `sparkforge/serve/limits.py` by
+`python -m lab.reference_pages`.
 
 ## On the host
 
@@ -133,7 +139,7 @@ A *validator profile* is a set of [startup checks](checks.md): `spark` for a DGX
 In a container `SPARKFORGE_PROFILE` selects it. With `embedded`, a serve profile for GPUs is refused (exit code 2).
 
 This page is made from `sparkforge/serve/profiles.toml`, which explains its format, by `python -m
-sparkforge.cli.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
+lab.reference_pages`. [Tune a server](../guide/tune.md) compares profiles.
 
 | Profile | For |
 | --- | --- |
@@ -145,6 +151,36 @@ sparkforge.cli.reference_pages`. [Tune a server](../guide/tune.md) compares prof
 
 {stacks}
 """
+ERRORS = """# Errors
+
+Every error has three parts: what failed, why, and the next command to run. Its code stands in brackets behind the first
+part:
+
+```text
+✗ vLLM's wheel is not the file that was pinned [integrity.hash]
+  why:  sha256 is 0f3a…, wanted 9c41…
+  next: ./inv build --only sources
+```
+
+The exit code tells scripts which family the error belongs to; the code tells the cases of a family apart. Codes do not
+change between releases. Each has an anchor on this page, such as
+[`errors.html#integrity.hash`](#integrity.hash).
+
+This page is made by `python -m lab.reference_pages`.
+
+## Families
+
+| exit code | family | class | meaning |
+| ---: | --- | --- | --- |
+{families}
+
+## Codes
+
+| code | exit code | meaning |
+| --- | ---: | --- |
+{codes}
+"""
+ERROR_ROW = '| <a id="{code}"></a>`{code}` | {exit_code} | {text} |'
 VARIABLES = Path(__file__).with_name("variables.toml")
 DEFAULT = re.compile(r"\$\{(\w+):-([^}$]+)\}")
 
@@ -245,7 +281,36 @@ def _rows(head: str, rows: Iterable[str]) -> str:
 def problems() -> str:
     """Return the page of known problems: the text above its tables as it is, and the tables of the signatures."""
     above_tables = (FOLDER / "problems.md").read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
-    return f"{above_tables}\n\n{signatures.markdown()}\n"
+    known, parts = signatures.load(), [above_tables]
+    for kind in Kind:
+        rows = [f"## {kind[0].upper()}{kind[1:]}", "", "| id | what it says | read on |", "| --- | --- | --- |"]
+        for signature in (signature for signature in known if signature.kind is kind):
+            mark = "" if signature.severity is Severity.FATAL else f" *({signature.severity})*"
+            headline = re.sub(r"\{\w+\}(?:\{\w+\})*", "…", signature.what)
+            rows.append(f"| `{signature.id}`{mark} | {headline} | {_link(signature.seen[0])} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _link(seen: Seen) -> str:
+    if thread := re.fullmatch(r"https://github\.com/[\w.-]+/([\w.-]+)/\w+/(\d+)", seen.where):
+        return f"[{thread[1]} {thread[2]}]({seen.where})"
+    if page := re.fullmatch(r"https://([\w.-]+)/.*?([\w.-]+?)(?:\.html)?(?:#.*)?/?", seen.where):
+        return f"[{page[1]} {page[2]}]({seen.where})"
+    return f"[{seen.where.rpartition('/')[2]}]({os.path.relpath(seen.where, 'docs/reference')})"
+
+
+def errors() -> str:
+    """Return the page of exit codes and error codes."""
+    families = sorted(SparkforgeError.__subclasses__(), key=lambda family: family.exit_code)
+    exit_codes = {family.family: family.exit_code for family in families}
+    return ERRORS.format(
+        families="\n".join(f"| {f.exit_code} | {f.family} | `{f.__name__}` | {f.__doc__} |" for f in families),
+        codes="\n".join(
+            ERROR_ROW.format(code=code, exit_code=exit_codes[code.partition(".")[0]], text=text)
+            for code, text in CODES.items()
+        ),
+    )
 
 
 def settings() -> str:
@@ -290,12 +355,47 @@ def _profile(heading: str, profile: profiles.ServeProfile) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "checks.md": checks,
     "commands.md": commands,
-    "errors.md": error_page.page,
+    "errors.md": errors,
     "problems.md": problems,
     "profiles.md": serve_profiles,
     "settings.md": settings,
 }
 
-if __name__ == "__main__":
+# Set by Sparkforge for its own processes or by its tests: no user sets them.
+INTERNAL = {
+    *("SPARKFORGE_CLUSTER_TOKEN", "SPARKFORGE_CLUSTER_WATCH", "SPARKFORGE_MAX_DEVICE", "SPARKFORGE_OFFLINE"),
+    *("SPARKFORGE_OWN_SHM", "SPARKFORGE_SERVER", "SPARKFORGE_TEST_FAST"),
+}
+
+
+def undocumented() -> set[str]:
+    """Return the variables that the code names or a Compose file takes from outside, and that have no row."""
+    code = [path for folder in ("sparkforge", "validate") for path in (ROOT / folder).rglob("*.py")]
+    compose = [*ROOT.glob("docker-compose*.yml"), ROOT / "deploy" / "stacks.yml"]
+    names = {name for path in code for name in re.findall(r"\"(SPARKFORGE_[A-Z_]*[A-Z])\"", path.read_text("utf-8"))}
+    names = names.union(*(re.findall(r"\$\{([A-Z_]+)", path.read_text("utf-8")) for path in compose))
+    documented = {name for _, rows in tables.load(VARIABLES, Variables) for keys in rows for name in keys.split()}
+    return names - INTERNAL - documented
+
+
+def main(arguments: list[str]) -> None:
+    """Write the pages or, with --check, compare them. Raises ProcessError if a page or a variable's row is missing."""
+    parser = argparse.ArgumentParser(prog="python -m lab.reference_pages", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare the pages and write nothing")
+    check = parser.parse_args(arguments).check
+    if missing := undocumented():
+        why, fix = ", ".join(sorted(missing)), "add a row to lab/variables.toml, or the name to INTERNAL"
+        raise ProcessError("a variable is not documented", why, fix, code="process.checks")
     for name, page in PAGES.items():
-        write_atomic(FOLDER / name, page())
+        file = FOLDER / name
+        if not check:
+            write_atomic(file, page())
+        elif file.read_text(encoding="utf-8") != page():
+            fix = ".venv/bin/python -m lab.reference_pages"
+            raise ProcessError(
+                f"docs/reference/{name} is out of date", "its source changed", fix, code="process.checks"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))
