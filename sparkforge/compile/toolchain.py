@@ -74,7 +74,7 @@ class Toolchain:
             "NVCC_PREPEND_FLAGS": "",
             "NVCC_APPEND_FLAGS": "--objdir-as-tempdir",
             "CUDAHOSTCXX": str(self.cxx),
-            "CCACHE_DIR": os.environ.get("CCACHE_DIR", str(paths.cache() / "ccache")),
+            "CCACHE_DIR": os.environ.get("CCACHE_DIR") or str(paths.cache() / "ccache"),
             "FLASHINFER_NVCC_LAUNCHER": ccache,
             "FLASHINFER_CXX_LAUNCHER": ccache,
             "CMAKE_CUDA_COMPILER_LAUNCHER": ccache,

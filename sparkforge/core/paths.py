@@ -60,7 +60,7 @@ def compose_options(environment: Mapping[str, str]) -> str:
 
 def state() -> Path:
     """Directory of this checkout's environments, models, logs and records; absolute, may not exist yet."""
-    return Path(os.environ.get("SPARKFORGE_STATE", ROOT / ".sparkforge")).absolute()
+    return Path(os.environ.get("SPARKFORGE_STATE") or ROOT / ".sparkforge").absolute()
 
 
 def secure_state() -> Path:
@@ -81,7 +81,7 @@ def cache() -> Path:
     """Directory of verified downloads, shared between checkouts; absolute, may not exist yet."""
     if chosen := os.environ.get("SPARKFORGE_CACHE"):
         return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")).absolute() / "sparkforge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "sparkforge"
 
 
 def environment(name: str) -> Path:

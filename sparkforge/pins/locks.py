@@ -162,7 +162,7 @@ def uv_environment() -> Mapping[str, str]:
     """Return uv's settings: pip's index (uv reads no pip configuration), no other, and pip's CA bundle."""
     config = pip_config()
     env = {
-        "UV_DEFAULT_INDEX": os.environ.get("UV_DEFAULT_INDEX", config.index_url),
+        "UV_DEFAULT_INDEX": os.environ.get("UV_DEFAULT_INDEX") or config.index_url,
         "UV_PYTHON_DOWNLOADS": "never",
         "UV_NO_PROGRESS": "1",
         "UV_NO_CONFIG": "1",

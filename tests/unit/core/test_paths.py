@@ -37,6 +37,15 @@ def test_the_state_folder_is_closed_to_others(monkeypatch, tmp_path, before):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_empty_variable_counts_as_unset(monkeypatch):
+    """`SPARKFORGE_STATE= ./inv up` once wrote models and environments into the checkout."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in ("SPARKFORGE_STATE", "SPARKFORGE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    assert paths.state() == paths.ROOT / ".sparkforge"
+    assert paths.cache() == Path("/home/me/.cache/sparkforge")
+
+
 def test_every_command_closes_the_state_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     tmp_path.chmod(0o755)

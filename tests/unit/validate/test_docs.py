@@ -1,8 +1,7 @@
-"""The pages on validation agree with the code: checks, severities, exit codes, JSON keys, replaced variables."""
+"""The pages on validation agree with the code: checks, severities, JSON keys, replaced variables."""
 
 import re
 
-from sparkforge.core import errors
 from sparkforge.core.paths import ROOT
 from validate import rehearse
 from validate.checks import CHECKS
@@ -28,12 +27,6 @@ def test_profile_table_has_the_severities():
     rows = re.findall(r"^\| \[(\S+)\]\(#(\S+)\) \| (\S+) \| (\S+) \|", CHECKS_PAGE, re.MULTILINE)
     spark, embedded = PROFILES["spark"], PROFILES["embedded"]
     assert rows == [(name, name, severity(spark, name), severity(embedded, name)) for name in CHECKS]
-
-
-def test_exit_codes_are_those_of_the_errors():
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert len(rows) == 3
-    assert all(getattr(errors, name).exit_code == int(code) for code, name in rows)
 
 
 def test_json_keys_are_those_of_a_report(good):
