@@ -22,6 +22,7 @@ from xml.etree import ElementTree as ET
 import httpx
 from packaging.requirements import Requirement
 
+from lab import debian
 from sparkforge import environments, pins
 from sparkforge.bench.machine import facts
 from sparkforge.core import openai, paths
@@ -38,7 +39,7 @@ from sparkforge.image import compose as docker_compose
 from sparkforge.image import devices, trimming, versions
 from sparkforge.image.devices import DOCKER_CPU
 from sparkforge.image.reproducible import report_path
-from sparkforge.pins import debian, index, locks
+from sparkforge.pins import index, locks
 from sparkforge.pins.wheels import TargetMachine, choose, requirements
 from sparkforge.serve import settings
 

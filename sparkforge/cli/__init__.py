@@ -31,8 +31,6 @@ _build.add_task(build.build, name="all", default=True)
 _patch = Collection(
     "patch",
     status=build.patch_status,
-    new=build.patch_new,
-    rebase=build.patch_rebase,
 )
 _patch.add_task(build.patch_make, name="make", default=True)
 _bundle = Collection("bundle", unpack=maintain.bundle_unpack)

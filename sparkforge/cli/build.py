@@ -232,59 +232,6 @@ def patch_status(_ctx: Context, stack: str = "", against: str = "", tree: str = 
 
 
 @dataclass(frozen=True)
-class PatchOptions:
-    """Options of `./inv patch.new`."""
-
-    stack: str = option(STACK)
-    upstream: str = option("such as vllm or flashinfer", "vllm")
-    from_: str = option("a checkout with the queue (patch --into): everything in it beyond the queue is the patch")
-    commit: str = option("with --from: this commit alone; its message is the description")
-    finish: bool = option("write the patch from the scratch copy that the command made without --from", False)
-    description: str = option("what it does and why")
-    bug: str = option("URL of the report")
-    drop_when: str = option("when it can go: contains PATH TEXT, or lacks PATH TEXT")
-
-
-@task(
-    example="./inv patch.new fix-routing --from ~/vllm",
-    name="the patch's name, which its file will have",
-    **texts(PatchOptions),
-)
-@with_fields(PatchOptions)
-def patch_new(_ctx: Context, options: PatchOptions, name: str) -> None:
-    """Write a patch from a checkout, or make a scratch copy to edit."""
-    from sparkforge.patching import authoring
-
-    header = {"description": options.description, "bug": options.bug, "drop_when": options.drop_when}
-    authoring.new_patch(
-        name,
-        {key: text for key, text in header.items() if text},
-        stack=chosen_stack(options.stack),
-        of=options.upstream,
-        source=caller_path(options.from_),
-        commit=options.commit,
-        finish=options.finish,
-    )
-
-
-@task(
-    example="./inv patch.rebase 0.33.0",
-    to="the version to carry it to",
-    stack=STACK,
-    drop="numbers of patches to leave behind, with commas",
-    continue_="go on after you have resolved the conflicts",
-)
-def patch_rebase(_ctx: Context, to: str, stack: str = "", drop: str = "", continue_: bool = False) -> None:
-    """Carry a queue over to another release.
-
-    The new queue is written into a folder of its own.
-    """
-    from sparkforge.patching import rebase
-
-    rebase.rebase_queue(to, chosen_stack(stack), drop, resume=continue_)
-
-
-@dataclass(frozen=True)
 class DevelopmentOptions:
     """Options of `./inv dev.build`."""
 

@@ -119,14 +119,9 @@ def bundle_unpack(_ctx: Context, file: str, folder: str, sha256: str = "") -> No
     bundle.unpack(Path(caller_path(file)), Path(caller_path(folder)), sha256=sha256)
 
 
-@task(example="./inv pins.lock", debian="instead: the images' Debian packages, every one by sha256")
-def pins_lock(_ctx: Context, debian: bool = False) -> None:
+@task(example="./inv pins.lock")
+def pins_lock(_ctx: Context) -> None:
     """Resolve every locks/*.in again into its hash-locked set."""
-    if debian:
-        from sparkforge.pins import debian as packages
-
-        packages.lock_and_report()
-        return
     from sparkforge.pins import locks
 
     say(f"locked {', '.join(path.name for path in locks.compile_all())}")

@@ -45,7 +45,6 @@ OLD_NAMES = {
     "image.list": "image.clean --dry-run",
     "cache": "clean-cache --list",
     "cache.list": "clean-cache --list",
-    "pins.debian": "pins.lock --debian",
     "patch.apply": "patch.make",
     "dev.patch": "patch --into",
     "docs": "check --docs",

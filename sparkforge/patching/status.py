@@ -162,7 +162,8 @@ def print_status(stack: str, against: str = "", tree: str = "") -> None:
         print_all(f"{queue.name} on {subject}", verdicts)
         judgements += verdicts
     if conflicts := [judgement.patch.name for judgement in judgements if judgement.verdict is Verdict.CONFLICTS]:
-        fix = f"./inv patch.rebase {against}" if against else "docs/guide/troubleshooting.md#patches"
+        rebase = f".venv/bin/python -m lab.patches rebase {against}"
+        fix = rebase if against else "docs/guide/troubleshooting.md#patches"
         raise PatchError("not every patch applies", ", ".join(conflicts), fix, code="patch.conflict")
 
 

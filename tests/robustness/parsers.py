@@ -26,6 +26,7 @@ from unittest import mock
 import httpx
 import zstandard
 
+from lab import debian
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching, sources
 from sparkforge import pins
@@ -48,7 +49,7 @@ from sparkforge.models.hub_mirror import Mirror
 from sparkforge.patching import hunks, provenance
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.patching.series import Patch, Queue
-from sparkforge.pins import debian, index, verify, wheels
+from sparkforge.pins import index, verify, wheels
 from sparkforge.pins.patched import load_patched
 from sparkforge.plan import architecture
 from sparkforge.serve import access, failure, profiles, proof, record

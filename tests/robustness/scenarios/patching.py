@@ -13,11 +13,12 @@ from base64 import urlsafe_b64encode
 from functools import cache
 from pathlib import Path
 
+from lab.patches import authoring
 from robustness.scenario import BUSY, Scenario, pinned_file, write
 from robustness.scenarios import archives
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
 from sparkforge.core.git import git
-from sparkforge.patching import authoring, checkout, wheels
+from sparkforge.patching import checkout, wheels
 from sparkforge.patching.series import Queue
 from sparkforge.pins import Pins, patched
 from sparkforge.sources import fetch

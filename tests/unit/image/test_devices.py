@@ -3,12 +3,13 @@
 import pytest
 from expected import refused
 
+from lab import debian
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.vllm import targets
 from sparkforge.core.errors import UsageError
 from sparkforge.image import devices
-from sparkforge.pins import debian, locks
+from sparkforge.pins import locks
 
 TABLE = pins.load()
 IMAGES = [name for name, stack in TABLE.stacks.items() if stack.image]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from lab import debian
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.core.paths import ROOT
 from sparkforge.image import build as builder
 from sparkforge.image import rootfs
 from sparkforge.image.inspect import AUDIT_LABEL, MANIFEST_LABEL
-from sparkforge.pins import debian
 
 FILES = ("Dockerfile", "Dockerfile.dev")
 STACKS = [name for name, stack in pins.load().stacks.items() if stack.image]
@@ -227,7 +227,7 @@ def test_a_locked_package_that_cannot_be_brought_stops_the_build_and_says_which(
     )  # fmt: skip
     assert result.returncode == 1
     assert "tini_1_amd64.deb" in result.stderr
-    assert "./inv pins.lock --debian" in result.stderr
+    assert ".venv/bin/python -m lab.debian" in result.stderr
     assert (tmp_path / "asked").read_text().split() == [
         "http://mirror.test/debian/pool/main/t/tini/tini_1_amd64.deb",
         "http://snapshot.test/archive/debian/20260101T000000Z/pool/main/t/tini/tini_1_amd64.deb",

@@ -141,7 +141,7 @@ def test_the_command_prints_the_table_and_ends_with_its_own_code(world, monkeypa
     with pytest.raises(PatchError, check=lambda error: error.code == "patch.conflict") as caught:
         status.print_status("s", "up-2.0")
     assert caught.value.why == "0001-change-something.patch, 0002-change-something.patch"
-    assert caught.value.fix == "./inv patch.rebase up-2.0"
+    assert caught.value.fix == ".venv/bin/python -m lab.patches rebase up-2.0"
     printed = capsys.readouterr()
     assert "  ✗ 0001-change-something.patch: conflicts (1 of 1 hunks)" in printed.out
     assert "pkg/a.py:3: the text that it changes is not there\n    -line 5\n    +LINE 5" in printed.err

@@ -9,7 +9,7 @@ import pytest
 
 from sparkforge.core import paths
 from sparkforge.core.errors import PatchError, UsageError
-from sparkforge.patching import rebase
+from lab.patches import rebase
 from sparkforge.patching.series import Queue
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
@@ -101,7 +101,7 @@ def stopped(world, action, name):
     with pytest.raises(PatchError, check=lambda error: error.code == "patch.conflict") as caught:
         action(job(world))
     assert caught.value.what == f"{name} does not apply to up 2.0"
-    assert caught.value.fix.endswith("./inv patch.rebase up-2.0 --stack s --continue")
+    assert caught.value.fix.endswith(".venv/bin/python -m lab.patches rebase up-2.0 --stack s --continue")
     return paths.state() / "rebase/up-2.0"
 
 

@@ -103,7 +103,7 @@ def prepare(table: Pins, stack: str, to: str, drop: frozenset[str], patches: Pat
     old, new = (upstream.release(table, component, number) for number in (queue.version, version))
     folder = patches / queue.name
     upstream.reader(new, status.paths_of(queue))  # all at once; a file that only an edit adds is read when asked for
-    command = f"./inv patch.rebase {to} --stack {stack}"
+    command = f".venv/bin/python -m lab.patches rebase {to} --stack {stack}"
     return Rebase(queue, folder, upstream.reader(old, queue.paths), lambda path: upstream.reader(new, [path])(path),
                version, paths.state() / "rebase" / f"{queue.upstream}-{version}", command, drop)  # fmt: skip
 

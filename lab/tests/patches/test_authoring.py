@@ -6,7 +6,7 @@ import pytest
 
 from sparkforge.core import paths
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
-from sparkforge.patching import authoring
+from lab.patches import authoring
 from sparkforge.patching.series import Queue
 
 FIELDS = {

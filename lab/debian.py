@@ -1,4 +1,4 @@
-"""Debian packages by hash: `deploy/debian.toml` → `locks/debian/DEVICE-STAGE-ARCH.txt`, resolved by apt itself.
+"""`python -m lab.debian`: `deploy/debian.toml` → `locks/debian/DEVICE-STAGE-ARCH.txt`, resolved by apt itself.
 
 Debian's archive drops a version when the next one comes, so a version alone is no pin (docs/decisions/0005). Each line
 of a lock is a sha256 and a path that holds both below the archive's mirror and below a snapshot of its day; see
@@ -7,9 +7,11 @@ of a lock is a sha256 and a path that holds both below the archive's mirror and 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import re
+import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +24,7 @@ from sparkforge.core.errors import InputError, NetworkError
 from sparkforge.core.files import write_atomic
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import run, run_unchecked
+from sparkforge.core.program import exit_code
 
 TABLE = ROOT / "deploy/debian.toml"
 LOCKS = ROOT / "locks/debian"
@@ -76,7 +79,7 @@ def read(path: Path) -> list[Deb]:
                 packages.append(Deb(sha256, name))
     except ValueError as error:
         raise InputError(
-            f"{path.name} is malformed", str(error), "./inv pins.lock --debian", code="input.pins"
+            f"{path.name} is malformed", str(error), ".venv/bin/python -m lab.debian", code="input.pins"
         ) from error
     return packages
 
@@ -107,7 +110,7 @@ def mirror() -> str:
     raise NetworkError(
         "no Debian archive is known",
         "apt on this machine has none",
-        "DEBIAN_MIRROR=URL ./inv pins.lock --debian",
+        "DEBIAN_MIRROR=URL .venv/bin/python -m lab.debian",
         code="network.fetch",
     )
 
@@ -143,7 +146,7 @@ def _lock(packages: DebianSet, architecture: str, apt: list[str], earlier: Debia
     if lock.exists() and sorted(read(lock), key=lambda deb: deb.path) == debs:
         return lock  # nothing changed: keep its day, whose snapshot holds these files
     day = datetime.now(UTC).strftime("%Y%m%dT000000Z")
-    head = f"# Made from deploy/debian.toml by `./inv pins.lock --debian`; do not edit.\n# snapshot {day}\n"
+    head = f"# Made from deploy/debian.toml by `.venv/bin/python -m lab.debian`; do not edit.\n# snapshot {day}\n"
     write_atomic(lock, head + "".join(f"{deb.sha256}  {deb.path}\n" for deb in debs))
     return lock
 
@@ -164,7 +167,12 @@ def _deb(line: str) -> Deb:
     return Deb(match["sha256"], path.replace("%2b", "+").replace("%7e", "~"))
 
 
-def lock_and_report() -> None:
+def main() -> None:
     """Lock every set and print the number of its packages."""
+    argparse.ArgumentParser(prog="python -m lab.debian", description=__doc__).parse_args()
     for path in lock_all():
         say(f"{path.relative_to(ROOT)}: {len(read(path))} packages")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -59,13 +59,13 @@ def new_patch(  # noqa: PLR0913 - one parameter an option
     """
     if (source and finish) or (commit and not source):
         why = "--commit is for --from DIR, --finish for the scratch copy"
-        raise UsageError("these options do not go together", why, f"./inv patch.new {name} --from DIR [--commit ID]")
+        raise UsageError("these options do not go together", why, f".venv/bin/python -m lab.patches new {name} --from DIR [--commit ID]")
     with locked(paths.state() / "patch/.lock", "write a patch"):
         draft = prepare(table or pins.load(), name, stack, of, patches)
         if not (source or finish):
             begin_patch(draft)
             say(f"edit under {draft.scratch} (git diff shows your changes), then")
-            say(f"./inv patch.new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
+            say(f".venv/bin/python -m lab.patches new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
             return
         file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
         say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
@@ -113,7 +113,7 @@ def finish_patch(draft: PatchDraft, fields: dict[str, str]) -> Path:
     """Write the patch from the scratch copy and remove the copy; return the patch file. Raises as `write_patch`."""
     if not draft.scratch.is_dir():
         raise UsageError(
-            f"{draft.name} was not begun", f"there is no {draft.scratch}", f"./inv patch.new {draft.name} makes it"
+            f"{draft.name} was not begun", f"there is no {draft.scratch}", f".venv/bin/python -m lab.patches new {draft.name} makes it"
         )
     git(draft.scratch, "add", "--all")
     file = write_patch(draft, draft.scratch, fields)
