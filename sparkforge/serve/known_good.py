@@ -158,7 +158,9 @@ def roll_back(starter: Starter, number: int = 0, *, dry_run: bool = False) -> Se
     if dry_run:
         return None
     with failure.remembered(), launch.alone():
-        if not serves:
+        if serves:
+            say("the server that runs is that start, and goes on")
+        else:
             write_json(intent_path(), {"to": start.time})
             try:
                 if (server and (server.alive or server.container)) or record.leftovers():
