@@ -125,6 +125,7 @@ def test_a_rollback_goes_to_the_last_good_start_before_what_runs(monkeypatch, ca
     assert bool(stopped) == bool(running and running[0] != port)
     said = capsys.readouterr().err
     assert ("port: 2, will be 1" in said) == (port == 1)
+    assert ("that start, and goes on" in said) == (bool(running) and not stopped)
 
 
 def test_without_another_start_there_is_nothing_to_go_back_to(monkeypatch):
