@@ -1,113 +1,318 @@
-"""Takes out of a text or JSON value what says who and where: tokens, paths, host names, addresses.
+r"""Takes out of a text or JSON value what says who and where: tokens, paths, host names, addresses.
 
 Two degrees. `redact` is for results that are published: every path and every host goes. `for_support` is for logs that
 somebody must still be able to read: paths that are the same on every machine and hosts that everybody knows stay.
 
-The formats of known tokens are those of `detect-secrets` and of `redact_rules`. Every repetition that is tried at every
-position of a text is bounded, possessive, or begins where a word begins: a log may hold a megabyte without a space.
+A rule is a pattern and what replaces a match. Order matters: secrets go before places. Every repetition that is tried
+at every position of a text is bounded, possessive, or begins where a word begins: a log may hold a megabyte without a
+space.
 """
 
 from __future__ import annotations
 
 import getpass
+import ipaddress
 import re
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparkforge.core import redact_rules
 from sparkforge.core.paths import ROOT
-from sparkforge.core.redact_rules import TOKEN, Rules, is_secret_name
+from sparkforge.core.urls import USER_INFO
 
-VERSION_KEY = re.compile(r"(?:^|[._-])version$")
+TOKEN = "<token>"  # noqa: S105 - what stands in a token's place
+Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
+
+LOOPBACK = r"(?:127\.0\.0\.1|localhost|\[::1\])"
+# Whose addresses stand in every log and say nothing about its owner.
+PUBLIC = (
+    r"(?:github\.com|raw\.githubusercontent\.com|ghcr\.io|huggingface\.co|(?:docs\.)?vllm\.ai|(?:docs\.)?docker\.(?:com|io)"
+    r"|(?:(?:docs|developer)\.)?nvidia\.com|nvcr\.io|(?:download\.)?pytorch\.org|python\.org|nanobind\.readthedocs\.io"
+    r"|ubuntu\.com|openaipublic\.blob\.core\.windows\.net|openai\.com|example\.com)"
+)
+# The end of a name that says that a secret follows. Where a short word could end a longer one (compass=), no letter may
+# stand before it.
+KEYWORD = (
+    r"(?:token|secret|passw(?:or)?d|passwd|passphrase|passcode|credentials?|signature|cookie|authorization"
+    r"|api[_.-]?keys?|(?:access|account|auth|client|crypt(?:ion)?|deploy|encryption|host|license|master|private|secret"
+    r"|service|session|shared|sharedaccess|signing|ssh|storage|webhook)[_.-]?keys?(?:[_-]?id)?"
+    r"|(?<![a-z])(?:pass|pwd|pw|bearer|auth|authn|csrf|jwt|otp|pin[_-]?code|psk|sas|sig|x-amz-credential)"
+    r"|(?<=[_-])(?:pw|key)|(?<=_)(?:auth|pass|pat|pwd|sig)|sessid|session[_-]?id)"
+    r"(?:[_-](?:base|value|b64|base64|hex|prod|test|old|new|live|id|string|\d{1,3})|\d{1,2})?"
+)
+SECRET_NAME = re.compile(rf"-*[\w.-]{{0,128}}?{KEYWORD}", re.IGNORECASE)
+# Names that end like a secret's and are none.
+HARMLESS_NAME = re.compile(
+    r"(?i)(?:.*[_.-])?(?:public|cache|dict|group|hash|index|sort|primary|foreign|lookup|request|query|mapping|state|json"
+    r"|attn|q|k|map|row|store)[_-]?keys?"
+    r"|.*(?:bos|eos|pad|unk|sep|cls|mask|image|stop|special|first|last|next|per|one|each|prompt|output|max|num|new|bonus"
+    r"|draft|sampled|start|end|placeholder)[_ -]?token(?:[_-]id)?"
+)
+# Words in a secret's place that are none.
+NO_SECRET = re.compile(
+    r"(?i)(?:none|null|nil|true|false|yes|no|on|off|unset|not|required|invalid|missing|disabled|enabled|default|auto"
+    r"|<[^<>]{1,40}>?|\*+|\.{2,}|\$\{?\w+\}?|\d{1,4}(?:\.\d+)?(?:ms|s|%)?|/[\w./-]*)?,?"
+)
+QUOTE = r"(?:\\{0,8}[\"'`])"
+# What can stand between a name and its value: `: `, `=`, ` => `, `%3D`; in a tuple or a list `, `; in JSON and YAML
+# `"name": "KEY", "value": `; in XML `>`.
+BETWEEN = (
+    rf"(?>{QUOTE}?[ \t]{{0,8}}(?:=>|:=|==?|:|%3D)[ \t]{{0,8}}|>(?=[^<\s])"
+    rf"|{QUOTE}[ \t]{{0,4}},\s{{0,8}}(?=b?\\{{0,8}}[\"'](?!val))"
+    rf"|{QUOTE}?\s{{0,40}}[,;]?\s{{0,40}}{QUOTE}?val(?:ue)?{QUOTE}?\s{{0,4}}[:=]\s{{0,4}})"
+)
+# A value: a list, a text in quotes, the text of an XML element, or a word. A word ends at a space or quote, and at a
+# separator or closing bracket only if the next pair or nothing follows.
+VALUE = (
+    r"(?:(?P<list>[\[({](?=\s{0,40}[^\s\])}])[^\])}]{1,2000}|(?:\n[ \t]{0,40}- [^\n]{1,512})++)"
+    rf"|(?P<open>b?(?P<quote>{QUOTE}))(?P<quoted>(?:(?!(?P=quote))\\?[^\n]){{0,4096}}+)|(?<=[^=]>)(?P<element>[^<\n]+)"
+    r"|(?P<bare>(?!<token>)(?:[^\s\"'`,;&)\]}\\]|\\(?![nrt\"'])"
+    r"|[,;&)\]}](?![\w.-]{0,64}[=:]|[\s\"'`,;&)\]}]|$))++))"
+)
+LOGIN = r"(?:(?:-[a-zA-Z]{0,6}u|-U|--(?:proxy-)?user)(?:[ =]\s{0,4}|(?=[\w\"'])))"  # curl -u user:password
+
+# Plugins of detect-secrets whose formats count. The patterns of others look back and forth without bound, or hit words.
+DETECTORS = (
+    *("AWSKeyDetector", "ArtifactoryDetector", "AzureStorageKeyDetector", "DiscordBotTokenDetector"),
+    *("GitHubTokenDetector", "GitLabTokenDetector", "MailchimpDetector", "PypiTokenDetector", "SendGridDetector"),
+    *("SlackDetector", "SoftlayerDetector", "SquareOAuthDetector", "StripeDetector", "TelegramBotTokenDetector"),
+    "TwilioKeyDetector",
+)
+# Formats that detect-secrets has not, or asks more of than a log that was cut still has.
+OWN_TOKENS = (
+    r"\b(?:hf_(?:(?=[A-Za-z0-9]*[0-9A-Z])[A-Za-z0-9]{6,}|(?!(?:implementation|transformers?|quantization|integration"
+    r"|checkpoints?|transfer|overrides|processor|tokenizer|download|pipeline|reference|generate)(?![A-Za-z0-9]))"
+    r"[A-Za-z0-9]{8,})"
+    r"|(?:(?:sk|pk|rk)[-_](?:live|test|proj|ant)[-_]|sk-|gh[pousr]_|github_pat_|nvapi-|xox[abceoprs]-|xapp-"
+    r"|gl(?:pat|dt|ft|soat|rt|cbt|ptt|agent|oas|imt)-|dckr_(?:pat|oat)_)[\w-]{6,}"
+    r"|(?:api_org_|whsec_|tvly-|lsv2_|wandb_v1_|ya29\.|GOCSPX-|pypi-Ag|shp(?:at|ca|pa|ss)_|do[opr]_v1_|hv[sbr]\.|lin_api_"
+    r"|ATATT3|figd_|sq0(?:csp|atp)-|glsa_|PMAK-|tskey-|sntrys_|AGE-SECRET-KEY-|ops_eyJ|SG\.[\w-]{10,}\.)[\w+/=-]{10,}"
+    r"|(?:xai-|gsk_|r8_|pplx-|npm_|ntn_|rubygems_)\w{16,}|AIza[\w-]{20,}|(?:pypi-|EAAA)[\w-]{40,}|dapi[a-f0-9]{32}"
+    r"|(?:AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[A-Z0-9]{6,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+)
+
+# Top-level domains of a host name without a scheme. Those that are also the end of a file or module name (py, rs, sh,
+# io, app, dev) count only behind a label with a digit or hyphen.
+DOMAINS = (
+    r"(?:com|net|org|edu|gov|mil|cloud|biz|tech|online|site|xyz|arpa|lan|corp|intranet|localdomain|onion"
+    r"|de|at|ch|uk|fr|nl|eu|us|jp|cn|ru|se|dk|fi|pt|gr|cz|hu|ro|ie|br|mx|au|nz|kr|tw|za|il|tr|ua|ca|in|sg|hk)"
+)
+UNSURE_DOMAINS = r"(?:io|ai|dev|app|info|it|es|co|me|be|no|is|to|pl|local|internal|home|private|test)"
+LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+MODULES = {"threading.local", "torch.it", "np.info", "logger.info", "logging.info", "log.info", "asyncio.to"}
+# Folders whose contents are the same for everybody, in our container and on a plain Linux.
+COMMON = (
+    *("/usr/", "/opt/venv/", "/lib/", "/lib64/", "/etc/", "/proc/", "/sys/", "/dev/", "/run/", "/bin/", "/models/"),
+    *("/var/cache/sparkforge/", "/var/run/docker.sock/", "/v1/"),
+)
+PERSONAL = ("/run/media/", "/run/user/", "/dev/shm/", "/usr/home/")  # noqa: S108 - not opened, only looked for
+PACKAGES = re.compile(r".*?/((?:site|dist)-packages/.*)")
 VERSION = re.compile(r"\d+(?:\.\d+){1,4}[\w.+-]*")
-FLAG = re.compile(r"--?([\w-]+)")
 NAME_KEYS, VALUE_KEYS = {"name", "key", "variable", "header"}, {"value", "val", "default"}
 
 
 def redact(value: Any) -> Any:
     """Return a copy of a JSON value whose strings, keys too, hold no secret and no place."""
-    return _Walk(redact_rules.strict()).value(value)
+    return _without(value, (*_secrets(), *_places(LOOPBACK, _path)))
 
 
 def for_support(value: Any) -> Any:
     """Return a copy of a JSON value or a text without secrets, names and homes; what all machines share stays."""
-    return _Walk(redact_rules.support()).value(value)
+    return _without(value, (*_secrets(), *_places(rf"(?:{LOOPBACK}|{PUBLIC})", _support_path)))
 
 
-class _Walk:
-    """Applies rules to every string of a JSON value, and takes out what its neighbours call a secret."""
-
-    def __init__(self, rules: Rules) -> None:
-        self.rules, self.own = rules, _own_pattern()
-
-    def value(self, value: Any) -> Any:
-        """Return a copy without what the rules take out."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, dict):
-            names_secret = self._names_a_secret(value)
-            return {
-                self.text(str(key)): self._under(str(key), item, names_secret=names_secret)
-                for key, item in value.items()
-            }
-        return self._list(value) if isinstance(value, list) else value
-
-    def text(self, text: str) -> str:
-        """Return one string without them."""
-        for pattern, replacement in self.rules:
-            text = pattern.sub(replacement, text)
-        return self.own.sub("<host>", text)
-
-    def _list(self, values: list[Any]) -> list[Any]:
-        """Take out the arguments behind a flag such as --api-key, and the second part of ["api_key", "…"]."""
-        if len(values) == 2 and isinstance(values[0], str) and is_secret_name(values[0]) and _is_text(values[1]):
-            return [values[0], TOKEN]
-        redacted, secret = list[Any](), False
-        for item in values:
-            text = item if isinstance(item, str) else ""
-            if text.startswith("-"):
-                flag = FLAG.fullmatch(text)
-                secret = flag is not None and is_secret_name(flag[1])
-                redacted.append(self.value(item))
-            else:
-                redacted.append(TOKEN if secret and item else self.value(item))
-        return redacted
-
-    def _under(self, key: str, value: Any, *, names_secret: bool) -> Any:
-        if is_secret_name(key) or (names_secret and key.lower() in VALUE_KEYS):
-            return self._secret(key, value)
-        if VERSION_KEY.search(key):  # 9.20.0.48 is cuDNN's, no address
-            version = value.get("value") if isinstance(value, dict) else value
-            if isinstance(version, str) and VERSION.fullmatch(version):
-                return {**self.value(value), "value": version} if isinstance(value, dict) else version
-        return self.value(value)
-
-    def _secret(self, key: str, value: Any) -> Any:
-        """Return what stands under a secret's name; a number under `first_token` is a measurement."""
-        if isinstance(value, dict):
-            return {self.text(str(name)): self._secret(key, item) for name, item in value.items()}
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if _is_text(value) or (number and not key.lower().endswith(("token", "signature"))):
-            return TOKEN
-        return value
-
-    def _names_a_secret(self, value: dict[str, Any]) -> bool:
-        """Tell whether an object is such as {"name": "API_KEY", "value": "…"}."""
-        names = (item for key, item in value.items() if key.lower() in NAME_KEYS)
-        return any(isinstance(name, str) and is_secret_name(name) for name in names)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str | list) and bool(value)
-
-
-def _own_pattern() -> re.Pattern[str]:
-    """Return a pattern for the host name, the user, the home and the checkout's path."""
+def _without(value: Any, rules: Rules) -> Any:
+    """Return a copy of a JSON value without what the rules and this machine's own names match."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], str(ROOT), str(Path.home())}
     with suppress(KeyError, OSError):
         names.add(getpass.getuser())
     # Whole names only, and not within a hyphened name: a machine called gpt is no part of gpt-oss.
     telling = sorted(names - {"", "/", "root", "localhost"}, key=len, reverse=True)
-    return re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in telling) or r"(?!)")
+    own = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in telling) or r"(?!)")
+
+    def redacted(text: str) -> str:
+        for pattern, replacement in rules:
+            text = pattern.sub(replacement, text)
+        return own.sub("<host>", text)
+
+    def walk(value: Any, name: str) -> Any:
+        """Return a copy of a value that stands under `name`: a key, a flag, or the text beside it under a NAME_KEY."""
+        secret = _is_secret_name(name)
+        if isinstance(value, dict):
+            label = next((text for key, text in value.items() if key.lower() in NAME_KEYS and type(text) is str), name)
+            names = {key: label if key.lower() in VALUE_KEYS else name if secret else key for key in map(str, value)}
+            return {redacted(str(key)): walk(item, names[str(key)]) for key, item in value.items()}
+        if isinstance(value, list):
+            if len(value) == 2 and isinstance(value[0], str) and _is_secret_name(value[0]):
+                return [value[0], walk(value[1], value[0])]
+            items = list[Any]()
+            for item in value:
+                flag = isinstance(item, str) and item.startswith("-")
+                items.append(walk(item, "" if flag and not secret else name))
+                name = item if flag and not secret else name  # of ["--api-key", "…"]
+            return items
+        if secret and isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
+            return TOKEN
+        if not isinstance(value, str) or (name.endswith("version") and VERSION.fullmatch(value)):
+            return value  # 9.20.0.48 is cuDNN's version and no address
+        return redacted(value)
+
+    return walk(value, "")
+
+
+def _is_secret_name(name: str) -> bool:
+    """Tell whether what a variable, key, header or flag of this name holds is a secret."""
+    return SECRET_NAME.fullmatch(name) is not None and HARMLESS_NAME.fullmatch(name) is None
+
+
+def _named_value(match: re.Match[str]) -> str:
+    """Replace the value behind a secret's name; keep words that are no secrets, such as None."""
+    if HARMLESS_NAME.fullmatch(match["name"]):
+        return match[0]
+    prefix = match[0][: match.start("value") - match.start()]
+    if match["list"]:
+        return f"{prefix}{match['list'][0].strip()}{TOKEN}"
+    text = next(text for text in (match["quoted"], match["element"], match["bare"]) if text is not None)
+    return match[0] if NO_SECRET.fullmatch(text) else f"{prefix}{match['open'] or ''}{TOKEN}"
+
+
+def _flag(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[3]}{TOKEN}" if _is_secret_name(match[2]) else match[0]
+
+
+def _whole(match: re.Match[str]) -> str:
+    """Replace a match of detect-secrets, or its group if it has one, without the space or quote around it."""
+    text = next((group for group in match.groups() if group), match[0]).strip(" \t\r\n\"'=:")
+    return match[0].replace(text, TOKEN)
+
+
+def _host_name(match: re.Match[str]) -> str:
+    """Replace a host name, and keep what is the name of a module or file."""
+    rest, _, top = match["host"].rpartition(".")
+    sure = top.lower() in {"local", "internal"} or re.search(r"[\d-]", rest)
+    unsure = re.fullmatch(UNSURE_DOMAINS, top.lower()) and match["host"] not in MODULES and not rest[0].isdigit()
+    return "<host>" if re.fullmatch(DOMAINS, top.lower()) or (unsure and sure) else match[0]
+
+
+def _path(match: re.Match[str]) -> str:
+    """Keep a path's last part where it lies deeper than a home: a model is known by it."""
+    parts = [part for part in match[0].split("/") if part]
+    return f"<path>/{parts[-1]}" if len(parts) > 2 else "<path>"
+
+
+def _support_path(match: re.Match[str]) -> str:
+    """Keep also what lies in a checkout, in a Python package, or where every machine has the same."""
+    path = match[0]
+    if path.count("/") == 1 and path[0] == "/":  # a route of the API, or a top folder
+        return path
+    if f"{path.rstrip('/')}/".startswith(COMMON) and not path.startswith(PERSONAL):
+        return path
+    if path.startswith(f"{ROOT}/") and len(ROOT.parts) > 1:
+        return f"<checkout>/{path.removeprefix(f'{ROOT}/')}"
+    inside = PACKAGES.fullmatch(path)
+    return f"<path>/{inside[1]}" if inside else _path(match)
+
+
+def _address(match: re.Match[str]) -> str:
+    """Replace what is an IP address, unless it means this very machine or none."""
+    try:
+        address = ipaddress.ip_address(match[0].partition("%")[0])
+    except ValueError:
+        return match[0]
+    return match[0] if address.is_loopback or address.is_unspecified else "<address>"
+
+
+@cache
+def _secrets() -> Rules:
+    """Return the rules for secrets. detect-secrets is imported here: it takes a tenth of a second."""
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # noqa: PLC0415
+
+    detectors: list[Any] = list(get_mapping_from_secret_type_to_class().values())
+    # The pattern for AWS's secret key is left out: our own rules find it by its name.
+    formats = (pattern for plugin in detectors if plugin.__name__ in DETECTORS for pattern in plugin.denylist)
+    known = tuple((pattern, _whole) for pattern in formats if not pattern.pattern.startswith("aws."))
+    own: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+        (OWN_TOKENS, TOKEN),
+        # Headers: their value goes on behind a space.
+        ((rf"(?i)(authorization{QUOTE}?\s{{0,4}}(?>=>|%3D|[:=,])\s{{0,4}}+(?:b?{QUOTE})?+"
+         r"(?:(?:bearer|basic|token|negotiate|api-?key|ntlm|oauth)\s+)?+)"
+         r"(?!<token>)(?:(?:digest|aws4-hmac-sha256)\s[^\n]+|[^\s\"'\\]+(?:[ \t]+(?!-)[^\s\"'\\]+)?)"), rf"\1{TOKEN}"),
+        ((rf"(?i)((?:cookies?{BETWEEN}|\s-b[ =]\s{{0,4}}|--cookie[ =]\s{{0,4}})(?:b?{QUOTE})?)(?=[\w-]{{1,64}}=)"
+          r"[^\"'\n\\]+"), rf"\1{TOKEN}"),
+        (r"(?i)\b(bearer|basic)\s+(?!auth|authentication\b|access\b|<)[\w.~+/=-]{6,}", rf"\1 {TOKEN}"),
+        (r"\b(token)\s+(?=[a-z]{0,40}\d)[0-9a-f]{32,}\b", rf"\1 {TOKEN}"),
+        # Logins: curl -u user:password, .netrc, programs that take a password as an argument.
+        ((rf"(?<!\S)({LOGIN}(?P<q>[\"'])?(?(q)[^:\"'\n]{{0,128}}|[^\s:\"'=/]{{0,128}}):)(?!\d+(?:[\s\"']|$)|//)"
+         r"(?(q)[^\"'\n]+|[^\s\"']+)"), rf"\1{TOKEN}"),
+        (r"(?i)(?<!\S)(login\s+)\S+(\s+password\s+)\S+", rf"\1<user>\2{TOKEN}"),
+        ((r"(?i)\b((?:sshpass|(?:docker|podman|helm|oras|skopeo)\s+(?:registry\s+)?login|mysql\w{0,12}|redis-cli)\b"
+         r"[^\n|;&]{0,200}?\s-[pa]\s?)(?!ort\b|<)([\"']?)[^\s\"']+"), rf"\1\2{TOKEN}"),
+        # A name and a value without a sign between them.
+        (r"(?i)\b((?:[a-z0-9]{1,32}_){1,6}(?:key|token|secret|password)[ \t]+)(?!<)(?=\S{0,120}\d)[\w+/=.-]{16,}",
+         rf"\1{TOKEN}"),
+        (r"\b(ENV\s+\w{0,64}?(?:KEY|TOKEN|SECRET|PASSWORD|PASS)\s+)(?!<)\S+", rf"\1{TOKEN}"),
+        (r"(?i)\b(password\s+(?:for\s+[\w.@'-]{1,64}\s{0,4}:|is)\s+)(?!<)(?=\S{0,64}\d)\S+", rf"\1{TOKEN}"),
+        (r"(?i)\b((?:identified\s+by|password)\s+)(['\"])(?!<token>)[^'\"\n]+", rf"\1\2{TOKEN}"),
+        # The value before its name: "value": "…", "name": "API_KEY".
+        ((rf"(?i)({QUOTE}value{QUOTE}\s{{0,4}}:\s{{0,4}}{QUOTE})[^\"'\\\n]{{1,512}}(?={QUOTE}\s{{0,40}},\s{{0,40}}{QUOTE}"
+         rf"(?:name|key){QUOTE}\s{{0,4}}:\s{{0,4}}{QUOTE}[\w.-]{{0,64}}?{KEYWORD}{QUOTE})"), rf"\1{TOKEN}"),
+        ((rf"(?i)(?<![\w.-])(?!(?<=<)token>)(?P<name>[\w.-]{{0,128}}?(?!authorization{QUOTE}?\s{{0,8}}[:=,%]){KEYWORD})"
+          rf"{BETWEEN}(?P<value>{VALUE})"), _named_value),
+        ((r"(?<![\w-])(--?([A-Za-z][\w-]*+))(\s+(?:\\\n\s*)?[\"']?|[\"'],\s{0,8}[\"'])(?!-|id=)((?<=[\"'])[^\"'\n]+"
+         r"|[^\s,;&\"']+(?:[ \t]+(?!-)(?=[^\s\"']{0,80}\d)[^\s,;&\"'/]+(?=\s|$))*)"), _flag),
+        (r"(?<![\w.+-])[\w.+-]{1,64}:[^\s@:/\"'<>]{1,128}@(?=[\w-]+\.)", f"{TOKEN}@"),
+        (r"(?<![\w.+-])[\w.+-]++@[\w-]{1,63}(?:\.[\w-]{1,63})+", "<address>"),
+        ((r"(?im)(?:(?<=\bssh )|(?<=\bscp )|(?<=\brsync )|(?<=\bsftp )|(?<=\[)|^)"
+         r"[a-z_][\w.-]{0,31}@(?!sha\d|latest|main\b)[a-z][\w-]{0,62}\b"), "<address>"),
+    )  # fmt: skip
+    return (
+        (re.compile(r"(?s)-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
+                    r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"), TOKEN),
+        (USER_INFO, f"{TOKEN}@"),
+        (re.compile(r"(?i)(%3a%2f%2f)[^\s/\"'<>]{1,256}?%40"), rf"\1{TOKEN}%40"),
+        *known,
+        *((re.compile(pattern), replacement) for pattern, replacement in own),
+    )  # fmt: skip
+
+
+@cache
+def _places(allowed: str, path: Callable[[re.Match[str]], str]) -> Rules:
+    """Return the rules for machines, hosts but `allowed`, people and paths, which `path` replaces."""
+    key_lines = r"(?m)^(?=[^A-Z\n]{0,80}[A-Z])[A-Za-z0-9+/=]{60,80}$"  # of a private key whose first line was cut off
+    rules: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+        (key_lines, TOKEN),  # a sha256 has no capitals
+        (rf"(?i)(?<![a-z0-9+.-])(?!file:)([a-z][a-z0-9+.-]{{1,30}})://(?!{allowed}(?:[:/?#\s\"'>)\]]|$))[^\s/\"'?#]+",
+         r"\1://<host>"),
+        # Hardware addresses with bytes or words apart, and GUIDs of InfiniBand.
+        (r"(?i)(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:-])", "<address>"),
+        (r"(?i)(?<![\w.:-])[0-9a-f]{4}([.:-])[0-9a-f]{4}\1[0-9a-f]{4}(?![\w.:-]\w|\w)", "<address>"),
+        (r"(?i)(?<![\w.:-])(?:0x)?(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:])", "<address>"),
+        (r"(?i)\b((?:mac|hwaddr|ether|lladdr)[\w ]{0,12}[=: ]\s{0,4}[\"']?)[0-9a-f]{12}\b", r"\1<address>"),
+        ((r"(?i)(?<![\w.])(?<!::)(?![0-9a-f:]{40})(?=[0-9a-f]{0,4}:[0-9a-f]{0,4}:)[0-9a-f:]{2,39}(?:(?:\d{1,3}\.){3}\d{1,3})?"
+         r"(?:%\w+)?(?![\w:]|\.\d)"), _address),
+        # Four numbers are a version behind a comparison, the word, or cuDNN's name: 9.20.0.48.
+        ((r"(?i)(?<![\w.])(?<![=<>~!]=)(?<!cudnn )(?<!cu\d\d-)(?<!ersion )(?<!ersion=)(?<!ersion: )(?<!ersion = \")"
+         r"(?<!ersion\": \")(?:\d{1,3}\.){3}\d{1,3}(?![\w.]\d)"), _address),
+        (r"(?i)\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4,12}){4}(?:/\d{1,3}){0,2}", "<gpu>"),
+        ((r"(?i)\b((?:(?:machine|boot|product|gpu|system)[_-]?u?uid|machine[_-]id|serial(?:[_ -]?(?:number|no))?)"
+         r"[\"']?\s{0,8}[=:]\s{0,8}[\"']?)(?!n/a|none|null|<)[\w-]{6,64}"), r"\1<id>"),
+        (r"(?m)^((?:\([^)\n]*\) *)*)[\w.-]+(?=:\d+:\d+ \[\d+\] )", r"\1<host>"),  # NCCL: HOST:PID:TID [GPU]
+        (r"(?i)\b((?:hostname|nodename|fqdn|computer_?name)[\"']?\s{0,4}[=:]\s{0,4}[\"']?)(?!<)[\w.-]{1,128}",
+         r"\1<host>"),
+        (r"\b((?:SUDO_USER|USER|LOGNAME|USERNAME)=|[ug]id=\d{1,10}\()(?!root\b|<)[\w.@-]{1,64}", r"\1<user>"),
+        ((rf"(?<![\w.@/~%+-])(?!(?:www\.)?{PUBLIC}(?![\w-]))(?!{LABEL}\.(?:in|co|test|name|host|app)(?![\w.-]))"
+         rf"(?=(?P<host>(?:{LABEL}\.){{1,8}}[A-Za-z]{{2,12}}(?![\w-])(?!\.\w)))(?P=host)(?!\()"), _host_name),
+        # Homes with escaped slashes or percent signs, a space in a name, on Windows, ~anna, and on other disks.
+        ((r"(?i)(?:\\{1,4}/|%2f)(?:home|Users)(?:(?:\\{1,4}/|%2f)[\w.+@~-]{1,128}){1,32}"
+         r"|(?<=[\"'])/(?:home|Users)/(?=[^\"'\n]{0,256} )[^\"'\n]{1,512}(?=[\"'])"
+         r"|\b[a-z]:(?:\\{1,4}|/)Users(?:\\{1,4}|/)[^\\/\s\"']{1,64}|(?<![\w./~-])~[a-z_][\w.-]{0,31}(?=/)"
+         r"|/(?:mnt|media|data|srv|scratch|export|nfs|net|var)/"
+         r"(?:[\w.+-]{1,64}/){0,4}?(?:home|users|people|user)/[\w.+@~-]{1,128}/?(?![\w/])"), "<path>"),
+        # A home wherever it stands (-I/home/anna/include), any other path where one can begin.
+        ((r"/(?:home|Users|root|media|mnt)(?:/[\w.+@~%-]+)+/?"
+         r"|(?:(?<![\w./>])|(?<=file://))~?/(?:[\w.+@~%-]+/)*[\w.+@~%-]+/?"), path),
+    )  # fmt: skip
+    return tuple((re.compile(pattern), replacement) for pattern, replacement in rules)
