@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ PIECE = 1 << 16  # bytes
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 10.0  # until the kernel has freed the memory of a killed process
 REAP_SECONDS = 0.2  # for a killed probe; one that is stuck in the kernel is left behind
-POLL_SECONDS = 0.01  # between two looks at a probe
 LONGEST_OUTPUT = 16 << 20  # bytes that are read of what a probe printed
 
 
@@ -67,50 +66,49 @@ def run_unchecked(
     step, if it cannot be started or runs longer than `seconds`. If we are interrupted or time is up, it ends with all
     that it has started.
     """
-    arguments = [str(word) for word in command]
     variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    try:
-        with ExitStack() as stack:
-            with interrupt.held():
-                process = stack.enter_context(
-                    subprocess.Popen(
-                        arguments,
-                        cwd=cwd,
-                        env=variables,
-                        stdin=None if stdin is None else subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                        errors="replace",
-                    )
-                )
-                stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+    pipe = subprocess.PIPE
+    options = {"stdin": None if stdin is None else pipe, "stdout": pipe, "stderr": pipe, "errors": "replace"}
+    with _running(command, fix, cwd=cwd, env=variables, text=True, **options) as process:
+        try:
             out, err = process.communicate(stdin, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise ProcessError(
-            f"{Path(arguments[0]).name} did not end within {seconds:g} s",
-            "it was stopped",
-            fix or f"run it by hand: {shlex.join(arguments)}",
-            code="process.failed",
-        ) from error
-    except OSError as error:
-        raise _cannot_run(arguments[0], error, fix) from error
-    except ValueError as error:  # a NUL in an argument or a variable
-        raise _cannot_run(arguments[0], error, "correct that argument") from error
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        except subprocess.TimeoutExpired as error:
+            raise ProcessError(
+                f"{Path(command[0]).name} did not end within {seconds:g} s",
+                "it was stopped",
+                fix or f"run it by hand: {shlex.join(map(str, command))}",
+                code="process.failed",
+            ) from error
+    return subprocess.CompletedProcess([str(word) for word in command], process.returncode, out, err)
 
 
-def _cannot_run(program: str, error: Exception, fix: str = "") -> ProcessError:
-    return ProcessError(f"cannot run {program}", str(error), fix or f"install {program}", code="process.failed")
+@contextmanager
+def _running(command: Sequence[str | Path], fix: str = "", **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a program; if an exception or a signal ends the block, end it and all that it has started.
+
+    Raises ProcessError if it cannot be started.
+    """
+    with ExitStack() as stack:
+        with interrupt.held():
+            process = stack.enter_context(_started(command, fix, **options))
+            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+        yield process
+
+
+def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> subprocess.Popen[Any]:
+    try:
+        return subprocess.Popen([str(word) for word in command], **options)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument or a variable
+        fix = "correct that argument" if isinstance(error, ValueError) else fix or f"install {command[0]}"
+        raise ProcessError(f"cannot run {command[0]}", str(error), fix, code="process.failed") from error
 
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:
-    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours."""
-    with ExitStack() as stack:
-        with interrupt.held():
-            arguments = [str(word) for word in command]
-            process = stack.enter_context(subprocess.Popen(arguments, cwd=cwd, env={**os.environ, **env}))
-            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+    """Run `command` with our own stdin, stdout and stderr and return its exit code. `env` is added to ours.
+
+    Raises ProcessError if it cannot be started.
+    """
+    with _running(command, cwd=cwd, env={**os.environ, **env}) as process:
         return process.wait()
 
 
@@ -119,18 +117,8 @@ def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, 
 
     Raises ProcessError if it cannot be started.
     """
-    arguments = [str(word) for word in command]
     decoder = getincrementaldecoder("utf-8")("replace")  # a piece can end in the middle of a character
-    with ExitStack() as stack:
-        with interrupt.held():
-            try:
-                process = subprocess.Popen(
-                    arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
-                )
-            except OSError as error:
-                raise _cannot_run(arguments[0], error) from error
-            stack.enter_context(process)
-            stack.push(lambda kind, *_: terminate_tree(process.pid) if kind else None)
+    with _running(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         while process.stdout and (data := process.stdout.read(PIECE)):
             yield decoder.decode(data)
         yield decoder.decode(b"", final=True)
@@ -139,20 +127,17 @@ def output(command: Sequence[str | Path], *, cwd: Path) -> Generator[str, None, 
 def spawn(command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> int:
     """Start `command` in a session of its own with stdout and stderr appended to `log`; return its process id.
 
-    `env` is the whole environment. The child outlives this process.
+    `env` is the whole environment. The child outlives this process. Raises ProcessError if it cannot be started.
     """
+    return _detached(command, log, "ab", env=dict(env), cwd=cwd).pid
+
+
+def _detached(command: Sequence[str | Path], log: Path, mode: str, **options: Any) -> subprocess.Popen[Any]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        child = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    with log.open(mode) as file:
+        return _started(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
         )
-    return child.pid
 
 
 class ProbeError(Exception):
@@ -181,13 +166,7 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
     Raises ProbeError if the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = _probe(command, env, stdout=out, stderr=err)
-        code = _code_within(child, seconds)
-        if code is None:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(REAP_SECONDS)
+        code = watch(command, seconds=seconds, env=env, stdout=out, stderr=err)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -195,38 +174,29 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
         return ProgramOutput(code, *texts)
 
 
-def watch(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]) -> int | None:
-    """Run `command` with our own stdout and stderr for at most `seconds`; return its exit code, None if time was up.
+def watch(
+    command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None, **streams: Any
+) -> int | None:
+    """Run `command` with our own stdout and stderr, or `streams`, for at most `seconds`; return its exit code, None if time was up.
 
     A program that outlives its time, or an exception in this process such as a signal's, is killed with all its
     descendants: probes sit in sessions of their own. Raises ProbeError if the program cannot be started.
     """
-    child = _probe(command, env)
     try:
-        return _code_within(child, seconds)
-    finally:
-        if child.poll() is None:
-            _signal_all(_tree([child.pid]), signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(REAP_SECONDS)
-
-
-def _probe(command: Sequence[str | Path], env: Mapping[str, str] | None, **streams: Any) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            [str(word) for word in command], stdin=subprocess.DEVNULL, env=env, start_new_session=True, **streams
+        child = subprocess.Popen(
+            [str(word) for word in command], env=env, stdin=subprocess.DEVNULL, start_new_session=True, **streams
         )
     except OSError as error:
         raise ProbeError(f"cannot run {command[0]}: {error.strerror}") from error
-
-
-def _code_within(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (code := child.poll()) is not None:
-            return code
-        time.sleep(POLL_SECONDS)
-    return None
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.poll() is None:
+            _signal_all([*_tree([child.pid]), *session_members(child.pid)], signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(REAP_SECONDS)
 
 
 def require(answer: ProgramOutput, name: str, seconds: float) -> str:
@@ -264,21 +234,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path) -> None:
-        arguments = [str(word) for word in command]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
-                    arguments,
-                    cwd=cwd,
-                    env={**os.environ, **env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise _cannot_run(arguments[0], error) from error
+        self._process = _detached(command, log, "wb", env={**os.environ, **env}, cwd=cwd)
         self.pid = self._process.pid
 
     def poll(self) -> Usage | None:
@@ -342,10 +298,8 @@ def terminate_session(pid: int, *, grace: float = GRACE_SECONDS) -> None:
 
 def terminate(pids: Sequence[int]) -> None:
     """End these processes: SIGTERM, GRACE_SECONDS, SIGKILL. Waits for their end."""
-    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
-        _signal_all(pids, number)
-        if not pids or _wait_for_end(pids[0], pids, seconds):
-            return
+    if pids:
+        _end(pids[0], GRACE_SECONDS, lambda _: list(pids))
 
 
 def terminate_tree(pid: int, *, grace: float = GRACE_SECONDS) -> None:
