@@ -24,6 +24,12 @@ from validate.checks.finding import Status
 from validate.checks.software import reinstall
 from validate.report import one_line
 
+# A finding's status in a validation report → what it is here; a check that was skipped counts only if it is required.
+VERDICTS = {
+    str(Status.FAIL): (Severity.FATAL, "failed"),
+    str(Status.SKIPPED): (Severity.FATAL, "was not run"),
+    str(Status.WARN): (Severity.HARMLESS, "warns"),
+}
 SCHEMA = 2  # 2: severities are fatal, slow, harmless; places have a context
 MARKS = {Severity.FATAL: "✗", Severity.SLOW: "!", Severity.HARMLESS: "·"}
 PLACES = 3  # of a problem that are printed
@@ -136,8 +142,16 @@ def ranked(problems: Sequence[Problem]) -> list[Problem]:
     A cause counts as severe as the worst that follows from it.
     """
     linked = [problem.model_copy(update={"causes": _causes(problem, problems)}) for problem in problems]
-    depths = {problem.id: _depth(problem.id, linked, ()) for problem in linked}
-    return sorted(linked, key=lambda problem: (_rank(problem, linked, ()), depths[problem.id]))
+    direct = {name: {cause for p in linked if p.id == name for cause in p.causes} for name in (p.id for p in linked)}
+    roots = {name: causes - {name} for name, causes in direct.items()}  # direct and indirect causes
+    for _ in roots:
+        roots = {name: causes.union(*(direct[cause] for cause in causes)) - {name} for name, causes in roots.items()}
+
+    def order(problem: Problem) -> tuple[int, int]:
+        effects = [p.severity.rank for p in linked if problem.id in roots[p.id]]
+        return min([problem.severity.rank, *effects]), len(roots[problem.id])
+
+    return sorted(linked, key=order)
 
 
 def document(problems: Sequence[Problem], evidence: Evidence) -> dict[str, Any]:
@@ -247,15 +261,10 @@ def _failed_checks(evidence: Evidence) -> Iterator[Problem]:
         for finding in findings if isinstance(findings, list) else []:
             if not isinstance(finding, dict):
                 continue
-            check, status = _short(finding.get("check")), finding.get("status")
-            if status == Status.FAIL:
-                severity, verb = Severity.FATAL, "failed"
-            elif status == Status.SKIPPED and finding.get("required") is True:
-                severity, verb = Severity.FATAL, "was not run"
-            elif status == Status.WARN:
-                severity, verb = Severity.HARMLESS, "warns"
-            else:
+            check, status = _short(finding.get("check")), str(finding.get("status"))
+            if status not in VERDICTS or (status == Status.SKIPPED and finding.get("required") is not True):
                 continue
+            severity, verb = VERDICTS[status]
             yield Problem(
                 id=CHECK,
                 severity=severity,
@@ -326,19 +335,6 @@ def _causes(problem: Problem, problems: Sequence[Problem]) -> tuple[str, ...]:
     if EVERY in problem.follows:
         causes |= {p.id for p in problems if p.severity is Severity.FATAL and EVERY not in p.follows}
     return tuple(dict.fromkeys(p.id for p in problems if p.id in causes))
-
-
-def _depth(name: str, problems: Sequence[Problem], path: tuple[str, ...]) -> int:
-    """Return the longest way from a problem without a cause to this one, in steps; a circle ends where it began."""
-    causes = {cause for problem in problems if problem.id == name for cause in problem.causes} - {*path, name}
-    return 1 + max(_depth(cause, problems, (*path, name)) for cause in causes) if causes else 0
-
-
-def _rank(problem: Problem, problems: Sequence[Problem], path: tuple[str, ...]) -> int:
-    """Return the rank of the worst of a problem and all that follows from it."""
-    path = (*path, problem.id)
-    effects = [p for p in problems if problem.id in p.causes and p.id not in path]
-    return min([problem.severity.rank, *(_rank(effect, problems, path) for effect in effects)])
 
 
 def _short(value: Any) -> str:

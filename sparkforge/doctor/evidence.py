@@ -251,49 +251,42 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _is_stale(path: Path, evidence: Evidence) -> bool:
-    """Tell whether a file is older than the `./inv up` that failed last; then it says nothing about that failure."""
-    return evidence.failure is not None and path.stat().st_mtime < evidence.failure.began
+def _usable(path: Path, evidence: Evidence) -> bool:
+    """Tell whether a file can be read and is not older than the `./inv up` that failed last; note why if it is not."""
+    try:
+        _open_file(path).close()
+        written = _modified(path)
+    except OSError as error:
+        note = "not there" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+    else:
+        if evidence.failure is None or written >= evidence.failure.began:
+            return True
+        note = f"left out: {ago(written)}, before the last ./inv up"
+    evidence.add_source(name_of(path), note, read=False)
+    return False
 
 
 def _add_log(path: Path, evidence: Evidence, kind: str = OTHER) -> None:
-    name = name_of(path)
-    try:
-        if not path.is_file():
-            evidence.add_source(name, "not there", read=False)
-        elif not os.access(path, os.R_OK):
-            evidence.add_source(name, "cannot be read: permission denied", read=False)
-        elif _is_stale(path, evidence):
-            evidence.add_source(name, f"left out: {ago(path.stat().st_mtime)}, before the last ./inv up", read=False)
-        else:
-            evidence.logs.append(Log.of_file(path, kind))
-            evidence.add_source(name, f"{size(path.stat().st_size)}, {ago(path.stat().st_mtime)}")
-    except OSError as error:
-        evidence.add_source(name, f"cannot be read: {error.strerror}", read=False)
+    if _usable(path, evidence):
+        evidence.logs.append(Log.of_file(path, kind))
+        evidence.add_source(name_of(path), f"{size(path.stat().st_size)}, {ago(_modified(path))}")
 
 
 def _add_build_logs(state: Path, evidence: Evidence) -> None:
-    units = sorted((path for pattern in UNIT_LOGS for path in state.glob(pattern)), key=_modified, reverse=True)
-    units = units[:BUILD_LOGS]
-    evidence.logs += [Log.of_file(path, UNIT) for path in sorted(units) if path.is_file() and os.access(path, os.R_OK)]
+    units = [
+        path for pattern in UNIT_LOGS for path in state.glob(pattern) if path.is_file() and os.access(path, os.R_OK)
+    ]
+    units = sorted(units, key=_modified, reverse=True)[:BUILD_LOGS]
+    evidence.logs += [Log.of_file(path, UNIT) for path in sorted(units)]
     if units:
         newest = ago(_modified(units[0]))
         evidence.add_source(f"{name_of(units[0].parent)}/*.log", f"{len(units)} logs of compilers, newest {newest}")
-    for name in IMAGE_LOGS:
-        path = state / name
-        if path.is_file() and _has_failed(path):
-            _add_log(path, evidence)
-
-
-def _has_failed(path: Path) -> bool:
-    """Tell whether a log of docker ends in a failure; True for one that cannot be read, which `_add_log` reports."""
-    try:
-        with _open_file(path) as file:
+    for path in (state / name for name in IMAGE_LOGS):
+        with suppress(OSError), _open_file(path) as file:
             file.seek(max(0, path.stat().st_size - HEAD))
             end = file.read()
-    except OSError:
-        return True
-    return any(sign in end for sign in FAILED_BUILD)
+            if any(sign in end for sign in FAILED_BUILD):
+                _add_log(path, evidence)
 
 
 def _add_manifests(state: Path, evidence: Evidence) -> None:
@@ -328,17 +321,12 @@ def _add_packages(state: Path, evidence: Evidence) -> None:
 def _add_report(state: Path, evidence: Evidence) -> None:
     """Add the embedded server's validation report."""
     path = state / "validation.json"
-    name = name_of(path)
-    try:
-        if not path.exists():
-            evidence.add_source(name, "not there", read=False)
-        elif _is_stale(path, evidence):
-            evidence.add_source(name, f"left out: {ago(path.stat().st_mtime)}, before the last ./inv up", read=False)
-        else:
-            report = evidence.reports[name] = _read_object(path)
-            evidence.add_source(name, f"verdict {report.get('verdict')}, {ago(path.stat().st_mtime)}")
-    except (OSError, ValueError) as error:
-        evidence.add_source(name, f"cannot be read: {error}", read=False)
+    if _usable(path, evidence):
+        try:
+            report = evidence.reports[name_of(path)] = _read_object(path)
+            evidence.add_source(name_of(path), f"verdict {report.get('verdict')}, {ago(_modified(path))}")
+        except (OSError, ValueError) as error:
+            evidence.add_source(name_of(path), f"cannot be read: {error}", read=False)
 
 
 def _add_server(state: Path, evidence: Evidence) -> None:

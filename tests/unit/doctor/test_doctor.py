@@ -15,13 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.core import paths
-from sparkforge.core.errors import (
-    InputError,
-    RefusalError,
-    ServerError,
-    StorageError,
-    UsageError,
-)
+from sparkforge.core.errors import InputError, RefusalError, ServerError, StorageError, UsageError
 from sparkforge.core.process import started_at
 from sparkforge.doctor import container, doctor, evidence, signatures
 from sparkforge.doctor.signatures import Severity
@@ -40,14 +34,7 @@ REPORT = {
         {"check": "port-free", "status": "pass", "required": True, "evidence": "free", "fix": "", "doc": ""},
         {"check": "memory-host", "status": "fail", "required": True, "evidence": "2 GiB", "fix": "ps aux", "doc": ""},
         {"check": "numerics", "status": "skipped", "required": True, "evidence": "no model", "fix": "add", "doc": ""},
-        {
-            "check": "shared-memory",
-            "status": "warn",
-            "required": False,
-            "evidence": "64 MiB",
-            "fix": "--shm",
-            "doc": "",
-        },
+        {"check": "shared-memory", "status": "warn", "required": False, "evidence": "64", "fix": "--shm", "doc": ""},
         {"check": "gpu-name", "status": "skipped", "required": False, "evidence": "", "fix": "", "doc": ""},
     ],
     "facts": {},
@@ -88,11 +75,39 @@ def run(**arguments):
 # What there is to find
 
 
-def test_an_empty_state_and_a_healthy_one_have_nothing(state, capsys):
-    run()
-    put(state, "logs/server.log", HEALTHY.read_bytes())
-    run()
-    assert capsys.readouterr().out == "nothing that is known to go wrong was found\n" * 2
+KILLED = "#12 4.21 nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n"
+MILD = (
+    "Unexpected token 5 while expecting start token 200006\nUsing 'MARLIN' Mxfp4 MoE backend.\n"
+    "Unknown vLLM environment variable detected: VLLM_X\nBuilding JIT module sampling; this\n"
+)
+VIOLATION = {"rule": "software-fp4", "file": "x.so", "detail": "0 x E2M1", "fix": "build for 12.1a", "kernel": "k"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, []),
+        ({"logs/server.log": HEALTHY.read_bytes()}, []),
+        ({"logs/server.log": KV_LOG.read_bytes()}, ["kv-cache-too-small", "engine-core-failed"]),
+        # A mild cause counts as severe as what follows from it.
+        ({"logs/server.log": MILD}, ["unknown-variable", "marlin", "harmony-broken", "jit-at-start"]),
+        # A build without its manifest was not finished.
+        ({"kernels/logs/x.log": ""}, ["kernels-unfinished"]),
+        ({"kernels/logs/x.log": "", "kernels/kernels-gpt-oss.env.manifest.json": "{}"}, []),
+        ({"build/vllm/12.1a-0/x": ""}, ["vllm-unfinished"]),
+        ({"build/vllm/12.1a-0/x": "", "vllm-overlay.manifest.json": "{}"}, []),
+        # A fault in a compiler's log is left to the build.
+        ({"kernels/kernels-x.manifest.json": "{}", "kernels/logs/u.log": "x.cu(3): error: something new\n"}, []),
+        ({"kernels/audit-gpt-oss.json": json.dumps({"violations": [VIOLATION]})}, ["audit", "kernels-unfinished"]),
+        # A build of the image may lose a compiler and recover.
+        ({"logs/image.log": f"{KILLED}#20 DONE 3.0s\n"}, []),
+        ({"logs/image.log": f"{KILLED}failed to solve: process did not complete\n"}, ["compiler-killed"]),
+    ],
+)
+def test_files_of_a_state_show_their_problems(state, files, expected):
+    for name, content in files.items():
+        put(state, name, content)
+    assert ids() == expected
 
 
 def test_a_state_that_is_not_there_yet_has_nothing(tmp_path, monkeypatch):
@@ -113,20 +128,11 @@ def test_a_killed_compiler_comes_before_the_module_that_is_missing_for_it(state)
     put(state, "logs/server.log", "RuntimeError: Engine core initialization failed.\nMissingJITCacheError: none\n")
     put(state, "kernels/logs/fused_moe_120.x.log", "nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n")
     put(state, "kernels/logs/other.log", "[1/1] fine\n")
-    problems, names = (
-        look()[0],
-        ["compiler-killed", "kernels-unfinished", "kernel-module-missing", "engine-core-failed"],
-    )
+    names = ["compiler-killed", "kernels-unfinished", "kernel-module-missing", "engine-core-failed"]
+    problems = look()[0]
     assert [problem.id for problem in problems] == names
     assert [problem.causes for problem in problems[:3]] == [(), ("compiler-killed",), ("compiler-killed", names[1])]
     assert problems[0].places[0].source.endswith("kernels/logs/fused_moe_120.x.log")
-
-
-def test_a_mild_cause_counts_as_severe_as_what_follows_from_it(state):
-    lines = ["Unexpected token 5 while expecting start token 200006", "Using 'MARLIN' Mxfp4 MoE backend."]
-    lines += ["Unknown vLLM environment variable detected: VLLM_X", "Building JIT module sampling; this"]
-    put(state, "logs/server.log", "\n".join(lines))
-    assert ids() == ["unknown-variable", "marlin", "harmony-broken", "jit-at-start"]
 
 
 def test_findings_that_cause_each_other_do_not_make_it_hang():
@@ -156,56 +162,25 @@ def test_a_report_and_a_log_that_tell_the_same_are_one_finding(state):
     assert [Path(entry.source).name for entry in first.places] == ["validation.json", "server.log"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "manifest", "expected"),
-    [
-        ("kernels/logs", "kernels/kernels-gpt-oss.env.manifest.json", "kernels-unfinished"),
-        ("build/vllm/12.1a-0", "vllm-overlay.manifest.json", "vllm-unfinished"),
-    ],
-)
-def test_a_build_without_its_manifest_was_not_finished(state, folder, manifest, expected):
-    assert ids() == []
-    (state / folder).mkdir(parents=True)
-    assert ids() == [expected]
-    put(state, manifest, "{}")
-    assert ids() == []
-
-
-def test_what_the_audit_of_a_build_refused_is_told(state):
-    violation = {"rule": "software-fp4", "file": "x.so", "detail": "0 x E2M1", "fix": "build for 12.1a", "kernel": "k"}
-    put(state, "kernels/audit-gpt-oss.json", json.dumps({"schema": 1, "violations": [violation]}))
+def test_an_audit_that_refused_a_build_gives_its_first_rule(state):
+    put(state, "kernels/audit-gpt-oss.json", json.dumps({"schema": 1, "violations": [VIOLATION]}))
     problem, follower = look()[0]
-    assert (problem.id, problem.why, problem.fix) == ("audit", "0 x E2M1", "build for 12.1a")
-    assert (follower.id, follower.causes) == ("kernels-unfinished", ("audit",))  # it writes no manifest then
+    assert (problem.why, problem.fix) == ("0 x E2M1", "build for 12.1a")
+    assert follower.causes == ("audit",)  # it writes no manifest then
 
 
-def test_a_build_of_the_image_that_recovered_is_no_finding(state):
-    killed = "#12 4.21 nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n"
-    put(state, "logs/image.log", f"{killed}#20 DONE 3.0s\n")
-    assert ids() == []
-    put(state, "logs/image.log", f"{killed}failed to solve: process did not complete\n")
-    assert ids() == ["compiler-killed"]
-
-
-def test_a_server_that_ended_by_itself_is_told(state):
-    server = record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(put(state, "logs/server.log", "ok\n")))
-    record.write(server)
-    assert ids() == ["server-ended"]
-    put(state, "logs/server.log", "torch.OutOfMemoryError: CUDA out of memory.\n")
-    assert ids() == ["cuda-out-of-memory", "server-ended"]
-
-
-def test_how_a_server_ended_is_told(state):
-    record.write(
-        record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(put(state, "logs/server.log", "ok\n")))
-    )
+def test_a_server_that_ended_by_itself_is_named_with_how(state):
+    log = put(state, "logs/server.log", "ok\n")
+    record.write(record.Server(1, 1.0, "127.0.0.1", 9, "m", "m", "embedded", str(log)))
+    for broken in ("", "{", "[]", '{"pid": 1}', '{"pid": 1, "code": "x", "asked": 0, "time": 2}'):
+        put(state, "server.end.json", broken)
+        assert ids() == ["server-ended"]
     put(state, "server.end.json", json.dumps({"pid": 1, "code": 24, "asked": False, "time": 2.0}))
     (problem,) = look()[0]
     assert "ended by itself" in str(problem.places[0])
     assert "exit code 24" in str(problem.places[0])
-    for broken in ("{", "[]", '{"pid": 1}', '{"pid": 1, "code": "x", "asked": 0, "time": 2}'):
-        put(state, "server.end.json", broken)
-        assert ids() == ["server-ended"]
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    assert ids() == ["cuda-out-of-memory", "server-ended"]
 
 
 def test_what_a_killed_server_left_is_told(state):
@@ -240,8 +215,7 @@ def test_little_memory_is_a_warning_and_an_unknown_one_is_not(monkeypatch):
 
 
 def test_the_machines_facts_are_read():
-    machine = READ()
-    assert machine["memory.available_bytes"].value > 0
+    assert READ()["memory.available_bytes"].value > 0
 
 
 def test_little_disk_is_a_warning(monkeypatch):
@@ -289,11 +263,7 @@ def test_what_is_from_before_the_failed_up_is_left_out(state):
 
 
 def test_the_doctor_does_not_send_to_itself(state):
-    fail(
-        ServerError(
-            "the server ended before it served", "x", "./inv doctor   # the whole log: less x", code="server.start"
-        )
-    )
+    fail(ServerError("the server ended", "x", "./inv doctor   # the whole log: less x", code="server.start"))
     put(state, "logs/server.log", KV_LOG.read_bytes())
     problems = look()[0]
     assert [problem.id for problem in problems] == ["kv-cache-too-small", "engine-core-failed", "last-up"]
@@ -350,18 +320,18 @@ def test_json_that_is_no_text_or_too_large_is_said(state, monkeypatch):
     assert "it has " in next(s.note for s in look()[1].sources if s.name.endswith("validation.json"))
 
 
-def test_a_folder_in_a_files_place_is_said(state):
-    for name in ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json"):
-        (state / name).mkdir(parents=True)
-    problems, gathered = look()
-    assert problems == []
-    assert [source.name for source in gathered.sources if source.read] == ["this machine"]
-
-
-def test_a_log_without_permission_is_said(state, monkeypatch):
-    put(state, "logs/server.log", "x")
-    monkeypatch.setattr(evidence.os, "access", lambda *_: False)  # root may read everything
-    assert "permission denied" in next(s.note for s in look()[1].sources if s.name.endswith("server.log"))
+def test_a_folder_or_a_pipe_in_a_files_place_is_said(state):
+    names = ("validation.json", "logs/server.log", "server.json", "failure.json", "x.manifest.json", "server.end.json")
+    for make in (Path.mkdir, os.mkfifo):
+        for name in names:
+            make(state / name)
+        problems, gathered = look()
+        assert problems == []
+        assert [source.name for source in gathered.sources if source.read] == ["this machine"]
+        notes = {Path(source.name).name: source.note for source in gathered.sources}
+        assert all(notes[name].startswith("cannot be read: ") for name in ("validation.json", "server.log"))
+        for name in names:
+            (state / name).rmdir() if make is Path.mkdir else (state / name).unlink()
 
 
 def test_a_log_that_breaks_off_is_read_so_far_and_said(state, monkeypatch):
@@ -394,20 +364,10 @@ def test_a_named_log_is_looked_at_alone(state, tmp_path):
     assert "validation-check" in ids(log=str(other), state=str(state))
 
 
-def test_a_pipe_is_refused_without_waiting_for_its_writer(state, tmp_path):
+def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match=r"it is a pipe, socket or device; to read one: \./inv doctor --log - < "):
         run(log=str(tmp_path / "pipe"))
-    for name in (
-        "validation.json",
-        "failure.json",
-        "server.json",
-        "server.end.json",
-        "x.manifest.json",
-        "logs/image.log",
-    ):
-        os.mkfifo(state / name)
-    assert ids() == []
 
 
 def test_another_state_can_be_named(tmp_path):
@@ -471,20 +431,16 @@ def test_a_next_command_of_a_named_log_reads_that_log(tmp_path, monkeypatch):
 def test_what_is_slow_fails_and_what_is_harmless_is_explained(state, capsys):
     harmless = "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.\n"
     put(state, "logs/server.log", harmless)
+    put(state, "validation.json", json.dumps({**REPORT, "findings": REPORT["findings"][3:]}))
     run()
     output = capsys.readouterr().out
-    assert " 1 · torch warns that it was not built for 12.1" in output
+    assert "· the validator's check shared-memory warns" in output
+    assert "· torch warns that it was not built for 12.1" in output
     assert output.endswith("none of this is a fault: the server runs with it\n")
     put(state, "logs/server.log", f"{harmless}INFO 11-21 10:00:00 [x.py:1] Using 'MARLIN' Mxfp4 MoE backend.\n")
     with pytest.raises(RefusalError, match="the experts run with Marlin"):
         run()
-    assert " 1 ! the experts run with Marlin" in capsys.readouterr().out
-
-
-def test_a_fault_in_a_compilers_log_is_left_to_the_build(state):
-    put(state, "kernels/kernels-gpt-oss.env.manifest.json", "{}")
-    put(state, "kernels/logs/unit.log", "x.cu(3): error: something new\n")
-    assert ids() == []
+    assert "! the experts run with Marlin" in capsys.readouterr().out
 
 
 # What is told
@@ -501,12 +457,6 @@ def test_the_findings_are_on_stdout_and_the_first_is_the_error(state, capsys):
     assert "server.log · 20.9 kB" in err
     assert caught.value.exit_code == RefusalError.exit_code
     assert caught.value.what.startswith("2 problems were found; first: the KV cache")
-
-
-def test_notes_alone_are_no_problem(state, capsys):
-    put(state, "validation.json", json.dumps({**REPORT, "findings": REPORT["findings"][3:]}))
-    run()
-    assert " 1 · the validator's check shared-memory warns" in capsys.readouterr().out
 
 
 def test_json_has_the_findings_their_places_and_what_was_read(state, capsys):
@@ -558,13 +508,10 @@ def archive(name, value):
     return file.getvalue()
 
 
-def test_no_engine_is_said_and_is_no_error():
+def test_no_engine_is_said_and_an_error_only_with_our_container():
     problems, gathered = look()
     assert problems == []
     assert [source.name for source in gathered.sources if "Docker" in source.name] == ["Docker engine"]
-
-
-def test_an_engine_that_is_gone_with_our_container_is_an_error():
     record.write(record.Server(0, 0.0, "127.0.0.1", 9, "m", "m", "docker", "", container="c0ffee"))
     assert ids() == ["docker-engine"]
 
@@ -621,11 +568,8 @@ def test_the_log_of_a_refused_container_gives_the_check_first_and_then_what_foll
 
 def test_the_newer_of_container_and_embedded_server_counts(fake_engine, state):
     log = put(state, "logs/server.log", KV_LOG.read_bytes())
-    fake_engine.container["State"] |= {
-        "Status": "exited",
-        "ExitCode": 137,
-        "FinishedAt": "2020-01-01T00:00:00.12345678Z",
-    }
+    ended = {"Status": "exited", "ExitCode": 137, "FinishedAt": "2020-01-01T00:00:00.12345678Z"}
+    fake_engine.container["State"] |= ended
     assert ids() == ["kv-cache-too-small", "engine-core-failed"]
     os.utime(log, (1.0, 1.0))
     problems, gathered = look()
@@ -660,15 +604,12 @@ def packages(state, patched_site):
     return next((environment / "lib").glob("python3*")) / "site-packages"
 
 
-def test_packages_as_in_their_wheels_are_no_problem(packages):
+def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(packages):
     problems, gathered = look()
     assert problems == []
     assert "1 patched packages, 0 not as in their wheels" in [source.note for source in gathered.sources]
     (name,) = [name for name in gathered.documents if name.endswith("patches/upstream.json")]
     assert gathered.documents[name]["upstream"] == "vllm"
-
-
-def test_what_differs_from_the_wheel_is_named_with_the_command_that_restores_it(packages):
     (packages / "vllm/b.py").unlink()
     (packages / "vllm/c.py").write_text("")
     (problem,) = look()[0]
