@@ -177,7 +177,7 @@ def ask(command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str]
 def watch(
     command: Sequence[str | Path], *, seconds: float, env: Mapping[str, str] | None, **streams: Any
 ) -> int | None:
-    """Run `command` with our own stdout and stderr, or `streams`, for at most `seconds`; return its exit code, None if time was up.
+    """Run `command` for at most `seconds`, with our stdout and stderr or `streams`; return its code, None if too late.
 
     A program that outlives its time, or an exception in this process such as a signal's, is killed with all its
     descendants: probes sit in sessions of their own. Raises ProbeError if the program cannot be started.
