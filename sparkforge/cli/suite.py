@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,24 +54,27 @@ WITHOUT_WHEEL = {"aarch64": ("shellcheck",)}
 
 def check() -> None:
     """Run every check, print what they found, and raise ProcessError if one of them failed."""
-    steps = Steps(len(CHECKS) + 2)
+    commands: dict[str, tuple[str, ...]] = {**CHECKS}
+    if (ROOT / "lab").is_dir():  # a checkout
+        commands["reference pages"] = (sys.executable, "-m", "lab.reference_pages", "--check")
+    steps = Steps(len(commands) + 2)
     with steps.step("pins", "pins.toml and the locks"):
         locks.require_current()
     with steps.step("environment", "linters, from locks/lint.txt"):
         environments.ensure(LINT, pins.load())
-        programs = LINT.path / "bin"
+    programs = LINT.path / "bin"
+    path = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
     failed: dict[str, str] = {}
-    for name, (program, *arguments) in CHECKS.items():
-        files = shell_scripts() if program == "shellcheck" else []
+    for name, (program, *arguments) in commands.items():
+        executable: str | Path | None = programs / program  # an absolute program stays as it is
+        if not (programs / program).exists() and program in WITHOUT_WHEEL.get(platform.machine(), ()):
+            executable = shutil.which(program)
         try:
             with steps.step(name) as tell:
-                if not (programs / program).exists() and program in WITHOUT_WHEEL.get(platform.machine(), ()):
-                    if not (installed := shutil.which(program)):
-                        tell(f"NOT CHECKED: {program} has no wheel for this machine; sudo apt install {program}")
-                        continue
-                    _run_check(Path(installed), *arguments, *files)
+                if executable:
+                    _run_check(executable, [*arguments, *(shell_scripts() if program == "shellcheck" else ())], path)
                 else:
-                    _run_check(programs / program, *arguments, *files)
+                    tell(f"NOT CHECKED: {program} has no wheel for this machine; sudo apt install {program}")
         except ProcessError as error:
             failed[name] = error.why
     for name, output in failed.items():
@@ -81,16 +85,11 @@ def check() -> None:
         raise ProcessError("the checks failed", ", ".join(failed), fix, code="process.checks")
 
 
-def _run_check(program: Path, *arguments: str | Path) -> None:
+def _run_check(program: str | Path, arguments: list[str | Path], path: str) -> None:
     """Run one check. Raises ProcessError with all that it printed."""
-    path = f"{program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # jactionlint looks for shellcheck
-    result = run_unchecked(
-        [program, *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT / "spark_mxfp4" / "src"), "PATH": path},
-    )
+    result = run_unchecked([program, *arguments], cwd=ROOT, env={"PYTHONPATH": LIBRARY_PATH, "PATH": path})
     if result.returncode:
-        raise ProcessError(f"{program.name} failed", (result.stdout + result.stderr).strip(), "")
+        raise ProcessError(f"{program} failed", (result.stdout + result.stderr).strip(), "")
 
 
 def shell_scripts() -> list[Path]:

@@ -164,12 +164,15 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
     checks = {"one": ("bad", "x"), "two": ("good",), "three": ("missing",), "shell": ("shellcheck",)}
     monkeypatch.setattr(suite, "CHECKS", checks)
     monkeypatch.setattr(suite, "ROOT", tmp_path)
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "reference_pages.py").write_text("import sys; sys.exit(f'{sys.argv[1:]} a page is old')")
     monkeypatch.setattr(suite.environments, "ensure", lambda *_: None)
     with pytest.raises(ProcessError, check=lambda error: error.code == "process.checks") as error:
         suite.check()
-    assert error.value.why == failed
+    assert error.value.why == f"{failed}, reference pages"
     output = capsys.readouterr()
     assert output.out.startswith("bad says x\n")
+    assert output.out.endswith("['--check'] a page is old\n")
     assert ("NOT CHECKED: shellcheck" in " ".join(output.err.split())) == (failed == "one, three")
 
 
