@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lab.upstream import hidden
+from lab.upstream.cmake import Declared
 from lab.upstream.effect import Column, Effect, Observation, undetermined
 from sparkforge.core.errors import InputError
 from sparkforge.pins import GitSource
 from sparkforge.pins.table import COMMIT
-from sparkforge.sources import hidden
-from sparkforge.sources.cmake import Declared
 
 
 def check(root: Path, pinned: Mapping[str, GitSource]) -> Column:

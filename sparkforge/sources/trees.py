@@ -8,7 +8,7 @@ what it came from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +17,10 @@ from sparkforge.core import paths
 from sparkforge.core.console import say
 from sparkforge.core.errors import IntegrityError, NetworkError, SparkforgeError
 from sparkforge.core.manifest import Made, Manifest, once
-from sparkforge.pins import Component, GitSource, Pins, Stack
-from sparkforge.sources import archive, fetch, hidden, offline, repositories
-from sparkforge.sources.cmake import Declared
+from sparkforge.pins import Component, GitSource, Pins
+from sparkforge.sources import archive, fetch, offline, repositories
 
-UNPACKER = "1"  # raise it when archive.py or cmake.py would make something else of the same archive
+UNPACKER = "1"  # raise it when archive.py would make something else of the same archive
 DIGITS = 12
 ARCHIVE = ".tar.gz"
 
@@ -48,12 +47,10 @@ def fetch_sources(stack: str, *, table: Pins | None = None, git: bool = True) ->
     """Fetch every source of `stack` and return them, those left out on purpose included.
 
     With `git` False only registry files. A repository that cannot be fetched is returned as missing (`require_all`).
-    Raises InputError if upstream hides a dependency that pins.toml lacks, and the errors of `fetch` and `archive`.
+    Raises the errors of `fetch` and `archive`.
     """
     chosen = (table or pins.load()).stack(stack)
-    trees = [
-        tree for name, component in chosen.components.items() for tree in _fetch_component(name, component, chosen)
-    ]
+    trees = [tree for name, component in chosen.components.items() for tree in _fetch_component(name, component)]
     return [*trees, *(fetch_repository(name, pin, git=git) for name, pin in chosen.git.items())]
 
 
@@ -92,22 +89,19 @@ def sources_folder() -> Path:
     return paths.state() / "sources"
 
 
-def _fetch_component(name: str, component: Component, stack: Stack) -> Iterator[SourceTree]:
+def _fetch_component(name: str, component: Component) -> Iterator[SourceTree]:
     """Fetch and unpack a component's source archives; a wheel among its files is fetched and left as it is."""
     if component.kind != "sdist":
         return
     for filename in component.files:
         if filename.endswith(ARCHIVE):
             manifest, new = unpack_archive(component, filename)
-            declared = [Declared(**entry) for entry in manifest.facts["declared"]]
-            pinned = {key: pin for key, pin in stack.git.items() if pin.of == name}
-            hidden.check(declared, f"{name} {component.version}", pinned)
             yield SourceTree(
                 name,
                 component.version,
                 tree_folder(component, filename),
                 "made" if new else "unchanged",
-                f"{len(declared)} hidden dependencies, all pinned",
+                f"{manifest.facts['files']} files",
             )
         else:
             path = fetch.fetch_pinned(component, filename)
@@ -115,10 +109,7 @@ def _fetch_component(name: str, component: Component, stack: Stack) -> Iterator[
 
 
 def unpack_archive(component: Component, filename: str) -> tuple[Manifest, bool]:
-    """Fetch and unpack an archive of `component` unless that is done; return its manifest and whether it was made now.
-
-    The manifest has what the build files would fetch by themselves (facts, `declared`).
-    """
+    """Fetch and unpack an archive of `component` unless that is done; return its manifest and whether it is new."""
     target, inputs = tree_folder(component, filename), {filename: component.files[filename], "unpacker": UNPACKER}
 
     def make(temporary: Path) -> Made:
@@ -127,8 +118,7 @@ def unpack_archive(component: Component, filename: str) -> tuple[Manifest, bool]
         archive.require_space_for(file, target)
         listing = archive.unpack(file, temporary, top=filename.removesuffix(ARCHIVE))
         archive.write_listing(target, listing)
-        declared = [asdict(entry) for entry in hidden.declared(temporary)]
-        return Made({"listing": archive.tree_sha256(listing)}, facts={"declared": declared, "files": len(listing)})
+        return Made({"listing": archive.tree_sha256(listing)}, facts={"files": len(listing)})
 
     return once(target, "sources", inputs, make)
 

@@ -5,12 +5,13 @@ import re
 
 import pytest
 
+from lab.upstream import hidden
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
 from sparkforge.compile.vllm import targets
 from sparkforge.core.paths import ROOT
 from sparkforge.patching.series import Queue
-from sparkforge.sources import hidden, trees
+from sparkforge.sources import trees
 
 pytestmark = pytest.mark.integration
 STACK = pins.load().stack("spark-next")

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from lab.upstream import hidden
 from sparkforge import pins
 from sparkforge.core import manifest, paths
 from sparkforge.core.errors import InputError
 from sparkforge.patching import provenance
 from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import Pick
-from sparkforge.sources import archive, bundle, fetch, hidden, offline, trees
+from sparkforge.sources import archive, bundle, fetch, offline, trees
 
 pytestmark = pytest.mark.integration
 
@@ -66,8 +67,8 @@ def unpacked(stack):
 
 def test_every_hidden_dependency_of_vllm_is_pinned_and_known(fetched):
     pinned = pins.load().stacks["spark"].git.values()
-    declared = manifest.load(unpacked("spark")["vllm"]).facts["declared"]
-    assert {source["name"]: source["override"] for source in declared} == {
+    declared = hidden.declared(unpacked("spark")["vllm"])
+    assert {source.name: source.override for source in declared} == {
         name: variable for name, (_, variable) in HIDDEN.items()
     }
     assert len(declared) == len(pinned) == 17

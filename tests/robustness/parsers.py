@@ -27,6 +27,7 @@ import httpx
 import zstandard
 
 from lab import debian
+from lab.upstream import hidden
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching, sources
 from sparkforge import pins
@@ -56,7 +57,7 @@ from sparkforge.serve import access, failure, profiles, proof, record
 from sparkforge.serve import settings as container
 from sparkforge.serve.cluster import config as cluster_config
 from sparkforge.serve.command_line import ServerCommand
-from sparkforge.sources import archive, bundle, hidden
+from sparkforge.sources import archive, bundle
 from validate.facts import checkpoint, fact
 from validate.facts.target import Options, Target
 

@@ -54,23 +54,6 @@ def test_a_wheel_beside_the_sdist_is_brought_as_it_is(kit):
     assert fetched[1].path == fetch.cached("up-1-py3-none-any.whl", wheel)
 
 
-def test_a_hidden_dependency_that_is_not_pinned_stops_every_run(kit):
-    pins = kit.upstream({"CMakeLists.txt": ASKS})
-    for _ in range(2):
-        with pytest.raises(
-            InputError, match=r"dep d{40} .* is not in pins.toml", check=lambda error: error.code == "input.pins"
-        ):
-            trees.fetch_sources("s", table=pins)
-
-
-def test_an_edit_of_the_unpacked_tree_does_not_change_what_upstream_hides(kit):
-    sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))
-    pins = kit.table({"up": kit.component({"up-1.tar.gz": sha256})}, {"dep": {**NEEDED, "needed": False}})
-    trees.fetch_sources("s", table=pins)
-    (kit.install_pins(pins) / "CMakeLists.txt").write_text("# patched out\n")
-    assert [tree.state for tree in trees.fetch_sources("s", table=pins)] == ["unchanged", "left out"]
-
-
 def test_a_needed_repository_that_cannot_be_had_is_missing_and_the_rest_is_kept(kit, monkeypatch):
     monkeypatch.setattr(repositories, "SETTINGS", (*repositories.SETTINGS, "protocol.allow=never"))
     sha256 = kit.seed("up-1.tar.gz", kit.sdist("up-1", {"CMakeLists.txt": ASKS}))

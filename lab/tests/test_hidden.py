@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.upstream import cmake, hidden
 from sparkforge.core.errors import InputError
 from sparkforge.pins import GitSource
-from sparkforge.sources import cmake, hidden
 
 COMMIT = "a" * 40
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from lab.upstream import cmake
+from lab.upstream.cmake import Declared
 from sparkforge.core.documents import read_toml
 from sparkforge.core.errors import InputError
 from sparkforge.pins import GitSource
-from sparkforge.sources import cmake
-from sparkforge.sources.cmake import Declared
 
 
 class Crate(BaseModel):
