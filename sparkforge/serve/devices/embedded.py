@@ -118,11 +118,13 @@ class Embedded(Device):
             "VLLM_SERVER_DEV_MODE": "0",  # no administration of the engine over HTTP
             **(profiler.ENVIRONMENT if plan.profiled else {}),
         }
-        traces = profiler.arguments(profiler.folder()) if plan.profiled else ()
+        flags = (*(profiler.arguments(profiler.folder()) if plan.profiled else ()), *plan.flags)
+        if is_tiny := plan.model_id == TINY_ID:
+            # Without the flag vLLM looks for a template in a processor, and reads the vocabulary a second time for it.
+            flags = ("--chat-template", str(self.model / "chat_template.jinja"), *flags)
         server = ServerCommand(
-            str(self.model), plan.model_id, plan.address, plan.port, self.profile, (*traces, *plan.flags), variables,
-            forked=plan.model_id == TINY_ID,
-        )  # fmt: skip
+            str(self.model), plan.model_id, plan.address, plan.port, self.profile, flags, variables, forked=is_tiny
+        )
         return Launch(server.command(self.python), server.environment, plan, self.model)
 
     def start(self) -> Server:
