@@ -22,9 +22,9 @@ from rich.table import Table
 from sparkforge import environments, pins
 from sparkforge.bench import runs
 from sparkforge.bench.machine import facts
+from sparkforge.bench.report import PER_GPU, format_figure
 from sparkforge.bench.schema import Result
 from sparkforge.bench.settings import MOST, NAMES, BenchSettings
-from sparkforge.bench.terminal import PER_GPU, format_figure
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.documents import DocumentError, read_json

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from sparkforge.bench import schema
 from sparkforge.bench.measure import Bench
+from sparkforge.bench.report import PER_GPU
 from sparkforge.bench.schema import Config, Result
-from sparkforge.bench.terminal import PER_GPU
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, safe, say
 from sparkforge.core.documents import read_json

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from sparkforge.bench import baselines, batch, context, load, machine, settings, trace
 from sparkforge.bench.measure import LIMIT_SECONDS
+from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import BenchSettings, parse_whole
-from sparkforge.bench.terminal import format_figure
 from sparkforge.bench.trace import Breakdown
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, echo

@@ -1,141 +1,138 @@
-"""The report of a run: one HTML page with everything in it, readable on a phone and from file://.
+"""Results as tables: in the terminal, and with all that belongs to them in `report.html`, which Rich makes of them.
 
-It loads nothing. Text from servers and files is escaped, so it cannot become markup; URLs lose their passwords, because
-pages are handed on. Style and script are part of the page and allowed by their hash in a Content-Security-Policy.
+The page loads nothing and runs no script. Text of servers and files cannot become markup, steer a terminal, or hold a
+URL's password: pages are handed on. Measured and cited figures never share a table.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from rich.box import SIMPLE
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 
 from sparkforge.bench.baselines import Baselines, missing_figures
-from sparkforge.bench.schema import Result, ServedModel
-from sparkforge.bench.terminal import PER_GPU, format_figure
-from sparkforge.core.console import safe
+from sparkforge.bench.schema import Result
+from sparkforge.core.console import console, safe
 from sparkforge.core.files import write_atomic
 from sparkforge.core.urls import without_passwords
+from sparkforge.plan.cited import CitedFigure
 
-TEMPLATES = Path(__file__).parent / "templates"
-GATE = ("check", "verdict", "value", "limit", "detail")
-MEASURED = (
-    *("isl/osl", "conc", "verdict", "output tok/s", PER_GPU, "output tok/s/user"),
-    *("TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "E2E ms", "p99", "requests"),
-)
-RATIOS = ("shape", "quantity", "ours / theirs", "", "theirs", "source", "date")
-CITED = ("published by", "shape", "quantity", "cited", "source", "date")
-Cell = str | float | bool | None
+PER_GPU = "in+out tok/s/GPU"  # tput_per_gpu: unlike output tok/s it counts the prompts' tokens
+COLUMNS = ("shape", "", "out\ntok/s", "in+out\ntok/s\n/GPU", "out\ntok/s\n/user", "TTFT", "TPOT", "ITL", "E2E")
+WIDTH = 160  # characters of a line of the page
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Sparkforge benchmark</title>
+<style>
+:root {{ color-scheme: light dark; }}
+pre {{ overflow-x: auto; font: 14px/1.3 ui-monospace, Menlo, Consolas, monospace; }}
+</style>
+</head>
+<body>
+<pre tabindex="0">{code}</pre>
+</body>
+</html>
+"""
 
 
-@dataclass(frozen=True)
-class SortableTable:
-    """A table of a page. A cell that is a boolean is shown as a verdict, None as a gap."""
+def format_figure(value: float | None) -> str:
+    """Return a figure with about four significant digits; `-` where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"
 
-    caption: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
 
-    def is_numeric(self, column: int) -> bool:
-        """Tell whether a column holds numbers."""
-        return any(isinstance(row[column], float | int) and not isinstance(row[column], bool) for row in self.rows)
+def print_results(results: Sequence[Result], figures: Sequence[CitedFigure], missing: Iterable[str] = ()) -> None:
+    """Print measured figures, ratios, and in a table of their own what others published.
+
+    `missing` are sentences about figures that nobody has published.
+    """
+    console().print(*_measured(results, missing), *([_cited(figures)] if figures else []))
 
 
 def write(path: Path, results: Sequence[Result], baselines: Baselines) -> None:
     """Write the page for one run's results."""
-    write_atomic(path, render(results, baselines))
-
-
-def render(results: Sequence[Result], baselines: Baselines) -> str:
-    """Return the page. Measured and cited figures never share a table."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_presentable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(figure=format_figure, csp_hash=_csp_hash)
-    files = (TEMPLATES / "page.css", TEMPLATES / "page.js")  # of this package, so they need no escape
-    style, script = (Markup(file.read_text(encoding="utf-8")) for file in files)  # noqa: S704
-    first = results[0]
-    checks = [[check.label, check.ok, check.value, check.limit, check.told] for check in first.gate.checks]
-    ratios: list[list[Cell]] = [
-        [
-            *(result.config.shape, ratio.quantity, ratio.ratio, "better" if ratio.better else "worse"),
-            *(ratio.figure, ratio.source, ratio.date),
-        ]
-        for result in results
-        for ratio in result.ratios
-    ]
-    cited: list[list[Cell]] = [
-        [figure.name, figure.shape_text, quantity, value, figure.source, figure.date]
-        for figure in baselines.figures
-        for quantity, value in figure.values.items()
-    ]
-    return environment.get_template("report.html.jinja").render(
-        style=style,
-        script=script,
-        first=first,
-        machine=" · ".join(filter(None, (first.server.device, str(first.machine.get("processor", ""))))),
-        results=results,
-        passed=sum(result.passed for result in results),
-        gate_checks=SortableTable("run before anything was timed", GATE, checks),
-        measured=SortableTable("latencies: median, then 99th percentile", MEASURED, list(map(_measured, results))),
-        ratios=SortableTable("of the very same shape only", RATIOS, ratios),
-        missing=missing_figures(results, baselines),
-        cited=SortableTable("none of this was measured here", CITED, cited),
-        server_tables=_server_tables(first.server),
-        provenance=_provenance(first),
-    )
-
-
-def _measured(result: Result) -> list[Cell]:
-    config, metrics = result.config, result.metrics
-    cells: list[Cell] = [f"{config.isl}/{config.osl}", config.conc, result.passed]
-    if metrics is None:
-        return [*cells, *[None] * (len(MEASURED) - len(cells))]
-    cells += [metrics.output_throughput, metrics.tput_per_gpu, metrics.interactivity]
-    for latency in (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms):
-        cells += [latency.median, latency.p99] if latency else [None, None]
-    return [*cells, metrics.completed]
-
-
-def _server_tables(server: ServedModel) -> dict[str, SortableTable]:
-    """Return startup, memory and the validator's findings; without rows where the server is not this checkout's."""
+    first, passed = results[0], sum(result.passed for result in results)
+    gate, server, client = first.gate, first.server, first.client
+    machine = " · ".join(filter(None, (server.device, str(first.machine.get("processor", "")))))
+    checks = [(c.label, "✓" if c.ok else "✗", *map(format_figure, (c.value, c.limit)), c.told) for c in gate.checks]
+    provenance = {
+        "configuration": first.config.model_dump(),
+        "server": {"server version": server.version, **server.records},
+        "machine": first.machine,
+    }
     keys = list(dict.fromkeys(key for finding in server.findings for key, value in finding.items() if value))
-    findings = [[str(finding.get(key, "")) for key in keys] for finding in server.findings]
-    sizes: list[list[Cell]] = [[name.upper(), size / 1e9] for name, size in server.memory_bytes.items()]
-    steps: list[list[Cell]] = [list(step) for step in server.startup_seconds.items()]
-    return {
-        "Startup": SortableTable("the last ./inv up, step by step", ("step", "seconds"), steps),
-        "Memory": SortableTable("all processes of the server, after the load", ("", "GB"), sizes),
-        "Validator": SortableTable("findings of the startup gate", keys, findings),
-    }
+    tables = [
+        _table(
+            "sanity check" if gate.sanity_only else "accuracy gate", ("check", "", "value", "limit", "detail"), checks
+        ),
+        f"{gate.text}, {gate.tokens} tokens scored, chunks by {gate.chunked_by}. Thresholds: {gate.source}",
+        *_measured(results, missing_figures(results, baselines)),
+        *(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in results if not result.passed),
+        _cited(baselines.figures),
+        _table("startup, the last ./inv up", ("step", "seconds"), server.startup_seconds.items()),
+        _table("memory of the server, after the load", ("", "bytes"), server.memory_bytes.items()),
+        _table("findings of the validator", keys, [[f.get(k, "") for k in keys] for f in server.findings]),
+        _table(
+            "provenance of the first configuration",
+            ("", "name", "value"),
+            [(part, name, value) for part, values in provenance.items() for name, value in values.items()],
+        ),
+    ]
+    page = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, markup=False, emoji=False)
+    page.print(_text(f"{first.config.model}: {passed} of {len(results)} configurations passed"))
+    page.print(_text(f"{machine} · TP {first.config.tp} · load by {client.name} {client.version}"))
+    for content in tables:
+        if not isinstance(content, Table) or content.row_count:
+            page.print(_text(content) if isinstance(content, str) else content)
+    write_atomic(path, page.export_html(code_format=PAGE, inline_styles=True))
 
 
-def _provenance(result: Result) -> SortableTable:
-    """Return what made these figures: settings, programs, machine, inputs."""
-    parts = {
-        "configuration": result.config.model_dump(),
-        "server": {"server version": result.server.version, **result.server.records},
-        "machine": result.machine,
-    }
-    rows = [[part, name, str(value)] for part, values in parts.items() for name, value in values.items() if str(value)]
-    return SortableTable("of the first configuration", ("", "name", "value"), rows)
+def _measured(results: Sequence[Result], missing: Iterable[str]) -> list[RenderableType]:
+    measured, ratios = list[list[str]](), list[list[str]]()
+    for result in results:
+        metrics, cells = result.metrics, [result.config.shape, "✓" if result.passed else "✗"]
+        if metrics is None:
+            cells.append("; ".join(result.reasons)[:120])
+        else:
+            cells += map(format_figure, (metrics.output_throughput, metrics.tput_per_gpu, metrics.interactivity))
+            for latency in (metrics.ttft_ms, metrics.tpot_ms, metrics.itl_ms, metrics.e2el_ms):
+                cells.append(f"{format_figure(latency.median)}\n{format_figure(latency.p99)}" if latency else "-")
+        measured.append([*cells, *[""] * (len(COLUMNS) - len(cells))])
+        for r in result.ratios:
+            better = "better" if r.better else "worse"
+            ratios.append([result.config.shape, r.quantity, f"{r.ratio:.3f}", better, f"{r.figure}, {r.date}"])
+    tables: list[RenderableType] = [_table("measured · ms: median, below it p99", COLUMNS, measured)]
+    if ratios:
+        tables.append(_table("ratios", ("isl/osl conc", "quantity", "ours / theirs", "", "theirs"), ratios))
+    return [*tables, *map(_text, missing)]
 
 
-def _presentable(value: object) -> object:
-    """Remove control sequences and passwords of URLs from a text; a macro's output has been through this already."""
-    return safe(without_passwords(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+def _cited(figures: Sequence[CitedFigure]) -> Table:
+    rows = [
+        (f.name, f.shape_text, ", ".join(f"{name} {value:g}" for name, value in f.values.items()), f.source, f.date)
+        for f in figures
+    ]
+    return _table("cited, not measured here", ("published by", "shape", "figures", "source", "date"), rows)
 
 
-def _csp_hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    table = Table(*(Column(_text(name)) for name in columns), title=title, box=SIMPLE, title_justify="left")
+    for row in rows:
+        table.add_row(*map(_text, row))
+    return table
+
+
+def _text(value: object) -> Text:
+    return Text(safe(without_passwords(str(value))))

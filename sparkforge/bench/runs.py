@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, terminal, text
+from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
@@ -132,7 +132,7 @@ def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
             outcome = RunOutcome([result], [path], path.with_suffix(".html"))
             report.write(outcome.page, outcome.results, prepared.baselines)
     figures = prepared.baselines.figures if flags.get("cited") else []
-    terminal.print_results(outcome.results, figures, missing_figures(outcome.results, prepared.baselines))
+    report.print_results(outcome.results, figures, missing_figures(outcome.results, prepared.baselines))
     echo(str(outcome.page.parent if prepared.settings.is_batch else outcome.files[0]))
     say(f"report: {outcome.page}")
     return outcome

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.bench import load_checks, measure, samples, terminal, vllm_client
+from sparkforge.bench import load_checks, measure, report, samples, vllm_client
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.core.errors import BenchmarkError
 
@@ -149,7 +149,7 @@ def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):
     failed = make_result(
         passed=False, metrics=None, checks=[{"name": "x", "ok": False, "told": "it lied"}], requests=[]
     )
-    terminal.print_results([make_result(), failed], table.figures)
+    report.print_results([make_result(), failed], table.figures)
     output = capsys.readouterr().err
     assert "cited, not measured here" in output
     assert "it lied" in output

@@ -10,7 +10,7 @@ import pytest
 from invoke.context import Context
 from invoke.exceptions import Exit
 
-from sparkforge.bench import baselines, context, report, schema, settings, terminal
+from sparkforge.bench import baselines, context, report, schema, settings
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.cli import measure, namespace
 from sparkforge.core.errors import InputError, ServerError, UsageError
@@ -165,13 +165,14 @@ def test_a_result_has_the_competitions_keys_beside_ours(bench, config, table, ma
     assert json.loads(bench.measure(config, lambda _: None).model_dump_json())["b200_baseline_nv1126"] is None
 
 
-def test_a_missing_b200_figure_is_said_for_the_competitions_shapes_only(make_result, table, capsys):
+def test_a_missing_b200_figure_is_said_for_the_competitions_shapes_only(make_result, table, capsys, tmp_path):
     results = [make_result(conc=16), make_result(conc=8), make_result(isl=64, osl=32)]
     missing = baselines.missing_figures(results, table)
     assert missing == ["no B200 figure is known for 1024/1024 c16"]
-    terminal.print_results(results, [], missing)
+    report.print_results(results, [], missing)
     assert missing[0] in capsys.readouterr().err
-    assert "No b200 figure is known for 1024/1024 c16" in report.render(results, table)
+    report.write(tmp_path / "report.html", results, table)
+    assert "no B200 figure is known for 1024/1024 c16" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["openai/Honest-Model", "/models/honest-model/", "honest-model"])
