@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.documents import read_json

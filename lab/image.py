@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from lab import debian
 from sparkforge import environments, pins
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.core import openai, paths
 from sparkforge.core.console import Steps, say
 from sparkforge.core.docker import docker

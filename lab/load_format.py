@@ -22,7 +22,7 @@ from rich.table import Table
 
 from lab import load_format_child
 from sparkforge import environments, pins
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.core import paths
 from sparkforge.core.console import Steps, console, say
 from sparkforge.core.errors import BenchmarkError, UsageError

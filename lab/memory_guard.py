@@ -193,7 +193,7 @@ def main(output: str, trials: int = TRIALS) -> None:
 
     Raises UsageError where this user may make no cgroup, BenchmarkError if a server was not ended by name.
     """
-    from sparkforge.bench.machine import facts  # noqa: PLC0415 - the trials need the standard library only
+    from sparkforge.bench.context import facts  # noqa: PLC0415 - the trials need the standard library only
     from sparkforge.core import paths  # noqa: PLC0415
     from sparkforge.core.console import echo, say  # noqa: PLC0415
     from sparkforge.core.errors import BenchmarkError, UsageError  # noqa: PLC0415

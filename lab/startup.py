@@ -21,9 +21,8 @@ from typing import Any
 
 from rich.table import Table
 
-from sparkforge.bench.context import memory
+from sparkforge.bench.context import facts, memory
 from sparkforge.bench.load import Prompt, require_answers, send
-from sparkforge.bench.machine import facts
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.documents import read_json

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.served import random_load
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.core import gpus, interrupt, openai
 from sparkforge.core.console import say, show_error
 from sparkforge.core.documents import read_json

@@ -31,7 +31,7 @@ from lab.served import random_load, random_weights, ranks, tiny_tokens
 from lab.served.ranks import HostPart, Split
 from lab.served.second_host import SecondHost, second_host
 from sparkforge.bench import runs
-from sparkforge.bench.machine import gpus
+from sparkforge.bench.context import gpus
 from sparkforge.core import interrupt, openai
 from sparkforge.core.console import say, show_error
 from sparkforge.core.errors import ServerError, SparkforgeError, UsageError

@@ -14,15 +14,13 @@ fails, which lowers the figures. Here that is a failed gate.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
 
 CHUNK_TOKENS = 512
-CHUNK_BYTES = 2048  # about as many tokens of English, for servers that do not tokenize
 LN2 = math.log(2)
 
 
@@ -36,7 +34,6 @@ class Score:
     total: float
     tokens: int
     size: int
-    chunked_by: Literal["tokens", "bytes"]
     faults: tuple[str, ...] = ()
 
     @property
@@ -60,39 +57,31 @@ def _exp(nats: float) -> float:
 
 
 def score(endpoint: Endpoint, text: str) -> Score:
-    """Score `text`, one request a chunk."""
-    chunks, chunked_by = cut(text, endpoint.tokenize(text))
+    """Score `text`, one request a chunk. Raises ServerError for a server that does not tokenize."""
+    tokens = tokenize(endpoint, text)
+    chunks = [tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS)]
     total, count, faults = 0.0, 0, list[str]()
     for number, chunk in enumerate(chunks, 1):
         try:
             logprobs = prompt_logprobs(endpoint.complete(chunk, max_tokens=1, temperature=0, logprobs=1, echo=True))
-            fault = find_fault(logprobs, len(chunk) if isinstance(chunk, list) else 0)
+            fault = find_fault(logprobs, len(chunk))
         except ServerError as error:
             logprobs, fault = [], f"{error.what} ({error.why})"
         if fault:  # a server that cannot answer one chunk need not be asked for the others
             faults.append(f"chunk {number} of {len(chunks)}: {fault}")
             break
         total, count = total + sum(logprobs), count + len(logprobs)
-    return Score(total, count, len(text.encode()), chunked_by, tuple(faults))
+    return Score(total, count, len(text.encode()), tuple(faults))
 
 
-def cut(text: str, tokens: list[int] | None) -> tuple[list[list[int] | str], Literal["tokens", "bytes"]]:
-    """Cut a text into chunks of CHUNK_TOKENS tokens, or of about CHUNK_BYTES bytes where its tokens are not known."""
-    if tokens is None:
-        return [*by_bytes(text)], "bytes"
-    return [tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS)], "tokens"
-
-
-def by_bytes(text: str) -> list[str]:
-    """Cut `text` after spaces into pieces of about CHUNK_BYTES bytes; joined they are the text."""
-    pieces, piece, size = list[str](), list[str](), 0
-    for word in re.findall(r"[^ ]* |[^ ]+", text):
-        piece.append(word)
-        size += len(word.encode())
-        if size >= CHUNK_BYTES:
-            pieces.append("".join(piece))
-            piece, size = [], 0
-    return [*pieces, "".join(piece)] if piece else pieces
+def tokenize(endpoint: Endpoint, text: str) -> list[int]:
+    """Return the token ids of a text. Raises ServerError for a server without vLLM's /tokenize."""
+    if tokens := endpoint.tokenize(text):
+        return tokens
+    why = "it has no /tokenize that works; chunks and prompts are counted in its tokens"
+    raise ServerError(
+        f"{endpoint.url} does not tokenize", why, "use a server that does, such as vLLM", code="server.reply"
+    )
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
@@ -111,11 +100,9 @@ def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def find_fault(logprobs: list[float], sent: int) -> str:
-    """Return why the logprobs of a chunk of `sent` tokens (0: unknown) cannot be right; empty if they can be."""
-    if sent and len(logprobs) != sent - 1:
+    """Return why the logprobs of a chunk of `sent` tokens cannot be right; empty if they can be."""
+    if len(logprobs) != sent - 1:
         return f"{sent} tokens were sent and {len(logprobs)} scored, not {sent - 1}"
-    if not logprobs and sent != 1:
-        return "no token was scored"
     if wrong := [value for value in logprobs if not math.isfinite(value)]:
         return f"{len(wrong)} of {len(logprobs)} logprobs are no numbers"
     if wrong := [value for value in logprobs if value > 1e-3]:  # vLLM rounds to float32: 1e-7 above 0 happens

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from sparkforge import environments, pins
 from sparkforge.bench import runs
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.bench.report import PER_GPU, format_figure
 from sparkforge.bench.schema import Result
 from sparkforge.bench.settings import MOST, NAMES, BenchSettings
@@ -242,25 +242,18 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
                 write_json(record_path(), bakeoff.model_dump(mode="json"))
         bakeoff = bakeoff.model_copy(update={"complete": True})
         write_json(record_path(), bakeoff.model_dump(mode="json"))
-    _print_ranking(bakeoff.ranking, folder)
-    say(f"record:  {record_path()}")
+    table = Table("rank", "profile", PER_GPU, "bits/byte", "", title="bakeoff: geometric mean over all loads")
+    for rank, standing in enumerate(bakeoff.ranking, 1):
+        bits = standing.results[0].gate.bits_per_byte if standing.results else None
+        figures = (format_figure(standing.score), format_figure(bits))
+        table.add_row("-" if standing.score is None else str(rank), standing.name, *figures, standing.why[:200])
+    console().print(table)
+    say(f"record: {record_path()}")
     if bakeoff.ranking[0].score is None:
         why = "\n        ".join(f"{standing.name}: {standing.why}" for standing in bakeoff.ranking)
         raise BenchmarkError("no profile passed", why, _show_reasons(bakeoff), code="benchmark.bakeoff")
     context = {"context": plan.variables.get(CONTEXT_VARIABLE, "")}
     say(f"the winner is {bakeoff.ranking[0].name}: {_command(['up', '--profile', AUTO], plan, context)}")
-
-
-def _print_ranking(standings: Sequence[Standing], folder: Path) -> None:
-    """Print the ranking and write it into the folder as JSON."""
-    write_json(folder / "bakeoff.json", [standing.model_dump(mode="json") for standing in standings])
-    table = Table("rank", "profile", PER_GPU, "bits/byte", "", title="bakeoff: geometric mean over all loads")
-    for rank, standing in enumerate(standings, 1):
-        bits = standing.results[0].gate.bits_per_byte if standing.results else None
-        figures = (format_figure(standing.score), format_figure(bits))
-        table.add_row("-" if standing.score is None else str(rank), standing.name, *figures, standing.why[:200])
-    console().print(table)
-    say(f"results: {folder / 'bakeoff.json'}")
 
 
 def winner(plan: StartPlan) -> str:

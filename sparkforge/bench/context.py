@@ -1,20 +1,27 @@
-"""What a result says about its server beyond figures: its own version, and our records if this checkout started it."""
+"""What a result says beyond figures: of its server, and of the machine, without host names or paths."""
 
 from __future__ import annotations
 
+import os
+import platform
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
+from sparkforge import __version__
 from sparkforge.bench.schema import ServedModel
 from sparkforge.core import paths
 from sparkforge.core.documents import read_json
+from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import sha256_file
+from sparkforge.core.git import checkout_git
+from sparkforge.core.gpus import query
 from sparkforge.core.openai import Endpoint, uses_proxy
-from sparkforge.core.process import session_members
+from sparkforge.core.process import ProbeError, session_members
 from sparkforge.serve import record as records
 
 INPUTS = ("pins.toml", "locks/embedded.txt", "locks/spark.txt")
@@ -71,3 +78,39 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def facts() -> dict[str, Any]:
+    """Return processor, cores, memory (bytes), GPUs, system, Python, our version and commit, and the time in UTC."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "sparkforge": __version__,
+        "commit": _commit(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def gpus() -> list[str]:
+    """Return name and driver of each NVIDIA GPU; none where nvidia-smi is absent or sees none."""
+    try:
+        return [", ".join(row.values()) for row in query("name", "driver_version")]
+    except ProbeError:
+        return []
+
+
+def _commit() -> str:
+    """Return the commit, marked if files differ from it; empty outside a git checkout."""
+    try:
+        return checkout_git(paths.ROOT, "describe", "--always", "--dirty", "--abbrev=12").strip()
+    except ProcessError:
+        return ""

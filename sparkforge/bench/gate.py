@@ -87,7 +87,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[Re
         checks=checks,
         text=text.name,
         text_sha256=text.sha256,
-        chunked_by=score.chunked_by,
+        chunked_by="tokens",
         **{name: finite(value) for name, value in score.metrics.items()},
         tokens=score.tokens,
         seconds=round(time.monotonic() - start, 3),

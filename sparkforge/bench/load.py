@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import httpx
 
 from sparkforge import __version__
+from sparkforge.bench import accuracy
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.bench.schema import Client, Config
 from sparkforge.core import sse
@@ -26,7 +27,6 @@ from sparkforge.core.openai import Endpoint
 
 NAME = "sparkforge"
 MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless
-COUNTED_WORDS = 256  # random words that are sent to learn how many tokens a word has
 Progress = Callable[[int], None]
 
 
@@ -36,7 +36,7 @@ class StreamError(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt (token ids, or text for a server that does not tokenize) and its answer's length in tokens."""
+    """A prompt, as token ids or as text, and its answer's length in tokens."""
 
     content: list[int] | str
     output_tokens: int
@@ -81,7 +81,7 @@ class OwnClient:
 def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed: int) -> list[Prompt]:
     """Return `count` prompts drawn with `seed`: the tokens of `text` in random order, so that every id is valid.
 
-    A server without /tokenize gets random words instead, as many as one measured request says make `isl` tokens.
+    Raises ServerError for a server that does not tokenize.
     """
     rng = random.Random(seed)  # noqa: S311 (a load, no secret)
 
@@ -90,25 +90,9 @@ def draw_prompts(endpoint: Endpoint, config: Config, text: str, count: int, seed
         share = config.random_range_ratio
         return max(1, rng.randint(round(tokens * (1 - share)), round(tokens * (1 + share))))
 
-    tokens = endpoint.tokenize(text)
+    tokens = accuracy.tokenize(endpoint, text)
     lengths = [(length(config.isl), length(config.osl)) for _ in range(count)]
-    if tokens is not None:
-        return [Prompt(rng.choices(tokens, k=isl), osl) for isl, osl in lengths]
-    vocabulary = sorted(set(text.split()))
-    per_word = _tokens_per_word(endpoint, rng, vocabulary)
-    return [Prompt(" ".join(rng.choices(vocabulary, k=max(1, round(isl / per_word)))), osl) for isl, osl in lengths]
-
-
-def _tokens_per_word(endpoint: Endpoint, rng: random.Random, vocabulary: list[str]) -> float:
-    """Return how many tokens random words make. Raises ServerError if the server does not count them."""
-    answer = endpoint.complete(" ".join(rng.choices(vocabulary, k=COUNTED_WORDS)), max_tokens=1, temperature=0)
-    tokens = (answer.get("usage") or {}).get("prompt_tokens")
-    if not isinstance(tokens, int) or tokens < COUNTED_WORDS:
-        why = f"it says that {COUNTED_WORDS} words are {tokens!r} tokens"
-        raise ServerError(
-            "the server does not count prompts", why, "use a server that counts usage", code="server.reply"
-        )
-    return tokens / COUNTED_WORDS
+    return [Prompt(rng.choices(tokens, k=isl), osl) for isl, osl in lengths]
 
 
 def send(

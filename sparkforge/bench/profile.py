@@ -14,8 +14,8 @@ from pydantic import Field
 from rich.box import SIMPLE
 from rich.table import Table
 
-from sparkforge.bench import baselines, batch, context, load, machine, settings, trace
-from sparkforge.bench.measure import LIMIT_SECONDS
+from sparkforge.bench import baselines, batch, context, load, settings, trace
+from sparkforge.bench.batch import LIMIT_SECONDS
 from sparkforge.bench.report import format_figure
 from sparkforge.bench.schema import Config, ServedModel
 from sparkforge.bench.settings import BenchSettings, parse_whole
@@ -99,7 +99,7 @@ def measure(flags: Mapping[str, str], output: Path, stamp: str) -> tuple[TracePr
             breakdown=trace.read(files[0]),
             config=config,
             server=context.describe_server(endpoint),
-            machine=machine.facts(),
+            machine=context.facts(),
         )
         tell(f"{files[0].name}, {files[0].stat().st_size / 1e6:.1f} MB")
     return profile, output / name

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
+from sparkforge.bench.batch import LIMIT_SECONDS, Bench, choose_client
 from sparkforge.bench.gate import Passage
-from sparkforge.bench.measure import LIMIT_SECONDS, Bench, choose_client
 from sparkforge.bench.schema import Config, Gate, Result
 from sparkforge.bench.settings import BenchSettings, parse_whole
 from sparkforge.core import paths

@@ -76,7 +76,7 @@ class Gate(Record):
     checks: list[ResultCheck]
     text: str = Field(description="name of the text that was scored")
     text_sha256: str = Field(default="", description="sha256 of the file that holds the text")
-    chunked_by: Literal["tokens", "bytes"]
+    chunked_by: Literal["tokens", "bytes"]  # bytes: of older results only
     bits_per_byte: float | None
     byte_perplexity: float | None
     word_perplexity: float | None

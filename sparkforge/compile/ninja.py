@@ -9,13 +9,9 @@ long as one of its compilers lives (flock(2)), and the next build waits for that
 from __future__ import annotations
 
 import fcntl
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
-
-from rich import progress as bars
 
 from sparkforge.compile import jobs
 from sparkforge.compile.diagnosis import explained
@@ -23,7 +19,7 @@ from sparkforge.compile.jobs import JobsReport, Schedule, Site, Stage, Unit, Uni
 from sparkforge.compile.ninjafile import COMPILERS
 from sparkforge.compile.peaks import Peaks
 from sparkforge.core import memory
-from sparkforge.core.console import console, say
+from sparkforge.core.console import say
 from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ProcessError
 from sparkforge.core.files import sha256_file
@@ -91,13 +87,13 @@ def build(
     wanted = [unit for unit in units if unit.command[-1] in commands]
     schedule = jobs.make_schedule([unit.name for unit in wanted], peaks, memory.measure(), limit=site.limit)
     report = JobsReport()
-    with CompileProgress(schedule) as progress:
-        try:
-            if wanted:
-                report = jobs.run(wanted, schedule, peaks, site, progress.watch)
-            link(schedule)
-        except ProcessError as error:
-            raise explained(error) from None
+    progress = CompileProgress(schedule)
+    try:
+        if wanted:
+            report = jobs.run(wanted, schedule, peaks, site, progress.watch)
+        link(schedule)
+    except ProcessError as error:
+        raise explained(error) from None
     cached = sum(result.cached for result in report.units.values())
     return BuildResult(
         compiled=len(report.units) - cached, cached=cached, units=len(units), peak=report.peak,
@@ -128,27 +124,15 @@ def wait_for_orphans(lock: Path) -> None:
 
 
 class CompileProgress:
-    """Shows a run of `jobs.run`: a line for each unit that ended, on a terminal also a bar in predicted CPU-seconds."""
+    """Prints how many units a run of `jobs.run` has and how long they will take, then a line for each that ended."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.ended = schedule, set[str]()
-        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.fields[left]}"))
-        self.bar = bars.Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty())
-        self.task = self.bar.add_task("", total=sum(cost.cpu for cost in schedule.costs.values()) or 1, left="")
-
-    def __enter__(self) -> Self:
-        """Say how many units there are and how long they will take."""
-        schedule = self.schedule
         if schedule.costs:
             say(
                 f"{len(schedule.costs)} units, at most {schedule.jobs} at once within {schedule.budget / 1e9:.1f} GB; "
                 f"about {_duration(schedule.seconds())}, less where ccache has them"
             )
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
     def watch(self, stage: Stage, unit: Unit, result: UnitResult | None) -> None:
         """Take an event of `jobs.run`."""
@@ -156,13 +140,10 @@ class CompileProgress:
         if len(name) > SHOWN:  # keep both module and file
             name = f"{name[: SHOWN // 2 - 1]}…{name[-SHOWN // 2 :]}"
         if result is None:
-            self.bar.update(self.task, description=name)
             return
         if stage in ("done", "cached"):
             self.ended.add(unit.name)
-            self.bar.advance(self.task, self.schedule.costs[unit.name].cpu)
         left = _duration(self.schedule.seconds(self.ended))
-        self.bar.update(self.task, left=f"about {left} left")
         peak = f", {result.usage.peak / 1e9:.2f} GB" if stage == "done" else ""
         count = f"[{len(self.ended)}/{len(self.schedule.costs)}]"
         say(f"{count} {name}: {OUTCOMES[stage]} ({result.seconds:.1f} s{peak}; {left} left)")

@@ -44,13 +44,18 @@ class BuildRequest:
     sources: str = ""
 
 
+def require_way(way: str) -> None:
+    """Raise UsageError unless `way` is one of WAYS: upstream's wheel, or compiled from source."""
+    if way not in WAYS:
+        raise UsageError(f"--from {way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "--from wheel")
+
+
 def build(request: BuildRequest) -> dict[str, bool]:
     """Run every stage, print a table, and return for each stage whether its artifact was made now.
 
     Raises UsageError, and each stage's own errors.
     """
-    if request.way not in WAYS:
-        raise UsageError(f"--from {request.way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "name one")
+    require_way(request.way)
     jobs.parse_limit(request.jobs)
     if not pins.load().image(request.stack).kernels:
         why, fix = "it is built in a container image only", f"./inv build --engine docker --stack {request.stack}"

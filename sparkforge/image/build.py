@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparkforge import pins
+from sparkforge.compile.stages import require_way
 from sparkforge.core import paths
 from sparkforge.core.console import Steps
 from sparkforge.core.docker import docker_logged
-from sparkforge.core.errors import ProcessError, UsageError
+from sparkforge.core.errors import ProcessError
 from sparkforge.core.git import checkout_git
 from sparkforge.image import compose, devices, rootfs
 from sparkforge.image.compose import SERVICE
 from sparkforge.pins import locks
-
-WAYS = ("wheel", "source")
 
 
 def build(
@@ -27,10 +26,7 @@ def build(
     `way` is how vLLM gets in: upstream's wheel, or compiled from source. Raises UsageError for another one, and a
     named error of the engine or EngineError with the log's last lines.
     """
-    if way not in WAYS:
-        raise UsageError(
-            f"--from {way!r} is no way to vLLM", f"there are {' and '.join(WAYS)}", "./inv build --from wheel"
-        )
+    require_way(way)
     log = paths.state() / "logs" / "image.log"
     arguments = {"VLLM_FROM": way, "JOBS": jobs, **commit()}
     flags = [flag for name, value in arguments.items() for flag in ("--build-arg", f"{name}={value}")]

@@ -120,7 +120,7 @@ def verify(stack: str, name: str, expected: Expected) -> None:
     with engine.connected() as client:
         name = name or docker_compose.resolve(docker_compose.variables(stack)).image
         image = engine.image(client, name, build_command(stack))
-        for line in lines(image.attrs, client.api.history(image.id), _attestations(client, image.id)):
+        for line in lines(image.attrs, client.api.history(image.id)):
             echo(line)
         document = manifest(client, image, stack)
         if source := made_from(client, image, stack):
@@ -175,7 +175,7 @@ def differences(manifest: Mapping[str, Any], expected: Mapping[str, Mapping[str,
     return lines
 
 
-def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations: str) -> list[str]:
+def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]]) -> list[str]:
     """Return what the engine knows of an image, for a person; layers by size, in the order of the build."""
     config = attrs.get("Config")
     user = config.get("User") if isinstance(config, dict) else ""
@@ -185,7 +185,6 @@ def lines(attrs: Mapping[str, Any], history: list[dict[str, Any]], attestations:
         f"  platform   {engine.platform_of(attrs)} · user {user or 'root'} · made {attrs.get('Created')}",
         f"  size       {_size(int(attrs.get('Size', 0)))} in the engine's storage",
         f"  digests    {', '.join(attrs.get('RepoDigests') or ['none: not pushed, not pulled'])}",
-        f"  provenance {attestations}",
         *(f"  label      {name}={value}" for name, value in sorted(labels(attrs).items())),
         *(f"  layer      {_size(int(layer['Size'])):>9}  {_layer_command(layer)}" for layer in layers),
     ]
@@ -258,19 +257,6 @@ def _joined(stream: Iterable[bytes]) -> bytes:
         if len(data) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
     return bytes(data)
-
-
-def _attestations(client: docker.DockerClient, image: str) -> str:
-    """Say whether BuildKit's attestations lie beside the image; engines since API 1.48 can list them."""
-    if tuple(int(part) for part in client.api.api_version.split(".")) < (1, 48):
-        return "in the labels and the manifest; this engine does not list attestations"
-    url = client.api._url("/images/{0}/json", image)  # noqa: SLF001 - the SDK has no call with `manifests`
-    response = client.api._result(client.api._get(url, params={"manifests": 1}), json=True)  # noqa: SLF001
-    kinds = [entry.get("Kind") for entry in response.get("Manifests") or []]
-    count = kinds.count("attestation")
-    return (
-        f"{count} attestations of BuildKit, the labels and the manifest" if count else "in the labels and the manifest"
-    )
 
 
 def _layer_command(layer: Mapping[str, Any]) -> str:

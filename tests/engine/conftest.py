@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab.daily_page import RUNS
-from sparkforge.bench.machine import facts
+from sparkforge.bench.context import facts
 from sparkforge.core.files import write_json
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.paths import ROOT

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from robustness.scenario import Scenario, write
 from sparkforge.bench import baselines, batch, report, schema
-from sparkforge.bench.measure import Bench
+from sparkforge.bench.batch import Bench
 from sparkforge.bench.schema import Config, Result
 
 SPREAD = {"mean": 1.0, "median": 1.0, "p99": 2.0}

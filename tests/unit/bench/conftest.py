@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sparkforge import pins
-from sparkforge.bench import baselines, gate, load_checks
+from sparkforge.bench import baselines, gate
+from sparkforge.bench.batch import Bench
 from sparkforge.bench.gate import Passage
 from sparkforge.bench.load import OwnClient
-from sparkforge.bench.measure import Bench
-from sparkforge.bench.samples import FinishedLoad, Sample, compute_metrics
+from sparkforge.bench.samples import FinishedLoad, Sample, check_load, compute_metrics
 from sparkforge.bench.schema import Config, Result
 from sparkforge.core.openai import Endpoint
 
@@ -272,7 +272,7 @@ def make_result(table):
                 "sanity_only": False,
                 "source": "a test",
             },
-            "checks": load_checks.check_load(load, shape),
+            "checks": check_load(load, shape),
             "metrics": figures,
             "ratios": baselines.compute_ratios(figures, (isl, osl, conc), table.figures),
             "requests": [sample.row() for sample in samples],

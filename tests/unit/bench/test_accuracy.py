@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from sparkforge.bench import accuracy, canary, gate
-from sparkforge.bench.accuracy import Score, by_bytes, cut
+from sparkforge.bench.accuracy import Score
 from sparkforge.bench.baselines import AccuracyThreshold
 from sparkforge.bench.gate import Passage, passage
 from sparkforge.core.errors import BenchmarkError, UsageError
@@ -16,7 +16,7 @@ from sparkforge.core.errors import BenchmarkError, UsageError
 def test_the_competitions_three_figures_fit_together():
     """2.0558, 4.1577 and 222.7893 are one and the same sum over bytes and over tokens."""
     size, tokens = 379_390, 100_000
-    score = Score(-math.log(222.7893) * tokens, tokens, size, "tokens")
+    score = Score(-math.log(222.7893) * tokens, tokens, size)
     assert score.metrics["word_perplexity"] == pytest.approx(222.7893)
     assert score.metrics["byte_perplexity"] == pytest.approx(4.1577, rel=1e-4)
     assert score.metrics["bits_per_byte"] == pytest.approx(2.0558, abs=1e-4)
@@ -25,7 +25,7 @@ def test_the_competitions_three_figures_fit_together():
 
 @pytest.mark.parametrize(("total", "tokens"), [(-1e9, 10), (0.0, 0), (-math.inf, 10)])
 def test_hopeless_scores_are_infinite_and_fail(total, tokens):
-    score = Score(total, tokens, 100, "tokens")
+    score = Score(total, tokens, 100)
     assert score.metrics["word_perplexity"] == math.inf
     threshold = AccuracyThreshold(
         model="*", text="t", at_most={"word_perplexity": 1e300}, source="s", date="2026-11-21"
@@ -41,21 +41,6 @@ def test_the_served_score_is_the_sum_over_chunks_of_512_tokens(stub, endpoint, p
     assert score.tokens == len(passage.text) - 2  # the first of each chunk is unscored, the generated one is left out
     assert score.total == pytest.approx(-0.5 * score.tokens)
     assert score.metrics["bits_per_byte"] == pytest.approx(0.5 * score.tokens / len(passage.text) / math.log(2))
-
-
-def test_chunks_are_the_whole_text():
-    text = "word " * 3000 + "é" * 5000 + " end"
-    assert "".join(by_bytes(text)) == text
-    assert all(len(piece.encode()) < 2 * accuracy.CHUNK_BYTES for piece in by_bytes("ab cd " * 9000))
-    assert sum(map(len, cut(text, list(range(1300)))[0])) == 1300
-    assert by_bytes("") == []
-
-
-def test_a_server_without_tokenize_is_scored_by_bytes(stub, endpoint, table):
-    stub.tokenizes = False
-    verdict = gate.run(endpoint, table, Passage("persuasion-24", "one two three " * 400))
-    assert verdict.chunked_by == "bytes"
-    assert verdict.passed
 
 
 def test_a_worse_model_fails_by_metric_and_how_much(stub, endpoint, table, passage):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkforge.bench import load_checks, measure, report, samples, vllm_client
+from sparkforge.bench import batch, context, report, samples, vllm_client
 from sparkforge.bench.samples import FinishedLoad, Sample
 from sparkforge.core.errors import BenchmarkError
 
@@ -44,7 +44,7 @@ def test_percentiles_are_numpys(values, share):
 )
 def test_nothing_is_divided_by_nothing(load, config):
     assert samples.compute_metrics(load, config) is None
-    assert not all(check.ok for check in load_checks.check_load(load, config))
+    assert not all(check.ok for check in samples.check_load(load, config))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_nothing_is_divided_by_nothing(load, config):
     ],
 )
 def test_a_latency_beyond_the_load_is_refused(load, ok, config):
-    checks = load_checks.check_load(load, config.model_copy(update={"num_prompts": 1, "osl": 10}))
+    checks = samples.check_load(load, config.model_copy(update={"num_prompts": 1, "osl": 10}))
     assert all(check.ok for check in checks) == ok
     assert ok or not next(check for check in checks if check.name == "times are possible").ok
 
@@ -80,7 +80,7 @@ def test_vllms_detailed_file_gives_the_same_samples(tmp_path, config):
     assert [s.start for s in load.samples] == [0.0, 0.5]
     assert load.samples[0].latency == pytest.approx(1.2)
     assert load.samples[0].pieces == 8
-    assert all(check.ok for check in load_checks.check_load(load, config.model_copy(update={"num_prompts": 2})))
+    assert all(check.ok for check in samples.check_load(load, config.model_copy(update={"num_prompts": 2})))
 
 
 def test_vllms_failed_requests_are_failed_ones(tmp_path, config):
@@ -103,7 +103,7 @@ def test_a_tokenizer_in_the_hubs_cache_is_its_folder(tmp_path, monkeypatch):
     (snapshot / "config.json").touch()
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name, taken in (("openai/gpt-oss-20b", str(snapshot)), ("openai/none", "openai/none"), ("/tok", "/tok")):
-        client = measure.choose_client("vllm", Path(sys.executable), name, 1.0)
+        client = batch.choose_client("vllm", Path(sys.executable), name, 1.0)
         assert client.tokenizer == taken
 
 
@@ -153,3 +153,20 @@ def test_the_terminal_shows_failed_and_passed(make_result, capsys, table):
     output = capsys.readouterr().err
     assert "cited, not measured here" in output
     assert "it lied" in output
+
+
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        ("echo 'NVIDIA GB10, 580.95.05'", ["NVIDIA GB10, 580.95.05"]),
+        ("echo NVIDIA-SMI has failed; exit 9", []),
+        ("", []),
+    ],
+)
+def test_gpus_are_named_where_there_are_any(tmp_path, monkeypatch, script, wanted):
+    if script:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert context.facts()["gpus"] == wanted

@@ -6,7 +6,7 @@ import pytest
 
 from sparkforge.bench import gate
 from sparkforge.bench.load import OwnClient
-from sparkforge.core.errors import BenchmarkError
+from sparkforge.core.errors import BenchmarkError, ServerError
 
 LIES = {
     "no tokens": "HTTP 200 without a token",
@@ -110,12 +110,13 @@ def test_an_answer_of_one_token_has_no_tpot(stub, bench, config):
     assert result.metrics.interactivity is None
 
 
-def test_a_server_that_does_not_tokenize_is_asked_for_words(stub, bench, config):
+def test_a_server_that_does_not_tokenize_is_neither_scored_nor_loaded(stub, bench, config, endpoint, table, passage):
     stub.tokenizes = False
-    bench.measure(config, lambda _: None)
-    loads = [body for path, body, _ in stub.bodies if body.get("stream")]
-    assert all(isinstance(body["prompt"], str) for body in loads)
-    assert len({body["prompt"] for body in loads}) == len(loads)
+    result = bench.measure(config, lambda _: None)
+    assert "does not tokenize" in result.reasons[0]
+    with pytest.raises(ServerError, match="does not tokenize"):
+        gate.run(endpoint, table, passage)
+    assert stub.asked["/v1/completions"] == 0
 
 
 BAD_SCORES = {

@@ -14,8 +14,8 @@ import pytest
 from lab import debian
 from sparkforge import pins
 from sparkforge.compile.flashinfer import sets
+from sparkforge.compile.stages import WAYS
 from sparkforge.core.paths import ROOT
-from sparkforge.image import build as builder
 from sparkforge.image import rootfs
 from sparkforge.image.inspect import AUDIT_LABEL, MANIFEST_LABEL
 
@@ -135,7 +135,7 @@ def test_a_label_without_a_commit_says_what_names_it_in_a_plain_build_too():  # 
     assert "BUILDX_GIT_LABELS=1 in the environment" in TEXT
 
 
-@pytest.mark.parametrize("way", builder.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_each_way_to_vllm_is_a_stage(way):
     assert re.search(rf"^FROM kernels AS vllm-{way}$", TEXT, re.MULTILINE)
 
