@@ -78,6 +78,7 @@ def tokenize(endpoint: Endpoint, text: str) -> list[int]:
     """Return the token ids of a text. Raises ServerError for a server without vLLM's /tokenize."""
     if tokens := endpoint.tokenize(text):
         return tokens
+    endpoint.get("/v1/models")  # one that is gone is named as such
     why = "it has no /tokenize that works; chunks and prompts are counted in its tokens"
     raise ServerError(
         f"{endpoint.url} does not tokenize", why, "use a server that does, such as vLLM", code="server.reply"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkforge.bench import schema, submit
+from sparkforge.bench.schema import ResultCheck
 from sparkforge.core.errors import BenchmarkError, InputError, NetworkError, UsageError
 
 
@@ -195,14 +196,6 @@ def test_the_next_command_names_the_board_of_the_shape(saved, stub, capsys):
     assert "--to board" in text
 
 
-def test_the_table_has_the_competitions_boards(table):
-    boards = {(board.isl, board.osl): board.url for board in table.competition.boards}
-    assert boards == {
-        shape: f"https://daniehua-gptoss-fp4-vllm-isl{shape[0]}osl{shape[1]}.hf.space"
-        for shape in [(1024, 1024), (1024, 8192), (8192, 1024)]
-    }
-
-
 def test_to_board_posts_the_competitions_form_to_the_board_of_the_shape(stub, board_saved, table, monkeypatch):
     urls = {(1024, 1024): stub.url}
     boards = [
@@ -215,42 +208,35 @@ def test_to_board_posts_the_competitions_form_to_the_board_of_the_shape(stub, bo
     assert stub.asked == {"/gradio_api/call/submit_results": 1}
 
 
-WRONG_GATES = {
-    "another text": ({"text_sha256": "0" * 64}, "the text is not wikitext-2-raw-test"),
-    "no text known": ({"text_sha256": ""}, "the text is not wikitext-2-raw-test"),
-    "no limits": ({"checks": []}, "bits_per_byte was held against nothing, not 2.1175"),
-    "chunks by bytes": ({"chunked_by": "bytes"}, "not into chunks of 512 tokens"),
+def looser(table):
+    limits = table.threshold(table.competition.model, table.competition.text).at_most
+    return [
+        {"name": name, "ok": True, "told": "", "limit": limit * 2, "bound": "upper"} for name, limit in limits.items()
+    ]
+
+
+REFUSED = {
+    "another text": ({"gate": {"text_sha256": "0" * 64}}, "the text is not wikitext-2-raw-test"),
+    "no text known": ({"gate": {"text_sha256": ""}}, "the text is not wikitext-2-raw-test"),
+    "no limits": ({"gate": {"checks": []}}, "bits_per_byte was held against nothing, not 2.1175"),
+    "looser limits": ({"gate": {"checks": looser}}, "bits_per_byte was held against 4.235, not 2.1175"),
+    "chunks by bytes": ({"gate": {"chunked_by": "bytes"}}, "not into chunks of 512 tokens"),
+    "another model": ({"team_model": "tiny-gpt-oss"}, "the model is tiny-gpt-oss"),
+    "another shape": ({"isl": 64}, "there is no board for 64/1024"),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_GATES)
-def test_the_board_refuses_another_text_or_other_limits(stub, board_result, tmp_path, wrong):
-    changes, why = WRONG_GATES[wrong]
-    schema.write(tmp_path / "r.json", board_result(gate=changes))
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
-        send(tmp_path / "r.json", stub.url, "gradio")
-    assert why in caught.value.why
-    assert stub.posted == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [({"team_model": "tiny-gpt-oss"}, "the model is tiny-gpt-oss"), ({"isl": 64}, "there is no board for 64/1024")],
-)
-def test_the_board_refuses_another_model_or_shape(stub, board_result, tmp_path, changes, why):
+@pytest.mark.parametrize("wrong", REFUSED)
+@pytest.mark.parametrize("to", ["the form", "board"])
+def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result, table, tmp_path, wrong, to):
+    changes, why = REFUSED[wrong]
+    if callable(checks := changes.get("gate", {}).get("checks")):
+        changes = {"gate": {"checks": [ResultCheck(**check) for check in checks(table)]}}
     schema.write(tmp_path / "r.json", board_result(**changes))
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
-        send(tmp_path / "r.json", "board")
+        send(tmp_path / "r.json", *((stub.url, "gradio-gsm8k") if to == "the form" else ("board",)))
     assert why in caught.value.why
-
-
-def test_a_limit_that_was_looser_is_refused(stub, board_result, tmp_path):
-    result = board_result()
-    looser = [check.model_copy(update={"limit": check.limit * 2}) for check in result.gate.checks]
-    schema.write(tmp_path / "r.json", board_result(gate={"checks": looser}))
-    with pytest.raises(BenchmarkError, match="does not take this") as caught:
-        send(tmp_path / "r.json", stub.url, "gradio-gsm8k")
-    assert "bits_per_byte was held against 4.235, not 2.1175" in caught.value.why
+    assert stub.posted == []
 
 
 @pytest.mark.parametrize("end", ["", "/"])
@@ -262,16 +248,10 @@ def test_the_board_of_another_shape_is_refused(stub, board_saved, table, end):
         assert f"that of 1024/1024 is {table.competition.url(1024, 1024)}" in caught.value.why
 
 
-def test_the_board_of_another_shape_is_not_measured_for(stub, table, tmp_path):
+@pytest.mark.parametrize("shape", [("1024", "1024"), ("24", "8")])
+def test_what_the_board_would_refuse_is_not_measured(stub, table, tmp_path, shape):
+    isl, osl = shape
     flags = {"team": "T", "to": table.competition.url(1024, 8192), "url": stub.url, "output": str(tmp_path)}
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
-        submit.main({**flags, "isl": "1024", "osl": "1024", "conc": "1"}, Path("/nonexistent"))
-    assert "is the board of another shape" in caught.value.why
-    assert not stub.asked
-
-
-def test_what_the_board_would_refuse_is_not_measured(stub, tmp_path):
-    flags = {"team": "T", "to": "board", "url": stub.url, "isl": "24", "osl": "8", "conc": "1", "output": str(tmp_path)}
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board"):
-        submit.main(flags, Path("/nonexistent"))
+    with pytest.raises(BenchmarkError, match="does not take this", check=lambda error: error.code == "benchmark.board"):
+        submit.main({**flags, "isl": isl, "osl": osl, "conc": "1"}, Path("/nonexistent"))
     assert not stub.asked

@@ -203,7 +203,15 @@ def test_the_number_of_jobs_is_the_planners(monkeypatch):
 # ./inv dev.build
 
 
-def test_vllm_is_compiled_from_the_checkout_into_it(folders, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tree(folders, tmp_path):
+    """The image's environment, whose packages are those of `folders`."""
+    (tmp_path / "venv/lib/python3.13").mkdir(parents=True)
+    (tmp_path / "venv/lib/python3.13/site-packages").symlink_to(folders[1])
+    return tmp_path / "venv"
+
+
+def test_vllm_is_compiled_from_the_checkout_into_it(folders, tree, monkeypatch, capsys):
     sources, packages = folders
     dev.link_natives(VLLM, packages, sources)
     dev.changed(VLLM, sources)
@@ -224,9 +232,6 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tmp_path, monkeypat
         return overlay, True
 
     monkeypatch.setattr(dev, "build_extensions", build_extensions)
-    tree = tmp_path / "venv"
-    (tree / "lib/python3.13").mkdir(parents=True)
-    (tree / "lib/python3.13/site-packages").symlink_to(packages)
     dev.build("vllm", "spark", dev.BuildOptions(jobs="3"), tree=tree, sources=sources)
     (request,) = asked
     assert (request.checkout, request.jobs, request.stack) == (str(sources / "vllm"), "3", "spark")
@@ -237,14 +242,11 @@ def test_vllm_is_compiled_from_the_checkout_into_it(folders, tmp_path, monkeypat
     assert f"{sources}/vllm/vllm/_C.abi3.so: compiled here" in capsys.readouterr().err
 
 
-def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tmp_path, monkeypatch):
-    sources, packages = folders
+def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tree, tmp_path, monkeypatch):
+    sources, _ = folders
     dev.changed(VLLM, sources)
     (sources / "vllm/csrc/a.cu").write_text("two")
     monkeypatch.setattr(dev, "build_extensions", lambda request: (tmp_path / "none", True))
-    tree = tmp_path / "venv"
-    (tree / "lib/python3.13").mkdir(parents=True)
-    (tree / "lib/python3.13/site-packages").symlink_to(packages)
     dev.build("vllm", "spark", dev.BuildOptions(targets="spinloop"), tree=tree, sources=sources)
     assert dev.changed(VLLM, sources) == ["csrc/a.cu"]
     dev.build("vllm", "spark", dev.BuildOptions(accept=True), tree=tree, sources=sources)
@@ -254,16 +256,13 @@ def test_a_part_of_vllm_does_not_count_as_the_whole(folders, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("units", "patterns"), [("changed", ("csrc/a.cu",)), ("csrc/*.cu,csrc/b.cpp", ("csrc/*.cu", "csrc/b.cpp"))]
 )
-def test_units_alone_are_compiled_and_accept_nothing(folders, tmp_path, monkeypatch, capsys, units, patterns):
-    sources, packages = folders
+def test_units_alone_are_compiled_and_accept_nothing(folders, tree, tmp_path, monkeypatch, capsys, units, patterns):
+    sources, _ = folders
     dev.changed(VLLM, sources)
     for name in ("a.cu", "a.cuh"):
         (sources / "vllm/csrc" / name).write_text("two")
     asked = []
     monkeypatch.setattr(dev, "build_extensions", lambda request: asked.append(request) or (tmp_path, False))
-    tree = tmp_path / "venv"
-    (tree / "lib/python3.13").mkdir(parents=True)
-    (tree / "lib/python3.13/site-packages").symlink_to(packages)
     dev.build("vllm", "spark", dev.BuildOptions(units=units), tree=tree, sources=sources)
     assert [(request.checkout, request.units) for request in asked] == [(str(sources / "vllm"), patterns)]
     assert dev.changed(VLLM, sources) == ["csrc/a.cu", "csrc/a.cuh"]
