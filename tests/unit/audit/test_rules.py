@@ -43,9 +43,37 @@ def test_which_targets_load_on_12_1(target, does):
     assert loads(target, "12.1") is does
 
 
-def test_hardware_fp4_passes():
-    kernels = Kernel(GEMM, 3000, {QMMA: 16}), Kernel("cvt_fp16_to_fp4", 200, {E2M1: 4}), Kernel("scale", 24, {})
-    assert rules_of(file(*kernels, path="fused_moe_120_fp8xfp4.so")) == []
+SM100_STUB = "GroupProblemShape_CollectiveMma_MainloopSm100ArrayTma_e2m1"
+TRAPS = {"strings": RULES.sass.trap_strings}
+CODE = {
+    "hardware FP4": ([(GEMM, {QMMA: 16}), ("cvt_fp16_to_fp4", {E2M1: 4}), ("scale", {})], {}, []),
+    "MMA without block scales": (
+        [(GEMM, {"QMMA.16832.F32.E4M3.E2M1": 64, "HMMA.16816.F32.BF16": 64})], {}, ["software-fp4"],
+    ),
+    "a conversion without E2M1": ([("_Z15cvt_fp32_to_fp4PK6float2Ph", {})], {}, ["software-fp4"]),
+    "the same under a plain label": ([("_Z15cvt_fp32_to_fp4PK6float2Ph", {})], {"target": "sm_120"}, ["arch-suffix"]),
+    "plain sm_120 without FP4": ([("rms_norm", {})], {"target": "sm_120"}, []),
+    "nothing but a trap": ([(GEMM, {TRAP: 1})], {}, ["trap-stub"]),
+    "a trap beside FP4": ([(GEMM, {TRAP: 1, QMMA: 64})], {}, ["trap-stub"]),
+    "a stub's text and a trap": ([("dense_gemm", {TRAP: 1})], TRAPS, ["trap-string"]),
+    "the text, and a trap of another device": ([("20MacheteCollectiveMma_machete", {TRAP: 1})], TRAPS, []),
+    "the text and no trap": ([("scale", {})], TRAPS, []),
+    "a stub of another device": ([(SM100_STUB, {TRAP: 14})], {"target": "sm_120f"}, []),
+    "FP4 in the file's name alone": ([("quantise", {})], {"path": "nvfp4_quant.o"}, ["software-fp4"]),
+    "no FP4 in the file's name": ([("quantise", {})], {"path": "bf16_quant.o"}, []),
+    "no kernel": ([], {"path": "fp8_fp4.o"}, []),
+    "no target": ([], {"target": ""}, ["no-target", "wrong-arch"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_machine_code_is_judged_by_what_it_holds(name):
+    kernels, options, expected = CODE[name]
+    assert rules_of(file(*(Kernel(mangled, 900, counts) for mangled, counts in kernels), **options)) == expected
+
+
+def test_damage_is_the_only_finding():
+    assert rules_of(Binary("x.so", 10, damage="its section table ends at byte 90 and the file at 10")) == ["damaged"]
 
 
 def test_grouped_gemm_with_too_few_block_scaled_mma_is_software():
@@ -56,18 +84,6 @@ def test_grouped_gemm_with_too_few_block_scaled_mma_is_software():
     assert "arch=compute_121a,code=sm_121a" in violation.fix
 
 
-def test_mma_without_block_scales_does_not_count():
-    assert rules_of(file(Kernel(GEMM, 3000, {"QMMA.16832.F32.E4M3.E2M1": 64, "HMMA.16816.F32.BF16": 64}))) == [
-        "software-fp4"
-    ]
-
-
-def test_conversion_without_e2m1_is_named_by_its_label():
-    kernel = Kernel("_Z15cvt_fp32_to_fp4PK6float2Ph", 152, {})
-    assert rules_of(file(kernel)) == ["software-fp4"]
-    assert rules_of(file(kernel, target="sm_120")) == ["arch-suffix"]
-
-
 def test_plain_sm_121_is_refused_without_any_fp4():
     (violation,) = judge(file(Kernel("scale", 24, {}), target="sm_121"), RULES)
     assert violation.rule == "arch-suffix"
@@ -75,42 +91,11 @@ def test_plain_sm_121_is_refused_without_any_fp4():
     assert "FLASHINFER_CUDA_ARCH_LIST=12.1a" in violation.fix
 
 
-def test_upstreams_plain_sm_120_passes_where_fp4_is_not_in_play():
-    assert rules_of(file(Kernel("rms_norm", 300, {}), target="sm_120")) == []
-
-
-def test_traps_in_fp4_kernels_are_refused():
-    assert rules_of(file(Kernel(GEMM, 24, {TRAP: 1}))) == ["trap-stub"]
-    assert rules_of(file(Kernel(GEMM, 3000, {TRAP: 1, QMMA: 64}))) == ["trap-stub"]
-
-
-def test_trap_string_counts_where_something_traps():
-    text = RULES.sass.trap_strings
-    assert rules_of(file(Kernel("dense_gemm", 24, {TRAP: 1}), strings=text)) == ["trap-string"]
-    assert rules_of(file(Kernel("20MacheteCollectiveMma_machete", 24, {TRAP: 1}), strings=text)) == []
-    assert rules_of(file(Kernel("scale", 24, {}), strings=text)) == []
-
-
-def test_stub_of_another_device_is_neither_violation_nor_support():
-    kernel = Kernel("GroupProblemShape_CollectiveMma_MainloopSm100ArrayTma_e2m1", 900, {TRAP: 14})
-    assert rules_of(file(kernel, target="sm_120f")) == []
-
-
 def test_code_for_another_device_is_no_support():
     (violation,) = judge(file(target="sm_90a"), RULES)
     assert violation.rule == "wrong-arch"
     assert "sm_90a; none of it loads on 12.1" in violation.detail
     assert rules_of(file(target="sm_90a", path="vllm/_vllm_fa3_C.abi3.so")) == []  # listed, with the reason
-
-
-def test_fp4_in_the_files_name_wants_one_fp4_instruction_in_it():
-    assert rules_of(file(Kernel("quantise", 536, {}), path="nvfp4_quant.o")) == ["software-fp4"]
-    assert rules_of(file(Kernel("quantise", 536, {}), path="bf16_quant.o")) == []
-    assert rules_of(file(path="fp8_fp4.o")) == []  # no kernel at all
-
-
-def test_cubin_that_does_not_say_its_target():
-    assert rules_of(file(target="")) == ["no-target", "wrong-arch"]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +204,6 @@ def test_named_modules():
     other = file(Kernel("sampling", 300, {}), path="a/fused_moe_120_fp8xfp4.so")
     (swapped,) = judge_modules([other], ["fused_moe_120"], RULES)
     assert swapped.rule == "swapped-library"
-
-
-def test_damage_is_the_only_finding():
-    assert rules_of(Binary("x.so", 10, damage="its section table ends at byte 90 and the file at 10")) == ["damaged"]
 
 
 def test_every_rule_has_a_fix():

@@ -35,22 +35,15 @@ def test_it_lists_modules_with_sizes_and_units_but_no_other_folder(cached):
     assert 0 < seconds <= cpu
 
 
-def test_a_name_removes_that_module_only_and_an_unknown_one_nothing(cached):
-    with pytest.raises(UsageError, match="no module pgae"):
-        clean(names=["rope", "pgae"])
-    assert left(cached) == ["page", "rope", "sampling"]
-    assert clean(names=["rope"]) == ["rope"]
-    assert left(cached) == ["page", "sampling"]
-
-
 @pytest.mark.parametrize(
-    ("changed", "expected"),
-    [("include/common.cuh", ["page", "rope"]), ("csrc/rope.cu", ["rope"]), ("csrc/sampling.cpp", ["sampling"]),
-     ("include", ["page", "rope", "sampling"]), ("csrc/other.cu", [])],
+    ("option", "value", "expected"),
+    [("changed", "include/common.cuh", ["page", "rope"]), ("changed", "csrc/rope.cu", ["rope"]),
+     ("changed", "csrc/sampling.cpp", ["sampling"]), ("changed", "include", ["page", "rope", "sampling"]),
+     ("changed", "csrc/other.cu", []), ("names", "rope", ["rope"]), ("names", "[pr]*", ["page", "rope"])],
 )  # fmt: skip
-def test_a_changed_source_removes_what_is_made_from_it(cached, monkeypatch, changed, expected):
+def test_a_name_or_a_changed_source_removes_what_it_stands_for(cached, monkeypatch, option, value, expected):
     monkeypatch.chdir(cached.base)
-    assert clean(changed=[Path(changed)]) == expected
+    assert clean(**{option: [Path(value) if option == "changed" else value]}) == expected
     assert left(cached) == sorted({"page", "rope", "sampling"} - set(expected))
 
 
@@ -208,12 +201,12 @@ def interrupted(cached, name="page"):
     folder.rename(folder.with_name(f".{name}.1{cache.REMOVING}"))
 
 
-@pytest.mark.parametrize("options", [{"stale": True}, {"changed": ["nothing.cu"]}, {"names": ["rope"]}])
+@pytest.mark.parametrize("options", [{"stale": True}, {"changed": [Path("nothing.cu")]}, {"names": ["rope"]}])
 def test_an_interrupted_removal_is_finished_whatever_is_chosen(cached, capfd, options):
     interrupted(cached)
-    clean(dry_run=True, **{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    clean(dry_run=True, **options)
     assert len(left(cached)) == 3, "a dry run removes nothing"
-    clean(**{**options, "changed": [Path(name) for name in options.get("changed", ())]})
+    clean(**options)
     assert [name for name in left(cached) if name.startswith(".")] == []
     assert "finishing removals that were interrupted" in capfd.readouterr().err
 
@@ -255,12 +248,11 @@ def test_the_listing_names_size_cost_and_staleness(cached, capfd):
     assert "3 modules" in lines[-1]
 
 
-def test_a_name_may_have_wildcards_and_one_that_fits_nothing_is_refused(cached):
-    with pytest.raises(UsageError, match=r"no module fused_\*"):
-        clean(names=["[pr]*", "fused_*"])
+@pytest.mark.parametrize(("names", "unknown"), [(["rope", "pgae"], "pgae"), (["[pr]*", "fused_*"], r"fused_\*")])
+def test_a_name_that_fits_nothing_is_refused(cached, names, unknown):
+    with pytest.raises(UsageError, match=f"no module {unknown}"):
+        clean(names=names)
     assert left(cached) == ["page", "rope", "sampling"]
-    assert clean(names=["[pr]*"]) == ["page", "rope"]
-    assert left(cached) == ["sampling"]
 
 
 @pytest.fixture

@@ -73,11 +73,17 @@ def test_a_library_that_was_changed_is_made_again(order):
     assert answer(extension_order.output, "spinloop") == 43
 
 
-def test_another_queue_makes_another_build_and_the_old_folder_goes(order, small):
+@pytest.fixture
+def edit_patch(small):
+    """Return a function that replaces text in the queue's one patch."""
+    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
+    return lambda before, after: file.write_text(file.read_text().replace(before, after))
+
+
+def test_another_queue_makes_another_build_and_the_old_folder_goes(order, edit_patch):
     first = order("spinloop")
     vllm_build.build(first)
-    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
-    file.write_text(file.read_text().replace("ANSWER + 1", "ANSWER + 2"))
+    edit_patch("ANSWER + 1", "ANSWER + 2")
     second = order("spinloop")
     vllm_build.build(second)
     assert answer(second.output, "spinloop") == 44
@@ -91,18 +97,16 @@ def test_a_source_that_was_edited_by_hand_is_refused_with_its_name(order):
         vllm_build.build(extension_order)
 
 
-def test_a_unit_that_does_not_compile_is_named_and_the_old_overlay_stays(order, small):
+def test_a_unit_that_does_not_compile_is_named_and_the_old_overlay_stays(order, edit_patch):
     vllm_build.build(order("spinloop"))
-    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
-    file.write_text(file.read_text().replace("ANSWER + 1", "NO_SUCH_NAME"))
+    edit_patch("ANSWER + 1", "NO_SUCH_NAME")
     with refused("process.failed", r"(?s)spinloop/csrc/spinloop.cpp.o ended with code 1.*NO_SUCH_NAME"):
         vllm_build.build(order("spinloop"))
     assert answer(order("spinloop").output, "spinloop") == 43
 
 
-def test_the_audit_has_the_last_word(order, small):
-    file = small / "patches/vllm-0.32.0/0001-return-one-more.patch"
-    file.write_text(file.read_text().replace("PyInit_spinloop() { return ANSWER + 1", "PyInit_another() { return 1"))
+def test_the_audit_has_the_last_word(order, edit_patch):
+    edit_patch("PyInit_spinloop() { return ANSWER + 1", "PyInit_another() { return 1")
     with pytest.raises(AuditError, match="it is no Python module spinloop"):
         vllm_build.build(order("spinloop"))
     assert not order("spinloop").output.exists()
