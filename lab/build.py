@@ -28,11 +28,14 @@ from typing import Any
 from rich.table import Table
 
 from sparkforge.bench.context import facts
+from sparkforge.compile.jobs import make_schedule
+from sparkforge.compile.peaks import Cost, Peaks
 from sparkforge.core import paths
 from sparkforge.core.console import console, say
 from sparkforge.core.documents import read_json
 from sparkforge.core.errors import CompileError, ProcessError, UsageError
 from sparkforge.core.files import require_writable, write_json
+from sparkforge.core.memory import Machine
 from sparkforge.core.paths import ROOT
 from sparkforge.core.process import Child, run, run_unchecked
 from sparkforge.core.program import exit_code
@@ -41,6 +44,7 @@ MODULE = "fused_moe_120_fp8xfp4"
 MODULE_FOLDER = f".cache/flashinfer/*/121a/cached_ops/{MODULE}"
 LIMITS_GIB = (6, 12, 20)
 POLL_SECONDS = 0.2
+SPARK = Machine(119 << 30, 20)  # bytes and cores, docs/hardware.md; for a projection, with nothing else running
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 # How many of upstream's 96 units are compiled, by kind; the others of a kind count as their mean. With 0 our own units
 # of that kind are used instead: for SM120 files of eight kernels in the same tiles, else the same files.
@@ -344,8 +348,12 @@ def _audit_rate(file: Path) -> dict[str, Any]:
 
 def projection(site: BuildSite) -> dict[str, Any]:
     """What the planner expects on a Spark, from the figures of this machine: a projection, not a measurement."""
-    cpu = sum(unit["cpu"] for unit in site.facts["each"].values())
-    return {**site.facts["projection"], "cpu_seconds_here": round(cpu, 1)}
+    peaks = Peaks("")
+    peaks.learnt = {name: Cost(unit["peak"], unit["cpu"]) for name, unit in site.facts["each"].items()}
+    wall = make_schedule(list(peaks.learnt), peaks, SPARK).seconds()
+    cpu = sum(cost.cpu for cost in peaks.learnt.values())
+    machine = {"cores": SPARK.cores, "available": SPARK.available}
+    return {**machine, "wall_seconds": round(wall, 1), "cpu_seconds_here": round(cpu, 1)}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ tpot: (e2el - ttft) / (tokens - 1). A request counts from when it is sent, not f
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -60,19 +59,13 @@ class FinishedLoad:
     counted: float | None = None  # tokens that the server's own counter rose by meanwhile
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile by linear interpolation, numpy's default, of at least one value."""
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * share
-    low, high = math.floor(rank), math.ceil(rank)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
 def spread(seconds: Sequence[float]) -> Spread | None:
     """Return mean, median and 99th percentile in milliseconds; None for no value."""
     if not seconds:
         return None
-    mean, median, p99 = statistics.fmean(seconds), statistics.median(seconds), percentile(seconds, 0.99)
+    # Linear interpolation, as numpy's default.
+    p99 = statistics.quantiles(seconds, n=100, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+    mean, median = statistics.fmean(seconds), statistics.median(seconds)
     return Spread(mean=mean * 1000, median=median * 1000, p99=p99 * 1000)
 
 

@@ -23,7 +23,7 @@ from sparkforge.compile import toolchain
 from sparkforge.compile.flashinfer import environment, sets
 from sparkforge.compile.flashinfer.environment import KernelEnvironment
 from sparkforge.compile.flashinfer.sets import KernelModule, KernelTable
-from sparkforge.compile.jobs import Schedule, Site, make_schedule, parse_limit
+from sparkforge.compile.jobs import Schedule, Site, parse_limit
 from sparkforge.compile.ninja import BuildResult
 from sparkforge.compile.peaks import Peaks
 from sparkforge.compile.toolchain import Toolchain
@@ -32,12 +32,10 @@ from sparkforge.core.console import say
 from sparkforge.core.errors import CompileError, UsageError
 from sparkforge.core.files import locked, require_space, sha256_file, write_atomic, write_json
 from sparkforge.core.manifest import Manifest
-from sparkforge.core.memory import Machine
 from sparkforge.core.process import run
 
 STAGE = "kernels"
 SPACE = 300_000_000  # bytes: objects, libraries and ccache took 0.1 GB on x86-64; the rest is the compilers' own files
-SPARK = Machine(119 << 30, 20)  # bytes and cores, docs/hardware.md; for a projection, with nothing else running
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
     """Run the units that ninja would run, as memory allows, and then ninja, which links.
 
     Returns also facts for the manifest: the number of units of each module, what every unit takes and how that is
-    known, and what the schedule would take on a Spark whose cores are as fast as ours.
+    known.
     """
     modules = {name: ninja_build.read_units(folder, order.ninja(folder)[0]) for name, folder in folders.items()}
     units = [unit for module in modules.values() for unit in module]
@@ -223,11 +221,9 @@ def _compile(order: KernelOrder, folders: Mapping[str, Path]) -> tuple[BuildResu
         Site(order.env, order.output / "logs", order.lock, order.limit),
         link,
     )
-    wall = make_schedule([unit.name for unit in units], peaks, SPARK).seconds()
     return result, {
         "modules": {name: len(module) for name, module in modules.items()},
         "each": {unit.name: asdict(peaks.cost(unit.name)) for unit in units},
-        "projection": {"cores": SPARK.cores, "available": SPARK.available, "wall_seconds": round(wall, 1)},
     }
 
 

@@ -34,9 +34,11 @@ def test_figures_follow_vllms_definitions(config):
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200), st.floats(0, 1))
-def test_percentiles_are_numpys(values, share):
-    assert samples.percentile(values, share) == pytest.approx(float(np.percentile(values, share * 100)), abs=1e-6)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
+def test_a_spread_is_numpys(values):
+    spread = samples.spread(values)
+    expected = [np.mean(values), np.median(values), np.percentile(values, 99)]
+    assert [spread.mean, spread.median, spread.p99] == pytest.approx([value * 1000 for value in expected], abs=1e-3)
 
 
 @pytest.mark.parametrize(
