@@ -18,20 +18,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sparkforge.core.errors import StorageError, UsageError
 from sparkforge.core.paths import typed
 from sparkforge.core.vllm_flags import meant
 from sparkforge.serve import limits
+from sparkforge.serve.limits import Application, Receive, RequestError, Scope, Send
 
 KEY, KEY_FILE, HOSTS, METRICS, BIND = (
     "VLLM_API_KEY",
@@ -48,12 +47,6 @@ KEY_TEXT = re.compile(r"[\x21-\x7e]+")  # what an Authorization header carries w
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:\[\],/@]+)(?::([0-9]{1,5}))?")
 # Scaling of a cluster's engines, which one machine has none of: a single POST makes vLLM answer 503 to everybody.
 CLOSED_PATHS = frozenset({"/scale_elastic_ep", "/is_scaling_elastic_ep"})
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
@@ -79,29 +72,29 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        status, message = self._refusal(scope)
-        if not status:
+        refusal = self._refusal(scope)
+        if not refusal:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": message})  # before accept: HTTP 403
+            await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})  # before accept: HTTP 403
         else:
-            await _answer(send, status, message)
+            await refusal.answer(scope, send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str]:
-        """Return the HTTP status and the message with which a request is refused; 0 if it may pass."""
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        """Return why a request is refused; None if it may pass."""
         headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if not self._host_allowed(headers):
-            return 403, f"this Host header is not allowed; {HOSTS} names the hosts that are"
+            return RequestError(f"this Host header is not allowed; {HOSTS} names the hosts that are", status=403)
         if path in CLOSED_PATHS:
-            return 404, "Not Found"
+            return RequestError("Not Found", status=404)
         if not self._digest or self._key_is_right(headers):
-            return 0, ""
+            return None
         # A browser's CORS question carries no key, and vLLM's CORS middleware answers it.
         asked = {b"origin", b"access-control-request-method"} <= {name for name, _ in headers}
         if scope["type"] == "http" and (path in self._open_paths or (scope["method"] == "OPTIONS" and asked)):
-            return 0, ""
-        return 401, "this server needs its API key: Authorization: Bearer KEY"
+            return None
+        return RequestError("this server needs its API key: Authorization: Bearer KEY", status=401)
 
     def _host_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Tell whether the Host header is allowed.
@@ -121,15 +114,6 @@ class Guard:
         scheme, _, key = values[0].partition(b" ")
         is_equal = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         return is_equal and scheme.lower() == b"bearer"
-
-
-async def _answer(send: Send, status: int, message: str) -> None:
-    """Send a refusal in the shape of OpenAI's errors."""
-    body = json.dumps({"error": {"message": message, "type": "access_error", "param": None, "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def hosts(text: str) -> list[str]:

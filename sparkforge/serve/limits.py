@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -24,10 +25,10 @@ from sparkforge.core.errors import UsageError
 VARIABLE = "SPARKFORGE_LIMITS"
 PATCHED = {"grammar-seconds": "VLLM_GRAMMAR_COMPILATION_CPU_S", "header-seconds": "VLLM_HTTP_TIMEOUT_HEADERS"}
 
-Message = MutableMapping[str, Any]
+Scope = Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,31 @@ REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}|[()]|\\.|\[(?:\\.|[^\]\\])*\]", re.DO
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 BIG_BODY = 256 << 10  # bytes; from there on a body is judged in a thread
 LARGEST = 10**12
+# HTTP status → the type that OpenAI's and Anthropic's errors have for it, "invalid_request_error" for others.
+KINDS = {401: "access_error", 403: "access_error", 404: "access_error", 429: "rate_limit_error"}
+CLOSE = (b"connection", b"close")  # the rest of a body that was refused unread would otherwise be read
+HEADERS = {401: (b"www-authenticate", b"Bearer"), 408: CLOSE, 413: CLOSE, 429: (b"retry-after", b"1")}
 
 
 class RequestError(Exception):
     """A request is refused."""
 
-    def __init__(self, why: str, parameter: str | None, status: int = 400) -> None:
+    def __init__(self, why: str, parameter: str | None = None, status: int = 400) -> None:
         super().__init__(why)
         self.parameter, self.status = parameter, status
+
+    async def answer(self, scope: Scope, send: Send) -> None:
+        """Refuse the request in the shape of OpenAI's errors, or of Anthropic's on /v1/messages."""
+        error: dict[str, Any] = {"type": KINDS.get(self.status, "invalid_request_error"), "message": str(self)}
+        if scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/messages"):
+            document = {"type": "error", "error": error}
+        else:
+            document = {"error": {**error, "param": self.parameter, "code": self.status}}
+        body = json.dumps(document).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [HEADERS[self.status]] if self.status in HEADERS else []
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 class LimitError(RequestError):
@@ -92,7 +110,6 @@ class LimitError(RequestError):
 
     def __init__(self, name: str, why: str, parameter: str | None = None) -> None:
         super().__init__(f"{why} ({name}; {VARIABLE} sets it)", parameter, LIMITS[name].status)
-        self.name = name
 
 
 def read(environment: Mapping[str, str]) -> dict[str, int]:
@@ -165,7 +182,7 @@ class Judge:
         for name in ("messages", "input"):
             if isinstance(items := request.get(name), list):
                 self._most("messages", len(items), name, name)
-        wanted = max((name for name in ("n", "best_of")), key=lambda name: _number(request.get(name)))
+        wanted = max(("n", "best_of"), key=lambda name: _number(request.get(name)))
         sequences = prompts * max(1, _number(request.get(wanted)))
         self._most("sequences", sequences, "answers of one request", wanted)
         if sequences > 1:
@@ -298,12 +315,13 @@ class Limiter:
         self._app, self._limits = app, read(environment)
         self._running: Counter[str] = Counter()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or refuse it."""
         if scope["type"] != "http" or scope["method"] not in {"POST", "PUT", "PATCH", "DELETE"}:
             await self._app(scope, receive, send)
             return
         client, is_cut = str((scope.get("client") or ("",))[0]), False
+        counted = {"client-requests": client, "requests": ""}  # bound → key of the count
 
         async def bounded_send(message: Message) -> None:
             nonlocal is_cut
@@ -315,86 +333,54 @@ class Limiter:
                 raise ConnectionError("the client does not read the response") from None
 
         try:
-            self._admit(client)
-            self._running[client] += 1
-            self._running[""] += 1
+            self._admit(counted)
             try:
-                whole = await self._read(scope, receive)
-                if whole is not None:
+                if whole := await self._read(dict(scope["headers"]), receive):
                     await self._app(scope, whole, bounded_send)
             finally:
-                self._running[""] -= 1
-                self._running[client] -= 1
-                if not self._running[client]:
-                    del self._running[client]
+                self._running -= Counter(counted.values())  # which drops counts of 0
         except RequestError as error:
-            await refuse(scope, send, error)
+            await error.answer(scope, send)
         except Exception:
             if not is_cut:
                 raise
 
-    def _admit(self, client: str) -> None:
-        for name, key in (("client-requests", client), ("requests", "")):
+    def _admit(self, counted: Mapping[str, str]) -> None:
+        """Count a request. Raises LimitError."""
+        for name, key in counted.items():
             if self._limits[name] and self._running[key] >= self._limits[name]:
                 raise LimitError(name, f"{self._running[key]} requests are running; try again in a second")
+        self._running.update(counted.values())
 
-    async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> Receive | None:
-        """Return what hands the judged body on; None if the client left before it was there. Raises LimitError."""
-        headers = dict(scope["headers"])
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
+        """Return what hands the judged body on; None if the client left before it was there. Raises RequestError."""
+        most, body, more = self._limits["body-bytes"] or sys.maxsize, bytearray(), True
         length = headers.get(b"content-length", b"0")[:18]
-        self._check_size(int(length) if length.isdigit() else 0)
+        size = int(length) if length.isdigit() else 0
         try:
             async with asyncio.timeout(self._limits["body-seconds"] or None):
-                body = await self._body(receive)
+                while size <= most and more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    size, more = max(size, len(body)), message.get("more_body", False)
         except TimeoutError:
             raise LimitError("body-seconds", "the body did not arrive in time") from None
-        if body is None:
-            return None
+        if size > most:
+            raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
         if b"multipart/" not in headers.get(b"content-type", b"").lower():
             judge = Judge(self._limits)
             if len(body) > BIG_BODY:
-                await asyncio.to_thread(judge.check, body)
+                await asyncio.to_thread(judge.check, bytes(body))
             else:
-                judge.check(body)
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+                judge.check(bytes(body))
+        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def whole() -> Message:
             return messages.pop() if messages else await receive()
 
         return whole
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body; None if the client left. Raises LimitError."""
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            self._check_size(len(body))
-            if not message.get("more_body"):
-                return bytes(body)
-
-    def _check_size(self, size: int) -> None:
-        if (most := self._limits["body-bytes"]) and size > most:
-            raise LimitError("body-bytes", f"the body has more than {most:,} bytes")
-
-
-async def refuse(scope: MutableMapping[str, Any], send: Send, error: RequestError) -> None:
-    """Answer in the shape of OpenAI's errors, or of Anthropic's on /v1/messages."""
-    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    document: dict[str, Any] = {"message": str(error), "type": kind, "param": error.parameter, "code": error.status}
-    if scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/messages"):
-        document = {"type": "error", "error": {"type": kind, "message": str(error)}}
-    else:
-        document = {"error": document}
-    body = json.dumps(document).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"retry-after", b"1")] if error.status == 429 else []
-    # The rest of a body that was refused unread would otherwise be read.
-    headers += [(b"connection", b"close")] if error.status in {408, 413} else []
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def rows() -> str:
