@@ -6,40 +6,26 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from sparkforge.core import paths, tables
+from sparkforge.core import paths
 from sparkforge.core.errors import InputError, IntegrityError, PatchError, RefusalError, UsageError
-from sparkforge.core.tables import Record
 
-TABLE = Path(__file__).with_name("unit.toml")
+TEMPLATE = "deploy/sparkforge.service"
 NAME = "sparkforge.service"
 GROWING_SINCE = 254  # the first systemd with RestartSteps= and RestartMaxDelaySec= (its NEWS)
 # No restart cures a wrong argument, a missing model, a wrong hash, a broken patch or a refusal.
 LASTING = (UsageError, InputError, IntegrityError, PatchError, RefusalError)
 MARK = "# Written by `./inv service.install` of {root}; sha256 of what follows: {digest}\n"
-
-
-class Variables(Record):
-    """Names of variables that are taken over from the installation's environment, and what containers get besides."""
-
-    carried: tuple[str, ...]
-    container: dict[str, str]
-
-
-class UnitTable(Record):
-    """The table unit.toml: keys of systemd.unit(5), systemd.service(5) and systemd.resource-control(5) → values.
-
-    `restarts` is growing and constant pauses, `resources` is by what serves, `system` is for a system unit of the
-    embedded device, `environment` names variables that an installation takes over, and what containers get besides.
-    """
-
-    limits: dict[str, str]
-    restarts: dict[Literal["growing", "constant"], dict[str, str]]
-    service: dict[str, str]
-    system: dict[Literal["service", "environment"], dict[str, str]]
-    resources: dict[Literal["embedded", "docker"], dict[str, str]]
-    environment: Variables
+# Taken over from the shell that installs, if they are set there. No name of a secret belongs in here, and not
+# SPARKFORGE_VALIDATE: a check that was switched off for one start is not off at every boot.
+CARRIED = (
+    "SPARKFORGE_STATE", "SPARKFORGE_CACHE", "SPARKFORGE_COMPOSE_FILES", "SPARKFORGE_STACK", "SPARKFORGE_MODELS",
+    "SPARKFORGE_MODEL", "SPARKFORGE_MODEL_NAME", "SPARKFORGE_MODEL_ID", "SPARKFORGE_SERVE_PROFILE", "SPARKFORGE_BIND",
+    "SPARKFORGE_ALLOWED_HOSTS", "SPARKFORGE_MEMORY", "SPARKFORGE_SHM", "SPARKFORGE_MEMLOCK", "SPARKFORGE_GUARD_GIB",
+    "SPARKFORGE_METRICS", "SPARKFORGE_LIMITS", "SPARKFORGE_START_PERIOD", "SPARKFORGE_VALIDATE_SECONDS", "VLLM_ARGS",
+    "COMPOSE_PROJECT_NAME", "DOCKER_HOST", "DOCKER_CONFIG", "TP", "MAX_MODEL_LEN", "OMP_NUM_THREADS", "HF_HOME",
+    "HF_HUB_CACHE", "PYTHON",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,47 +46,33 @@ class ServiceUnit:
 
     def text(self) -> str:
         """Return the unit's text, its mark included. Raises UsageError for a path that no unit can hold."""
-        table = tables.load(TABLE, UnitTable)
-        restarts = table.restarts["growing" if self.version >= GROWING_SINCE else "constant"]
-        inv = str(self.root / "inv")
-        # With `:` systemd replaces no $VARIABLE in the command.
-        start = f":{command((inv, 'up', '--foreground', '--hold', *self.arguments))}"
-        service = {
-            "Type": "notify",
-            "NotifyAccess": "main",
-            "WorkingDirectory": plain(str(self.root)),
-            "ExecStart": start,
-            **({"User": self.user} if self.user else {}),
-            "Restart": "on-failure",
-            "RestartPreventExitStatus": " ".join(str(family.exit_code) for family in LASTING),
-            **restarts,
-            **table.service,
-            **table.resources["docker" if self.container else "embedded"],
+        true = {
+            "system" if self.user else "user",
+            "docker" if self.container else "embedded",
+            "growing" if self.version >= GROWING_SINCE else "constant",
         }
-        variables = {**self.environment, **(table.environment.container if self.container else {})}
-        if self.user and not self.container:  # a container has a /dev/shm of its own
-            service |= table.system["service"]
-            variables |= table.system["environment"]
-        if self.container:
-            # The container is no child of the command: if that is killed, the container would serve on.
-            killed = '[ "$$EXIT_CODE" != killed ] || exec "$$0" down'
-            service["ExecStopPost"] = f"-{command(('/bin/sh', '-c'))} '{killed}' {quoted(inv).replace('$', '$$')}"
-        lines = ["[Unit]", "Description=Sparkforge serves a model", *_lines(table.limits)]
-        lines += [f"RequiresMountsFor={command(map(str, (self.root, *self.places)))}"]
-        if self.user:
-            # Logins and the desktop do not wait for minutes of loading: without this line the target waits for us.
-            lines += ["After=multi-user.target network.target docker.service nvidia-persistenced.service"]
-        lines += ["", "[Service]", *_lines(service)]
-        lines += [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
-        lines += ["", "[Install]", f"WantedBy={'multi-user' if self.user else 'default'}.target", ""]
-        body = "\n".join(lines)
+        inv = quoted(str(self.root / "inv"))
+        values = {
+            "places": command(map(str, (self.root, *self.places))),
+            "folder": plain(str(self.root)),
+            "inv": inv,
+            "inv_in_shell": inv.replace("$", "$$"),
+            "arguments": "".join(f" {quoted(word)}" for word in self.arguments),
+            "user": self.user,
+            "lasting": " ".join(str(family.exit_code) for family in LASTING),
+            "environment": "\n".join(
+                f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(self.environment.items())
+            ),
+        }
+        template = (paths.ROOT / TEMPLATE).read_text(encoding="utf-8")
+        rows = [line.split("|", 1) for line in template.splitlines() if not line.startswith("#")]
+        body = "".join(f"{line[1:].format(**values)}\n" for words, line in rows if true.issuperset(words.split()))
         return MARK.format(root=self.root, digest=hashlib.sha256(body.encode()).hexdigest()) + body
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environment` that a unit takes over."""
-    names = tables.load(TABLE, UnitTable).environment.carried
-    return {name: environment[name] for name in names if environment.get(name)}
+    return {name: environment[name] for name in CARRIED if environment.get(name)}
 
 
 def root_of(text: str) -> str:
@@ -131,7 +103,3 @@ def plain(text: str) -> str:
         why = "a unit's line holds UTF-8 without control characters and does not end with a backslash"
         raise UsageError(f"{text!r} cannot stand in a unit", why, "move the checkout, the model or the state folder")
     return text.replace("%", "%%")
-
-
-def _lines(settings: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items()]

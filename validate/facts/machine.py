@@ -36,7 +36,7 @@ def remove_ipc(_: Target) -> bool:
     """Whether logind deletes this user's shared memory at the end of the last session (logind.conf(5), RemoveIPC).
 
     It spares system users, and users who linger: their sessions do not end. It does not see the /dev/shm that our
-    system unit has for itself (sparkforge/serve/unit.toml).
+    system unit has for itself (deploy/sparkforge.service).
     """
     user = os.getuid()
     if os.environ.get(OWN_SHM):

@@ -103,7 +103,7 @@ def test_every_variable_of_the_served_container_is_carried_or_left_out_for_a_rea
         "SPARKFORGE_API_KEY",  # --api-key-file
         "SPARKFORGE_RESTART",  # the unit sets both
         "SPARKFORGE_REFUSED",
-        "SPARKFORGE_VALIDATE",  # see unit.toml
+        "SPARKFORGE_VALIDATE",  # see unit.CARRIED
         "SPARKFORGE_PROFILER",  # for development
         "SPARKFORGE_REVISION",  # of a build
         "COMPOSE_FILE",  # `up` names the files
