@@ -170,7 +170,7 @@ def status(_ctx: Context, watch: bool = False, count: str = "", json_: bool = Fa
         server = record.running()
     except ServerError:
         if json_:
-            echo_json(report_of_none().document())
+            echo_json(report_of_none().model_dump(mode="json"))
         raise
     screen.show_status(server, as_json=json_)
 

@@ -80,13 +80,13 @@ def show_status(server: Server, *, as_json: bool = False) -> None:
     """Print what is served. Exit code 0 means that a process or container runs; its health is in the first line."""
     report, _ = status.report(server)
     if as_json:
-        echo_json(report.document())
+        echo_json(report.model_dump(mode="json"))
     else:
         echo("\n".join(status.lines(report)))
 
 
 def watch(count: int | None, *, as_json: bool) -> None:
-    """Print the status every two seconds, in place on a terminal, else a line each; `count` times at most.
+    """Print the status every two seconds, in place on a terminal, else below each other; `count` times at most.
 
     Ctrl-C ends it. Raises ServerError once no server runs.
     """
@@ -96,11 +96,9 @@ def watch(count: int | None, *, as_json: bool) -> None:
             for number in itertools.count(1):
                 report, reading = status.report(record.running(), reading)
                 if as_json:
-                    echo(json.dumps(report.document()))
-                elif redraw:
-                    redraw("\n".join(status.lines(report)))
+                    echo(json.dumps(report.model_dump(mode="json")))
                 else:
-                    echo(status.line(report))
+                    (redraw or echo)("\n".join([report.time, *status.lines(report)]))
                 if number == count:
                     return
                 time.sleep(status.BETWEEN)

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -116,10 +116,6 @@ class StatusReport(Record):
     host: HostMemory
     gpus: list[GpuStatus]
     last_error: LastError | None
-
-    def document(self) -> dict[str, object]:
-        """Return the report as JSON's values."""
-        return self.model_dump(mode="json")
 
 
 @dataclass(frozen=True)
@@ -233,7 +229,8 @@ def lines(report: StatusReport) -> list[str]:
         if not served.key_accepted:
             health += ", and it is no longer the one in the key's file: ./inv down, then ./inv up"
         shown.append(f"{served.model} at {served.url} · {health} · {served.device} · {served.where}")
-        parts = [f"up {_duration(served.uptime_seconds)}"] if served.uptime_seconds is not None else []
+        uptime = served.uptime_seconds
+        parts = [f"up {timedelta(seconds=int(uptime))}"] if uptime is not None else []
         parts += [f"profile {served.profile}"] if served.profile else []
         parts += [f"context {served.context} tokens"] if served.context else []
         shown += [" · ".join(parts)] if parts else []
@@ -257,15 +254,6 @@ def lines(report: StatusReport) -> list[str]:
     return shown
 
 
-def line(report: StatusReport) -> str:
-    """Return a report in one line, as --watch prints it where it cannot redraw."""
-    served = report.server
-    health = "no server" if served is None else "healthy" if served.healthy else "not healthy"
-    load = f" · {_describe_load(served.load)}" if served else ""
-    warnings = "".join(f" · warning: {gpu.warning}" for gpu in report.gpus if gpu.warning)
-    return f"{report.time} · {health}{load} · {_memory(report)}{warnings}"
-
-
 def _describe_load(load: Load | None) -> str:
     if load is None:
         return "/metrics does not answer"
@@ -285,14 +273,6 @@ def _memory(report: StatusReport) -> str:
         elif gpu.total is not None and gpu.used is not None:
             parts.append(f"{gpu.name} {gpu.used / 1e9:.1f} of {gpu.total / 1e9:.1f} GB used{busy}")
     return " · ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min")) if count]
-    return " ".join([*parts, f"{rest} s"][:2])
 
 
 def _load(before: MetricsSample, now: MetricsSample) -> Load:

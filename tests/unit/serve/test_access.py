@@ -186,11 +186,6 @@ def test_what_is_no_file_is_refused_and_does_not_hang(tmp_path, monkeypatch):
     assert access.configured_key({access.KEY_FILE: os.devnull})[0] == ""  # what Compose mounts where none is named
 
 
-def test_a_container_allows_the_named_hosts_and_its_own_health_check():
-    assert access.container_hosts("") == ""
-    assert access.container_hosts("vllm,") == "localhost,127.0.0.1,[::1],vllm"
-
-
 @pytest.mark.parametrize(
     "words", ["--api-key sesame", "--port 1 --api-key=sesame", "--api_key=sesame", "--api-ke sesame", "--api sesame"]
 )
@@ -206,22 +201,16 @@ def test_a_word_that_is_no_host_is_refused(text):
         access.named_hosts(text)
 
 
-def test_the_embedded_server_gets_its_key_in_the_environment_only(key_file, tmp_path):
+def test_the_embedded_server_is_guarded_and_gets_its_key_in_the_environment_only(key_file, tmp_path):
     path = key_file(b"sesame\n")
-    plan = StartPlan(EMBEDDED, model_id="m", key_file=str(path), hosts=("spark.local",))
-    launch = embedded.Embedded(plan, tmp_path, tmp_path).launch()
-    assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
-    assert launch.command[-3:] == ("--middleware", "sparkforge.serve.access.Guard", "--disable-fastapi-docs")
-    assert launch.environment[access.KEY] == launch.plan.key == "sesame"
-    assert launch.environment[access.HOSTS] == "localhost:8000,127.0.0.1:8000,[::1]:8000,spark.local"
-    assert launch.environment["VLLM_SERVER_DEV_MODE"] == "0"
-
-
-def test_without_a_key_the_guard_still_checks_the_host(tmp_path):
-    launch = embedded.Embedded(StartPlan(EMBEDDED, model_id="m"), tmp_path, tmp_path).launch()
-    assert launch.command[-2:] == ("--middleware", "sparkforge.serve.access.Guard")
-    assert launch.environment[access.KEY] == launch.environment[access.KEY_FILE] == ""
-    assert "localhost:8000" in launch.environment[access.HOSTS]
+    for key, key_path, last in (("sesame", str(path), ("--disable-fastapi-docs",)), ("", None, ())):
+        plan = StartPlan(EMBEDDED, model_id="m", key_file=key_path, hosts=("spark.local",))
+        launch = embedded.Embedded(plan, tmp_path, tmp_path).launch()
+        assert "sesame" not in f"{launch.command} {launch}".replace(str(launch.environment), "")
+        assert launch.command[-2 - len(last) :] == ("--middleware", "sparkforge.serve.access.Guard", *last)
+        assert launch.environment[access.KEY] == launch.plan.key == key
+        assert launch.environment[access.HOSTS] == "localhost:8000,127.0.0.1:8000,[::1]:8000,spark.local"
+        assert launch.environment["VLLM_SERVER_DEV_MODE"] == "0"
 
 
 def test_a_key_comes_from_a_file_that_is_named(monkeypatch):

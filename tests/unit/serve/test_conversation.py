@@ -177,16 +177,7 @@ def once(served, monkeypatch, capsys):
     return once
 
 
-def test_one_message_gets_one_answer_on_stdout_alone(served):
-    command = [*CHAT, "hello"]
-    result = subprocess.run(
-        command, cwd=ROOT, env=served.environment, input="not read", capture_output=True, text=True, check=False
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")
-    assert messages(served.asked[0]) == [("user", "hello")]
-
-
-@pytest.mark.parametrize(("options", "stdin"), [(("hello",), ""), (("--once", "hello"), ""), ((), "hello")])
+@pytest.mark.parametrize(("options", "stdin"), [(("hello",), "not read"), (("--once", "hello"), ""), ((), "hello")])
 def test_a_message_is_an_argument_an_option_or_stdin(once, served, options, stdin):
     result = once(*options, stdin=stdin)
     assert (result.returncode, result.stdout, result.stderr) == (0, "hmanswer 1\n", "")

@@ -376,6 +376,7 @@ def test_a_key_file_without_a_key_stops_the_start_and_an_empty_token_does_not(co
         ((), {"SPARKFORGE_RUN": "/proc/none"}, 28, "cannot write into /proc/none"),
         (("--port", "many"), {}, 2, "'many' is no port"),
         (("--api-key", "sesame"), {}, 2, "--api-key may not be an argument"),
+        ((), {"VLLM_ARGS": "--api-key sesame"}, 2, "--api-key may not be an argument"),
         ((), {"SPARKFORGE_BIND": "0.0.0.0"}, 2, "0.0.0.0 would open the server without an API key"),  # noqa: S104
         ((), {"SPARKFORGE_BIND": "192.168.1.7"}, 2, "192.168.1.7 would open the server without an API key"),
     ],

@@ -224,6 +224,7 @@ def test_the_guard_judges_behind_the_key(monkeypatch):
     server = Server()
     server.limiter = guard
     assert server.post({"n": 10_000})[0] == 401
+    assert json.loads(server.post({}, path=MESSAGES)[1])["type"] == "error"  # in Anthropic's shape too
     assert server.post({"n": 10_000}, headers=[(b"authorization", b"Bearer sesame")])[0] == 400
 
 

@@ -56,40 +56,32 @@ def test_words_are_escaped_and_no_variable_is_replaced():
             written(root=Path(path))
 
 
-def settings_of(text):
-    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
-
-
-SHM = {"TemporaryFileSystem": "/dev/shm:mode=1777,size=50%"}  # which a user's manager may not mount
-LIMITS = {"OOMScoreAdjust": "500", "OOMPolicy": "continue", "MemoryMax": "90%", "MemorySwapMax": "0"}
+SHM = ("TemporaryFileSystem=/dev/shm:mode=1777,size=50%", 'Environment="SPARKFORGE_OWN_SHM=1"')
+LIMITS = ("OOMScoreAdjust=500", "OOMPolicy=continue", "MemoryMax=90%", "MemorySwapMax=0")
+DOCKER = ('Environment="SPARKFORGE_RESTART=no"', 'Environment="SPARKFORGE_REFUSED=exit"', "ExecStopPost=")
 
 
 @pytest.mark.parametrize(
     ("unit_of", "has", "has_not"),
     [
-        ({}, {**SHM, **LIMITS}, ("SPARKFORGE_RESTART",)),
-        ({"user": ""}, LIMITS, ("/dev/shm", "OWN_SHM")),
-        ({"container": True}, {}, ("/dev/shm", "OWN_SHM", *LIMITS)),  # a container has its own
-        ({"version": 253}, {"RestartSec": "30s"}, ("RestartMaxDelaySec",)),
-        ({"version": 254}, {"RestartMaxDelaySec": "5min"}, ()),
+        ({}, (*SHM, *LIMITS, "User=root", "WantedBy=multi-user.target"), DOCKER),
+        ({"user": ""}, (*LIMITS, "WantedBy=default.target"), (*SHM, "User=")),  # which a user's manager may not mount
+        ({"container": True}, DOCKER, (*SHM, *LIMITS)),  # a container has its own
+        ({"version": 253}, ("RestartSec=30s",), ("RestartMaxDelaySec",)),
+        ({"version": 254}, ("RestartSec=5s", "RestartMaxDelaySec=5min"), ("RestartSec=30s",)),
+        ({"environment": {"A": "b%"}}, ('Environment="A=b%%"',), ()),
     ],
 )
 def test_each_unit_has_its_own_limits_and_none_that_systemd_or_the_container_lacks(unit_of, has, has_not):
     text = written(**unit_of)
-    settings = settings_of(text)
-    assert has.items() <= settings.items()
-    assert [word for word in has_not if word in text] == []
-    hardened = {"NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"}
-    assert {settings.get(name) for name in hardened} == {"yes"}
+    hardened = [
+        f"{name}=yes" for name in ("NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID")
+    ]
     codes = {family.family: family.exit_code for family in SparkforgeError.__subclasses__()}
-    lasting = {str(codes[name]) for name in ("usage", "input", "integrity", "patch", "validation")}
-    assert set(settings["RestartPreventExitStatus"].split()) == lasting  # no restart cures those
-
-
-def test_the_validator_knows_a_units_own_shared_memory_and_a_container_is_restarted_by_systemd_alone():
-    assert 'Environment="SPARKFORGE_OWN_SHM=1"\n' in written()
-    assert 'Environment="SPARKFORGE_RESTART=no"' in written(container=True)
-    assert "ExecStopPost=" in written(container=True)
+    lasting = " ".join(str(codes[name]) for name in ("usage", "input", "integrity", "patch", "validation"))
+    for line in (*has, *hardened, f"RestartPreventExitStatus={lasting}\n"):  # no restart cures those
+        assert f"\n{line}" in text
+    assert [word for word in has_not if f"\n{word}" in text] == []
 
 
 def test_every_variable_of_the_served_container_is_carried_or_left_out_for_a_reason():
