@@ -104,6 +104,15 @@ def port(free_port):
     return free_port()
 
 
+def until(child, condition):
+    """Wait until the condition is true, while the child runs."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert child.poll() is None, child.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Container:
     """Starts the entrypoint with a container's variables, and ends what it started."""
 
@@ -167,11 +176,7 @@ class Container:
 
     def serving(self, child):
         """Wait until the stand-in server runs and return what it was started with."""
-        deadline = time.monotonic() + 120
-        while not self.server_file.exists():
-            assert child.poll() is None, child.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(child, self.server_file.exists)
         return json.loads(self.server_file.read_text())
 
     def healthy(self):
@@ -253,19 +258,11 @@ def test_a_held_container_stays_says_so_and_validates_again_when_the_model_chang
     (model / "tokenizer.json").unlink()
     child = container.start(SPARKFORGE_REFUSED="hold")
     report = container.run / "validation.json"
-
-    def until(condition):
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert child.poll() is None, child.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    until(lambda: healthy.look(container.run).startswith("refused: "))
+    until(child, lambda: healthy.look(container.run).startswith("refused: "))
     assert "model-files" in healthy.look(container.run)
     first = report.stat().st_ino
     (model / "tokenizer.json").write_text("{")
-    until(lambda: report.stat().st_ino != first)
+    until(child, lambda: report.stat().st_ino != first)
 
 
 def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_asks(container, model):
@@ -320,6 +317,7 @@ def test_secrets_reach_the_server_but_not_its_arguments_and_the_health_check_kno
     container, tmp_path, monkeypatch
 ):
     (tmp_path / "key").write_text("sesame\n")
+    assert container.serves(SPARKFORGE_BIND="192.168.1.7", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
     (tmp_path / "token").write_text("hf_x\n")
     files = {"SPARKFORGE_API_KEY_FILE": tmp_path / "key", "SPARKFORGE_HF_TOKEN_FILE": tmp_path / "token"}
     arguments = container.serving(container.start(SPARKFORGE_VALIDATE="off", **{k: str(v) for k, v in files.items()}))
@@ -338,19 +336,17 @@ def test_secrets_reach_the_server_but_not_its_arguments_and_the_health_check_kno
     assert "it is empty" in healthy.look(container.run)
 
 
-def test_the_guard_stands_before_every_server(container, tmp_path):
+def test_the_guard_stands_before_every_server_and_a_folder_for_traces_adds_the_profiler(container, tmp_path):
     arguments, environment = container.serves(SPARKFORGE_ALLOWED_HOSTS="vllm,")
     assert arguments[-2:] == ["--middleware", "sparkforge.serve.access.Guard"]
     assert "--profiler-config" not in arguments
     assert environment["SPARKFORGE_ALLOWED_HOSTS"] == "localhost,127.0.0.1,[::1],vllm"
     assert not environment.get("VLLM_API_KEY")
-
-
-def test_a_folder_for_traces_starts_the_server_with_its_profiler(container, tmp_path):
     arguments, environment = container.serves(SPARKFORGE_PROFILER=str(tmp_path / "traces"))
     config = json.loads(arguments[arguments.index("--profiler-config") + 1])
     assert (config["profiler"], config["torch_profiler_dir"]) == ("torch", str(tmp_path / "traces"))
     assert environment["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] == "1"
+    assert environment["SPARKFORGE_ALLOWED_HOSTS"] == ""  # all of them
 
 
 @pytest.mark.parametrize("key", ["\n", None, "."], ids=["empty", "absent", "folder"])
@@ -386,11 +382,6 @@ def test_what_has_no_meaning_or_opens_the_server_is_refused(container, arguments
     assert (ended, server) == (code, None)
     assert message in out
     assert "sesame" not in out
-
-
-def test_an_address_for_other_machines_is_served_with_a_key(container, tmp_path):
-    (tmp_path / "key").write_text("sesame\n")
-    assert container.serves(SPARKFORGE_BIND="192.168.1.7", SPARKFORGE_API_KEY_FILE=str(tmp_path / "key"))
 
 
 def test_validate_ends_with_the_verdict_and_starts_nothing(container, model):
@@ -459,14 +450,6 @@ def hanging(site, tmp_path):
     return folder
 
 
-def waits_for(file):
-    deadline = time.monotonic() + 60
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return int(file.read_text())
-
-
 @pytest.mark.slow
 def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, hanging, site, ended):
     path = f"{hanging}:{site}:{ROOT}"
@@ -478,7 +461,7 @@ def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, 
     )
     assert code == 30
     assert "FAIL validator  the validator did not end within 12 s" in out
-    assert ended(waits_for(hanging / "pid"))
+    assert ended(int((hanging / "pid").read_text()))
     assert json.loads((container.run / "validation.json").read_text())["verdict"] == "refuse"
     assert container.metric("sparkforge_validation_check", check="validator", status="fail") == 1
 
@@ -487,7 +470,8 @@ def test_a_validator_that_hangs_is_ended_with_its_probes_and_refuses(container, 
 def test_a_stop_while_validating_ends_the_probes_too(container, hanging, site, ended):
     path = f"{hanging}:{site}:{ROOT}"
     child = container.start(PYTHONPATH=path, SPARKFORGE_PROFILE="spark", SPARKFORGE_SERVE_PROFILE="embedded")
-    probe = waits_for(hanging / "pid")
+    until(child, lambda: (hanging / "pid").exists() and (hanging / "pid").read_text())
+    probe = int((hanging / "pid").read_text())
     child.terminate()
     out, _ = child.communicate(timeout=30)
     assert child.returncode == 143
