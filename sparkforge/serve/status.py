@@ -13,16 +13,16 @@ import re
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-import httpx
 import psutil
 from pydantic import Field
 
-from sparkforge.core import http, memory, metrics, openai, paths
+from sparkforge.core import memory, metrics, paths
+from sparkforge.core.errors import ServerError, UsageError
 from sparkforge.core.gpus import GpuState, number, query, states
 from sparkforge.core.openai import Endpoint
 from sparkforge.core.process import ProbeError, session_members
@@ -33,7 +33,6 @@ from sparkforge.serve.record import Server
 SECONDS = 2.0  # for one answer of the server
 INTERVAL = 1.0  # seconds between the two readings that tokens per second need
 BETWEEN = 2.0  # seconds between two reports of --watch
-ANSWER_BYTES = 4 << 20  # vLLM's /metrics has 100 kB
 LOG_BYTES = 1 << 20  # of the log's end, in which the last error is looked for
 GENERATED, PROMPT = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
 RUNNING, WAITING, KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -129,9 +128,9 @@ class MetricsSample:
 def read_metrics(server: Server) -> MetricsSample | None:
     """Return a reading of /metrics; None if there is no usable answer."""
     try:
-        response = _get(server, "/metrics")
+        response = _endpoint(server).get("/metrics")
         counted = metrics.values(response.text, (GENERATED, PROMPT, RUNNING, WAITING, KV))
-    except (httpx.HTTPError, *metrics.MALFORMED):
+    except (ServerError, *metrics.MALFORMED):
         return None
     return MetricsSample(time.monotonic(), counted) if response.is_success and counted.get(GENERATED) else None
 
@@ -292,17 +291,16 @@ def _load(before: MetricsSample, now: MetricsSample) -> Load:
     )
 
 
-def _get(server: Server, path: str) -> httpx.Response:
-    with httpx.Client(timeout=SECONDS, headers=openai.headers(server.key), trust_env=False) as session:
-        return http.request(session, "GET", f"{server.url}{path}", seconds=SECONDS, limit=ANSWER_BYTES)
+def _endpoint(server: Server) -> Endpoint:
+    """Return the server's API, asked with little patience: a status must not hang with it."""
+    return replace(server.endpoint, read_seconds=SECONDS)
 
 
 def _context(server: Server) -> int | None:
     try:
-        length = _get(server, "/v1/models").json()["data"][0]["max_model_len"]
-    except (httpx.HTTPError, *openai.WRONG_SHAPE):
+        return _endpoint(server).served().max_model_len or None
+    except (ServerError, UsageError):
         return None
-    return length if isinstance(length, int) and length > 0 else None
 
 
 def _container(server: Server) -> tuple[str, str, float]:
