@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -35,18 +34,14 @@ NEEDED = (  # of 210 MB
 )  # fmt: skip
 MOE = "csrc/fused_moe/cutlass_backend/"
 KERNELS = "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/"
-NAMES = {
-    "fp8xfp4",
-    "fp4xfp4",
-    "fp8xfp8",
-    "fp8xuint4",
-    "bf16xbf16",
-    "bf16xfp4",
-    "bf16xfp8",
-    "bf16xuint4",
-    "fp16xfp16",
-    "fp16xuint4",
-}
+RUNNERS = {  # what the binding can choose: name → the runner's first two types
+    "fp8xfp4": "__nv_fp8_e4m3, kernels::Fp4Type", "fp4xfp4": "kernels::Fp4Type, kernels::Fp4Type",
+    "fp8xfp8": "__nv_fp8_e4m3, __nv_fp8_e4m3", "fp8xuint4": "__nv_fp8_e4m3, cutlass::uint4b_t",
+    "bf16xbf16": "__nv_bfloat16, __nv_bfloat16", "bf16xfp4": "__nv_bfloat16, kernels::Fp4Type",
+    "bf16xfp8": "__nv_bfloat16, __nv_fp8_e4m3", "bf16xuint4": "__nv_bfloat16, cutlass::uint4b_t",
+    "fp16xfp16": "half, half", "fp16xuint4": "half, cutlass::uint4b_t",
+}  # fmt: skip
+NAMES = set(RUNNERS)
 GIB = 1024**3
 
 
@@ -88,17 +83,18 @@ def patched(pristine, queue, large_folder):
         yield tree
 
 
-@pytest.fixture
-def ask(tmp_path):
-    """Run FlashInfer's JIT of one tree; every call of one test shares a workspace."""
+@pytest.fixture(scope="module")
+def ask(forks):
+    """Return a function: a workspace, a tree → the answer of FlashInfer's JIT, in a fork of one process with torch."""
+    environment = {**os.environ, "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+    with forks(["torch.utils.cpp_extension"], environment) as process:
 
-    def ask(tree, question="spec", dtypes=None, **env):
-        env |= {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-        env["FLASHINFER_MOE_SM120_DTYPES"] = dtypes or ""  # empty and unset are one thing to FlashInfer's patch
-        result = run([sys.executable, HERE / "flashinfer_jit.py", tree], cwd=tmp_path, env=env, stdin=question)
-        return json.loads(result.stdout.splitlines()[-1])
+        def ask(workspace, tree, question="spec", dtypes="", **env):
+            env["FLASHINFER_WORKSPACE_BASE"] = str(workspace)
+            output = process.run(HERE / "flashinfer_jit.py", (tree, dtypes), question, **env)
+            return json.loads(output.splitlines()[-1])
 
-    return ask
+        yield ask
 
 
 FILTERS = [  # dtypes, name, units, kernels
@@ -113,15 +109,12 @@ TWO = "fp4xfp4,bf16xbf16"
 
 
 @pytest.fixture(scope="module")
-def specs(run_forked, pristine, patched, tmp_path_factory):
-    """Return what FlashInfer's JIT would build of each tree: {dtypes: specification}, each asked in a fork."""
+def specs(ask, pristine, patched, tmp_path_factory):
+    """Return what FlashInfer's JIT would build of each tree: {dtypes: specification}."""
 
     def asked(tree, *filters):
         folder = tmp_path_factory.mktemp("workspace")
-        env = {"FLASHINFER_WORKSPACE_BASE": str(folder), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-        programs = [(HERE / "flashinfer_jit.py", (tree, dtypes), "spec") for dtypes in filters]
-        outputs = run_forked(["torch.utils.cpp_extension"], programs, cwd=folder, env=env)
-        return dict(zip(filters, (json.loads(output.splitlines()[-1]) for output in outputs), strict=True))
+        return {dtypes: ask(folder, tree, dtypes=dtypes) for dtypes in filters}
 
     filters = ("", "fp8xfp4", TWO, *(row[0] for row in FILTERS), *UNKNOWN)
     return SimpleNamespace(pristine=asked(pristine, ""), patched=asked(patched, *filters))
@@ -216,10 +209,10 @@ def test_other_filters(specs, dtypes, name, units, kernels):
 
 
 def test_the_two_builds_share_no_file(patched, ask, tmp_path):
-    ask(patched)
+    ask(tmp_path, patched)
     (first,) = tmp_path.rglob("cutlass_instantiations/120")
     before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in first.rglob("*.cu")}
-    ask(patched, dtypes="fp8xfp4")
+    ask(tmp_path, patched, dtypes="fp8xfp4")
     assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in first.rglob("*.cu")} == before
     assert len(list(first.parent.glob("120_fp8xfp4/gemm_grouped/120/*.cu"))) == 3
 
@@ -263,15 +256,6 @@ def test_only_wanted_runners_are_instantiated(pristine, patched, specs, tmp_path
     ]  # fmt: skip
 
 
-RUNNERS = {  # what the binding can choose: name → the runner's first two types
-    "fp8xfp4": "__nv_fp8_e4m3, kernels::Fp4Type", "fp4xfp4": "kernels::Fp4Type, kernels::Fp4Type",
-    "fp8xfp8": "__nv_fp8_e4m3, __nv_fp8_e4m3", "fp8xuint4": "__nv_fp8_e4m3, cutlass::uint4b_t",
-    "bf16xbf16": "__nv_bfloat16, __nv_bfloat16", "bf16xfp4": "__nv_bfloat16, kernels::Fp4Type",
-    "bf16xfp8": "__nv_bfloat16, __nv_fp8_e4m3", "bf16xuint4": "__nv_bfloat16, cutlass::uint4b_t",
-    "fp16xfp16": "half, half", "fp16xuint4": "half, cutlass::uint4b_t",
-}  # fmt: skip
-
-
 def dispatched(tree, flags, held, scratch):
     """Compile the binding's own dispatch for the host, with stubs for all else, and ask it for every runner."""
     binding = (tree / MOE / "flashinfer_cutlass_fused_moe_binding.cu").read_text()
@@ -312,18 +296,11 @@ def test_every_runner_goes_through_the_filter(pristine, patched):
 
 
 @pytest.fixture(scope="module")
-def dense(run_forked, pristine, patched, tmp_path_factory):
+def dense(ask, pristine, patched, tmp_path_factory):
     """Return the modules of dense FP4 that FlashInfer's JIT would build, as it came and patched."""
-
-    def asked(tree):
-        folder = tmp_path_factory.mktemp("workspace")
-        env = {"FLASHINFER_WORKSPACE_BASE": str(folder), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-        (output,) = run_forked(
-            ["torch.utils.cpp_extension"], [(HERE / "flashinfer_jit.py", (tree,), "dense")], cwd=folder, env=env
-        )
-        return json.loads(output.splitlines()[-1])
-
-    return SimpleNamespace(pristine=asked(pristine), patched=asked(patched))
+    trees = {"pristine": pristine, "patched": patched}
+    answers = {name: ask(tmp_path_factory.mktemp("workspace"), tree, "dense") for name, tree in trees.items()}
+    return SimpleNamespace(**answers)
 
 
 KERNEL = re.compile(r"mxfp4GemmKernelLauncherSm120<(.+?)>\(")
@@ -528,7 +505,7 @@ def ninja(ask, tmp_path):
     stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
 
     def ninja(tree, max_jobs):
-        ask(tree, "ninja", PATH=f"{stub.parent}:{os.environ['PATH']}", MAX_JOBS=max_jobs)
+        ask(tmp_path, tree, "ninja", PATH=f"{stub.parent}:{os.environ['PATH']}", MAX_JOBS=max_jobs)
         arguments = (tmp_path / "arguments").read_text().split()
         return int(arguments[arguments.index("-j") + 1]) if "-j" in arguments else None
 

@@ -123,7 +123,7 @@ def test_what_vllm_preloads_is_found_in_a_path_with_spaces(up):
 
 
 def test_every_process_of_vllms_own_way_carries_the_mark_that_leftovers_are_known_by(up):
-    """Of interpreters, as vLLM starts them here; the test of a kill below has forks."""
+    """Of interpreters, as vLLM starts them here; the nightly test below has forks."""
     members = session_members(server(up)["pid"])
     assert len(members) >= 3  # the supervisor, the API server, the engine
     assert {psutil.Process(pid).environ().get(record.MARK) for pid in members} == {record.mark(up.state)}
@@ -231,41 +231,44 @@ def test_a_second_up_is_refused_and_the_first_serves_on(up, api):
 # The next ones end the server, so they stand last. test_access.py ends one that is well.
 
 
-def test_a_dead_engine_ends_the_server_with_a_code(up):
+def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(up):
     supervisor = psutil.Process(server(up)["pid"])
-    (engine,) = (
-        process for process in supervisor.children(recursive=True) if process.cmdline()[0].endswith("EngineCore")
-    )
-    engine.kill()
-    psutil.wait_procs([supervisor], timeout=120)
-    assert session_members(supervisor.pid) == []
+    members, api = session_members(supervisor.pid), supervisor.children()
+    supervisor.suspend()  # it ends what a dead API server leaves, and its own death would ask that one to end in order
+    for process in (*api, supervisor):
+        process.kill()
+    psutil.wait_procs([*api, supervisor], timeout=120)
     result = up.inv("status")
     assert result.returncode == 24
-    assert "ended by itself" in result.stderr
-    assert "exit code 24" in result.stderr
+    assert "processes of one are left" in result.stderr
+    assert "server-leftovers" in up.inv("doctor").stdout
+    assert up.inv("down").returncode == 0
+    assert [pid for pid in members if started_at(pid) is not None] == []
+    assert up.inv("down").returncode == 0
 
 
-def test_what_kill_9_of_the_server_leaves_is_seen_and_ended(stopped, forking, monkeypatch):
+@pytest.mark.nightly
+def test_a_dead_engine_of_forks_ends_the_server_with_a_code(stopped, forking, monkeypatch):
+    """tests/unit/serve/test_supervise.py kills made-up servers, tests/engine/test_stop.py the one of a container."""
     monkeypatch.setenv("SPARKFORGE_STATE", str(stopped.state))
     python, model = stopped.state / "envs" / "embedded" / "bin" / "python", stopped.state / "models" / MODEL
     launch.start(
         forking(embedded.Embedded(StartPlan(EMBEDDED, model_id=MODEL, port=stopped.port), python, model).launch()),
         lambda _: None,
     )
-    monkeypatch.undo()
     supervisor = psutil.Process(server(stopped)["pid"])
-    members, api = session_members(supervisor.pid), supervisor.children()
-    supervisor.suspend()  # it ends what a dead API server leaves, and its own death would ask that one to end in order
-    for process in (*api, supervisor):
-        process.kill()
-    psutil.wait_procs([*api, supervisor], timeout=120)
+    marks = {psutil.Process(pid).environ().get(record.MARK) for pid in session_members(supervisor.pid)}
+    assert marks == {record.mark(stopped.state)}
+    monkeypatch.undo()
+    engines = [process for process in supervisor.children(recursive=True) if "EngineCore" in process.cmdline()[0]]
+    assert len(engines) == 1
+    engines[0].kill()
+    psutil.wait_procs([supervisor], timeout=120)
+    assert session_members(supervisor.pid) == []
     result = stopped.inv("status")
     assert result.returncode == 24
-    assert "processes of one are left" in result.stderr
-    assert "server-leftovers" in stopped.inv("doctor").stdout
-    assert stopped.inv("down").returncode == 0
-    assert [pid for pid in members if started_at(pid) is not None] == []
-    assert stopped.inv("down").returncode == 0
+    assert "ended by itself" in result.stderr
+    assert "exit code 24" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from validate.facts.target import Target
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
+# The patched vLLM of the next stack is judged every day (test_a_gb10_sheet_…); the tables of its choices are nightly.
+RELEASES = ["vllm_trees", pytest.param("next_trees", marks=pytest.mark.nightly)]
 FP4 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
 FLAGS = ("--moe-backend", "flashinfer_cutlass", "--quantization-config.moe.activation", "mxfp8")
 # What vllm/utils/flashinfer.py asks for in has_flashinfer_cutlass_fused_moe.
@@ -154,7 +156,7 @@ def test_cpu_is_told_as_it_is(model, trees):
     assert "the patch is not applied" in facts["deep.is_blackwell_class"].error
 
 
-@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("tree", "args", "backend"),
     [
@@ -174,7 +176,7 @@ def test_moe_backend_on_a_claimed_gb10(request, deep_facts, model, release, clai
     assert facts["deep.is_blackwell_class"].value is (False if tree == "patched" else None)
 
 
-@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("more", [(), FLAGS], ids=["its profile", "beside safe"])
 def test_our_plugin_may_serve_on_a_claimed_gb10(
     request, deep_facts, gather_in_forks, model, release, claim, gb10_sheet, more
@@ -207,7 +209,7 @@ def large(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("args", "kernel"),
     [
@@ -235,7 +237,7 @@ def test_one_devices_share_decides(deep_facts, large, trees, claim):
     assert kernels["o_proj"] == "MarlinMxfp8LinearKernel"
 
 
-@pytest.mark.parametrize("release", ["vllm_trees", "next_trees"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("args", "kernel"),
     [
