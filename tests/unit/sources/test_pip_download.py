@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from sparkforge.core import installers
 from sparkforge.core.errors import IntegrityError, NetworkError
 from sparkforge.pins import Component
 from sparkforge.sources import pip_download
@@ -77,8 +78,8 @@ def test_what_a_killed_run_left_is_swept(folder):
     assert list(target.parent.iterdir()) == [target]
 
 
-@pytest.mark.slow
-def test_none_anywhere_says_how_to_point_pip_at_one(folder):
+def test_none_anywhere_says_how_to_point_pip_at_one(folder, monkeypatch):
+    monkeypatch.setattr(installers, "WAITS", (0.01,))
     (folder / WHEEL).unlink()
     with pytest.raises(NetworkError, match="PIP_FIND_LINKS", check=lambda error: error.code == "network.fetch"):
         pip_download.fetch_wheel(pinned("0" * 64), WHEEL)
