@@ -76,6 +76,7 @@ def test_vllms_own_client_goes_through_the_same_judge(up, tmp_path):
     assert all(request.ttft_ms < request.e2el_ms for request in result.requests)
 
 
+@pytest.mark.nightly  # tests/unit/bench/test_batch.py has made-up servers
 def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
     table = up.path / "sparkforge" / "bench" / "baselines.toml"
     text = table.read_text()

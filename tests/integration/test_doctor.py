@@ -18,6 +18,7 @@ from sparkforge.serve.plan import StartPlan
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.nightly  # tests/unit/doctor reads the recorded log of such a start
 def test_a_kv_cache_without_room_is_the_first_finding(up, tmp_path, monkeypatch, free_port, forking):
     monkeypatch.setenv("SPARKFORGE_STATE", str(tmp_path))
     python, model = up.state / "envs" / "embedded" / "bin" / "python", up.state / "models" / "tiny-gpt-oss"
