@@ -8,7 +8,7 @@ import torch
 import cpu_kernels
 from cpu_kernels import BF16, activations
 from spark_mxfp4.kernels import hopper
-from spark_mxfp4.kernels.check import error, random_routing, random_weights, reference
+from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, random_weights, reference
 from spark_mxfp4.kernels.hopper import LayerPlan
 from spark_mxfp4.kernels.layout import pack
 
@@ -42,12 +42,18 @@ def library(tmp_path_factory):
     return loaded
 
 
-def run(weights, x, ids, shares, plan, expert_map=None):
-    return hopper.whole_layer(x, pack(weights), ids, shares, expert_map, plan)
+PLANS = [
+    LayerPlan(1, 1), LayerPlan(1, 3), LayerPlan(2, 1), LayerPlan(2, 2), LayerPlan(3, 2, (3, 1)),
+    *(LayerPlan(shape, 2, (1, 1)) for shape in (4, 5, 6, 7, 8, 9)),
+]  # fmt: skip
+
+
+def run(weights, x, ids, shares, plan, expert_map=None, activation=hopper.GPT_OSS):
+    return hopper.whole_layer(x, pack(weights), ids, shares, expert_map, plan, activation)
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")
-@pytest.mark.parametrize("plan", [LayerPlan(1, 1), LayerPlan(1, 3), LayerPlan(2, 1), LayerPlan(2, 2), LayerPlan(3, 2)])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("experts", "hidden", "intermediate", "top_k", "tokens", "routing"),
     [
@@ -63,6 +69,24 @@ def test_a_layer_is_right_however_its_work_is_cut(experts, hidden, intermediate,
     ids, shares = random_routing(tokens, experts, top_k, routing, device="cpu")
     got = run(weights, x, ids, shares, plan)
     assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.mark.usefixtures("gpu_on_cpu")
+@pytest.mark.parametrize(("shape", "tokens"), [(7, 16), (7, 40), (8, 32), (9, 57), (9, 64)])
+def test_a_tile_of_many_tokens_reads_its_weights_once(shape, tokens):
+    weights, x = random_weights(2, 96, 160, "cpu"), activations(tokens, 96)
+    ids, shares = random_routing(tokens, 2, 1, "one", device="cpu")
+    got = run(weights, x, ids, shares, LayerPlan(shape, 1))
+    assert error(got, reference(x, weights, ids, shares)) < BF16
+
+
+@pytest.mark.usefixtures("gpu_on_cpu")
+def test_swiglu_may_be_of_plain_silu_without_limits():
+    weights, x = random_weights(4, 64, 96, "cpu"), activations(5, 64)
+    ids, shares = random_routing(5, 4, 2, device="cpu")
+    got = run(weights, x, ids, shares, LayerPlan(5, 1), activation=hopper.SILU)
+    wanted = reference(x, weights, ids, shares, activation=plain_swiglu)
+    assert error(got, wanted) < BF16 < error(run(weights, x, ids, shares, LayerPlan(5, 1)), wanted)
 
 
 @pytest.mark.usefixtures("gpu_on_cpu")

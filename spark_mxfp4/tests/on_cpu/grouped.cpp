@@ -28,6 +28,7 @@ SPARK_SHAPES
 // The kernel of a whole layer has a library of its own, layer.cpp.
 int layer(const Layer*, int, int, cudaStream_t) { return cudaErrorInvalidValue; }
 int layer_chunks(int) { return 0; }
+int layer_tokens(int) { return 0; }
 
 }  // namespace spark
 

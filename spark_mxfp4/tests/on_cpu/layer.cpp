@@ -31,7 +31,7 @@ namespace {
 
 template <class S>
 int run(const Layer& l, int blocks) {
-  static_assert(S::SHARED_BYTES <= BLOCK_BYTES);
+  static_assert(LAYER_SHARED<S> <= BLOCK_BYTES);
   forget_blocks(sizeof(raw));
   const int stuck = cpu::launch(blocks, LAYER_THREADS<S>, 0, [&] { whole_layer<S>(l); });
   return stuck + static_cast<int>(spins > MOST_SPINS);
@@ -41,8 +41,11 @@ int run(const Layer& l, int blocks) {
 
 extern "C" {
 
-int spark_layer_chunks(int rows) {
-  return with_shape(rows, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
+int spark_layer_chunks(int number) {
+  return with_shape(number, [](auto shape) { return decltype(shape)::CHUNKS; }, 0);
+}
+int spark_layer_tokens(int number) {
+  return with_shape(number, [](auto shape) { return decltype(shape)::TOKENS; }, 0);
 }
 int spark_sort(const Routing* r, const Ordering* o, int, void*) {
   cpu::cluster_size = r->pairs > 1024 ? 2 : 1;  // with fewer the second block would have none
@@ -56,8 +59,8 @@ int spark_planes(const Ordering* o, const Routing* r, int64_t rows, void*) {
   const int threads = (o->chunks * 8 + 31) / 32 * 32;
   return cpu::launch(o->tokens, threads, 0, [&] { write_planes(*o, r->row_of_pair, r->top_k, rows); });
 }
-int spark_layer(const Layer* l, int rows, int blocks, void*) {
-  return with_shape(rows, [&](auto shape) { return run<decltype(shape)>(*l, blocks); }, 1);
+int spark_layer(const Layer* l, int number, int blocks, void*) {
+  return with_shape(number, [&](auto shape) { return run<decltype(shape)>(*l, blocks); }, 1);
 }
 
 }

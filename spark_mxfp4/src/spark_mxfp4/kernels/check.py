@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from spark_mxfp4.experts import ExpertWeights, Projection, swiglu
@@ -41,7 +43,12 @@ def random_routing(
 
 
 def reference(
-    x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor, local: list[int] | None = None
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    local: list[int] | None = None,
+    activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
 ) -> torch.Tensor:
     """Return the layer's output [T, H] in float32 throughout; `local` names the experts that count, default all."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -49,10 +56,15 @@ def reference(
         if expert < 0 or (local is not None and expert not in local):
             continue
         token, position = (ids == expert).nonzero(as_tuple=True)
-        hidden = swiglu(_product(x[token].float(), weights.gate_up, expert))
+        hidden = activation(_product(x[token].float(), weights.gate_up, expert))
         output = _product(hidden, weights.down, expert)
         total.index_add_(0, token, output * shares[token, position].unsqueeze(-1))
     return total
+
+
+def plain_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return up · SiLU(gate) of gates in even columns and ups in odd ones."""
+    return gate_up[..., 1::2] * torch.nn.functional.silu(gate_up[..., ::2])
 
 
 def error(computed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -40,7 +40,7 @@ struct Gemm {
   const int32_t* tile_count;
   int chunks, row_tiles, columns;
   int64_t rows;
-  float alpha, limit;
+  float alpha, limit, shift;  // of the activation; 1, infinity and 0 make it SwiGLU with plain SiLU
 };
 
 // Two E8M0 bytes 2^(s - 127), kept as the exponents of 2^(s - 1) by layout.py, as pairs of equal bf16.
@@ -332,7 +332,7 @@ __device__ __forceinline__ void pass_tile(const Gemm& g, Ring<S>& ring) {
 
 __device__ __forceinline__ float activation(float gate, float up, const Gemm& g) {
   gate = smaller(gate, g.limit), up = larger(smaller(up, g.limit), -g.limit);
-  return __fdividef((up + 1.0f) * gate, 1.0f + __expf(-g.alpha * gate));
+  return __fdividef((up + g.shift) * gate, 1.0f + __expf(-g.alpha * gate));
 }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -9,6 +9,7 @@ device, so CUDA graphs hold it, and the same inputs give the same bits. Weights 
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ TARGET = "90a"
 ROW_MULTIPLE = 8  # in planes each expert's rows begin at a multiple of this: the swizzle's period (routing.cuh)
 SLACK_ROWS = 256  # a copy may read this many rows behind the last one: the widest tile
 MAX_EXPERTS, MAX_TOP_K = 512, 16
-LAYER_TOKENS = 8  # of a tile where one launch computes the whole layer (layer.cuh)
 FEW_PAIRS = 32  # that such a launch sorts by itself
 MOST_CHUNKS_OF_A_PART = 24  # of 64 columns: with fewer, two parts cost more than they bring
 VECTOR_BYTES = 16  # of x that a thread loads at once, from multiples of them
@@ -36,6 +36,17 @@ Ordering = extension.structure("rows.cuh", "Ordering")
 Gemm = extension.structure("gemm.cuh", "Gemm")
 Rows = extension.structure("layer.cuh", "Rows")
 Layer = extension.structure("layer.cuh", "Layer", Gemm, Routing, Rows)
+
+
+class Activation(NamedTuple):
+    """(clamp(up, ±limit) + shift) · g · sigmoid(alpha · g), g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+    shift: float
+
+
+GPT_OSS, SILU = Activation(SWIGLU_ALPHA, SWIGLU_LIMIT, 1.0), Activation(1.0, math.inf, 0.0)
 
 
 class HopperKernel(MoeKernel):
@@ -147,20 +158,22 @@ def whole_layer(
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
     plan: LayerPlan | None = None,
+    activation: Activation = GPT_OSS,
 ) -> torch.Tensor:
     """Return `HopperKernel.run`'s result by one launch, behind another that sorts where there are more than 32 pairs.
 
-    Right for any load, and meant for few tokens: each tile of eight of an expert reads its weights again. `plan` is by
-    default what `plan_layer` says.
+    Right for any load, and meant for few tokens: each tile of an expert, of 8 to 64 tokens, reads its weights again.
+    `plan` is by default what `plan_layer` says.
     """
     gate_up, down = weights
     result = torch.empty_like(x)
     shares = topk_weights.to(torch.float32).contiguous()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    routed = Routed(x, weights, topk_ids, expert_map, LAYER_TOKENS, 1)
     row_tiles, chunks = down.weight.shape[1:3]
-    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], (row_tiles, chunks), routed.processors)
-    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.rows))
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    plan = plan or plan_layer(topk_ids.numel(), gate_up.weight.shape[1], (row_tiles, chunks), processors)
+    routed = Routed(x, weights, topk_ids, expert_map, library().spark_layer_tokens(plan.shape), 1)
+    part_chunks = part_of(chunks, plan.parts, library().spark_layer_chunks(plan.shape))
     parts = -(-chunks // part_chunks)
     sort = topk_ids.numel() > FEW_PAIRS
     if sort:
@@ -169,11 +182,11 @@ def whole_layer(
     partial = torch.empty(routed.rows * parts * row_tiles * ROWS, dtype=torch.float32, device=x.device)
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
     layer = Layer(
-        routed.product(gate_up, routed.x, hidden, swiglu=True), routed.product(down, hidden, result, swiglu=False),
-        routed.routing(), _rows(routed.x), _rows(hidden), partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
-        parts, part_chunks, *topk_ids.shape,
+        routed.product(gate_up, routed.x, hidden, swiglu=True, activation=activation),
+        routed.product(down, hidden, result, swiglu=False), routed.routing(), _rows(routed.x), _rows(hidden), partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
+        parts, part_chunks, *topk_ids.shape, *plan.at_once,
     )  # fmt: skip
-    _check_launch(library().spark_layer(ctypes.byref(layer), plan.rows, routed.processors, stream))
+    _check_launch(library().spark_layer(ctypes.byref(layer), plan.shape, plan.processors or processors, stream))
     return result
 
 
@@ -183,10 +196,16 @@ def _rows(x: torch.Tensor) -> ctypes.Structure:
 
 
 class LayerPlan(NamedTuple):
-    """How `whole_layer` cuts its work: an item's weight rows, in tiles of 64, and parts of the second's columns."""
+    """How `whole_layer` cuts its work: the kernel's shape (layer.cuh), and parts of the second product's columns.
 
-    rows: int  # 1, 2 or 3
+    `at_once` are the stages of weights that a block has on their way, in both products: fewer of the second delay the
+    first less. `processors` are the multiprocessors to use, 0 for all.
+    """
+
+    shape: int  # 1, 2 and 3 have as many tiles of 64 weight rows in an item
     parts: int
+    at_once: tuple[int, int] = (2, 2)
+    processors: int = 0
 
 
 def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], processors: int) -> LayerPlan:
@@ -199,7 +218,7 @@ def plan_layer(pairs: int, first_row_tiles: int, second: tuple[int, int], proces
     row_tiles, chunks = second
     items, deep = pairs * -(-first_row_tiles // 3), chunks > MOST_CHUNKS_OF_A_PART
     if deep and 0.75 * processors <= items <= processors:
-        return LayerPlan(3, 2)
+        return LayerPlan(3, 2, (3, 1))
     rows, most = (1, 3) if items < 1.9 * processors else (2, 6)
     return LayerPlan(rows, 2 if deep and pairs * -(-row_tiles // rows) < most * processors else 1)
 
@@ -276,7 +295,15 @@ class Routed:
         """Return room for all rows' planes, `number` of 64 columns each; see routing.cuh."""
         return torch.empty((number * self.rows + SLACK_ROWS) * COLUMNS, dtype=self.x.dtype, device=self.x.device)
 
-    def product(self, projection: Projection, x: torch.Tensor, out: torch.Tensor, *, swiglu: bool) -> ctypes.Structure:
+    def product(
+        self,
+        projection: Projection,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        swiglu: bool,
+        activation: Activation = GPT_OSS,
+    ) -> ctypes.Structure:
         """Return one grouped product's arguments.
 
         `x` are planes; for the first product of a shape that gathers they are what `sort` wrote to `ordered`.
@@ -289,7 +316,7 @@ class Routed:
         return Gemm(
             weight.data_ptr(), bias.data_ptr(), x.data_ptr(), out.data_ptr(), self.token_of_row.data_ptr(),
             self.tiles.data_ptr(), self.tile_count.data_ptr(), weight.shape[2], weight.shape[1],
-            0 if swiglu else out.shape[-1], self.rows, SWIGLU_ALPHA, SWIGLU_LIMIT,
+            0 if swiglu else out.shape[-1], self.rows, *activation,
         )  # fmt: skip
 
 

@@ -1,9 +1,13 @@
 // Both products and the weighted sum in one launch, for few tokens: the copies of weights hardly ever stop.
 //
-// Work comes in items: ROW_GROUPS tiles of 64 weight rows by up to 8 tokens of one expert, over all columns for the first
-// product, over one of `parts` for the second. Blocks take items from a common counter, all of the first product before
-// those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring; one
-// warp brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs before this one.
+// Work comes in items: ROW_GROUPS tiles of 64 weight rows by up to TOKENS tokens of one expert, over all columns for the
+// first product, over one of `parts` for the second. Blocks take items from a common counter, all of the first product
+// before those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring;
+// one warp for every 8 tokens brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs
+// before this one.
+//
+// It needs bulk copies, mbarriers, warps' matrix instructions and a cooperative launch, no cluster, no warpgroup's
+// instruction and no register handed over: so the same source is compiled for compute capability 9.0 and 12.1.
 //
 // What blocks compute for each other says itself that it is there: its place holds MISSING before, which no result is.
 // So nobody who stores has to tell, and who waits needs no second look. Parts are stored as float32 and added up at the
@@ -30,23 +34,43 @@ struct Layer {
   const float* shares;         // [pairs]
   int sorted;             // by a kernel before
   int parts, part_chunks, tokens, top_k;
+  int first_at_once, second_at_once;  // stages of weights that are on their way at once
 };
 
-// The kernel whose items have `rows` of 64.
-int layer(const Layer* l, int rows, int processors, cudaStream_t stream);
-int layer_chunks(int rows);  // of one stage; 0 where there is no such kernel
+// The kernel of that number, on so many multiprocessors.
+int layer(const Layer* l, int shape, int processors, cudaStream_t stream);
+int layer_chunks(int shape);  // of one stage; 0 where there is no such kernel
+int layer_tokens(int shape);  // most tokens of a tile
 
-constexpr int FEW_TOKENS = 8;  // most tokens of a tile
+constexpr int EIGHT = 8;  // tokens of one matrix instruction, and of a warp that brings activations
 
-//               rows of 64, split of the columns, chunks a step, tokens, stages, blocks a multiprocessor
-using OneRow = Shape<1, 2, 3, FEW_TOKENS, 5, 2>;
-using TwoRows = Shape<2, 1, 5, FEW_TOKENS, 4, 2>;
-using ThreeRows = Shape<3, 1, 5, FEW_TOKENS, 5, 1>;
+// The shapes by number. 1 to 3 want Hopper's shared memory; a block of the others has at most 99 KB for itself, as 12.1
+// allows. `rows of 64` is also what a plan's items have.
+//         number, rows of 64, split of the columns, chunks a step, tokens, stages, blocks a multiprocessor
+#define SPARK_SMALL_LAYERS(SHAPE)  \
+  SHAPE(4, 1, 3, 3, 8, 3, 1)       \
+  SHAPE(5, 3, 1, 3, 8, 4, 1)       \
+  SHAPE(6, 2, 2, 2, 8, 4, 1)       \
+  SHAPE(7, 3, 1, 2, 16, 5, 1)      \
+  SHAPE(8, 3, 1, 2, 32, 4, 1)      \
+  SHAPE(9, 2, 1, 1, 64, 6, 1)
+#define SPARK_LARGE_LAYERS(SHAPE)  \
+  SHAPE(1, 1, 2, 3, 8, 5, 2)       \
+  SHAPE(2, 2, 1, 5, 8, 4, 2)       \
+  SHAPE(3, 3, 1, 5, 8, 5, 1)
 
-// What `use` returns for the shape of so many rows; `none` where there is none.
+// What `use` returns for the shape of that number; `none` where there is none.
 template <class Use, class Result>
-Result with_shape(int rows, Use use, Result none) {
-  return rows == 1 ? use(OneRow()) : rows == 2 ? use(TwoRows()) : rows == 3 ? use(ThreeRows()) : none;
+Result with_shape(int number, Use use, Result none) {
+  switch (number) {
+#define SPARK_CASE(number, ...) case number: return use(Shape<__VA_ARGS__>());
+    SPARK_SMALL_LAYERS(SPARK_CASE)
+#ifndef SPARK_SMALL
+    SPARK_LARGE_LAYERS(SPARK_CASE)
+#endif
+#undef SPARK_CASE
+    default: return none;
+  }
 }
 constexpr int FEW_PAIRS = 32;  // as many as sort_few sorts
 constexpr uint32_t MISSING = ~0u;  // the sentinel, two bf16 or one float32: a NaN that no instruction makes
@@ -67,7 +91,7 @@ struct Backoff {
 struct Few {
   int4 tiles[FEW_PAIRS];  // {expert, first row, tokens, 0}
   int rows[FEW_PAIRS];    // of pairs
-  int8_t tokens[FEW_PAIRS][FEW_TOKENS];  // of each tile's rows
+  int tokens[FEW_PAIRS];  // of rows
   int count;
 };
 
@@ -78,7 +102,7 @@ __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
   sort_few(r, s);
   const bool here = lane < r.pairs && s.expert >= 0;
   few.rows[lane] = here ? s.first_row + s.place : -1;
-  if (here) few.tokens[s.tile][s.place] = static_cast<int8_t>(lane / r.top_k);
+  if (here) few.tokens[s.first_row + s.place] = lane / r.top_k;
   if (here && s.first) few.tiles[s.tile] = make_int4(s.expert, s.first_row, s.tokens, 0);
   const int count = __popc(__ballot_sync(~0u, here && s.first));
   if (lane == 0) few.count = count;
@@ -87,20 +111,11 @@ __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
 // The tiles, by whoever sorted.
 struct Tiles {
   const int4* at;
-  const int32_t* count;
-  const int32_t *token_of_row, *rows_of_pairs;
-  const Few* few;  // null where a kernel before has sorted
-
-  // The row of l.x that is row `token` of a tile.
-  __device__ int row(const int4& tile, int number, int token) const {
-    return few != nullptr ? few->tokens[number][token] : token_of_row[tile.y + token];
-  }
-  __device__ int row_of_pair(int pair) const { return few != nullptr ? few->rows[pair] : rows_of_pairs[pair]; }
+  const int32_t *count, *token_of_row, *row_of_pair;
 };
 
 struct Item {
   Tile tile;
-  int number;      // of the tile
   int begin, end;  // chunks; no more items where end is 0
   int part;
   bool second;
@@ -138,13 +153,13 @@ __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int 
   item.second = index >= firsts;
   if (item.second) {
     const int seconds = row_blocks<S>(l.second), of_tile = seconds * l.parts, rest = (index - firsts) % of_tile;
-    item.number = (index - firsts) / of_tile;
-    if (item.number >= *tiles.count) return item;
+    const int number = (index - firsts) / of_tile;
+    if (number >= *tiles.count) return item;
     item.part = rest / seconds, item.tile.row_tile = rest % seconds * S::ROW_GROUPS;
+    item.tile.tokens = tiles.at[number];
   } else {
-    item.number = index / blocks, item.tile.row_tile = index % blocks * S::ROW_GROUPS;
+    item.tile.tokens = tiles.at[index / blocks], item.tile.row_tile = index % blocks * S::ROW_GROUPS;
   }
-  item.tile.tokens = tiles.at[item.number];
   item.begin = item.part * l.part_chunks;
   item.end = item.second ? min(item.begin + l.part_chunks, l.second.chunks) : l.first.chunks;
   return item;
@@ -176,7 +191,7 @@ struct Weights {
   __device__ void bring(const Layer& l) {
     Copies<S> copies(item.second ? l.second : l.first, item.tile, once, once);
     copies.chunks = item.end;
-    const int at_once = S::BLOCKS > 1 ? 2 : item.second ? 1 : 3;  // fewer of the second product delay the first less
+    const int at_once = item.second ? l.second_at_once : l.first_at_once;
     for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
       barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
       for (; on_the_way >= at_once; --on_the_way, landing.next()) barrier_wait(landing.full_bar(), landing.parity);
@@ -208,25 +223,29 @@ struct Weights {
   }
 };
 
-// Up to 2^SHIFT rows' activations for some stages, by a warp: 16 bytes a lane and round, through registers into the order
-// in which multiply_item reads them. A round is four times 64 columns of a row.
-template <class S, int SHIFT>
+// Up to 2^SHIFT rows' activations for some stages, from row `first` of the tile on, by a warp: 16 bytes a lane and
+// round, through registers into the order in which multiply_item reads them. A round is four times 64 columns of a row.
+struct Zero {
+  __device__ constexpr operator int() const { return 0; }
+};
+template <class S, int SHIFT, class First>
 struct Activations {
   static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
-  static constexpr int FITS = 2 * S::CHUNKS / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
+  static constexpr int FITS = (S::CHUNKS < 3 ? 6 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
   uint4 vectors[AT_ONCE][ROUNDS];
   const uint8_t* rows[2];  // this lane's: every round's, or every other's
   int last;                // behind the columns that there are, in bytes
+  First first;
 
-  __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item) {
+  __device__ Activations(const Layer& l, const Tiles& tiles, const Item& item, First first) : first(first) {
     const Rows& from = item.second ? l.hidden : l.x;
     last = min(item.end * PLANE_BYTES, from.vectors * 16);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = row_of_round(i);
+      const int token = first + row_of_round(i);
       rows[i] = nullptr;
       if (token >= item.tile.tokens.z) continue;
-      const int row = item.second ? item.tile.tokens.y + token : tiles.row(item.tile.tokens, item.number, token);
+      const int sorted = item.tile.tokens.y + token, row = item.second ? sorted : tiles.token_of_row[sorted];
       rows[i] = from.at + row * from.stride + (threadIdx.x & 7) * 16;
     }
   }
@@ -262,7 +281,7 @@ struct Activations {
   // other half of odd ones, so that eight threads read 128 bytes.
   __device__ __forceinline__ void store(LayerRing<S>& ring, int chunk, int end) const {
     const int n = threadIdx.x & 7;
-    const uint32_t place = ring.x + (n >> 2) * 32 + (n & 1) * 8;
+    const uint32_t place = ring.x + first * PLANE_BYTES + (n >> 2) * 32 + (n & 1) * 8;
 #pragma unroll
     for (int u = 0; u < AT_ONCE; ++u) {
       if (chunk + u * S::CHUNKS >= end) break;
@@ -270,7 +289,7 @@ struct Activations {
 #pragma unroll
       for (int r = 0; r < ROUNDS; ++r) {
         const int row = row_of_round(r);
-        const uint32_t to = place + ring.stage * S::X_BYTES + (chunk_of_round(r) * FEW_TOKENS + row) * PLANE_BYTES +
+        const uint32_t to = place + ring.stage * S::X_BYTES + (chunk_of_round(r) * S::TOKENS + row) * PLANE_BYTES +
                             ((n >> 1 & 1) ^ (row & 1)) * 64;
         if (chunk_of_round(r) >= S::CHUNKS) continue;
         store_shared(to, vectors[u][r].x, vectors[u][r].y);
@@ -311,69 +330,103 @@ struct GridBarrier {
   }
 };
 
-template <class S, int SHIFT>
+template <class S, int SHIFT, class First, class Wait>
 __device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, const Item& item, LayerRing<S>& ring,
-                                           GridBarrier& grid) {
-  Activations<S, SHIFT> activations(l, tiles, item);
+                                           First first, Wait wait_for_grid) {
+  Activations<S, SHIFT, First> activations(l, tiles, item, first);
   for (int chunk = item.begin; chunk < item.end; chunk += activations.AT_ONCE * S::CHUNKS) {
     if (item.second) {
-      grid.wait();
+      wait_for_grid();
       activations.template load<true, false>(chunk);
       for (Backoff backoff; activations.any_missing(); backoff.wait()) activations.template load<true, true>(chunk);
     } else {
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    grid.wait();  // the ring has room for the first ones, whatever other blocks do
+    wait_for_grid();  // the ring has room for the first ones, whatever other blocks do
   }
 }
 
-// By one warp.
+// Rows that nobody needs: what they hold comes to no result.
 template <class S>
+__device__ __forceinline__ void bring_nothing(const Item& item, LayerRing<S>& ring) {
+  for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
+    barrier_wait(ring.empty_bar(ring.stage), ring.parity ^ 1);
+    barrier_arrive(ring.brought_bar());
+  }
+}
+
+// By one warp for rows from `first` on.
+template <class S, class First, class Wait>
 __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
-                                                  const Queue& queue, uint32_t grid_ready, uint32_t sorted) {
-  GridBarrier grid(l, grid_ready);
-  barrier_wait(sorted, 0);
+                                                  const Queue& queue, First first, Wait wait_for_grid) {
   for (int number = 0;; ++number) {
     const Item item = queue.pull(number);
     if (item.end == 0) break;
-    const int tokens = item.tile.tokens.z;
-    if (tokens == 1) {
-      bring_item<S, 0>(l, tiles, item, ring, grid);
+    const int tokens = item.tile.tokens.z - first;
+    if (tokens <= 0) {
+      bring_nothing<S>(item, ring);  // not of rows from 0 on
+    } else if (tokens == 1) {
+      bring_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens == 2) {
-      bring_item<S, 1>(l, tiles, item, ring, grid);
+      bring_item<S, 1>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens <= 4) {
-      bring_item<S, 2>(l, tiles, item, ring, grid);
+      bring_item<S, 2>(l, tiles, item, ring, first, wait_for_grid);
     } else {
-      bring_item<S, 3>(l, tiles, item, ring, grid);
+      bring_item<S, 3>(l, tiles, item, ring, first, wait_for_grid);
     }
   }
-  grid.wait();
 }
 
-// Multiply one item: leaves this warp's sums in `sum`, 16 rows by 8 tokens, and the ring behind the item's last chunk.
+// Multiply one item: leaves this warp's sums in `sum`, of each 8 tokens 16 rows, and the ring behind the item's last chunk.
 template <class S>
-__device__ __forceinline__ void multiply_item(int chunks, LayerRing<S>& ring, int group, int split, float (&sum)[4]) {
+__device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<S>& ring, int group, int split,
+                                              float (&sum)[S::TOKENS / 2]) {
+  constexpr int EIGHTS = S::TOKENS / EIGHT;
   const int thread = threadIdx.x & 127, lane = threadIdx.x & 31, token = lane / 4, half = (token & 1) * 64;
   const int first_part = split * S::STEP;
   // This thread's places in the ring's first stage.
   const uint32_t values = shared_address(ring.w) + (group * S::CHUNKS + first_part) * CHUNK_BYTES + 16 * thread;
   const uint32_t scales = values - 16 * thread + VALUE_BYTES + 2 * (thread >> 1);
-  const uint32_t x = ring.x + (first_part * FEW_TOKENS + token) * PLANE_BYTES + (lane & 3) * 16 + half;
-  float even[4] = {}, odd[4] = {};  // sums of every other step, so that none waits for the one before
-  const auto one_chunk = [&](uint32_t w_at, uint32_t x_at) {
-    uint32_t words[4], factor[2], b[2][4];
+  const uint32_t x = ring.x + (first_part * S::TOKENS + token) * PLANE_BYTES + (lane & 3) * 16 + half;
+  // Where there are 8 tokens, sums of every other step, so that none waits for the one before.
+  constexpr int CHAINS = EIGHTS == 1 ? 2 : 1;
+  float sums[EIGHTS][CHAINS][4] = {};
+  const auto weights = [&](uint32_t w_at, uint32_t (&words)[4], uint32_t (&factor)[2]) {
     load_shared(words, values + w_at);
     scale_pairs(load_shared_16(scales + w_at), factor);
-    load_shared(b[0], x + x_at);
-    load_shared(b[1], (x ^ 64) + x_at);
+  };
+  const auto expand = [&](uint32_t word, const uint32_t (&factor)[2], uint32_t (&a)[4]) {
+    expand_word(word, a);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t a[4];
-      expand_word(words[step], a);
+    for (int i = 0; i < 4; ++i) a[i] = multiply(a[i], factor[i & 1]);
+  };
+  const auto one_chunk = [&](uint32_t w_at, uint32_t x_at) {
+    uint32_t words[4], factor[2], b[2][4];
+    weights(w_at, words, factor);
+    if constexpr (EIGHTS == 1) {  // each step's weights when they are multiplied, which takes fewer registers
+      load_shared(b[0], x + x_at);
+      load_shared(b[1], (x ^ 64) + x_at);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = multiply(a[i], factor[i & 1]);
-      mma(step & 1 ? odd : even, a, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
+      for (int step = 0; step < 4; ++step) {
+        uint32_t a[4];
+        expand(words[step], factor, a);
+        mma(sums[0][step & 1], a, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
+      }
+    } else {
+      uint32_t a[4][4];
+#pragma unroll
+      for (int step = 0; step < 4; ++step) expand(words[step], factor, a[step]);
+#pragma unroll
+      for (int n = 0; n < EIGHTS; ++n) {
+        if (n * EIGHT >= tokens) break;
+        const uint32_t from = x_at + n * EIGHT * PLANE_BYTES;
+        load_shared(b[0], x + from);
+        load_shared(b[1], (x ^ 64) + from);
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          mma(sums[n][0], a[step], b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
+      }
     }
   };
   for (int chunk = 0; chunk < chunks; chunk += S::CHUNKS, ring.next()) {
@@ -382,22 +435,28 @@ __device__ __forceinline__ void multiply_item(int chunks, LayerRing<S>& ring, in
     barrier_wait(ring.brought_bar(), ring.parity);
     if (chunk + first_part + S::STEP <= chunks) {
 #pragma unroll
-      for (int u = 0; u < S::STEP; ++u) one_chunk(w_at + u * CHUNK_BYTES, x_at + u * FEW_TOKENS * PLANE_BYTES);
+      for (int u = 0; u < S::STEP; ++u) one_chunk(w_at + u * CHUNK_BYTES, x_at + u * S::TOKENS * PLANE_BYTES);
     } else {  // the item's last stage has fewer chunks
       for (int u = 0; u < chunks - chunk - first_part; ++u)
-        one_chunk(w_at + u * CHUNK_BYTES, x_at + u * FEW_TOKENS * PLANE_BYTES);
+        one_chunk(w_at + u * CHUNK_BYTES, x_at + u * S::TOKENS * PLANE_BYTES);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty_bar(ring.stage));
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = even[i] + odd[i];
+  for (int n = 0; n < EIGHTS; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[n * 4 + i] = sums[n][0][i];
+      if constexpr (CHAINS == 2) sum[n * 4 + i] += sums[n][1][i];
+    }
+  }
 }
 
-// As gemm.cuh's store_swiglu, into rows.
-__device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, const float (&sum)[4],
+// As gemm.cuh's store_swiglu, into rows: of 8 tokens from `first` on.
+__device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, int first, const float* sum,
                                              const float (&bias)[2]) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = lane / 4;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = first + lane / 4;
   const float low = activation(sum[0] + bias[0], sum[2] + bias[1], l.first);
   const float high = activation(sum[1] + bias[0], sum[3] + bias[1], l.first);
   const uint32_t pair = transpose_8x8(pack(low, high));
@@ -406,9 +465,9 @@ __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, i
   if (token < tile.tokens.z) to[row_tile / 2 * 32 + pair_at(vector, lane & 3)] = pair;
 }
 
-__device__ __forceinline__ void store_part(const Layer& l, const Item& item, int row_tile, const float (&sum)[4],
+__device__ __forceinline__ void store_part(const Layer& l, const Item& item, int row_tile, int first, const float* sum,
                                            const float (&bias)[2]) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = (lane & 3) * 2;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = first + (lane & 3) * 2;
   const int64_t width = l.second.row_tiles * 64, next = l.parts * width;
   float* to = l.partial + item.tile.tokens.y * next + item.part * width + row_tile * 64 + warp * 16 + lane / 4;
 #pragma unroll
@@ -426,7 +485,7 @@ __device__ __forceinline__ void add_parts(const Layer& l, const Tiles& tiles, in
   float sum[4] = {};
   for (int part = lane >> 2; part < l.top_k * l.parts; part += 8) {
     const int of = l.parts == 1 ? part : l.parts == 2 ? part >> 1 : part / l.parts, pair = token * l.top_k + of;
-    const int row = tiles.row_of_pair(pair);
+    const int row = tiles.row_of_pair[pair];
     if (row < 0) continue;
     const float* from = l.partial + (int64_t{row} * l.parts + part - of * l.parts) * width + column;
     const float share = l.shares[pair];
@@ -456,23 +515,31 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   const float* from = g.bias + (int64_t{item.tile.tokens.x} * g.row_tiles + (there ? row_tile : 0)) * 64;
   const int row = (thread >> 5) * 16 + (thread & 31) / 4;
   const float bias[2] = {item.part == 0 ? from[row] : 0, item.part == 0 ? from[row + 8] : 0};
-  float sum[4];
-  multiply_item<S>(item.end - item.begin, ring, group, split, sum);
-  if (!combine<S, FEW_TOKENS>(sum, sums, group, split) || !there) return;
+  const int tokens = S::TOKENS == EIGHT ? EIGHT : uniform(item.tile.tokens.z);
+  float sum[S::TOKENS / 2];
+  multiply_item<S>(item.end - item.begin, tokens, ring, group, split, sum);
+  if (!combine<S, S::TOKENS>(sum, sums, group, split) || !there) return;
   barrier_wait(grid_ready, 0);
-  if (item.second) {
-    store_part(l, item, row_tile, sum, bias);
-  } else {
-    store_hidden(l, item.tile, row_tile, sum, bias);
+#pragma unroll
+  for (int n = 0; n < S::TOKENS / EIGHT; ++n) {
+    if (n * EIGHT >= tokens) break;
+    if (item.second) {
+      store_part(l, item, row_tile, n * EIGHT, sum + n * 4, bias);
+    } else {
+      store_hidden(l, item.tile, row_tile, n * EIGHT, sum + n * 4, bias);
+    }
   }
 }
 
+// Warps: four a group multiply, one brings weights, one for every eight tokens activations.
 template <class S>
-constexpr int LAYER_THREADS = S::GROUPS * 128 + 64;
+constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + S::TOKENS / EIGHT * 32;
+template <class S>
+constexpr int LAYER_SHARED = 1024 + S::STAGES * (S::X_BYTES + S::W_BYTES + 16) + S::SUM_BYTES;
 
 template <class S>
 __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const __grid_constant__ Layer l) {
-  static_assert(S::TOKENS == FEW_TOKENS && S::REGISTERS == 0);
+  static_assert(S::TOKENS % EIGHT == 0 && S::REGISTERS == 0);
   extern __shared__ uint8_t raw[];
   __shared__ Few few;
   __shared__ Queue queue;
@@ -483,7 +550,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.brought + 8 * i, 32);
+      barrier_init(ring.brought + 8 * i, S::TOKENS / EIGHT * 32);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     barrier_init(shared_address(&grid_ready), 1);
@@ -495,17 +562,27 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Routing& r = l.routing;
-  const Tiles tiles = l.sorted ? Tiles{r.tiles, r.tile_count, r.token_of_row, r.row_of_pair, nullptr}
-                               : Tiles{few.tiles, &few.count, nullptr, nullptr, &few};
+  const Tiles tiles = l.sorted ? Tiles{r.tiles, r.tile_count, r.token_of_row, r.row_of_pair}
+                               : Tiles{few.tiles, &few.count, few.tokens, few.rows};
+  const uint32_t ready = shared_address(&grid_ready);
+  if (S::TOKENS > EIGHT && threadIdx.x >= COPIER + 64) {
+    const int first = uniform((threadIdx.x - COPIER - 32) / 32 * EIGHT);
+    barrier_wait(shared_address(&sorted), 0);
+    bring_activations<S>(l, tiles, ring, queue, first, [&] { barrier_wait(ready, 0); });
+    return;
+  }
   if (threadIdx.x >= COPIER + 32) {
-    bring_activations<S>(l, tiles, ring, queue, shared_address(&grid_ready), shared_address(&sorted));
+    GridBarrier grid(l, ready);
+    barrier_wait(shared_address(&sorted), 0);
+    bring_activations<S>(l, tiles, ring, queue, Zero(), [&] { grid.wait(); });
+    grid.wait();
     return;
   }
   if (threadIdx.x >= COPIER) {
     if (!l.sorted) sort_into(r, few);
     __syncwarp();
     barrier_arrive(shared_address(&sorted));
-    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, shared_address(&grid_ready));
+    if (threadIdx.x == COPIER) Weights<S>(ring).bring_all(l, queue, tiles, ready);
     return;
   }
   float* sums = reinterpret_cast<float*>(base + S::STAGES * (S::X_BYTES + S::W_BYTES + 16));
@@ -513,9 +590,9 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
     barrier_wait(ring.full_bar(), ring.parity);
     const Item item = queue.items[number % QUEUE];
     if (item.end == 0) break;
-    work<S>(l, ring, item, sums, shared_address(&grid_ready));
+    work<S>(l, ring, item, sums, ready);
   }
-  barrier_wait(shared_address(&grid_ready), 0);
+  barrier_wait(ready, 0);
   barrier_wait(shared_address(&sorted), 0);
   for (int unit = blockIdx.x * S::GROUPS + (threadIdx.x >> 7); unit < l.second.row_tiles * l.tokens;
        unit += gridDim.x * S::GROUPS)

@@ -50,9 +50,10 @@ int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* strea
   return UNITS[shape](g, swiglu, processors, static_cast<cudaStream_t>(stream));
 }
 
-int spark_layer_chunks(int rows) { return layer_chunks(rows); }
-int spark_layer(const Layer* l, int rows, int processors, void* stream) {
-  return layer(l, rows, processors, static_cast<cudaStream_t>(stream));
+int spark_layer_chunks(int shape) { return layer_chunks(shape); }
+int spark_layer_tokens(int shape) { return layer_tokens(shape); }
+int spark_layer(const Layer* l, int shape, int processors, void* stream) {
+  return layer(l, shape, processors, static_cast<cudaStream_t>(stream));
 }
 
 int spark_reduce(const void* output, const int32_t* row_of_pair, const float* shares, void* result, int tokens,
