@@ -3,7 +3,7 @@
 // Work comes in items: ROW_GROUPS tiles of 64 weight rows by up to TOKENS tokens of one expert, over all columns for the
 // first product, over one of `parts` for the second. Blocks take items from a common counter, all of the first product
 // before those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring;
-// one warp for every 8 tokens brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs
+// one warp for every 8 or 16 tokens brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs
 // before this one.
 //
 // It needs bulk copies, mbarriers, warps' matrix instructions and a cooperative launch, no cluster, no warpgroup's
@@ -42,7 +42,12 @@ int layer(const Layer* l, int shape, int processors, cudaStream_t stream);
 int layer_chunks(int shape);  // of one stage; 0 where there is no such kernel
 int layer_tokens(int shape);  // most tokens of a tile
 
-constexpr int EIGHT = 8;  // tokens of one matrix instruction, and of a warp that brings activations
+constexpr int EIGHT = 8;  // tokens of one matrix instruction
+// Rows for each warp that brings activations; with more than seven such warps the others would have too few registers.
+template <class S>
+constexpr int BROUGHT_ROWS = S::TOKENS > 32 ? 16 : 8;
+template <class S>
+constexpr int BRINGERS = S::TOKENS / BROUGHT_ROWS<S>;
 
 // The shapes by number. 1 to 3 want Hopper's shared memory; a block of the others has at most 99 KB for itself, as 12.1
 // allows. `rows of 64` is also what a plan's items have.
@@ -233,7 +238,8 @@ struct Activations {
   static constexpr int ROUNDS = ((S::CHUNKS << SHIFT) + 3) / 4;  // of a stage
   static constexpr int FITS = (S::CHUNKS < 3 ? 6 : 2 * S::CHUNKS) / ROUNDS, AT_ONCE = FITS < S::STAGES ? FITS : S::STAGES;  // stages
   uint4 vectors[AT_ONCE][ROUNDS];
-  const uint8_t* rows[2];  // this lane's: every round's, or every other's
+  static constexpr int ROWS = SHIFT > 2 ? 1 << (SHIFT - 2) : 1;
+  const uint8_t* rows[ROWS];  // this lane's, of its rounds in turn
   int last;                // behind the columns that there are, in bytes
   First first;
 
@@ -241,7 +247,7 @@ struct Activations {
     const Rows& from = item.second ? l.hidden : l.x;
     last = min(item.end * PLANE_BYTES, from.vectors * 16);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
       const int token = first + row_of_round(i);
       rows[i] = nullptr;
       if (token >= item.tile.tokens.z) continue;
@@ -261,7 +267,7 @@ struct Activations {
       for (int r = 0; r < ROUNDS; ++r) {
         if (AGAIN && !missing(vectors[u][r])) continue;
         if (!AGAIN) vectors[u][r] = uint4{};
-        const uint8_t* row = rows[SHIFT == 3 ? r & 1 : 0];
+        const uint8_t* row = rows[r % ROWS];
         const int at = (chunk + u * S::CHUNKS + chunk_of_round(r)) * PLANE_BYTES;
         if (row == nullptr || chunk_of_round(r) >= S::CHUNKS || at + (threadIdx.x & 7) * 16 >= last) continue;
         vectors[u][r] = FRESH ? load_fresh(row + at) : *reinterpret_cast<const uint4*>(row + at);
@@ -372,8 +378,10 @@ __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& t
       bring_item<S, 1>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens <= 4) {
       bring_item<S, 2>(l, tiles, item, ring, first, wait_for_grid);
-    } else {
+    } else if (BROUGHT_ROWS<S> == 8 || tokens <= 8) {
       bring_item<S, 3>(l, tiles, item, ring, first, wait_for_grid);
+    } else {
+      bring_item<S, 4>(l, tiles, item, ring, first, wait_for_grid);
     }
   }
 }
@@ -531,9 +539,9 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   }
 }
 
-// Warps: four a group multiply, one brings weights, one for every eight tokens activations.
+// Four warps a group multiply, one brings weights, the others activations.
 template <class S>
-constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + S::TOKENS / EIGHT * 32;
+constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + BRINGERS<S> * 32;
 template <class S>
 constexpr int LAYER_SHARED = 1024 + S::STAGES * (S::X_BYTES + S::W_BYTES + 16) + S::SUM_BYTES;
 
@@ -550,7 +558,7 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.brought + 8 * i, S::TOKENS / EIGHT * 32);
+      barrier_init(ring.brought + 8 * i, BRINGERS<S> * 32);
       barrier_init(ring.empty_bar(i), 4 * S::GROUPS);
     }
     barrier_init(shared_address(&grid_ready), 1);
@@ -565,8 +573,8 @@ __global__ void __launch_bounds__(LAYER_THREADS<S>, S::BLOCKS) whole_layer(const
   const Tiles tiles = l.sorted ? Tiles{r.tiles, r.tile_count, r.token_of_row, r.row_of_pair}
                                : Tiles{few.tiles, &few.count, few.tokens, few.rows};
   const uint32_t ready = shared_address(&grid_ready);
-  if (S::TOKENS > EIGHT && threadIdx.x >= COPIER + 64) {
-    const int first = uniform((threadIdx.x - COPIER - 32) / 32 * EIGHT);
+  if (BRINGERS<S> > 1 && threadIdx.x >= COPIER + 64) {
+    const int first = uniform((threadIdx.x - COPIER - 32) / 32 * BROUGHT_ROWS<S>);
     barrier_wait(shared_address(&sorted), 0);
     bring_activations<S>(l, tiles, ring, queue, first, [&] { barrier_wait(ready, 0); });
     return;
