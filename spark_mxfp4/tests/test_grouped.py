@@ -25,7 +25,7 @@ def for_fibers(text):
 def library(tmp_path_factory):
     """moe.cu's doors, with every shape."""
     folder = tmp_path_factory.mktemp("grouped")
-    sources = ("moe.cu", "launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "routing.cuh", "rows.cuh")
+    sources = ("moe.cu", "grouped.cu", "launch.cuh", "shapes.cuh", "gemm.cuh", "layer.cuh", "routing.cuh", "rows.cuh")
     return hopper.bind(cpu_kernels.shared_library(folder, "grouped.cpp", *sources, change=for_fibers))
 
 

@@ -109,9 +109,9 @@ def test_one_launch_is_right_however_its_work_is_cut(on_hopper, experts, hidden,
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids, shares = random_routing(tokens, experts, top_k, routing)
     wanted = reference(x, weights, ids, shares)
-    for rows in (1, 2, 3):
+    for shape in range(1, 10):
         for parts in (1, 2, 5):
-            call = (whole_layer, x, prepared, ids, shares, None, LayerPlan(rows, parts))
+            call = (whole_layer, x, prepared, ids, shares, None, LayerPlan(shape, parts, processors=shape > 3 and 48))
             got = poisoned(*call)
             assert error(got, wanted) < BF16
             assert torch.equal(got, poisoned(*call))

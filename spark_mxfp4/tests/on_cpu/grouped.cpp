@@ -15,6 +15,7 @@ void cpu::begin_block(int) {
 }
 
 #include "moe.cu"
+#include "grouped.cu"
 
 namespace spark {
 

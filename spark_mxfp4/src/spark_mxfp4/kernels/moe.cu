@@ -1,34 +1,21 @@
-// The kernels' C doors for hopper.py: plain pointers and sizes, errors as CUDA's numbers.
+// The kernels' C doors for hopper.py: plain pointers and sizes, errors as CUDA's numbers. Those of the grouped products,
+// which need Hopper's matrix instruction, are in grouped.cu.
 #include "launch.cuh"
 #include "layer.cuh"
 #include "rows.cuh"
-#include "shapes.cuh"
 
 using namespace spark;
 
 namespace {
 
-#define SPARK_UNIT(number, ...) unit_##number,
-constexpr Unit UNITS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
-#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::TOKENS,
-constexpr int TOKENS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
-#define SPARK_UNIT(number, ...) Shape<__VA_ARGS__>::GATHERS,
-constexpr bool GATHERS[] = {SPARK_SHAPES};
-#undef SPARK_UNIT
 constexpr int ROUTE_BLOCKS = 8;  // of one cluster that sorts; 8 are portable
 constexpr int FEW_TO_SORT = 1024;  // pairs that one block sorts
 constexpr int MANY_TOKENS = 1024;
-constexpr int UNIT_NUMBER = sizeof(UNITS) / sizeof(Unit);
 
 }  // namespace
 
 extern "C" {
 
-int spark_shape_number() { return UNIT_NUMBER; }
-int spark_shape_tokens(int shape) { return shape >= 0 && shape < UNIT_NUMBER ? TOKENS[shape] : 0; }
-int spark_shape_gathers(int shape) { return shape >= 0 && shape < UNIT_NUMBER && GATHERS[shape]; }
 const char* spark_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 int spark_sort(const Routing* r, const Ordering* o, int processors, void* stream) {
@@ -43,11 +30,6 @@ int spark_planes(const Ordering* o, const Routing* r, int64_t rows, void* stream
   const int width = o->chunks * 8, parts = (width + 255) / 256, threads = ((width + parts - 1) / parts + 31) / 32 * 32;
   return launch(write_planes, dim3(o->tokens, parts), threads, 0, static_cast<cudaStream_t>(stream), *o,
                 static_cast<const int32_t*>(r->row_of_pair), r->top_k, rows);
-}
-
-int spark_gemm(const Gemm* g, int shape, int swiglu, int processors, void* stream) {
-  if (shape < 0 || shape >= UNIT_NUMBER) return cudaErrorInvalidValue;
-  return UNITS[shape](g, swiglu, processors, static_cast<cudaStream_t>(stream));
 }
 
 int spark_layer_chunks(int shape) { return layer_chunks(shape); }

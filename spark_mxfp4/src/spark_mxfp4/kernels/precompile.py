@@ -21,20 +21,23 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
-LINEAR, HOPPER, ROUTER = "linear", "hopper", "router"
-# Target → the libraries that its GPUs use: the experts' CUDA kernel is for compute capability 9.0 alone.
-LIBRARIES = {"90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LINEAR, ROUTER)}
+LINEAR, HOPPER, LAYER, ROUTER = "linear", "hopper", "layer", "router"
+# Target → the libraries that its GPUs use. HOPPER has the experts' kernels for any number of tokens; LAYER has those for
+# few, which 12.1 can run too.
+LIBRARIES = {"90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER)}
 
 
 def flags(target: str) -> tuple[str, ...]:
     """Return nvcc's flags for `target`, such as "90a"."""
-    return ("-O3", "-std=c++17", f"-gencode=arch=compute_{target},code=sm_{target}")
+    small = ("-DSPARK_SMALL",) if target.startswith("12") else ()  # less shared memory, see layer.cu
+    return ("-O3", "-std=c++17", f"-gencode=arch=compute_{target},code=sm_{target}", *small)
 
 
 def sources(name: str) -> list[Path]:
     """Return the translation units of a library."""
-    if name == HOPPER:
-        return [FOLDER / "moe.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
+    if name in (HOPPER, LAYER):
+        grouped = [FOLDER / "grouped.cu", *sorted((FOLDER / "hopper_units").glob("*.cu"))]
+        return [FOLDER / "moe.cu", FOLDER / "layer.cu", *(grouped if name == HOPPER else [])]
     return [FOLDER / f"{name}.cu"]
 
 

@@ -1,0 +1,234 @@
+"""`python bench/measure_small.py`: the kernel of few tokens within the limits of a GB10, on another GPU.
+
+48 blocks of at most 99 KB, one a multiprocessor, warps' matrix instructions only. Checks every shape against float32 on
+fresh inputs with poisoned memory, then times layers beside what as many blocks read and copy by bulk copies alone, with
+as many bytes on their way, and beside the whole GPU's kernel. The figures are saved after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import LAYERS, MODELS, LayerSizes, count_of, figures, output_file
+from spark_mxfp4.experts import ExpertWeights, swiglu
+from spark_mxfp4.kernels import hopper, precompile
+from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, random_weights, reference
+from spark_mxfp4.kernels.hopper import Activation, LayerPlan, whole_layer
+from spark_mxfp4.kernels.timing import graph_time
+
+BLOCKS = 48  # multiprocessors of a GB10
+BF16 = 0.006
+TOKENS = (1, 2, 4, 8, 16, 32)
+# Shapes of layer.cuh that fit a GB10: stages of the ring, and bytes of a stage's weights, of 8, 16, 32 and 64 tokens.
+CHUNK = 2176
+STAGES = {4: (3, 9 * CHUNK), 5: (4, 9 * CHUNK), 6: (4, 8 * CHUNK), 7: (5, 6 * CHUNK), 8: (4, 6 * CHUNK), 9: (6, 2 * CHUNK)}
+ACTIVATIONS: dict[str, tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gpt-oss": (hopper.GPT_OSS, swiglu),
+    "silu": (hopper.SILU, plain_swiglu),
+}
+
+
+def poisoned(*arguments: Any) -> torch.Tensor:
+    """Compute a layer in memory that holds NaN, and counters that hold -1, where nobody has written."""
+    poison = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(4)]
+    poison += [torch.full((number,), -1, dtype=torch.int32, device="cuda") for number in (1, 16, 256, 4096)]
+    del poison
+    return whole_layer(*arguments)
+
+
+def check(until: float) -> dict[str, Any]:
+    """Compare every small shape with float32 until the clock says `until`; the worst error and what was wrong."""
+    kernel = hopper.HopperKernel("hopper")
+    worst, calls, wrong = 0.0, 0, []
+    sizes = [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (256, 64, 32, 8), (6, 4096, 64, 4), (1, 32, 32, 1)]
+    loads = [(t, kind) for t in (1, 2, 3, 8, 9, 17, 33, 64, 200) for kind in ("even", "uneven", "one")]
+    checked = [LayerPlan(shape, parts, (2, 1)) for shape in (1, 2, 3) for parts in (1, 2)] + [
+        LayerPlan(shape, parts, at_once, blocks)
+        for shape, (stages, _) in STAGES.items()
+        for parts, at_once, blocks in ((1, (2, 2), BLOCKS), (3, (stages, 1), BLOCKS), (2, (1, 1), 5))
+    ]
+    for number, (tokens, kind) in enumerate(loads):
+        for experts, hidden, intermediate, top_k in sizes:
+            if time.monotonic() > until:
+                return {"worst_error": worst, "calls": calls, "wrong": wrong, "cut_short_at": [tokens, kind]}
+            weights = random_weights(experts, hidden, intermediate, bias=number % 4 != 3)
+            prepared = kernel.prepare(weights)
+            x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+            ids, shares = random_routing(tokens, experts, top_k, kind)
+            for name, (activation, function) in ACTIVATIONS.items():
+                wanted = reference(x, weights, ids, shares, activation=function)
+                for plan in checked:
+                    got = poisoned(x, prepared, ids, shares, None, plan, activation)
+                    again = poisoned(x, prepared, ids, shares, None, plan, activation)
+                    deviation, calls = error(got, wanted), calls + 1
+                    worst = max(worst, deviation)
+                    if not deviation < BF16 or not torch.equal(got, again):
+                        wrong.append([tokens, kind, experts, hidden, intermediate, top_k, name, *plan, deviation])
+                        sys.stdout.write(f"wrong: {wrong[-1]}\n")
+        sys.stdout.write(f"checked {tokens} tokens, {kind}: {calls} calls, worst error {worst:.5f}\n")
+        sys.stdout.flush()
+    return {"worst_error": worst, "calls": calls, "wrong": wrong}
+
+
+class Mover:
+    """`copy_blocks.cu`: blocks that only read or copy."""
+
+    def __init__(self, library: str) -> None:
+        self.move = ctypes.CDLL(library).move_blocks
+        self.move.argtypes = (
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
+        )  # fmt: skip
+        self.source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+        self.target = torch.empty_like(self.source)
+
+    def rate(self, piece: int, stages: int, *, copy: bool) -> float:
+        """Return GB/s, a copy's read and written, with `stages` times `piece` bytes of each block on their way."""
+        total = self.source.numel() // piece * piece
+
+        def once(_: int) -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            to = self.target.data_ptr() if copy else None
+            number = self.move(self.source.data_ptr(), to, total, piece, stages, BLOCKS, stream)
+            if number:
+                raise RuntimeError(f"the blocks could not be started · CUDA error {number} · see driver_types.h")
+
+        us = graph_time(once, 2, 7)
+        if copy and not torch.equal(self.source[:total], self.target[:total]):
+            raise RuntimeError("the copy differs from its source")
+        return round((1 + copy) * total / us / 1e3, 1)
+
+
+def rates(library: str) -> dict[str, Any]:
+    """Read and copy rates for the pieces of each shape's stages."""
+    mover = Mover(library)
+    pieces = sorted({(piece, n) for stages, piece in STAGES.values() for n in range(1, stages + 1)} | {(8192, 12), (16384, 6)})
+    return {
+        f"{piece}x{n}": {"read": mover.rate(piece, n, copy=False), "copy": mover.rate(piece, n, copy=True)}
+        for piece, n in pieces
+    }
+
+
+def layers_of(model: LayerSizes) -> list[ExpertWeights]:
+    """Return prepared layers to run in turn."""
+    kernel = hopper.HopperKernel("hopper")
+    return [kernel.prepare(random_weights(model.experts, model.hidden, model.intermediate)) for _ in range(LAYERS)]
+
+
+def plans_of(tokens: int, *, many: bool) -> list[LayerPlan | None]:
+    """Return the ways to compute a layer: ours by shape, parts and stages on their way; None is the whole GPU's."""
+    shapes = (4, 5, 6, 8, 9) if many else (4, 5, 6)
+    plans: list[LayerPlan | None] = [None]
+    for shape in shapes:
+        most = STAGES[shape][0]
+        at_once = {(1, 1), (2, 1), (2, 2), (most, 1), (most, 2), (most, most)}
+        plans += [
+            LayerPlan(shape, parts, pair, BLOCKS)
+            for parts in ((1, 3) if tokens > 4 else (1, 2, 3, 5))
+            for pair in sorted(at_once)
+        ]
+    plans += [LayerPlan(shape, 2, at_once, BLOCKS) for shape, at_once in ((1, (2, 2)), (2, (2, 2)), (3, (3, 1)))]
+    return plans
+
+
+def time_model(model: LayerSizes, tokens: tuple[int, ...], until: float) -> list[dict[str, Any]]:
+    """Time each plan for each number of tokens, until the clock says so."""
+    layers, rows, kernel = layers_of(model), [], hopper.HopperKernel("hopper")
+    for number in tokens:
+        x = torch.randn(number, model.hidden, device="cuda").bfloat16()
+        routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
+        touched = sum(len(set(ids.flatten().tolist())) for ids, _ in routes) / LAYERS
+        for plan in plans_of(number, many=number * model.top_k > 4 * model.experts):
+            if time.monotonic() > until:
+                return [*rows, {"cut_short_at": number}]
+
+            def once(i: int, plan: LayerPlan | None = plan) -> torch.Tensor:
+                run = whole_layer if plan else kernel.run
+                return run(x, layers[i % LAYERS], *routes[i % LAYERS], None, *([plan] if plan else []))  # noqa: B023
+
+            row = figures(model, number, touched, graph_time(once, count_of(number), 9))
+            rows.append({**row, "plan": None if plan is None else list(plan)})
+        ours = [row for row in rows if row.get("tokens") == number and row["plan"] and row["plan"][0] > 3]
+        best = sorted(ours, key=lambda row: row["us"])[:4]
+        whole = next(row for row in rows if row.get("tokens") == number and row["plan"] is None)
+        sys.stdout.write(f"{number} tokens: whole GPU {whole['weights_gbs']} GB/s, small {[(r['plan'], r['us'], r['weights_gbs']) for r in best]}\n")
+        sys.stdout.flush()
+    return rows
+
+
+def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
+    """Time one token with 1 to 8 experts: the time without bytes is the latency between layers; and a tiny layer."""
+    model = MODELS["gpt-oss-120b"]
+    layers, rows = layers_of(model), []
+    tiny = hopper.HopperKernel("hopper").prepare(random_weights(4, 64, 64))
+    for plan in plans:
+        points = []
+        for top_k in (1, 2, 3, 4, 6, 8, 12, 16):
+            x = torch.randn(1, model.hidden, device="cuda").bfloat16()
+            routes = [random_routing(1, model.experts, top_k) for _ in range(LAYERS)]
+            us = graph_time(lambda i: whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan), 40, 9)  # noqa: B023
+            points.append((model.weight_bytes(top_k) / 1e3, us))
+        mean_kb, mean_us = (sum(values) / len(points) for values in zip(*points, strict=True))
+        slope = sum((kb - mean_kb) * (us - mean_us) for kb, us in points) / sum((kb - mean_kb) ** 2 for kb, _ in points)
+        x = torch.randn(1, 64, device="cuda").bfloat16()
+        ids, shares = random_routing(1, 4, 1)
+        alone = graph_time(lambda _: whole_layer(x, tiny, ids, shares, None, plan), 40, 9)  # noqa: B023
+        rows.append({
+            "plan": None if plan is None else list(plan), "us_by_kb": [[round(kb), round(us, 2)] for kb, us in points],
+            "intercept_us": round(mean_us - slope * mean_kb, 2), "slope_gbs": round(1 / slope), "tiny_layer_us": round(alone, 2),
+        })  # fmt: skip
+        sys.stdout.write(f"latency {rows[-1]}\n")
+    return rows
+
+
+def main() -> None:
+    """Check, measure, and save JSON after each part."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--output", required=True, type=output_file, help="JSON file for the figures")
+    flags.add_argument("--copy-library", required=True, help="copy_blocks.cu, compiled as a shared library")
+    flags.add_argument("--commit", required=True, help="of these sources, for the record")
+    flags.add_argument("--seconds", type=int, default=420, help="most time for all parts; default: 420")
+    arguments = flags.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
+    begin = time.monotonic()
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    ).stdout.strip()  # fmt: skip
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "commit": arguments.commit, "library": precompile.file_name(precompile.HOPPER, hopper.TARGET), "blocks": BLOCKS,
+        "failed": {},
+    }  # fmt: skip
+    small = LayerPlan(5, 3, (4, 1), BLOCKS)
+    parts: dict[str, Callable[[float], Any]] = {
+        "rates": lambda _: rates(arguments.copy_library),
+        "check": check,
+        "gpt-oss-120b": lambda until: time_model(MODELS["gpt-oss-120b"], TOKENS, until),
+        "latency": lambda _: latency([None, small, small._replace(at_once=(2, 1)), small._replace(shape=4, at_once=(3, 1)), small._replace(shape=6)]),
+        "16 experts": lambda until: time_model(MODELS["16 experts, top-2"], (64, 128, 256), until),
+    }
+    ends = {"check": 0.4, "gpt-oss-120b": 0.85, "16 experts": 1.0}
+    for name, part in parts.items():
+        try:
+            result[name] = part(begin + arguments.seconds * ends.get(name, 1))
+        except Exception as failure:  # noqa: BLE001 - what was measured before outlives it
+            result["failed"][name] = f"{type(failure).__name__}: {failure}"
+            sys.stdout.write(f"{name} failed · {result['failed'][name]}\n")
+        result[f"{name}_ends_at_s"] = round(time.monotonic() - begin)
+        torch.cuda.empty_cache()
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps({key: result.get(key) for key in ("check", "rates", "failed")}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
