@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,12 +25,20 @@ from spark_mxfp4.kernels.check import error, plain_swiglu, random_routing, rando
 from spark_mxfp4.kernels.hopper import Activation, LayerPlan, whole_layer
 from spark_mxfp4.kernels.timing import graph_time
 
+Routes = list[tuple[torch.Tensor, torch.Tensor]]
 BLOCKS = 48  # multiprocessors of a GB10
 BF16 = 0.006
 TOKENS = (1, 2, 4, 8, 16, 32)
 # Shapes of layer.cuh that fit a GB10: stages of the ring, and bytes of a stage's weights, of 8, 16, 32 and 64 tokens.
 CHUNK = 2176
-STAGES = {4: (3, 9 * CHUNK), 5: (4, 9 * CHUNK), 6: (4, 8 * CHUNK), 7: (5, 6 * CHUNK), 8: (4, 6 * CHUNK), 9: (6, 2 * CHUNK)}
+STAGES = {
+    4: (3, 9 * CHUNK),
+    5: (4, 9 * CHUNK),
+    6: (4, 8 * CHUNK),
+    7: (5, 6 * CHUNK),
+    8: (4, 6 * CHUNK),
+    9: (6, 2 * CHUNK),
+}
 ACTIVATIONS: dict[str, tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gpt-oss": (hopper.GPT_OSS, swiglu),
     "silu": (hopper.SILU, plain_swiglu),
@@ -49,7 +56,8 @@ def poisoned(*arguments: Any) -> torch.Tensor:
 def check(until: float) -> dict[str, Any]:
     """Compare every small shape with float32 until the clock says `until`; the worst error and what was wrong."""
     kernel = hopper.HopperKernel("hopper")
-    worst, calls, wrong = 0.0, 0, []
+    worst, calls = 0.0, 0
+    wrong: list[list[Any]] = []
     sizes = [(4, 256, 128, 2), (8, 96, 160, 3), (32, 2880, 2880, 4), (256, 64, 32, 8), (6, 4096, 64, 4), (1, 32, 32, 1)]
     loads = [(t, kind) for t in (1, 2, 3, 8, 9, 17, 33, 64, 200) for kind in ("even", "uneven", "one")]
     checked = [LayerPlan(shape, parts, (2, 1)) for shape in (1, 2, 3) for parts in (1, 2)] + [
@@ -105,13 +113,14 @@ class Mover:
         us = graph_time(once, 2, 7)
         if copy and not torch.equal(self.source[:total], self.target[:total]):
             raise RuntimeError("the copy differs from its source")
-        return round((1 + copy) * total / us / 1e3, 1)
+        return float(round((1 + copy) * total / us / 1e3, 1))
 
 
 def rates(library: str) -> dict[str, Any]:
     """Read and copy rates for the pieces of each shape's stages."""
     mover = Mover(library)
-    pieces = sorted({(piece, n) for stages, piece in STAGES.values() for n in range(1, stages + 1)} | {(8192, 12), (16384, 6)})
+    ours = {(piece, n) for stages, piece in STAGES.values() for n in range(1, stages + 1)}
+    pieces = sorted(ours | {(8192, 12), (16384, 6)})
     return {
         f"{piece}x{n}": {"read": mover.rate(piece, n, copy=False), "copy": mover.rate(piece, n, copy=True)}
         for piece, n in pieces
@@ -142,7 +151,8 @@ def plans_of(tokens: int, *, many: bool) -> list[LayerPlan | None]:
 
 def time_model(model: LayerSizes, tokens: tuple[int, ...], until: float) -> list[dict[str, Any]]:
     """Time each plan for each number of tokens, until the clock says so."""
-    layers, rows, kernel = layers_of(model), [], hopper.HopperKernel("hopper")
+    layers, kernel = layers_of(model), hopper.HopperKernel("hopper")
+    rows: list[dict[str, Any]] = []
     for number in tokens:
         x = torch.randn(number, model.hidden, device="cuda").bfloat16()
         routes = [random_routing(number, model.experts, model.top_k) for _ in range(LAYERS)]
@@ -152,15 +162,16 @@ def time_model(model: LayerSizes, tokens: tuple[int, ...], until: float) -> list
                 return [*rows, {"cut_short_at": number}]
 
             def once(i: int, plan: LayerPlan | None = plan) -> torch.Tensor:
-                run = whole_layer if plan else kernel.run
-                return run(x, layers[i % LAYERS], *routes[i % LAYERS], None, *([plan] if plan else []))  # noqa: B023
+                arguments = (x, layers[i % LAYERS], *routes[i % LAYERS])  # noqa: B023
+                return whole_layer(*arguments, None, plan) if plan else kernel.run(*arguments)
 
             row = figures(model, number, touched, graph_time(once, count_of(number), 9))
             rows.append({**row, "plan": None if plan is None else list(plan)})
         ours = [row for row in rows if row.get("tokens") == number and row["plan"] and row["plan"][0] > 3]
         best = sorted(ours, key=lambda row: row["us"])[:4]
         whole = next(row for row in rows if row.get("tokens") == number and row["plan"] is None)
-        sys.stdout.write(f"{number} tokens: whole GPU {whole['weights_gbs']} GB/s, small {[(r['plan'], r['us'], r['weights_gbs']) for r in best]}\n")
+        fastest = [(row["plan"], row["us"], row["weights_gbs"]) for row in best]
+        sys.stdout.write(f"{number} tokens: whole GPU {whole['weights_gbs']} GB/s, small {fastest}\n")
         sys.stdout.flush()
     return rows
 
@@ -175,8 +186,11 @@ def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
         for top_k in (1, 2, 3, 4, 6, 8, 12, 16):
             x = torch.randn(1, model.hidden, device="cuda").bfloat16()
             routes = [random_routing(1, model.experts, top_k) for _ in range(LAYERS)]
-            us = graph_time(lambda i: whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan), 40, 9)  # noqa: B023
-            points.append((model.weight_bytes(top_k) / 1e3, us))
+
+            def once(i: int, x: torch.Tensor = x, routes: Routes = routes, plan: LayerPlan | None = plan) -> object:
+                return whole_layer(x, layers[i % LAYERS], *routes[i % LAYERS], None, plan)
+
+            points.append((model.weight_bytes(top_k) / 1e3, graph_time(once, 40, 9)))
         mean_kb, mean_us = (sum(values) / len(points) for values in zip(*points, strict=True))
         slope = sum((kb - mean_kb) * (us - mean_us) for kb, us in points) / sum((kb - mean_kb) ** 2 for kb, _ in points)
         x = torch.randn(1, 64, device="cuda").bfloat16()
@@ -184,7 +198,8 @@ def latency(plans: list[LayerPlan | None]) -> list[dict[str, Any]]:
         alone = graph_time(lambda _: whole_layer(x, tiny, ids, shares, None, plan), 40, 9)  # noqa: B023
         rows.append({
             "plan": None if plan is None else list(plan), "us_by_kb": [[round(kb), round(us, 2)] for kb, us in points],
-            "intercept_us": round(mean_us - slope * mean_kb, 2), "slope_gbs": round(1 / slope), "tiny_layer_us": round(alone, 2),
+            "intercept_us": round(mean_us - slope * mean_kb, 2), "slope_gbs": round(1 / slope, 1),
+            "tiny_layer_us": round(alone, 2),
         })  # fmt: skip
         sys.stdout.write(f"latency {rows[-1]}\n")
     return rows
@@ -201,20 +216,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("cannot measure · torch sees no NVIDIA GPU · use a GPU machine and a torch that is built for CUDA")
     begin = time.monotonic()
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    ).stdout.strip()  # fmt: skip
+    version = Path("/proc/driver/nvidia/version")
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "commit": arguments.commit, "library": precompile.file_name(precompile.HOPPER, hopper.TARGET), "blocks": BLOCKS,
-        "failed": {},
+        "driver": version.read_text(encoding="utf-8").splitlines()[0] if version.exists() else "", "failed": {},
     }  # fmt: skip
     small = LayerPlan(5, 3, (4, 1), BLOCKS)
     parts: dict[str, Callable[[float], Any]] = {
         "rates": lambda _: rates(arguments.copy_library),
         "check": check,
         "gpt-oss-120b": lambda until: time_model(MODELS["gpt-oss-120b"], TOKENS, until),
-        "latency": lambda _: latency([None, small, small._replace(at_once=(2, 1)), small._replace(shape=4, at_once=(3, 1)), small._replace(shape=6)]),
+        "latency": lambda _: latency(
+            [None, small, small._replace(at_once=(2, 1)), LayerPlan(4, 3, (3, 1), BLOCKS), small._replace(shape=6)]
+        ),
         "16 experts": lambda until: time_model(MODELS["16 experts, top-2"], (64, 128, 256), until),
     }
     ends = {"check": 0.4, "gpt-oss-120b": 0.85, "16 experts": 1.0}

@@ -183,7 +183,8 @@ def whole_layer(
     taken = torch.empty(1, dtype=torch.int32, device=x.device)
     layer = Layer(
         routed.product(gate_up, routed.x, hidden, swiglu=True, activation=activation),
-        routed.product(down, hidden, result, swiglu=False), routed.routing(), _rows(routed.x), _rows(hidden), partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
+        routed.product(down, hidden, result, swiglu=False), routed.routing(), _rows(routed.x), _rows(hidden),
+        partial.data_ptr(), taken.data_ptr(), shares.data_ptr(), sort,
         parts, part_chunks, *topk_ids.shape, *plan.at_once,
     )  # fmt: skip
     _check_launch(library().spark_layer(ctypes.byref(layer), plan.shape, plan.processors or processors, stream))

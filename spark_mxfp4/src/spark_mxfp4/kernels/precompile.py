@@ -22,8 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 COMPILED = FOLDER / "compiled"
 LINEAR, HOPPER, LAYER, ROUTER = "linear", "hopper", "layer", "router"
-# Target → the libraries that its GPUs use. HOPPER has the experts' kernels for any number of tokens; LAYER has those for
-# few, which 12.1 can run too.
+# Target → the libraries that its GPUs use: HOPPER has the experts' kernels for any number of tokens, LAYER for few.
 LIBRARIES = {"90a": (HOPPER, LINEAR, ROUTER), "120a": (LINEAR, ROUTER), "121a": (LAYER, LINEAR, ROUTER)}
 
 
