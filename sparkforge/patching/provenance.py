@@ -1,14 +1,14 @@
 """Where a file comes from: from its bytes, through the patches it carries, to a hash in `pins.toml`.
 
-Every link of the chain is checked, and one that does not hold is an error. Whoever changes the file can also change the
-listings, manifests and RECORDs beside it: a link that rests only on them is claimed. It is proven when the pinned
-archive is in the cache, has the hash in pins.toml and holds the same bytes, and the patches of this checkout, applied
-to them again, give the file.
+Whoever changes a file can also change the listings, manifests and RECORDs beside it, so these only claim where it comes
+from. It is proven when a pinned archive is in the cache, has the hash in pins.toml, and its bytes with the patches of
+this checkout applied again give the file.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,40 +20,40 @@ from sparkforge.core.console import echo
 from sparkforge.core.errors import IntegrityError, PatchError
 from sparkforge.core.files import sha256_file
 from sparkforge.core.installed import parse_record
-from sparkforge.core.manifest import Manifest
 from sparkforge.core.paths import ROOT
 from sparkforge.patching import upstream
 from sparkforge.patching.fit import fit
 from sparkforge.patching.hunks import Content, digest
 from sparkforge.patching.series import Patch, Queue
-from sparkforge.pins import Pins, verify
+from sparkforge.pins import Component, Pins, verify
 from sparkforge.pins.locks import LOCKS
 from sparkforge.pins.verify import WheelOrigin
 from sparkforge.sources import archive, fetch
 
+CLAIM = "the records beside the file: its pinned archive is not in the cache, or has no such file"
+
 
 @dataclass(frozen=True)
 class Link:
-    """One step of the chain: its subject, its hash, how that is known, and whether a hash that we hold proves it."""
+    """One step of the chain: its subject, its hash, where that is written, and whether a pinned archive proves it."""
 
     subject: str
     sha256: str | None
     known: str
-    proven: bool
-    proof: str  # what proves it, or what only claims it
+    proven: bool = False
 
     def __str__(self) -> str:
-        verdict = "proven by" if self.proven else "claimed by"
-        return f"{self.subject}\n    sha256 {self.sha256 or '(none)'}\n    {self.known}\n    {verdict} {self.proof}"
+        verdict = "proven by its pinned archive" if self.proven else f"claimed by {CLAIM}"
+        return f"{self.subject}\n    sha256 {self.sha256 or '(none)'}\n    {self.known}\n    {verdict}"
 
 
 @dataclass(frozen=True)
-class UpstreamFile:
-    """Upstream's file: its links, whether a pinned archive proves them, and the patches that changed it, last first."""
+class Origin:
+    """What the records beside a file say: upstream's file, the artifacts that may hold it, the patches, last first."""
 
-    links: list[Link]
-    proven: bool
-    content: Content = None
+    before: str | None
+    listing: str
+    artifacts: list[Link]
     queue: str = ""
     patches: tuple[Patch, ...] = ()
 
@@ -65,7 +65,7 @@ def provenance(file: Path, *, patches: Path = ROOT / "patches", table: Pins | No
     a link is missing or does not fit, PatchError if the file was edited by hand.
     """
     file = Path(os.path.normpath(file.absolute()))  # without `..`
-    root = tree_of(file)
+    root = _tree_of(file)
     path, table = str(file.relative_to(root)), table or pins.load()
     if (root.resolve() / path) != file.resolve():
         raise _no_provenance(file, "a symbolic link leads elsewhere", "name the file that it leads to")
@@ -74,43 +74,35 @@ def provenance(file: Path, *, patches: Path = ROOT / "patches", table: Pins | No
         origin = _installed(root, path, sha256, table, patches)
     else:
         origin = _unpacked(root, path, sha256, table)
-    if origin.proven:
-        rebuilt = origin.content
-        for change in (change for patch in reversed(origin.patches) for change in patch.changes if change.path == path):
-            rebuilt = fit(change, rebuilt).content
-        if digest(rebuilt) != sha256:
-            raise PatchError(
-                f"{file} has no provenance",
-                f"its pinned archive and patches make {digest(rebuilt)}, and it is {sha256}",
-                "the records beside it were changed: remove the tree, then unpack or install it afresh",
-                code="patch.modified",
-            )
-    evidence = "the links below" if origin.proven else "the records beside it: upstream's bytes are not proven"
-    applied = f"patches/{origin.queue} of this checkout, applied again"
-    return [
-        Link(str(file), sha256, f"{path} in {root}", origin.proven, evidence),
-        *(
-            Link(
-                f"patched by {origin.queue}/{patch.name}",
-                patch.sha256,
-                " · ".join(patch.header[field].splitlines()[0] for field in ("Description", "Origin")),
-                origin.proven,
-                applied if origin.proven else evidence,
-            )
-            for patch in origin.patches
-        ),
-        *origin.links,
-    ]
+    chain = [Link(str(file), sha256, f"{path} in {root}")]
+    for patch in origin.patches:
+        reason = " · ".join(patch.header[field].splitlines()[0] for field in ("Description", "Origin"))
+        chain.append(Link(f"patched by {origin.queue}/{patch.name}", patch.sha256, reason))
+    if origin.before is None:
+        chain.append(Link(f"{path} does not exist upstream", None, "the patches above make it"))
+        rebuilt = {_patched(path, None, origin.patches): list[Link]()}
+    else:
+        chain.append(Link(f"{path} as upstream has it", origin.before, f"listed in {origin.listing}"))
+        held = [(link, _held(link, path)) for link in origin.artifacts]
+        rebuilt = {_patched(path, content, origin.patches): [link] for link, content in held if content is not None}
+    if rebuilt and sha256 not in rebuilt:
+        raise PatchError(
+            f"{file} has no provenance",
+            f"its pinned archive and patches make {', '.join(map(str, rebuilt))}, and it is {sha256}",
+            "the records beside it were changed: remove the tree, then unpack or install it afresh",
+            code="patch.modified",
+        )
+    return [replace(link, proven=bool(rebuilt)) for link in [*chain, *rebuilt.get(sha256, origin.artifacts)]]
 
 
 def print_provenance(file: Path) -> None:
     """Print the chain of `file` to stdout. Raises the errors of `provenance`, and IntegrityError for a mere claim."""
     chain = provenance(file)
     echo("\n".join(map(str, chain)))
-    if claimed := [link for link in chain if not link.proven]:
+    if not chain[-1].proven:
         raise IntegrityError(
             f"the provenance of {file} is claimed, not proven",
-            f"{claimed[-1].subject} is claimed by {claimed[-1].proof}",
+            f"it is claimed by {CLAIM}",
             "docs/concepts/sources.md says what proves a link; "
             "in a source tree ./inv build --only sources fetches the pinned archive",
             code="integrity.provenance",
@@ -118,11 +110,10 @@ def print_provenance(file: Path) -> None:
     echo(f"proven by {chain[-1].subject}, {chain[-1].known}")
 
 
-def tree_of(file: Path) -> Path:
-    """Return the tree that `file` lies in. Raises IntegrityError if none is recorded."""
+def _tree_of(file: Path) -> Path:
     if not file.is_file():
         raise _no_provenance(file, "there is no such file", "name a file of a source tree or an environment")
-    for folder in file.absolute().parents:
+    for folder in file.parents:
         if folder.name == "site-packages" or manifest.load(folder):
             return folder
     raise _no_provenance(
@@ -132,96 +123,120 @@ def tree_of(file: Path) -> Path:
     )
 
 
-def _patches(path: str, wheel: WheelOrigin, folder: Path) -> tuple[Patch, ...]:
-    """Return the patches of a wheel that touch `path`, the last applied first, as this checkout has them."""
-    queue = Queue.load(folder / f"{wheel.upstream}-{wheel.version}")
-    present = {patch.name: patch.sha256 for patch in queue.patches}
-    for patch in wheel.patches:
-        if present.get(patch.name) != patch.sha256:
-            raise IntegrityError(
-                f"the patch {patch.name} cannot be shown",
-                f"it is not in {folder / queue.name}/series, or not the one that the wheel has: {patch.sha256}",
-                "git log -- patches shows its history; ./inv up installs the wheel of the queue as it is now",
-                code="integrity.provenance",
-            )
-    applied = queue.for_files(wheel.files).patches
-    touching = [patch for patch in applied if any(change.path == path for change in patch.changes)]
-    return tuple(reversed(touching))
-
-
-def _held(name: str, sha256: str, path: str) -> Content:
-    """Return the bytes of `path` in a pinned archive; None if it is not in the cache, or not the pinned one."""
-    file = fetch.cached(name, sha256)
-    if not file.is_file() or sha256_file(file) != sha256:
-        return None
-    return upstream.members(file, name.removesuffix(".tar.gz") if name.endswith(".tar.gz") else None, {path})[path]
-
-
-def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> UpstreamFile:
-    """Return upstream's file, and the archive or repository that the tree at `root` was made from."""
+def _unpacked(root: Path, path: str, sha256: str, table: Pins) -> Origin:
+    """Return the origin of a file of a source tree: the archive or the repository in the tree's manifest."""
     tree_manifest = manifest.load(root)
     try:
         listing = archive.read_listing(root)
     except (OSError, UnicodeDecodeError):
         listing = {}
     if tree_manifest is None or archive.tree_sha256(listing) != tree_manifest.outputs.get("listing"):
-        raise _no_provenance(
-            root,
-            "its listing is gone or not the one its manifest names",
-            f"rm -r {root}*, then ./inv build --only sources",
-        )
+        why = "its listing is gone or not the one its manifest names"
+        raise _no_provenance(root, why, f"rm -r {root}*, then ./inv build --only sources")
     _require_same(root, path, listing.get(path), sha256)
-    listing_name = archive.listing_path(root).name
-    known = f"listed in {listing_name}, made by stage {tree_manifest.stage}"
-    subject = f"{path} as upstream has it"
-    if tree_manifest.stage == "git":
-        evidence = f"{listing_name}: pins.toml has the commit, and no hash of the files"
-        return UpstreamFile(
-            [Link(subject, sha256, known, False, evidence), _repository(tree_manifest, table, evidence)], proven=False
-        )
-    archives = [(name, value) for name, value in tree_manifest.inputs.items() if name.endswith((".tar.gz", ".whl"))]
-    for name, value in archives:
-        pinned = _pinned(name, value, table)
-        if (content := _held(name, value, path)) is not None:
-            _require_same(root, path, digest(content), sha256)
-            evidence = f"the bytes of {name} in the cache, whose sha256 pins.toml has"
-            return UpstreamFile(
-                [Link(subject, sha256, known, True, evidence), Link(name, value, pinned, True, "pins.toml")],
-                True,
-                content,
-            )
-    evidence = f"{listing_name}: the pinned archive is not in the cache, or has no such file"
-    links = [Link(name, value, _pinned(name, value, table), False, evidence) for name, value in archives]
-    return UpstreamFile([Link(subject, sha256, known, False, evidence), *links], proven=False)
-
-
-def _pinned(name: str, sha256: str, table: Pins) -> str:
-    """Return where pins.toml has a file. Raises IntegrityError if it has it nowhere."""
-    for stack_name, stack in table.stacks.items():
-        for component_name, component in stack.components.items():
-            if component.files.get(name) == sha256:
-                return f"pinned in pins.toml as {stack_name}/{component_name}: {component.package} {component.version}"
-    raise IntegrityError(
-        f"{name} is not pinned",
-        f"pins.toml has no file of that name with sha256 {sha256}",
-        "./inv build --only sources",
-        code="integrity.provenance",
-    )
-
-
-def _repository(tree_manifest: Manifest, table: Pins, evidence: str) -> Link:
     inputs = tree_manifest.inputs
+    if tree_manifest.stage == "git":
+        artifacts = [
+            Link(f"{pin.repository} at {pin.commit}", None, f"pinned in pins.toml as {stack_name}/git/{name}")
+            for stack_name, stack in table.stacks.items()
+            for name, pin in stack.git.items()
+            if (inputs.get("repository"), inputs.get("commit")) == (pin.repository, pin.commit)
+        ][:1]
+        if not artifacts:
+            raise _not_pinned("this repository", f"pins.toml has no {inputs}")
+    else:
+        archives = [(name, value) for name, value in inputs.items() if name.endswith((".tar.gz", ".whl"))]
+        artifacts = [_pinned(name, value, table) for name, value in archives]
+    return Origin(sha256, f"{archive.listing_path(root).name}, made by stage {tree_manifest.stage}", artifacts)
+
+
+def _installed(root: Path, path: str, sha256: str, table: Pins, patches: Path) -> Origin:
+    """Return the origin of an installed file: its wheel's RECORD, then upstream's wheel and the patches in it."""
+    for record in sorted(root.glob("*.dist-info/RECORD")):
+        info = record.parent
+        try:
+            text = record.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise _no_provenance(path, f"{record} cannot be read: {error}", "install that package afresh") from error
+        lines = parse_record(text, str(record), strict=False) if path in text else ()
+        listed = next((line.sha256 for line in lines if line.path == path), None)
+        if listed is None:
+            continue
+        _require_same(root, path, listed, sha256)
+        if not (info / verify.ORIGIN).is_file():
+            return Origin(sha256, f"{info.name}/RECORD", _distribution(info.name.removesuffix(".dist-info"), table))
+        wheel = verify.read_origin(info)
+        if path.startswith(f"{info.name}/"):
+            raise _no_provenance(path, "it was written when the wheel was patched", "look at its patches/upstream.json")
+        artifact, hashes = _pinned(wheel.filename, wheel.sha256, table), wheel.files.get(path)
+        if hashes is None:
+            return Origin(sha256, f"{info.name}/RECORD", [artifact])
+        queue = Queue.load(patches / f"{wheel.upstream}-{wheel.version}")
+        touching = _touching(path, wheel, queue)
+        return Origin(hashes.before, f"{info.name}/patches/upstream.json", [artifact], queue.name, touching)
+    raise _unlisted(root, path)
+
+
+def _touching(path: str, wheel: WheelOrigin, queue: Queue) -> tuple[Patch, ...]:
+    """Return the patches of a wheel that touch `path`, the last applied first, as this checkout has them."""
+    present = {patch.name: patch.sha256 for patch in queue.patches}
+    for patch in wheel.patches:
+        if present.get(patch.name) != patch.sha256:
+            raise IntegrityError(
+                f"the patch {patch.name} cannot be shown",
+                f"it is not in patches/{queue.name}/series, or not the one that the wheel has: {patch.sha256}",
+                "git log -- patches shows its history; ./inv up installs the wheel of the queue as it is now",
+                code="integrity.provenance",
+            )
+    applied = queue.for_files(wheel.files).patches
+    return tuple(patch for patch in reversed(applied) if any(change.path == path for change in patch.changes))
+
+
+def _patched(path: str, content: Content, patches: tuple[Patch, ...]) -> str | None:
+    """Return the sha256 of upstream's file after its patches."""
+    for change in (change for patch in reversed(patches) for change in patch.changes if change.path == path):
+        content = fit(change, content).content
+    return digest(content)
+
+
+def _held(artifact: Link, path: str) -> Content:
+    """Return the bytes of `path` in a pinned archive; None if it is not in the cache, or not the pinned one."""
+    name, sha256 = artifact.subject, artifact.sha256
+    if sha256 is None or not name.endswith((".tar.gz", ".whl")):
+        return None
+    file = fetch.cached(name, sha256)
+    if not file.is_file() or sha256_file(file) != sha256:
+        return None
+    return upstream.members(file, name.removesuffix(".tar.gz") if name.endswith(".tar.gz") else None, {path})[path]
+
+
+def _components(table: Pins) -> Iterator[tuple[str, Component]]:
     for stack_name, stack in table.stacks.items():
-        for name, pin in stack.git.items():
-            if (inputs.get("repository"), inputs.get("commit")) == (pin.repository, pin.commit):
-                known = f"pinned in pins.toml as {stack_name}/git/{name}"
-                return Link(f"{pin.repository} at {pin.commit}", None, known, False, evidence)
-    raise IntegrityError(
-        "this repository is not pinned",
-        f"pins.toml has no {inputs}",
-        "./inv build --only sources",
-        code="integrity.provenance",
-    )
+        for name, component in stack.components.items():
+            known = f"pinned in pins.toml as {stack_name}/{name}: {component.package} {component.version}"
+            yield known, component
+
+
+def _pinned(name: str, sha256: str, table: Pins) -> Link:
+    """Return the link of a file of pins.toml. Raises IntegrityError if it has no such file."""
+    for known, component in _components(table):
+        if component.files.get(name) == sha256:
+            return Link(name, sha256, known)
+    raise _not_pinned(name, f"pins.toml has no file of that name with sha256 {sha256}")
+
+
+def _distribution(name: str, table: Pins) -> list[Link]:
+    """Return the pinned wheels of one installed distribution (`name-version`), else the lock that names it."""
+    package, _, version = name.rpartition("-")
+    canonical = canonicalize_name(package)
+    for known, component in _components(table):
+        if component.package and (canonicalize_name(component.package), component.version) == (canonical, version):
+            files = [Link(file, value, known) for file, value in component.files.items() if file.endswith(".whl")]
+            return files or [Link(name, None, known)]
+    for lock in sorted(LOCKS.glob("*.txt")):
+        if f"\n{canonical}=={version} " in lock.read_text(encoding="utf-8"):
+            return [Link(f"{canonical} {version}", sha256_file(lock), f"hash-locked in locks/{lock.name}")]
+    raise _not_pinned(name, "neither pins.toml nor a lock names it: it was installed by hand")
 
 
 def _require_same(root: Path, path: str, listed: str | None, sha256: str) -> None:
@@ -245,86 +260,6 @@ def _no_provenance(name: object, why: str, fix: str) -> IntegrityError:
     return IntegrityError(f"{name} has no provenance", why, fix, code="integrity.provenance")
 
 
-def _installed(root: Path, path: str, sha256: str, table: Pins, patches: Path) -> UpstreamFile:
-    """Return where an installed file comes from: its wheel's RECORD, then upstream's wheel and the patches in it."""
-    for record in sorted(root.glob("*.dist-info/RECORD")):
-        info = record.parent
-        if (listed := _recorded(record, path)) is None:
-            continue
-        _require_same(root, path, listed, sha256)
-        if not (info / verify.ORIGIN).is_file():
-            links, content = _distribution(info.name.removesuffix(".dist-info"), path, table)
-            return _as_listed(path, sha256, f"{info.name}/RECORD", links, content)
-        wheel = verify.read_origin(info)
-        if path.startswith(f"{info.name}/"):
-            raise _no_provenance(path, "it was written when the wheel was patched", "look at its patches/upstream.json")
-        hashes = wheel.files.get(path)
-        before = hashes.before if hashes else sha256
-        touching = _patches(path, wheel, patches) if hashes else ()
-        pinned = _pinned(wheel.filename, wheel.sha256, table)
-        queue = f"{wheel.upstream}-{wheel.version}"
-        if before is None:
-            subject = f"{path} does not exist upstream"
-            link = Link(subject, None, "the patches above make it", True, "the patches themselves")
-            return UpstreamFile([link], True, None, queue, touching)
-        content = _held(wheel.filename, wheel.sha256, path)
-        if content is not None:
-            _require_same(root, path, digest(content), before)
-        listing = f"{info.name}/{'patches/upstream.json' if hashes else 'RECORD'}"
-        evidence = "pins.toml" if content is not None else "the wheel's name: it is not in the cache"
-        link = Link(wheel.filename, wheel.sha256, pinned, content is not None, evidence)
-        return replace(_as_listed(path, before, listing, [link], content), queue=queue, patches=touching)
-    raise _unlisted(root, path)
-
-
-def _as_listed(path: str, sha256: str, listing: str, links: list[Link], content: Content) -> UpstreamFile:
-    """Return upstream's file as `listing` has it; `content` has its bytes where the wheel is in the cache."""
-    proven = content is not None
-    if proven and digest(content) != sha256:
-        raise _no_provenance(path, f"its wheel holds {digest(content)}, and {sha256} is recorded", "install it afresh")
-    evidence = "the bytes of a wheel in the cache, whose sha256 pins.toml has"
-    if not proven:
-        evidence = f"{listing}, which lies beside it"
-    link = Link(f"{path} as the wheel has it", sha256, f"listed in {listing}", proven, evidence)
-    return UpstreamFile([link, *links], proven, content)
-
-
-def _recorded(record: Path, path: str) -> str | None:
-    """Return the hex sha256 that a RECORD has for `path`. Raises IntegrityError if it cannot be read."""
-    try:
-        text = record.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise _no_provenance(path, f"{record} cannot be read: {error}", "install that package afresh") from error
-    if path not in text:
-        return None
-    return next((line.sha256 for line in parse_record(text, str(record), strict=False) if line.path == path), None)
-
-
-def _distribution(name: str, path: str, table: Pins) -> tuple[list[Link], Content]:
-    """Return the pins of one installed distribution (`name-version`), else the lock that names it.
-
-    With the bytes of `path` in one of its wheels, if that is in the cache.
-    """
-    evidence = "the distribution's name: its wheel is not in the cache, or has no such file"
-    package, _, version = name.rpartition("-")
-    canonical = canonicalize_name(package)
-    for stack_name, stack in table.stacks.items():
-        for component_name, component in stack.components.items():
-            is_package = component.package and canonicalize_name(component.package) == canonical
-            if is_package and component.version == version:
-                known = f"pinned in pins.toml as {stack_name}/{component_name}"
-                for file, sha256 in component.files.items():
-                    if file.endswith(".whl") and (content := _held(file, sha256, path)) is not None:
-                        return [Link(file, sha256, known, True, "pins.toml")], content
-                known += ": one of its files"
-                return [Link(file, sha256, known, False, evidence) for file, sha256 in component.files.items()], None
-    for lock in sorted(LOCKS.glob("*.txt")):
-        if f"\n{canonical}=={version} " in lock.read_text(encoding="utf-8"):
-            known = f"hash-locked in locks/{lock.name}"
-            return [Link(f"{canonical} {version}", sha256_file(lock), known, False, evidence)], None
-    raise IntegrityError(
-        f"{name} is not pinned",
-        "neither pins.toml nor a lock names it",
-        "it was installed by hand",
-        code="integrity.provenance",
-    )
+def _not_pinned(name: str, why: str) -> IntegrityError:
+    fix = "remove it, then ./inv build --only sources, or ./inv up for an environment"
+    return IntegrityError(f"{name} is not pinned", why, fix, code="integrity.provenance")

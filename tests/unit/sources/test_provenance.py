@@ -65,9 +65,10 @@ def test_a_file_of_a_source_tree_is_followed_to_its_pin(world):
     tree, ask = world
     chain = ask("pkg/a.py")
     assert [link.sha256 for link in chain] == [sha("x = 1\n")] * 2 + [manifest.load(tree).inputs["up-1.tar.gz"]]
-    text = "\n".join(map(str, chain))
-    assert "as upstream has it" in text
-    assert "s/up: up 1" in text
+    assert chain[1].subject == "pkg/a.py as upstream has it"
+    assert "s/up: up 1" in chain[-1].known
+    assert all(link.proven for link in [*chain, *ask("pkg/b.py")])
+    assert ask(f"pkg/../../{tree.name}/pkg/a.py") == chain
 
 
 TREE_BREAKS = {
@@ -80,7 +81,11 @@ TREE_BREAKS = {
         lambda p: archive.listing_path(p).write_text(f"{sha('no')}  pkg/b.py\n"),
         "pkg/b.py", "not the one", IntegrityError,
     ),
+    "a damaged listing": (
+        lambda p: archive.listing_path(p).write_bytes(b"\xff\xff"), "pkg/b.py", "listing is gone", IntegrityError,
+    ),
     "no manifest": (lambda p: manifest.beside(p).unlink(), "pkg/b.py", "no folder above it", IntegrityError),
+    "forged records": (lambda p: forge(p, "pkg/a.py", "forged = 1\n"), "pkg/a.py", "records beside it", PatchError),
 }  # fmt: skip
 
 
@@ -129,7 +134,7 @@ def test_a_file_of_a_repository_is_followed_to_its_commit(tmp_path, kit):
     chain = provenance.provenance(path / "dep.h", table=pins)
     assert chain[-1].subject == f"https://e.invalid/dep.git at {'d' * 40}"
     assert not any(link.proven for link in chain)  # pins.toml has a commit, and no hash of the files
-    with pytest.raises(IntegrityError, match="not pinned", check=lambda error: error.code == "integrity.provenance"):
+    with pytest.raises(IntegrityError, match="not pinned"):
         provenance.provenance(path / "dep.h", table=kit.table({"up": kit.component({"up-1.tar.gz": "0" * 64})}))
 
 
@@ -210,27 +215,6 @@ def test_a_damaged_record_of_a_wheel_is_no_traceback(installed, text):
         ask("pkg/b.py")
 
 
-def test_a_damaged_listing_is_no_traceback(world):
-    tree, ask = world
-    archive.listing_path(tree).write_bytes(b"\xff\xff")
-    with pytest.raises(
-        IntegrityError, match="its listing is gone", check=lambda error: error.code == "integrity.provenance"
-    ):
-        ask("CMakeLists.txt")
-
-
-def test_a_path_may_leave_the_tree_and_come_back(world):
-    tree, ask = world
-    assert ask(f"pkg/../../{tree.name}/pkg/a.py")[0].sha256 == sha("x = 1\n")
-
-
-def test_a_chain_is_proven_by_the_pinned_archive(world):
-    _, ask = world
-    for path in ("pkg/a.py", "pkg/b.py"):
-        assert all(link.proven for link in ask(path))
-    assert "proven by" in str(ask("pkg/a.py")[0])
-
-
 def forge(tree, path, text):
     """Change a file of a source tree, and every record beside it so that they agree with each other."""
     (tree / path).write_text(text)
@@ -254,13 +238,6 @@ def forge_installed(root, path, text, encoded):
     (root / path).write_text(text)
 
 
-def test_a_forged_chain_is_refused_where_the_pinned_archive_is_held(world):
-    tree, ask = world
-    forge(tree, "pkg/a.py", "forged = 1\n")
-    with pytest.raises(PatchError, check=lambda error: error.code == "patch.modified"):
-        ask("pkg/a.py")
-
-
 @pytest.mark.parametrize("path", ["pkg/a.py", "pkg/b.py", "pkg/new.py"])
 def test_a_forged_installed_file_is_refused_where_the_pinned_wheel_is_held(installed, patched_wheel, path):
     root, ask = installed
@@ -269,18 +246,17 @@ def test_a_forged_installed_file_is_refused_where_the_pinned_wheel_is_held(insta
         ask(path)
 
 
-def test_without_the_pinned_archive_a_chain_is_only_claimed(world, monkeypatch, capsys):
+@pytest.mark.parametrize("cached", [None, b"another"])
+def test_without_the_pinned_archive_a_chain_is_only_claimed(world, monkeypatch, capsys, cached):
     tree, ask = world
-    shutil.rmtree(fetch.cached("up-1.tar.gz", manifest.load(tree).inputs["up-1.tar.gz"]).parent)
+    file = fetch.cached("up-1.tar.gz", manifest.load(tree).inputs["up-1.tar.gz"])
+    file.write_bytes(cached) if cached else shutil.rmtree(file.parent)
     forge(tree, "pkg/a.py", "forged = 1\n")
     chain = ask("pkg/a.py")
     assert not any(link.proven for link in chain)
     monkeypatch.setattr(provenance, "provenance", lambda _: chain)
-    with pytest.raises(
-        IntegrityError, match="claimed, not proven", check=lambda error: error.code == "integrity.provenance"
-    ) as caught:
+    with pytest.raises(IntegrityError, match="claimed, not proven"):
         provenance.print_provenance(tree / "pkg/a.py")
-    assert caught.value.exit_code
     assert "proven by" not in capsys.readouterr().out
 
 
@@ -291,9 +267,3 @@ def test_without_the_pinned_wheel_an_installed_file_is_only_claimed(installed, p
     shutil.rmtree(fetch.cached(wheel.filename, wheel.sha256).parent)
     forge_installed(root, path, "forged = 1\n", patched_wheel.encoded)
     assert not any(link.proven for link in ask(path))
-
-
-def test_an_archive_in_the_cache_that_is_not_the_pinned_one_proves_nothing(world):
-    tree, ask = world
-    fetch.cached("up-1.tar.gz", manifest.load(tree).inputs["up-1.tar.gz"]).write_bytes(b"another")
-    assert not any(link.proven for link in ask("pkg/b.py"))
