@@ -21,19 +21,10 @@ TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 TORCH = f"torch-1+cpu-{TAG}-{TAG}-manylinux_2_28_{platform.machine()}.whl"
 COMMIT = "d" * 40
 DEP = {
-    "of": "up",
-    "asked_in": "CMakeLists.txt",
-    "dependency": "dep",
-    "repository": "https://e.invalid/dep.git",
-    "tag": COMMIT,
-    "commit": COMMIT,
-    "tree": "unknown",
-    "size": "unknown",
-    "licence": "MIT",
-    "needed": True,
-    "why": "wanted",
-    "src_dir": "DEP_SRC_DIR",
-}
+    "of": "up", "asked_in": "CMakeLists.txt", "dependency": "dep", "repository": "https://e.invalid/dep.git",
+    "tag": COMMIT, "commit": COMMIT, "tree": "unknown", "size": "unknown", "licence": "MIT", "needed": True,
+    "why": "wanted", "src_dir": "DEP_SRC_DIR",
+}  # fmt: skip
 ASKS = (
     f"if(NOT DEP_SRC_DIR)\nFetchContent_Declare(dep GIT_REPOSITORY https://e.invalid/dep.git GIT_TAG {COMMIT})\nendif()"
 )
@@ -60,7 +51,6 @@ def world(tmp_path, monkeypatch, kit):
     table["stacks"]["spark"] = table["stacks"].pop("s")
     table |= {"default": "spark", "devices": {"embedded": "embedded"}}
     table["environments"] = {"embedded": {"lock": "embedded", "wheels": ["embedded/torch"], "size": 1}}
-    table["default"], table["devices"] = "spark", {"embedded": "embedded"}
     pinned = pins.Pins.model_validate(table)
     monkeypatch.setattr(pins, "load", lambda: pinned)
     monkeypatch.setattr(wheels, "picks", lambda lock, target: [wheel])
@@ -78,12 +68,8 @@ def bring_dep():
         archive.write_listing(trees.repository_folder("dep", pin), listing)
         return manifest.Made({"listing": archive.tree_sha256(listing)})
 
-    manifest.once(
-        trees.repository_folder("dep", pin),
-        "git",
-        {"repository": pin.repository, "commit": COMMIT, "tree": "unknown"},
-        clone,
-    )
+    inputs = {"repository": pin.repository, "commit": COMMIT, "tree": "unknown"}
+    manifest.once(trees.repository_folder("dep", pin), "git", inputs, clone)
 
 
 def index(folder):
@@ -95,9 +81,8 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
     _, is_new = bundle.make(file, stack="spark")
     bundle.unpack(file, tmp_path / "out")
     members = index(tmp_path / "out")["members"]
-    names = {path.split("/")[-1] for path in members}
     assert is_new
-    assert {
+    expected = {
         "up-1.tar.gz",
         "some_thing-1-py3-none-any.whl",
         TORCH,
@@ -105,10 +90,9 @@ def test_a_bundle_holds_everything_and_says_what_is_absent(tmp_path, world):
         "tools.txt",
         "embedded.txt",
         "series",
-    } <= names
-    assert {path: (tmp_path / "out" / path).stat().st_size for path in members} == {
-        p: m["size"] for p, m in members.items()
     }
+    assert expected <= {path.split("/")[-1] for path in members}
+    assert all((tmp_path / "out" / path).stat().st_size == member["size"] for path, member in members.items())
     page = (tmp_path / "out/simple/some-thing/index.html").read_text()
     assert f'href="../../files/{fetch.sha256_file(next((tmp_path / "out/files").glob("*/some*")))}/' in page
     absent = {entry["name"]: entry["command"] for entry in index(tmp_path / "out")["absent"]}
@@ -151,20 +135,28 @@ def test_offline_a_bundle_gives_back_sources_and_repositories(tmp_path, world, m
     assert [source.state for source in trees.fetch_sources("spark")] == ["unchanged", "unchanged"]
 
 
-def test_a_file_that_is_no_bundle_is_not_overwritten_and_a_folder_not_removed(tmp_path, world):
-    (tmp_path / "letter.tar").write_text("dear")
+@pytest.mark.parametrize("present", ["letter", "layout", "index.json"])
+def test_a_file_that_is_no_bundle_is_not_overwritten(tmp_path, world, present):
+    file = tmp_path / "b.tar"
+    bundle.make(file, stack="spark")  # its manifest stays beside what replaces it
+    file.write_text("dear")
+    if present != "letter":
+        with tarfile.open(file, "w") as tar:  # as an OCI image has it
+            info = tarfile.TarInfo(present)
+            info.size = 21
+            tar.addfile(info, io.BytesIO(b'{"schemaVersion": 2} '))
+    before = file.read_bytes()
     with pytest.raises(UsageError, match="no bundle"):
-        bundle.make(tmp_path / "letter.tar", stack="spark")
-    with pytest.raises(UsageError, match=r".tar"):
-        bundle.make(tmp_path / "b.zip", stack="spark")
-    bundle.make(tmp_path / "b.tar", stack="spark")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/letter").write_text("dear")
-    with pytest.raises(UsageError, match="holds no bundle"):
-        bundle.unpack(tmp_path / "b.tar", tmp_path / "home")
-    with pytest.raises(UsageError, match="no such file"):
-        bundle.unpack(tmp_path / "c.tar", tmp_path / "out")
-    assert (tmp_path / "home/letter").read_text() == (tmp_path / "letter.tar").read_text() == "dear"
+        bundle.make(file, stack="spark")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("b.zip", {}), ("b.tar", {"machine": "arm64"}), ("b.tar", {"python": "2.7"})]
+)
+def test_another_format_machine_or_python_is_refused(tmp_path, world, name, target):
+    with pytest.raises(UsageError):
+        bundle.make_and_report(tmp_path / name, stack="spark", **target)
 
 
 def test_a_damaged_file_in_the_cache_does_not_get_into_a_bundle(tmp_path, world):
@@ -199,6 +191,7 @@ def edit_index(members, **changes):
 
 
 FINE = {"sha256": "0" * 64, "size": 1}
+DEEP = "a/" * 1250 + "f"
 ATTACKS = {
     "unlisted": (lambda m: [*m, (odd("extra"), b"x")], "'extra' is not in its index"),
     "twice": (lambda m: [*m, m[-1]], "is in it twice"),
@@ -208,26 +201,21 @@ ATTACKS = {
     "a member missing": (lambda m: m[:-1], "truncated: simple"),
     "wrong bytes": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1] + b"X")], "not what the index says"),
     "longer": (lambda m: [*m[:-1], (m[-1][0], m[-1][1] + b"X")], "not what the index says"),
-    "shorter": (lambda m: [*m[:-1], (m[-1][0], m[-1][1][:-1])], "not what the index says"),
     "traversal": (lambda m: [*m, (odd("../x"), b"x")], "'../x' is absolute, leads out"),
-    "absolute": (lambda m: [*m, (odd("/x"), b"x")], "'/x' is absolute"),
     "traversal in the index": (lambda m: [*edit_index(m, **{"../x": FINE}), (odd("../x"), b"x")], "lists '../x'"),
     "a file that is a folder": (lambda m: edit_index(m, **{"pins.toml/x": FINE}), "lists 'pins.toml/x'"),
     "the index in the index": (lambda m: edit_index(m, **{"index.json": FINE}), "lists 'index.json'"),
     "a negative size": (lambda m: edit_index(m, x={"sha256": "0", "size": -1}), "lists 'x'"),
     "no size": (lambda m: edit_index(m, x={}), "not one that this Sparkforge reads"),
-    "not JSON": (lambda m: [(m[0][0], b"{"), *m[1:]], "not one that this Sparkforge reads"),
     "another schema": (lambda m: [(m[0][0], b'{"schema": 2, "members": {}}'), *m[1:]], "another schema"),
     "symbolic link": (lambda m: [*m, (odd("pins.toml", tarfile.SYMTYPE), b"")], "symbolic link"),
-    "hard link": (lambda m: [*m, (odd("pins.toml", tarfile.LNKTYPE), b"")], "hard link"),
-    "device": (lambda m: [*m, (odd("pins.toml", tarfile.CHRTYPE), b"")], "character device"),
-    "fifo": (lambda m: [*m, (odd("pins.toml", tarfile.FIFOTYPE), b"")], "fifo"),
     "folder": (lambda m: [*m, (odd("files", tarfile.DIRTYPE), b"")], "not in its index"),
     "a deep index": (lambda m: [(m[0][0], b"[" * 200_000), *m[1:]], "not one that this Sparkforge reads"),
     "an endless size": (
         lambda m: [(m[0][0], b'{"schema": 1, "members": {"x": {"sha256": "0", "size": 1e999}}}'), *m[1:]],
         "not one that this Sparkforge reads",
     ),
+    "deeper than any of ours": (lambda m: [*edit_index(m, **{DEEP: FINE}), (odd(DEEP), b"x")], "lists 'a/a/"),
     "index a link": (lambda m: [(odd("index.json", tarfile.SYMTYPE), b""), *m], "symbolic link"),
 }
 
@@ -255,21 +243,22 @@ def test_a_bundle_cut_or_flipped_anywhere_is_refused(tmp_path, world):
         spans = [range(member.offset_data, member.offset_data + member.size) for member in tar.getmembers()]
     for offset in dice.sample([byte for span in spans[1:] for byte in span], 60):
         (tmp_path / "cut.tar").write_bytes(whole[:offset] + bytes([whole[offset] ^ 4]) + whole[offset + 1 :])
-        with pytest.raises(
-            IntegrityError, match="not what the index says", check=lambda error: error.code == "integrity.hash"
-        ):
+        with pytest.raises(IntegrityError, match="not what the index says"):
             bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
     assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
 
 
-def test_the_hash_of_the_whole_bundle_can_be_asked_for(tmp_path, world):
-    bundled, _ = bundle.make(tmp_path / "b.tar", stack="spark")
-    with pytest.raises(
-        IntegrityError, match="not the bundle that was made", check=lambda error: error.code == "integrity.hash"
-    ):
-        bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256="0" * 64)
-    assert bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=bundled.outputs["b.tar"])[1]
-    assert not bundle.unpack(tmp_path / "b.tar", tmp_path / "out")[1]
+def test_the_hash_of_the_whole_bundle_is_checked_or_its_lack_is_told(tmp_path, world, capfd):
+    file, out = tmp_path / "b.tar", tmp_path / "out"
+    sha256 = bundle.make(file, stack="spark")[0].outputs["b.tar"]
+    with pytest.raises(IntegrityError, match="not the bundle that was made"):
+        bundle.unpack(file, out, sha256="0" * 64)
+    assert bundle.unpack(file, out, sha256=sha256.upper())[1]
+    assert "warning" not in capfd.readouterr().err
+    assert not bundle.unpack(file, out)[1]
+    output = capfd.readouterr().err
+    assert "warning: without --sha256" in output
+    assert sha256 in "".join(output.split())
 
 
 @pytest.mark.slow
@@ -314,10 +303,10 @@ def test_a_foreign_folder_with_an_index_json_is_never_replaced(tmp_path, world):
     (folder / "thesis").write_text("years of work")
     (tmp_path / "junk.tar").write_text("junk")
     bundle.make(tmp_path / "b.tar", stack="spark")
-    for file in ("junk.tar", "b.tar"):
-        with pytest.raises(UsageError, match=r"holds no bundle that \./inv bundle\.unpack unpacked") as caught:
+    for file, message in (("junk.tar", "holds no"), ("b.tar", "holds no"), ("c.tar", "there is no such file")):
+        with pytest.raises(UsageError, match=message) as caught:
             bundle.unpack(tmp_path / file, folder)
-        assert caught.value.fix.endswith(f"mv {folder} {folder}.old")
+        assert caught.value.fix.endswith(f"mv {folder} {folder}.old") or file == "c.tar"
     assert tree(folder) == {"index.json": b"{}", "thesis": b"years of work"}
 
 
@@ -387,43 +376,3 @@ def test_a_bundle_that_cannot_be_made_leaves_the_older_one(tmp_path, world):
         bundle.make(file, stack="spark")
     assert file.read_bytes() == before
     assert manifest.load(file).outputs == {"b.tar": fetch.sha256_file(file)}
-
-
-@pytest.mark.parametrize("first", ["layout", "index.json"])
-def test_another_tar_is_not_overwritten_even_if_it_begins_with_an_index_json(tmp_path, world, first):
-    bundle.make(tmp_path / "b.tar", stack="spark")  # its manifest stays beside what replaces it
-    with tarfile.open(tmp_path / "b.tar", "w") as tar:  # as an OCI image has it
-        info = tarfile.TarInfo(first)
-        info.size = 21
-        tar.addfile(info, io.BytesIO(b'{"schemaVersion": 2} '))
-    before = (tmp_path / "b.tar").read_bytes()
-    with pytest.raises(UsageError, match="no bundle"):
-        bundle.make(tmp_path / "b.tar", stack="spark")
-    assert (tmp_path / "b.tar").read_bytes() == before
-
-
-def test_without_sha256_the_user_is_told_what_was_not_checked(tmp_path, world, capfd):
-    bundled, _ = bundle.make(tmp_path / "b.tar", stack="spark")
-    bundle.unpack(tmp_path / "b.tar", tmp_path / "out")
-    output = capfd.readouterr().err
-    assert "warning: without --sha256" in output
-    assert bundled.outputs["b.tar"] in "".join(output.split())
-    bundle.unpack(tmp_path / "b.tar", tmp_path / "out", sha256=bundled.outputs["b.tar"].upper())
-    assert "warning" not in capfd.readouterr().err
-
-
-def test_a_bundle_deeper_than_any_of_ours_is_refused_before_it_fills_the_disk(tmp_path, world):
-    deep = "a/" * 1250 + "f"
-    bundle.make(tmp_path / "b.tar", stack="spark")
-    bad = rewrite(
-        tmp_path / "b.tar", tmp_path / "bad.tar", lambda m: [*edit_index(m, **{deep: FINE}), (odd(deep), b"x")]
-    )
-    with pytest.raises(IntegrityError, match="lists 'a/a/", check=lambda error: error.code == "integrity.archive"):
-        bundle.unpack(bad, tmp_path / "room/out")
-    assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
-
-
-@pytest.mark.parametrize("message", [{"machine": "arm64"}, {"python": "2.7"}])
-def test_a_machine_or_python_that_nothing_is_pinned_for_is_refused(tmp_path, message):
-    with pytest.raises(UsageError):
-        bundle.make_and_report(tmp_path / "b.tar", stack="spark", **message)
