@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lab.patches import repository
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
@@ -59,13 +60,18 @@ def new_patch(  # noqa: PLR0913 - one parameter an option
     """
     if (source and finish) or (commit and not source):
         why = "--commit is for --from DIR, --finish for the scratch copy"
-        raise UsageError("these options do not go together", why, f".venv/bin/python -m lab.patches new {name} --from DIR [--commit ID]")
+        raise UsageError(
+            "these options do not go together",
+            why,
+            f".venv/bin/python -m lab.patches new {name} --from DIR [--commit ID]",
+        )
     with locked(paths.state() / "patch/.lock", "write a patch"):
         draft = prepare(table or pins.load(), name, stack, of, patches)
         if not (source or finish):
             begin_patch(draft)
             say(f"edit under {draft.scratch} (git diff shows your changes), then")
-            say(f".venv/bin/python -m lab.patches new {name} --finish --description … --bug URL --drop-when 'contains PATH TEXT'")
+            finish_command = f".venv/bin/python -m lab.patches new {name} --finish"
+            say(f"{finish_command} --description … --bug URL --drop-when 'contains PATH TEXT'")
             return
         file = write_patch(draft, Path(source), fields, commit) if source else finish_patch(draft, fields)
         say(f"wrote {file} and named it in series; next: ./inv patch.status, then ./inv test")
@@ -102,7 +108,7 @@ def begin_patch(draft: PatchDraft) -> Path:
         archive.require_space_for(file, draft.scratch)
         temporary = draft.scratch.with_name(f".{draft.name}.{os.getpid()}.tmp")
         archive.unpack(file, temporary, top=draft.release.top)
-        checkout.make_repository(temporary, {}, str(draft.release))
+        repository.make_repository(temporary, {}, str(draft.release))
         checkout.apply_mailbox(temporary, draft.queue)
         temporary.rename(draft.scratch)
         fsync_directory(draft.scratch.parent)
@@ -113,7 +119,9 @@ def finish_patch(draft: PatchDraft, fields: dict[str, str]) -> Path:
     """Write the patch from the scratch copy and remove the copy; return the patch file. Raises as `write_patch`."""
     if not draft.scratch.is_dir():
         raise UsageError(
-            f"{draft.name} was not begun", f"there is no {draft.scratch}", f".venv/bin/python -m lab.patches new {draft.name} makes it"
+            f"{draft.name} was not begun",
+            f"there is no {draft.scratch}",
+            f".venv/bin/python -m lab.patches new {draft.name} makes it",
         )
     git(draft.scratch, "add", "--all")
     file = write_patch(draft, draft.scratch, fields)
@@ -134,10 +142,10 @@ def write_patch(draft: PatchDraft, tree: Path, fields: dict[str, str], commit: s
                          f"./inv patch --into {shlex.quote(str(tree))}, then carry your edits over")  # fmt: skip
     if commit:
         (single,) = checkout.commits(tree, commit, "--max-count=1")
-        diff = checkout.diff(tree, f"{single.id}^", single.id)
+        diff = repository.diff(tree, f"{single.id}^", single.id)
         fields = {"description": single.message, **fields}
     else:
-        diff = checkout.diff(tree, checkout.queue_commits(tree, draft.queue.upstream)[-1].id)
+        diff = repository.diff(tree, checkout.queue_commits(tree, draft.queue.upstream)[-1].id)
         if unknown := [path for state, path in checkout.changes(tree) if state == "??"]:
             say(f"not in the patch, since git does not know them (git add makes it): {', '.join(unknown)}")
     head = header(fields)

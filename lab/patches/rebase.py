@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lab.patches import repository
 from sparkforge import pins
 from sparkforge.core import paths
 from sparkforge.core.console import say
@@ -177,12 +178,12 @@ def _require_no_target(rebase: Rebase) -> None:
 def _make_branches(rebase: Rebase, tree: Path) -> None:
     """Make the repository: `old` is the old release, `queue` the queue on it, `upstream` the new release."""
     names = rebase.queue.paths
-    checkout.make_repository(
+    repository.make_repository(
         tree, {path: rebase.old(path) for path in names}, f"{rebase.queue.upstream} {rebase.queue.version}"
     )
     git(tree, "tag", "old")
     released = {path: rebase.new(path) for path in status.paths_of(rebase.queue)}
-    checkout.commit_files(tree, {path: released[path] for path in names}, f"{rebase.queue.upstream} {rebase.version}")
+    repository.commit_files(tree, {path: released[path] for path in names}, f"{rebase.queue.upstream} {rebase.version}")
     git(tree, "checkout", "--quiet", "-b", "queue", "old")
     checkout.apply_mailbox(tree, rebase.queue)
     unneeded = {
@@ -267,7 +268,7 @@ def _with_base_files(rebase: Rebase, tree: Path, copy: Path) -> Path:
     git(copy, "checkout", "--quiet", "-B", "edited")
     git(copy, "tag", "before", "upstream")
     git(copy, "checkout", "--quiet", "upstream")
-    checkout.commit_files(copy, files, "files that the edits add")
+    repository.commit_files(copy, files, "files that the edits add")
     onto = ("-X", "theirs", "--onto", "upstream", "before", "edited")
     git(copy, "rebase", "--quiet", *onto, settings=checkout.SETTINGS)
     return copy
@@ -288,7 +289,7 @@ def _carried(rebase: Rebase, tree: Path, folder: Path) -> Iterator[Carried]:
             why = f"already upstream: {judgement.evidence}" if upstreamed else "as asked, or nothing of it was left"
             yield Carried(patch.name, f"dropped, {why}", in_queue=False)
             continue
-        data = f"{commit.header}\n---\n".encode() + checkout.diff(tree, f"{commit.id}^", commit.id)
+        data = f"{commit.header}\n---\n".encode() + repository.diff(tree, f"{commit.id}^", commit.id)
         write_atomic(folder / patch.name, data)
         changed = {
             change.path: change.apply(now[change.path] if change.path in now else rebase.new(change.path))

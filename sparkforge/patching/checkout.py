@@ -1,4 +1,4 @@
-"""A patch queue as git commits: in a development checkout, and where patches are written and carried over.
+"""A patch queue as git commits in a development checkout.
 
 The commits for a checkout are made in a work tree beside it, with an index of its own, and reach it in one step: what
 `git am` leaves behind when it is killed or the disk fails is no concern of the user's.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, time
 from email.utils import format_datetime
@@ -39,12 +39,7 @@ AM = (
     "am", "--quiet", "--patch-format=mbox", "--keep", "--no-keep-cr", "--no-3way", "--no-scissors", "--no-gpg-sign",
     "--no-message-id", "--committer-date-is-author-date",
 )  # fmt: skip
-DIFF = (
-    "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--abbrev=12", "--unified=3",
-    "--inter-hunk-context=0", "--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "-O/dev/null",
-)  # fmt: skip
 BESIDE = "sparkforge-queue"  # name of the work tree in a checkout's .git
-PROGRAM = re.compile(rb"^(index [0-9a-f]+\.\.[0-9a-f]+) 100755$", re.MULTILINE)  # a patch says nothing of modes
 SESSIONS = ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
 
 
@@ -180,37 +175,6 @@ def apply_mailbox(tree: Path, queue: Queue) -> None:
         why = " ".join((result.stderr or result.stdout).split())
         raise PatchError(f"the queue {queue.name} does not apply to {queue.upstream} {queue.version}", why,
                          "nothing was changed; ./inv patch.status says which patch", code="patch.conflict")  # fmt: skip
-
-
-def make_repository(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
-    """Make `tree` a repository, with `files` written into it, whose first commit holds all of it."""
-    tree.mkdir(parents=True, exist_ok=True)
-    git(tree, "init", "--quiet", "--template=", "--initial-branch=upstream")
-    for setting in (*SETTINGS, "core.autocrlf=false", "merge.conflictStyle=diff3"):  # a person runs git here, too
-        git(tree, "config", *setting.split("=", 1))
-    (tree / ".git/info").mkdir()
-    (tree / ".git/info/exclude").write_text("__pycache__/\n*.pyc\n", encoding="utf-8")
-    commit_files(tree, files, message)
-
-
-def commit_files(tree: Path, files: Mapping[str, bytes | None], message: str) -> None:
-    """Write `files` (None: remove it) into `tree` and commit everything that is there."""
-    for path, content in files.items():
-        if content is None:
-            (tree / path).unlink(missing_ok=True)
-        else:
-            (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            (tree / path).write_bytes(content)
-    git(tree, "add", "--all", "--force")
-    git(tree, "commit", "--quiet", "--allow-empty", f"--message={message}", settings=SETTINGS)
-
-
-def diff(tree: Path, *revisions: str) -> bytes:
-    """Return the diff between two revisions, or between one and the work tree, as our queues hold it."""
-    with tempfile.TemporaryDirectory(prefix="sparkforge-") as scratch:
-        output = Path(scratch).resolve() / "diff"
-        git(tree, *DIFF, f"--output={output}", *revisions, "--")
-        return PROGRAM.sub(rb"\1", output.read_bytes())
 
 
 def changes(tree: Path) -> list[tuple[str, str]]:
