@@ -1,3 +1,3 @@
 """The made-up upstream of the tests of patch queues."""
 
-from tests.unit.patching.conftest import world  # noqa: F401
+from tests.unit.patching.conftest import clone, world  # noqa: F401

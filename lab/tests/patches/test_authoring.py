@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from lab.patches import authoring
 from sparkforge.core import paths
 from sparkforge.core.errors import PatchError, SparkforgeError, UsageError
-from lab.patches import authoring
 from sparkforge.patching.series import Queue
 
 FIELDS = {

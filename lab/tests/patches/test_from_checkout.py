@@ -5,7 +5,8 @@ import pytest
 from lab.patches import authoring
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching.series import Queue
-from tests.unit.patching.test_checkout import FIELDS, clone, commit, commit_all, state  # noqa: F401
+from tests.unit.patching.conftest import commit_all
+from tests.unit.patching.test_checkout import FIELDS, commit, state
 
 
 def draft(world, name="do-more"):

@@ -7,9 +7,9 @@ from datetime import datetime
 
 import pytest
 
+from lab.patches import rebase
 from sparkforge.core import paths
 from sparkforge.core.errors import PatchError, UsageError
-from lab.patches import rebase
 from sparkforge.patching.series import Queue
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]

@@ -58,3 +58,20 @@ def world(kit, tmp_path, monkeypatch):
         V1=V1, AFTER=AFTER, folder=folder, patches=folder.parent, component=component, release=seed,
         table=Pins.model_validate({"schema": 1, "default": "s", "stacks": stacks}), queue=lambda: Queue.load(folder),
     )  # fmt: skip
+
+
+def commit_all(kit, tree, message):
+    kit.git(tree, "add", "--all")
+    person = ("-c", "user.name=A Person", "-c", "user.email=person@example.org")
+    result = kit.git(tree, *person, "commit", "--quiet", f"--message={message}")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def clone(kit, world, tmp_path):
+    """What a developer has: a clone of `up` at its tag, with more files than the queue touches."""
+    tree = kit.write(tmp_path / "my clone", {**world.V1, "README": "read\n"})
+    kit.git(tree, "init", "--quiet")
+    commit_all(kit, tree, "release 1.0")
+    kit.git(tree, "tag", "v1.0")
+    return tree

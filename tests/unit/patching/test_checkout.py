@@ -7,26 +7,10 @@ import pytest
 
 from sparkforge.core.errors import PatchError, UsageError
 from sparkforge.patching import checkout
+from tests.unit.patching.conftest import commit_all
 
 NAMES = [f"000{number}-change-something.patch" for number in (1, 2, 3)]
 FIELDS = {"bug": "https://example.org/2", "drop_when": "contains pkg/b.py more"}
-
-
-def commit_all(kit, tree, message):
-    kit.git(tree, "add", "--all")
-    person = ("-c", "user.name=A Person", "-c", "user.email=person@example.org")
-    result = kit.git(tree, *person, "commit", "--quiet", f"--message={message}")
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.fixture
-def clone(kit, world, tmp_path):
-    """What a developer has: a clone of `up` at its tag, with more files than the queue touches."""
-    tree = kit.write(tmp_path / "my clone", {**world.V1, "README": "read\n"})
-    kit.git(tree, "init", "--quiet")
-    commit_all(kit, tree, "release 1.0")
-    kit.git(tree, "tag", "v1.0")
-    return tree
 
 
 def state(kit, tree):
