@@ -49,14 +49,6 @@ OLD_NAMES = {
     "dev.patch": "patch --into",
     "docs": "check --docs",
 }
-REMOVED = {  # commands before version 0.3: why each is gone, and what to do
-    "bench.text": ("the accuracy gate fetches its text itself", "./inv bench.acc --fetch-text hub"),
-    "bench.accept": ("it is an option of the comparison", "./inv bench.compare RESULT --accept"),
-    "patch.reverse": (
-        "nothing is patched where it is installed: patched wheels take the place of upstream's",
-        "install upstream's wheel, PACKAGE==VERSION as pins.toml has it: uv pip install --reinstall PACKAGE==VERSION",
-    ),
-}
 HELP = ("-h", "--help")
 WIDEST = 100  # columns
 USAGE = """Usage: ./inv COMMAND [OPTIONS]
@@ -174,8 +166,6 @@ def require(name: str, names: Iterable[str]) -> str:
     """Return `name` if it is a command's. Raises UsageError with the nearest one."""
     if name in names:
         return name
-    if name in REMOVED:
-        raise UsageError(f"`./inv {name}` is gone", *REMOVED[name])
     if name.startswith("-"):
         why = "an option follows its command; without one there are --list, --version and --help"
         raise UsageError(f"there is no option {name}", why, "./inv --help")

@@ -187,11 +187,10 @@ def logs(_ctx: Context, follow: bool = False) -> None:
     example='./inv chat --system "Answer in one sentence."',
     optional="message",
     message="answer this one message and end",
-    once="the same as MESSAGE",
     system="system prompt: instructions that stand before the conversation",
     max_tokens="longest answer in tokens; default 64 for one message, 1024 in a conversation",
 )
-def chat(_ctx: Context, message: str, once: str = "", system: str = "", max_tokens: str = "") -> None:
+def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") -> None:
     """Talk with the model, or get one answer.
 
     Without MESSAGE it is a conversation, in which the model sees what was said before; /help shows its commands. Where
@@ -199,11 +198,9 @@ def chat(_ctx: Context, message: str, once: str = "", system: str = "", max_toke
     """
     from sparkforge.serve import conversation, record
 
-    if message and once:
-        raise UsageError("there are two messages", f"{message[:40]!r} and --once", './inv chat "TEXT"')
     limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
     server = record.running()
-    if text := message or once or conversation.message_on_stdin():
+    if text := message or conversation.message_on_stdin():
         conversation.answer_once(server, text, conversation.ONCE_TOKENS if limit is None else limit, system)
     else:
         conversation.converse(server, system, conversation.TOKENS if limit is None else limit)

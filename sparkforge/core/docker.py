@@ -6,10 +6,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from sparkforge.core import errors, paths
+from sparkforge.core import paths
 from sparkforge.core.errors import EngineError, SparkforgeError, StorageError
 from sparkforge.core.process import TAIL_LINES, Child, run_unchecked
 
@@ -21,120 +20,102 @@ _REGISTRY = re.compile(r"https?://([^/\s\"]+)/v2/")  # in a message; takes the p
 _BUILD_STEP = re.compile(r"^#\d+ (\[[^\]]+\] .{0,60})", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Complaint:
-    """What a message of docker, its plugins or the engine means: the error that we raise for it, and the fix."""
-
-    pattern: re.Pattern[str]
-    error: type[SparkforgeError]
-    code: str
-    failure: str
-    fix: str
-
-
-def _means(pattern: str, error: type[SparkforgeError], code: str, failure: str, fix: str) -> Complaint:
-    return Complaint(re.compile(f"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), error, code, failure, fix)
-
-
-# Messages of moby, docker/cli, buildx, compose and the NVIDIA container toolkit. The first that matches counts.
+# Messages of moby, docker/cli, buildx, compose and the NVIDIA container toolkit: the pattern of a line, and the error's
+# code, first part and fix. The first that matches counts.
 COMPLAINTS = (
-    _means(
+    (
         r"failed to resolve source metadata for",
-        errors.EngineError,
         "engine.base",
         "the base image cannot be pulled",
         "check the network, or docker login to the registry of that image; then run the same command again",
     ),
-    _means(
+    (
         r"no basic auth credentials|authentication required|requested access to the resource is denied",
-        errors.EngineError,
         "engine.registry",
         "the registry wants a login",
         "docker login HOST, then run the same command again",
     ),
-    _means(
+    (
         r"server gave HTTP response to HTTPS client",
-        errors.EngineError,
         "engine.registry",
         "the registry speaks plain HTTP, which docker accepts on the loopback address only",
         "give it TLS; or, in a network of your own, name it in insecure-registries of /etc/docker/daemon.json",
     ),
-    _means(
+    (
         r"x509: |failed to verify certificate",
-        errors.EngineError,
         "engine.registry",
         "the registry's certificate is not trusted",
         "put the certificate of its authority into /etc/docker/certs.d/HOST/ca.crt, then run the same command again",
     ),
     # A build's base has the same words, on another line, and a fix of its own above.
-    Complaint(
-        re.compile(
-            r'^(?=.*(?:get|head|post|put|patch) "?https?://[^"\s]+/v2/).*$',
-            re.IGNORECASE | re.MULTILINE,
-        ),
-        errors.EngineError,
+    (
+        r'(?:get|head|post|put|patch) "?https?://[^"\s]+/v2/',
         "engine.registry",
         "the registry cannot be reached",
         "check its name and the network, then run the same command again",
     ),
-    _means(
+    (
         r"permission denied while trying to connect|connect: permission denied",
-        errors.EngineError,
         "engine.permission",
         "no permission to use the Docker engine",
         "sudo usermod -aG docker $USER, log out and in, then run the same command again",
     ),
-    _means(
-        r"cannot connect to the docker daemon|failed to connect to the docker api|is the docker daemon running"
-        r"|connect: connection refused|connect: no such file or directory",
-        errors.EngineError,
+    (
+        (
+            r"cannot connect to the docker daemon|failed to connect to the docker api|is the docker daemon running"
+            r"|connect: connection refused|connect: no such file or directory"
+        ),
         "engine.down",
         "the Docker engine does not run",
         "sudo systemctl start docker",
     ),
-    _means(
-        r"'buildx' is not a docker command|buildx component is missing|unknown command: docker buildx"
-        r"|unknown flag: --(?:builder|load|build-context|metadata-file)",
-        errors.EngineError,
+    (
+        (
+            r"'buildx' is not a docker command|buildx component is missing|unknown command: docker buildx"
+            r"|unknown flag: --(?:builder|load|build-context|metadata-file)"
+        ),
         "engine.tool",
         "docker buildx is missing or too old",
         "sudo apt install docker-buildx-plugin   # Debian's own package: docker-buildx",
     ),
-    _means(
-        r"'compose' is not a docker command|unknown command: docker compose|unknown shorthand flag: '[fp]' in -[fp]"
-        r"|unknown flag: --(?:project-name|project-directory)",
-        errors.EngineError,
+    (
+        (
+            r"'compose' is not a docker command|unknown command: docker compose|unknown shorthand flag: '[fp]' in -[fp]"
+            r"|unknown flag: --(?:project-name|project-directory)"
+        ),
         "engine.tool",
         "docker compose is missing or too old",
         "sudo apt install docker-compose-plugin   # Debian's own package: docker-compose",
     ),
-    _means(
-        r"could not select device driver|unknown or invalid runtime name: nvidia|unresolvable cdi devices"
-        r"|nvidia-container-(?:cli|runtime)",
-        errors.EngineError,
+    (
+        (
+            r"could not select device driver|unknown or invalid runtime name: nvidia|unresolvable cdi devices"
+            r"|nvidia-container-(?:cli|runtime)"
+        ),
         "engine.gpu",
         "the Docker engine cannot give a container the GPU",
         "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
     ),
-    _means(
+    (
         r"port is already allocated|failed to bind host port|bind: address already in use",
-        errors.ServerError,
         "server.port",
         "the port is taken",
         "docker ps   # who has it; or choose another: ./inv up --port 8001",
     ),
-    _means(
-        r"no matching manifest for|does not match the (?:specified|detected host) platform|exec format error"
-        r"|does not provide the specified platform|image operating system .* cannot be used",
-        errors.IntegrityError,
+    (
+        (
+            r"no matching manifest for|does not match the (?:specified|detected host) platform|exec format error"
+            r"|does not provide the specified platform|image operating system .* cannot be used"
+        ),
         "integrity.image",
         "the image is for another platform",
         "./inv build --engine docker   # builds it for this machine",
     ),
-    _means(
-        r"no such image|pull access denied|manifest unknown|repository does not exist|image not found"
-        r"|failed to resolve reference",
-        errors.EngineError,
+    (
+        (
+            r"no such image|pull access denied|manifest unknown|repository does not exist|image not found"
+            r"|failed to resolve reference"
+        ),
         "engine.image",
         "an image is not on this machine and cannot be pulled",
         "./inv build --engine docker, or check the network if it is a base image",
@@ -148,11 +129,12 @@ def explained(text: str, failure: str, fix: str) -> SparkforgeError:
     """Return the error for what docker printed: a known one by name, else an EngineError with the last lines."""
     if match := NO_SPACE.search(text):
         return StorageError("the Docker engine has no space left", match[0].strip()[:500], PRUNE, code="storage.full")
-    for complaint in COMPLAINTS:
-        if match := complaint.pattern.search(text):
+    for pattern, code, problem, next_step in COMPLAINTS:
+        if match := re.search(f"(?im)^.*(?:{pattern}).*$", text):
             host = _REGISTRY.search(match[0])
-            fix = complaint.fix.replace("HOST", host[1]) if host else complaint.fix
-            return complaint.error(complaint.failure, match[0].strip()[:500], fix, code=complaint.code)
+            families = {family.family: family for family in SparkforgeError.__subclasses__()}
+            next_step = next_step.replace("HOST", host[1]) if host else next_step  # noqa: PLW2901
+            return families[code.partition(".")[0]](problem, match[0].strip()[:500], next_step, code=code)
     tail = "\n        ".join(line for line in text.strip().splitlines()[-TAIL_LINES:] if line.strip())
     return EngineError(failure, tail or "it printed nothing", fix, code="engine.failed")
 

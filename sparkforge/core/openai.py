@@ -24,15 +24,8 @@ READ_SECONDS = 600.0  # for a piece of a stream: the first token of a long promp
 ANSWER_SECONDS = 3600.0  # for a whole answer
 ERROR_BYTES, ERROR_SECONDS = 1 << 20, 10.0  # of an error's JSON
 POLL_SECONDS = 0.25
-WRONG_SHAPE = (
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)  # fmt: skip - JSON of another shape
+# JSON of another shape.
+WRONG_SHAPE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, *WRONG_SHAPE)
 LAST_EVENTS = {"response.completed", "response.incomplete", "response.failed"}  # of the Responses API, without [DONE]
 # vLLM's own count of what it generated, over all requests (vllm/v1/metrics/loggers.py, 0.32.0).
@@ -233,17 +226,6 @@ class Endpoint:
             models = ", ".join(offered) or "none"
             raise UsageError(f"{self.url} does not serve {name!r}", f"it serves {models}", "set MODEL, or give --model")
         return Served(name, offered[name])
-
-    def wait_until_ready(self, seconds: float, alive: Callable[[], bool]) -> bool:
-        """Wait until a model is offered; False if `alive()` ends or `seconds` pass."""
-
-        def offers_model() -> bool:
-            try:
-                return self.get("/v1/models").is_success
-            except ServerError:
-                return False
-
-        return wait_until(offers_model, time.monotonic() + seconds, alive)
 
     def wait_until_serving(self, deadline: float, alive: Callable[[], bool]) -> bool:
         """Wait for health, then for one token; False if `alive()` ends or `deadline` (monotonic) passes before.
