@@ -82,8 +82,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def facts() -> dict[str, Any]:
     """Return processor, cores, memory (bytes), GPUs, system, Python, our version and commit, and the time in UTC."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": _processor(),
+        "processor": next(names, platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus(),
@@ -93,11 +95,6 @@ def facts() -> dict[str, Any]:
         "commit": _commit(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def gpus() -> list[str]:

@@ -91,19 +91,15 @@ def parse_whole(text: str, label: str, least: int, most: int = MOST) -> int:
 
 def endpoint(settings: BenchSettings, url: str, read_seconds: float) -> Endpoint:
     """Return the endpoint of `url`, or of PORT on this machine, with the model that it serves and its key if ours."""
-    base = (url or f"http://127.0.0.1:{_port(settings)}").rstrip("/").removesuffix("/v1")
+    if not url:
+        own = None if settings.text("port") else context.running_server()  # the one that this checkout serves
+        port = own.port if own else settings.number("port", most=65535) if settings.text("port") else PORT
+        url = f"http://127.0.0.1:{port}"
+    base = url.rstrip("/").removesuffix("/v1")
     server = Endpoint(base, settings.text("model"), read_seconds)
     if not server.key and (own := context.own_server(server)):
         server = replace(server, key=own.key)
     return replace(server, model=server.served().name)
-
-
-def _port(settings: BenchSettings) -> int:
-    """Return the port of the settings, else the one that this checkout serves on."""
-    if settings.text("port"):
-        return settings.number("port", most=65535)
-    server = context.running_server()
-    return server.port if server else PORT
 
 
 def configs(settings: BenchSettings, baselines: Baselines, server: Endpoint, seed: int, warmups: str) -> list[Config]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,10 +211,6 @@ def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):
     assert "2.000" in capsys.readouterr().err
     with pytest.raises(UsageError):
         compare.print_comparison("", f"{tmp_path}/c.json")
-
-
-def test_a_bench_is_not_changed_by_its_runs(bench):
-    assert replace(bench) == bench
 
 
 @pytest.mark.parametrize(

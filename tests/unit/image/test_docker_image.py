@@ -105,23 +105,18 @@ DIRTY = [{"rule": "trap-stub", "file": "xqa.so", "detail": "", "fix": ""}]
         ({"files": 3, "code": {"violations": [], "files": []}}, "xqa was not audited"),
         ({"files": 3, "code": {"violations": DIRTY, "files": [MODULE]}}, "its audit found trap-stub: xqa.so"),
         ({"files": 3, "code": {"violations": [], "files": [MODULE]}}, ""),
+        ({"files": 4, "code": {}}, "its audit report is not the one that its manifest names"),
     ],
 )
 def test_the_audit_in_the_image_must_speak_for_it(holding, manifest, report, message):
-    holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": named(report)}, report=report)
+    audit = named(CLEAN if report["files"] == 4 else report)
+    holding({**manifest, "kernels": {"xqa": "f" * 64}, "audit": audit}, report=report)
     if not message:
         verify()
         return
     with pytest.raises(errors.IntegrityError) as caught:
         verify()
     assert caught.value.why == message
-
-
-def test_an_audit_of_another_build_is_refused(holding, manifest):
-    holding(manifest, report={"files": 4, "code": {}})
-    with pytest.raises(errors.IntegrityError) as caught:
-        verify()
-    assert caught.value.why == "its audit report is not the one that its manifest names"
 
 
 def test_an_image_that_is_not_there_names_the_build(fake_engine):

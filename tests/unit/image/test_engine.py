@@ -70,17 +70,12 @@ def test_no_engine_and_no_command_is_not_installed(tmp_path, monkeypatch, no_doc
         look()
 
 
-def test_a_command_without_its_engine_is_not_running(tmp_path, monkeypatch, docker_command):
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    with pytest.raises(errors.EngineError, match="systemctl start docker"):
-        look()
-
-
-def test_a_socket_that_nobody_listens_on_is_not_running(tmp_path, monkeypatch, docker_command):
+@pytest.mark.parametrize(("name", "why"), [("none.sock", "No such file"), ("left.sock", "refused")])
+def test_a_command_without_its_engine_is_not_running(tmp_path, monkeypatch, docker_command, name, why):
     with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(tmp_path / "d.sock"))
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
-    with pytest.raises(errors.EngineError, match="refused"):
+        left_behind.bind(str(tmp_path / "left.sock"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/{name}")
+    with pytest.raises(errors.EngineError, match=f"{why}.*systemctl start docker"):
         look()
 
 

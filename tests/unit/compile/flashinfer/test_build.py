@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,16 +87,7 @@ def site(tmp_path, monkeypatch):
 
 
 def with_arguments(site, **arguments):
-    module = site.module.model_copy(update={"arguments": arguments})
-    return KernelOrder(
-        sets.load("0.7.0.post1"),
-        "tiny",
-        (module,),
-        "12.1a",
-        site.order.output,
-        site.order.environment,
-        site.order.chain,
-    )
+    return replace(site.order, modules=(site.module.model_copy(update={"arguments": arguments}),))
 
 
 def counts(built):
@@ -158,15 +150,7 @@ def test_a_generator_that_makes_another_module_is_refused(site):
 
 def test_other_inputs_are_built_although_the_library_is_there(site):
     build.build(site.order)
-    wide = KernelOrder(
-        sets.load("0.7.0.post1"),
-        "tiny",
-        (site.module,),
-        "12.0a",
-        site.order.output,
-        site.order.environment,
-        site.order.chain,
-    )
+    wide = replace(site.order, arch="12.0a")
     assert wide.inputs != site.order.inputs
     assert not build.build(site.order)[1]
     assert build.build(wide)[1]
