@@ -31,7 +31,6 @@ INSTALL = {
     "ssh": "sudo apt install openssh-client",
     "sshd": "sudo apt install openssh-server",
     "cmake": "sudo apt install cmake",
-    "chromium": "sudo apt install chromium",
     "docker-registry": "sudo apt install docker-registry; tests/engine/run brings its own",
 }
 
