@@ -140,10 +140,9 @@ class Event:
     operator: Event | None = None
 
 
-def read(path: Path, table: OperatorTable | None = None) -> Breakdown:
+def read(path: Path) -> Breakdown:
     """Return where the time of a trace went. Raises InputError for what is no trace, or has no operators."""
-    table = table or load_table()
-    on_gpu, threads = _events(path)
+    table, (on_gpu, threads) = load_table(), _events(path)
     if on_gpu:
         _classify("gpu", table, on_gpu)
         end = -math.inf  # of what began before: an event gets only the time after it

@@ -68,14 +68,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Schedule:
-    """At most `jobs` units at once, whose predicted peaks sum up to at most `budget` bytes; `costs` in starting order.
-
-    `bound` is what limits the number of jobs: "cores", "memory" or "the limit asked for".
-    """
+    """At most `jobs` units at once, whose predicted peaks fit into `budget` bytes; `costs` are in starting order."""
 
     jobs: int
     budget: int
-    bound: str
     costs: Mapping[str, Cost]
     max_jobs: int  # for a build system that knows no units (MAX_JOBS): as many of the hungriest as fit
 
@@ -106,8 +102,7 @@ def make_schedule(units: Iterable[str], peaks: Peaks, machine: Machine, *, limit
     jobs = max(1, min(cores, limit or cores))
     hungriest = max((cost.peak for cost in costs.values()), default=1)
     max_jobs = max(1, min(jobs, budget // max(1, hungriest)))
-    bound = "memory" if max_jobs < jobs else "the limit asked for" if limit and limit < cores else "cores"
-    return Schedule(jobs, budget, bound, {unit: costs[unit] for unit in order}, max_jobs)
+    return Schedule(jobs, budget, {unit: costs[unit] for unit in order}, max_jobs)
 
 
 class Waiting:
