@@ -198,6 +198,12 @@ def chat(_ctx: Context, message: str, system: str = "", max_tokens: str = "") ->
     """
     from sparkforge.serve import conversation, record
 
+    if message.startswith("-"):  # Invoke takes an option that it does not know for the message
+        raise UsageError(
+            f"./inv chat has no option {message[:40]}",
+            "its options are in --help",
+            "echo TEXT | ./inv chat, for a message that begins with -",
+        )
     limit = whole_number("--max-tokens", max_tokens) if max_tokens else None
     server = record.running()
     if text := message or conversation.message_on_stdin():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import psutil
 
@@ -29,23 +29,25 @@ REAP_SECONDS = 0.2  # for a killed probe; one that is stuck in the kernel is lef
 LONGEST_OUTPUT = 16 << 20  # bytes that are read of what a probe printed
 
 
-def run(
-    command: Sequence[str | Path],
-    *,
-    cwd: Path | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdin: str | None = None,
-    fix: str = "",
-    seconds: float | None = None,
-) -> subprocess.CompletedProcess[str]:
+class RunOptions(TypedDict, total=False):
+    """The keywords of `run`: those of `run_unchecked`, which says what they mean."""
+
+    cwd: Path | None
+    env: Mapping[str, str | None] | None
+    stdin: str | None
+    fix: str
+    seconds: float | None
+
+
+def run(command: Sequence[str | Path], **options: Unpack[RunOptions]) -> subprocess.CompletedProcess[str]:
     """Run `command` as `run_unchecked` does; raise ProcessError, with its last lines, if its exit code is not 0."""
-    result = run_unchecked(command, cwd=cwd, env=env, stdin=stdin, fix=fix, seconds=seconds)
+    result = run_unchecked(command, **options)
     if result.returncode:
         tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-TAIL_LINES:])
         raise ProcessError(
             f"{Path(command[0]).name} ended with code {result.returncode}",
             tail or "it printed nothing",
-            fix or f"run it by hand: {shlex.join(result.args)}",
+            options.get("fix") or f"run it by hand: {shlex.join(result.args)}",
             code="process.failed",
         )
     return result
@@ -99,8 +101,13 @@ def _started(command: Sequence[str | Path], fix: str = "", **options: Any) -> su
     try:
         return subprocess.Popen([str(word) for word in command], **options)
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument or a variable
-        fix = "correct that argument" if isinstance(error, ValueError) else fix or f"install {command[0]}"
-        raise ProcessError(f"cannot run {command[0]}", str(error), fix, code="process.failed") from error
+        if isinstance(error, ValueError):
+            fix = "correct that argument"
+        elif (folder := options.get("cwd")) and not Path(folder).is_dir():  # not the program is what is missing
+            fix = f"name a folder that is there, in place of {folder}"
+        raise ProcessError(
+            f"cannot run {command[0]}", str(error), fix or f"install {command[0]}", code="process.failed"
+        ) from error
 
 
 def call(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> int:

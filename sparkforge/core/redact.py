@@ -139,7 +139,7 @@ def _without(value: Any, rules: Rules) -> Any:
         return own.sub("<host>", text)
 
     def walk(value: Any, name: str) -> Any:
-        """Return a copy of a value that stands under `name`: a key, a flag, or the text beside it under a NAME_KEY."""
+        """Return a redacted copy of a value. `name` is what names it: its key, its flag, or the text of a NAME_KEY."""
         secret = _is_secret_name(name)
         if isinstance(value, dict):
             label = next((text for key, text in value.items() if key.lower() in NAME_KEYS and type(text) is str), name)
@@ -148,7 +148,7 @@ def _without(value: Any, rules: Rules) -> Any:
         if isinstance(value, list):
             if len(value) == 2 and isinstance(value[0], str) and _is_secret_name(value[0]):
                 return [value[0], walk(value[1], value[0])]
-            items = list[Any]()
+            items: list[Any] = []
             for item in value:
                 flag = isinstance(item, str) and item.startswith("-")
                 items.append(walk(item, "" if flag and not secret else name))

@@ -307,7 +307,7 @@ def stage(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(options: dict[str, Any]) -> dict[str, Any]:
-    """Sync what was collected and rename it to its place."""
+    """Flush the collected files to the disk, then rename their folder to its final place."""
     folder = Path(options["folder"])
     if not folder.is_dir():
         for file in collected(folder).iterdir():

@@ -278,7 +278,7 @@ def _failed(server: Server, state: State | None, text: str) -> SparkforgeError |
         fix = "./inv up --device docker"
         return ServerError("the container is gone", "somebody removed it", fix, code="server.start")
     ended = state.restarts or state.status in {"exited", "dead", "restarting"}
-    # With SPARKFORGE_REFUSED=hold a refused container waits, which its health check says.
+    # With SPARKFORGE_REFUSED=hold a refused container stays up, and its health check prints REFUSED.
     held = state.health_output.startswith(container_health.REFUSED)
     if (ended and (state.exit_code == RefusalError.exit_code or REFUSAL in text)) or (not ended and held):
         failures, fix = logs.report_of(text)

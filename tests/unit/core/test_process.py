@@ -103,3 +103,10 @@ def test_a_program_that_does_not_end_in_time_is_ended(tmp_path):
 def test_an_argument_with_a_nul_is_refused():
     with pytest.raises(ProcessError, match="null", check=lambda error: error.code == "process.failed"):
         run([sys.executable, "a\0b"])
+
+
+def test_a_folder_that_is_not_there_is_named_and_not_the_program(tmp_path):
+    """It once said to install git, which was there."""
+    with pytest.raises(ProcessError, match=r"gone") as caught:
+        run(["git", "status"], cwd=tmp_path / "gone", fix="install git")
+    assert caught.value.fix == f"name a folder that is there, in place of {tmp_path / 'gone'}"

@@ -192,9 +192,9 @@ def test_a_cut_answer_is_told_on_stderr(once, served):
     assert messages(served.asked[0])[0] == ("system", "be brief")
 
 
-@pytest.mark.parametrize(("options", "stdin"), [((), " \n"), ((), "x" * (1 << 20) + "y")])
-def test_no_message_and_one_too_long_are_refused(once, served, options, stdin):
+@pytest.mark.parametrize(("options", "stdin"), [((), " \n"), ((), "x" * (1 << 20) + "y"), (("--nonsense",), "")])
+def test_no_message_one_too_long_and_an_unknown_option_are_refused(once, served, options, stdin):
     result = once(*options, stdin=stdin)
     assert result.returncode == 2
-    assert "next: ./inv chat" in result.stderr
+    assert "./inv chat" in result.stderr.partition("next: ")[2]
     assert served.asked == []

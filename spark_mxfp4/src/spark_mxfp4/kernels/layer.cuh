@@ -1,17 +1,17 @@
-// Both products and the weighted sum in one launch, for few tokens: the copies of weights hardly ever stop.
+// One launch computes both products and the weighted sum of a layer of few tokens. Weights stream without a pause.
 //
-// Work comes in items: ROW_GROUPS tiles of 64 weight rows by up to TOKENS tokens of one expert, over all columns for the
-// first product, over one of `parts` for the second. Blocks take items from a common counter, all of the first product
-// before those of the second. In each block one thread brings weights and waits for hardly anything but room in the ring;
-// one warp for every 8 or 16 tokens brings activations. Up to 32 pairs each block sorts for itself, so that no kernel runs
-// before this one.
+// An item of work is ROW_GROUPS tiles of 64 weight rows by up to TOKENS tokens of one expert. It covers all columns for the
+// first product and one of `parts` for the second. Blocks take items from a shared counter: all items of the first product
+// come before those of the second. In each block one producer thread loads weights into a ring buffer and waits only for
+// free stages; one producer warp for every 8 or 16 tokens loads activations. Up to 32 pairs are sorted by each block itself,
+// so no sorting kernel has to run first.
 //
-// It needs bulk copies, mbarriers, warps' matrix instructions and a cooperative launch, no cluster, no warpgroup's
-// instruction and no register handed over: so the same source is compiled for compute capability 9.0 and 12.1.
+// The kernel uses bulk copies, mbarriers, mma.sync and a cooperative launch. It uses no clusters, no wgmma and no setmaxnreg,
+// so the same source is compiled for compute capability 9.0 and 12.1.
 //
-// What blocks compute for each other says itself that it is there: its place holds MISSING before, which no result is.
-// So nobody who stores has to tell, and who waits needs no second look. Parts are stored as float32 and added up at the
-// end, always in the same order, whoever computed them. All blocks must run at once: the launch is cooperative.
+// Results shared between blocks are polled for a sentinel: each place holds MISSING, which is never a result, until the
+// result is stored. No flag has to be set or read. Parts are stored as float32 and added at the end in a fixed order, so the
+// sum does not depend on which block computed which part. Blocks wait for each other, hence the cooperative launch.
 #pragma once
 #include "gemm.cuh"
 #include "routing.cuh"
@@ -34,23 +34,23 @@ struct Layer {
   const float* shares;         // [pairs]
   int sorted;             // by a kernel before
   int parts, part_chunks, tokens, top_k;
-  int first_at_once, second_at_once;  // stages of weights that are on their way at once
+  int first_at_once, second_at_once;  // stages of weights in flight, for the first and the second product
 };
 
-// The kernel of that number, on so many multiprocessors.
+// Launch the kernel of shape number `shape` on `processors` multiprocessors.
 int layer(const Layer* l, int shape, int processors, cudaStream_t stream);
-int layer_chunks(int shape);  // of one stage; 0 where there is no such kernel
-int layer_tokens(int shape);  // most tokens of a tile
+int layer_chunks(int shape);  // chunks of one stage; 0 if there is no such shape
+int layer_tokens(int shape);  // most tokens of a tile; 0 if there is no such shape
 
 constexpr int EIGHT = 8;  // tokens of one matrix instruction
-// Rows for each warp that brings activations; with more than seven such warps the others would have too few registers.
+// Rows that each producer warp of activations loads. More than seven such warps would leave the others too few registers.
 template <class S>
 constexpr int BROUGHT_ROWS = S::TOKENS > 32 ? 16 : 8;
 template <class S>
 constexpr int BRINGERS = S::TOKENS / BROUGHT_ROWS<S>;
 
-// The shapes by number. 1 to 3 want Hopper's shared memory; a block of the others has at most 99 KB for itself, as 12.1
-// allows. `rows of 64` is also what a plan's items have.
+// The shapes by number. Shapes 1 to 3 need Hopper's shared memory; the others need at most 99 KB a block, 12.1's limit.
+// `rows of 64` is the number of row tiles of an item.
 //         number, rows of 64, split of the columns, chunks a step, tokens, stages, blocks a multiprocessor
 #define SPARK_SMALL_LAYERS(SHAPE)  \
   SHAPE(4, 1, 3, 3, 8, 3, 1)       \
@@ -64,7 +64,7 @@ constexpr int BRINGERS = S::TOKENS / BROUGHT_ROWS<S>;
   SHAPE(2, 2, 1, 5, 8, 4, 2)       \
   SHAPE(3, 3, 1, 5, 8, 5, 1)
 
-// What `use` returns for the shape of that number; `none` where there is none.
+// Return what `use` returns for shape `number`, or `none` if there is no such shape.
 template <class Use, class Result>
 Result with_shape(int number, Use use, Result none) {
   switch (number) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool missing(const uint4& v) {
   return v.x == MISSING || v.y == MISSING || v.z == MISSING || v.w == MISSING;
 }
 
-// Who waits long asks less often: asking costs those who are waited for.
+// Spin-wait with back-off: polling takes bandwidth from the blocks that produce the result.
 struct Backoff {
   int polls = 0;
   __device__ void wait() {
@@ -92,7 +92,7 @@ struct Backoff {
   }
 };
 
-// A block's own sorting of up to 32 pairs.
+// Up to 32 pairs, sorted by the block itself.
 struct Few {
   int4 tiles[FEW_PAIRS];  // {expert, first row, tokens, 0}
   int rows[FEW_PAIRS];    // of pairs
@@ -100,7 +100,7 @@ struct Few {
   int count;
 };
 
-// By one warp.
+// Sort the pairs into `few`. Called by one warp.
 __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
   const int lane = threadIdx.x & 31;
   Sorted s;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void sort_into(const Routing& r, Few& few) {
   if (lane == 0) few.count = count;
 }
 
-// The tiles, by whoever sorted.
+// The sorted tiles, from the block's own sort or from the sorting kernel.
 struct Tiles {
   const int4* at;
   const int32_t *count, *token_of_row, *row_of_pair;
@@ -126,8 +126,8 @@ struct Item {
   bool second;
 };
 
-// A block's items in turn, pushed by who brings weights. A place is free again when its item was multiplied: whoever
-// brings the weights of the item before the new one has waited for all stages but the ring's, and there are fewer stages.
+// Queue of a block's items, filled by the producer of weights. A slot can be reused without a barrier of its own: before the
+// producer pushes an item it has waited for all stages but those in the ring, and the ring has fewer stages than QUEUE.
 constexpr int QUEUE = 8;
 struct Queue {
   Item items[QUEUE];
@@ -150,7 +150,7 @@ struct Queue {
 template <class S>
 __device__ __forceinline__ int row_blocks(const Gemm& g) { return (g.row_tiles + S::ROW_GROUPS - 1) / S::ROW_GROUPS; }
 
-// The item of that index, those of the first product before those of the second; with `end` 0 behind the last.
+// Return the item of an index. Items of the first product come first; behind the last one, `end` is 0.
 template <class S>
 __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int index) {
   const int blocks = row_blocks<S>(l.first), firsts = *tiles.count * blocks;
@@ -170,7 +170,7 @@ __device__ __forceinline__ Item item_at(const Layer& l, const Tiles& tiles, int 
   return item;
 }
 
-// The ring's `full` says that weights are there, and this that activations are.
+// The ring's `full` barrier covers the weights, and `brought` the activations.
 template <class S>
 struct LayerRing : Ring<S> {
   uint32_t brought;
@@ -178,12 +178,12 @@ struct LayerRing : Ring<S> {
   __device__ uint32_t brought_bar() const { return brought + 8 * this->stage; }
 };
 
-// Who brings weights, one thread. Few stages are on their way at once: enough for the memory's bandwidth, and with more
-// every other access waits as long as all of them take.
+// The producer of weights, one thread. It keeps few stages in flight: enough for the memory's bandwidth; with more, every
+// other access to memory would wait behind them.
 template <class S>
 struct Weights {
   static_assert(QUEUE > S::STAGES);
-  LayerRing<S> ring, landing, first;  // where the next stage goes, the oldest on its way, the item's first one
+  LayerRing<S> ring, landing, first;  // where the next stage goes, the oldest in flight, the item's first
   uint64_t once = leave_first();
   Item item;
   int number = 0, on_the_way = 0;
@@ -211,7 +211,7 @@ struct Weights {
   __device__ void bring_all(const Layer& l, Queue& queue, const Tiles& tiles, uint32_t grid_ready) {
     begin(queue, item_at<S>(l, tiles, blockIdx.x));
     while (item.end > 0) {
-      const bool take = number > 1, early = take && !item.second;  // the answer takes a while
+      const bool take = number > 1, early = take && !item.second;  // ask early: the counter's answer takes a while
       int next = blockIdx.x;
       if (early) next = gridDim.x + take_item(l, grid_ready);
       bring(l);
@@ -228,8 +228,8 @@ struct Weights {
   }
 };
 
-// Up to 2^SHIFT rows' activations for some stages, from row `first` of the tile on, by a warp: 16 bytes a lane and
-// round, through registers into the order in which multiply_item reads them. A round is four times 64 columns of a row.
+// Activations of up to 2^SHIFT rows for some stages, from row `first` of the tile on. A warp loads 16 bytes for each lane and
+// round and stores them from registers in the order in which multiply_item reads them. A round is 4 × 64 columns of a row.
 struct Zero {
   __device__ constexpr operator int() const { return 0; }
 };
@@ -258,7 +258,7 @@ struct Activations {
   __device__ static int row_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) & ((1 << SHIFT) - 1); }
   __device__ static int chunk_of_round(int r) { return (r * 4 + (threadIdx.x >> 3 & 3)) >> SHIFT; }
 
-  // Those of stages from `chunk` on; again where they were missing.
+  // Load those of the stages from `chunk` on; poll again where they are still missing.
   template <bool FRESH, bool AGAIN>
   __device__ __forceinline__ void load(int chunk) {
 #pragma unroll
@@ -307,8 +307,8 @@ struct Activations {
   }
 };
 
-// All that blocks will compute for each other is missing at first, and no item is taken: no block reads or stores such
-// values, or takes items, before all have done their share of this. The block's barrier `grid_ready` says that they have.
+// Fill everything that blocks share with the sentinel, and reset the counter of items. No block reads or stores shared
+// results, or takes items, before all blocks have done their part; the block's barrier `grid_ready` is released then.
 struct GridBarrier {
   uint32_t grid_ready, phase;
   bool waiting = true;
@@ -349,11 +349,11 @@ __device__ __forceinline__ void bring_item(const Layer& l, const Tiles& tiles, c
       activations.template load<false, false>(chunk);
     }
     activations.store(ring, chunk, item.end);
-    wait_for_grid();  // the ring has room for the first ones, whatever other blocks do
+    wait_for_grid();  // the first stages need no wait: the ring is empty
   }
 }
 
-// Rows that nobody needs: what they hold comes to no result.
+// Rows without a token: their contents enter no result, so only the barriers are signalled.
 template <class S>
 __device__ __forceinline__ void bring_nothing(const Item& item, LayerRing<S>& ring) {
   for (int chunk = item.begin; chunk < item.end; chunk += S::CHUNKS, ring.next()) {
@@ -362,7 +362,7 @@ __device__ __forceinline__ void bring_nothing(const Item& item, LayerRing<S>& ri
   }
 }
 
-// By one warp for rows from `first` on.
+// Load the activations of all items, for the rows from `first` on. Called by one warp.
 template <class S, class First, class Wait>
 __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& tiles, LayerRing<S> ring,
                                                   const Queue& queue, First first, Wait wait_for_grid) {
@@ -371,7 +371,7 @@ __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& t
     if (item.end == 0) break;
     const int tokens = item.tile.tokens.z - first;
     if (tokens <= 0) {
-      bring_nothing<S>(item, ring);  // not of rows from 0 on
+      bring_nothing<S>(item, ring);  // never for first = 0
     } else if (tokens == 1) {
       bring_item<S, 0>(l, tiles, item, ring, first, wait_for_grid);
     } else if (tokens == 2) {
@@ -386,7 +386,7 @@ __device__ __forceinline__ void bring_activations(const Layer& l, const Tiles& t
   }
 }
 
-// Multiply one item: leaves this warp's sums in `sum`, of each 8 tokens 16 rows, and the ring behind the item's last chunk.
+// Multiply one item. `sum` gets this warp's sums, 16 rows for each 8 tokens; the ring moves behind the item's last chunk.
 template <class S>
 __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<S>& ring, int group, int split,
                                               float (&sum)[S::TOKENS / 2]) {
@@ -397,7 +397,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   const uint32_t values = shared_address(ring.w) + (group * S::CHUNKS + first_part) * CHUNK_BYTES + 16 * thread;
   const uint32_t scales = values - 16 * thread + VALUE_BYTES + 2 * (thread >> 1);
   const uint32_t x = ring.x + (first_part * S::TOKENS + token) * PLANE_BYTES + (lane & 3) * 16 + half;
-  // Where there are 8 tokens, sums of every other step, so that none waits for the one before.
+  // With 8 tokens, two sets of sums alternate, so that no product waits for the one before.
   constexpr int CHAINS = EIGHTS == 1 ? 2 : 1;
   float sums[EIGHTS][CHAINS][4] = {};
   const auto weights = [&](uint32_t w_at, uint32_t (&words)[4], uint32_t (&factor)[2]) {
@@ -412,7 +412,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   const auto one_chunk = [&](uint32_t w_at, uint32_t x_at) {
     uint32_t words[4], factor[2], b[2][4];
     weights(w_at, words, factor);
-    if constexpr (EIGHTS == 1) {  // each step's weights when they are multiplied, which takes fewer registers
+    if constexpr (EIGHTS == 1) {  // expand the weights of one step at a time, which takes fewer registers
       load_shared(b[0], x + x_at);
       load_shared(b[1], (x ^ 64) + x_at);
 #pragma unroll
@@ -461,7 +461,7 @@ __device__ __forceinline__ void multiply_item(int chunks, int tokens, LayerRing<
   }
 }
 
-// As gemm.cuh's store_swiglu, into rows: of 8 tokens from `first` on.
+// As gemm.cuh's store_swiglu, for rows: 8 tokens from `first` on.
 __device__ __forceinline__ void store_hidden(const Layer& l, const Tile& tile, int row_tile, int first, const float* sum,
                                              const float (&bias)[2]) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, token = first + lane / 4;
@@ -539,7 +539,7 @@ __device__ __forceinline__ void work(const Layer& l, LayerRing<S>& ring, const I
   }
 }
 
-// Four warps a group multiply, one brings weights, the others activations.
+// Four warps of each group multiply, one thread loads weights, the other warps load activations.
 template <class S>
 constexpr int LAYER_THREADS = S::GROUPS * 128 + 32 + BRINGERS<S> * 32;
 template <class S>
