@@ -1,14 +1,16 @@
 """`python -m sparkforge.serve.forked_vllm MODULE ARGUMENTS…`: run vLLM on a CPU with forks, not new interpreters.
 
 vLLM's CPU platform starts a new interpreter for the engine, for each worker, and to inspect the model's class. Each one
-imports vLLM again, which takes 9 s of a core; a fork has it already. A fork keeps the OpenMP threads of its parent, so
-vLLM cannot bind a worker's threads to cores. That costs speed, so only the tiny model is served this way.
+imports vLLM again, which takes 6 to 9 s of a core; a fork has it already, and the engine runs the model itself: a
+worker beside it spins while it waits, on one core of two. A fork keeps the OpenMP threads of its parent, so vLLM cannot
+bind threads to cores. That costs speed, so only the tiny model is served this way.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 
 from vllm.model_executor.models import registry
 
+IN_THE_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by `uni` vLLM means `mp` on a CPU
 get_context = multiprocessing.get_context
 fork = get_context("fork")
 
@@ -44,4 +47,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 if __name__ == "__main__":
     del sys.argv[0]
+    if not any(re.match(r"-[tpd]p|--.*parallel", word) for word in sys.argv):
+        sys.argv[1:1] = ["--distributed-executor-backend", IN_THE_ENGINE]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
