@@ -119,7 +119,6 @@ class ServingPlan:
     weights: str = random_weights.FORMAT
     long_concurrencies: tuple[int, ...] = ()  # once more, one round, with answers as long as the prompts
     sweep: tuple[int, ...] = ()  # concurrencies that go through the harness
-    client: str = "auto"  # of the harness
     split: Split = ONE_GPU  # of backends whose names have none
     kv_cache_bytes: int = 0  # on each GPU; 0: what vLLM finds free
     load_seconds: float = math.inf  # of a server that is ready, after which no further load begins
@@ -164,15 +163,15 @@ def measure(
                 _load(url, load.concurrency, 2 * load.concurrency, plan.input_tokens, min(16, load.output_tokens))
             yield _load(url, load.concurrency, load.requests, plan.input_tokens, load.output_tokens)
         if plan.sweep:
-            yield {"harness": _sweep(url, model, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
+            yield {"harness": _sweep(url, plan, log.parent / f"harness-{backend.replace(':', '-')}")}
 
 
-def _sweep(url: str, model: Path, plan: ServingPlan, output: Path) -> str:
+def _sweep(url: str, plan: ServingPlan, output: Path) -> str:
     """Send 1k/1k at the plan's concurrencies through the harness; return the report's path or why there is none."""
     numbers = ",".join(map(str, plan.sweep))
-    shape = {"isl": "1024", "osl": "1024", "conc": numbers, "client": plan.client, "tokenizer": str(model)}
+    shape = {"isl": "1024", "osl": "1024", "conc": numbers}
     try:
-        return str(runs.measure({"url": url, "output": str(output), **shape}, Path(sys.executable)).page)
+        return str(runs.measure({"url": url, "output": str(output), **shape}).page)
     except SparkforgeError as error:
         show_error(error)
         return f"failed: {error}"
@@ -328,7 +327,6 @@ def main(arguments: Sequence[str]) -> int:
         weights=options.weights,
         long_concurrencies=tuple(options.long),
         sweep=tuple(options.sweep),
-        client=options.client,
         kv_cache_bytes=options.kv_cache_bytes,
         load_seconds=options.load_seconds,
     )
@@ -457,7 +455,6 @@ def _parser() -> argparse.ArgumentParser:
         "--long", nargs="*", type=int, default=[4, 16], help="concurrencies to repeat with answers as long as prompts"
     )
     parser.add_argument("--sweep", nargs="*", type=int, default=[], help="concurrencies of 1k/1k through the harness")
-    parser.add_argument("--client", default="auto", help="the harness's client: auto, vllm or own")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer; 1024 for the full 1k/1k")
     parser.add_argument("--rounds", type=int, default=3, help="requests a concurrency: this many times the concurrency")

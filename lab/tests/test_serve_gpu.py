@@ -179,8 +179,8 @@ def test_loads_have_their_order_and_those_after_the_limit_are_left_out(tmp_path,
 def test_a_sweep_that_the_harness_refuses_is_told_and_ends_nothing(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        plan = serve_gpu.ServingPlan(10, 8, (1,), 1, 1.0, 0, sweep=(1,), client="own")
-        outcome = serve_gpu._sweep(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, plan, tmp_path / "harness")
+        plan = serve_gpu.ServingPlan(10, 8, (1,), 1, 1.0, 0, sweep=(1,))
+        outcome = serve_gpu._sweep(f"http://127.0.0.1:{taken.getsockname()[1]}", plan, tmp_path / "harness")
     assert outcome.startswith("failed: ")
 
 

@@ -1,7 +1,7 @@
 """The benchmark without `./inv`, for the container: python -m sparkforge.bench acc | perf | submit TEAM.
 
-The options are those of `./inv bench.*`. BENCH_URL, BENCH_MODEL and BENCH_TOKENIZER stand in for --url, --model and
---tokenizer; the competition's variables count as with `./inv`.
+The options are those of `./inv bench.*`. BENCH_URL and BENCH_MODEL stand in for --url and --model; the competition's
+variables count as with `./inv`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from sparkforge.bench import runs, submit
 from sparkforge.bench.options import ACCURACY, LOAD, OPTIONS, SUBMIT
 from sparkforge.core.program import ArgumentParser, exit_code
 
 COMMANDS = {"acc": ACCURACY, "perf": LOAD, "submit": SUBMIT}
-VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL", "tokenizer": "BENCH_TOKENIZER"}
+VARIABLES = {"url": "BENCH_URL", "model": "BENCH_MODEL"}
 
 
 def parser() -> ArgumentParser:
@@ -49,9 +48,9 @@ def main(command_line: Sequence[str]) -> int:
             case "acc":
                 runs.run_gate(flags)
             case "perf":
-                runs.run_benchmark(flags, Path(sys.executable))
+                runs.run_benchmark(flags)
             case _:
-                submit.main(flags, Path(sys.executable))
+                submit.main(flags)
 
     return exit_code(run)
 

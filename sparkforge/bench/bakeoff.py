@@ -52,11 +52,10 @@ from sparkforge.serve.profiles import ServeProfile
 from sparkforge.serve.record import Server
 from sparkforge.serve.settings import CONTEXT_VARIABLE
 
-# What results depend on: of a configuration, and of the other options. The server is the profile's.
+# What results depend on, beside --lm-eval. The server is the profile's.
 CONFIGURATION = ("tp", "isl", "osl", "conc", "random_range_ratio", "num_prompts", "warmups", "seed")
-OTHER_OPTIONS = ("client", "lm_eval")
 # Options that the same command needs again; the folder is the record's. The context is the server's, as asked for.
-REPEATED = (*CONFIGURATION, *OTHER_OPTIONS, "text", "tokenizer", "silence", "limit")
+REPEATED = (*CONFIGURATION, "lm_eval", "text", "silence", "limit")
 # A trial that ends with one of these says something of its profile, but for the codes: those are the machine's state.
 PROFILE_ERRORS = (ServerError, RefusalError, BenchmarkError, ProcessError)
 MACHINE_CODES = {"server.running", "server.port", "process.setup"}
@@ -201,7 +200,7 @@ def _hashes(files: Sequence[Path]) -> dict[str, str]:
     return {str(file.relative_to(paths.ROOT)): sha256_file(file) for file in files if file.is_file()}
 
 
-def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter, python: Path) -> None:
+def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: Starter) -> None:
     """Try every profile on `plan`'s device, print the ranking and write it.
 
     `flags` are the options of the load and the gate, `replace` and `fresh` among them. Raises UsageError for a profile
@@ -236,7 +235,7 @@ def run(names: Sequence[str], flags: Mapping[str, Any], plan: StartPlan, start: 
         bakeoff = wanted if flags.get("fresh") else _resumed(wanted, settings)
         for name, own in settings.items():
             if name not in bakeoff.trials:
-                standing = _run_trial(replace(plan, profile=name, trial=True), flags, start, python, folder / name)
+                standing = _run_trial(replace(plan, profile=name, trial=True), flags, start, folder / name)
                 trial = ProfileTrial(settings=own, standing=standing)
                 bakeoff = bakeoff.model_copy(update={"trials": {**bakeoff.trials, name: trial}})
                 write_json(record_path(), bakeoff.model_dump(mode="json"))
@@ -330,7 +329,7 @@ def _shape(flags: Mapping[str, Any], arguments: Sequence[str], served: TrialServ
     longest = int(declared) if declared.isdecimal() else MOST
     configs, passage = runs.check(flags, served.model_id, longest)
     values = {name: ",".join(str(getattr(config, name)) for config in configs) for name in CONFIGURATION}
-    values |= {name: str(flags.get(name) or "") for name in OTHER_OPTIONS}
+    values["lm_eval"] = str(flags.get("lm_eval") or "")
     context = BenchSettings(flags).text("max_model_len")
     return {**values, "max_model_len": context, "text": passage.name + passage.sha256}
 
@@ -368,7 +367,7 @@ def _resumed(wanted: BakeOff, settings: Mapping[str, Mapping[str, str]]) -> Bake
     return wanted.model_copy(update={"trials": kept})
 
 
-def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, python: Path, folder: Path) -> Standing:
+def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, folder: Path) -> Standing:
     """Start a profile, gate it, load it, end it. A failure that is the profile's own becomes its standing.
 
     Every other one is raised, and a ServerError if another command ended the server: the figures may be another's.
@@ -379,7 +378,7 @@ def _run_trial(plan: StartPlan, flags: Mapping[str, Any], start: Starter, python
     try:
         server = start(plan)
         own: dict[str, Any] = {"url": server.url, "port": "", "model": "", "output": str(folder), "fresh": True}
-        results = runs.measure({**flags, **own}, python).results
+        results = runs.measure({**flags, **own}).results
     except BaseException as error:
         if not isinstance(error, PROFILE_ERRORS) or error.code in MACHINE_CODES:
             if server:

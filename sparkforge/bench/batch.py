@@ -6,7 +6,6 @@ sets `complete`. A result is used again only for the same configurations, server
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,44 +17,19 @@ from typing import Any, cast
 from sparkforge.bench import samples, schema
 from sparkforge.bench.baselines import Baselines, compare_with_competition, compute_ratios
 from sparkforge.bench.context import describe_server, facts
-from sparkforge.bench.load import LoadClient, OwnClient
+from sparkforge.bench.load import CLIENT, LoadClient
 from sparkforge.bench.report import PER_GPU
 from sparkforge.bench.samples import FinishedLoad
-from sparkforge.bench.schema import Client, Config, Gate, Result, ResultCheck
-from sparkforge.bench.vllm_client import VllmClient
-from sparkforge.core import paths, sse
+from sparkforge.bench.schema import Config, Gate, Result, ResultCheck
+from sparkforge.core import paths
 from sparkforge.core.console import Steps, safe, say
 from sparkforge.core.documents import read_json
-from sparkforge.core.errors import InputError, SparkforgeError, UsageError
+from sparkforge.core.errors import InputError, SparkforgeError
 from sparkforge.core.files import write_atomic, write_json
 from sparkforge.core.openai import Endpoint
-from sparkforge.models import local
 
 PLAN = "batch.json"
-CHOICES = ("auto", "vllm", "own")
 LIMIT_SECONDS = 7200.0  # 1k/8k at concurrency 16 with 160 prompts at 220 tok/s takes 6,000 s
-
-
-def choose_client(choice: str, python: Path | None, tokenizer: str, seconds: float) -> LoadClient:
-    """Choose the client: vLLM's where its environment and a tokenizer are known, else ours. Raises UsageError.
-
-    A tokenizer that is a repository is taken from the caches of this machine where it is in one. vLLM knows fewer of
-    them, and would ask the hub.
-    """
-    if choice not in CHOICES:
-        raise UsageError(f"there is no client {choice!r}", f"there are {', '.join(CHOICES)}", "--client own")
-    if choice != "own" and python and python.exists() and tokenizer:
-        if local.REPOSITORY.fullmatch(tokenizer):
-            with suppress(InputError):
-                tokenizer = str(local.find(tokenizer, os.environ))
-        return VllmClient(python, tokenizer, seconds)
-    if choice == "vllm":
-        why = "it needs an environment with vLLM and a tokenizer's folder"
-        raise UsageError("vllm bench serve cannot run here", why, "./inv up, or give --tokenizer DIR, or --client own")
-    if not sse.available():
-        why = "it needs httpx-sse, which the images do not hold"
-        raise UsageError("our own load client cannot run here", why, "--client vllm --tokenizer DIR")
-    return OwnClient(seconds)
 
 
 @dataclass(frozen=True)
@@ -67,7 +41,6 @@ class Bench:
     baselines: Baselines
     gate: Gate
     text: str
-    client: Client
 
     def measure(self, config: Config, progress: Callable[[str], None]) -> Result:
         """Run one configuration and return its result, whatever happens to the server."""
@@ -97,7 +70,7 @@ class Bench:
             ratios=compute_ratios(valid, config.key, self.baselines.figures) if valid else [],
             **competition,
             requests=[sample.row() for sample in finished.samples if not sample.error] if finished else [],
-            client=self.client,
+            client=CLIENT,
             server=describe_server(self.endpoint),
             machine=facts(),
             seconds=round(time.monotonic() - start, 3),
@@ -114,7 +87,7 @@ def plan(bench: Bench, configs: Sequence[Config]) -> dict[str, Any]:
     return {
         "configs": [config.model_dump(mode="json") for config in configs],
         "server_version": bench.endpoint.version(),
-        "client": bench.client.model_dump(),
+        "client": CLIENT.model_dump(),
     }
 
 

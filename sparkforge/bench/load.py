@@ -1,4 +1,4 @@
-"""The load, by our own client: the protocol of `vllm bench serve` where vllm is not installed.
+"""The load, by the protocol of `vllm bench serve`; it needs no vLLM.
 
 `conc` requests are under way at any moment, all streamed, with temperature 0 and ignore_eos; the next one is sent as
 soon as one ends. Prompts have a known length, share no prefix, and are the same for the same seed. Nothing is tried
@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -25,7 +25,7 @@ from sparkforge.core.documents import parse_json
 from sparkforge.core.errors import ServerError
 from sparkforge.core.openai import Endpoint
 
-NAME = "sparkforge"
+CLIENT = Client(name="sparkforge", version=__version__)
 MARGIN = 16  # pieces beyond twice the tokens asked for, before a stream counts as endless
 Progress = Callable[[int], None]
 
@@ -42,31 +42,17 @@ class Prompt:
     output_tokens: int
 
 
-class LoadClient(Protocol):
-    """Makes the load of one configuration."""
-
-    def describe(self) -> Client:
-        """Return the client's name and version."""
-
-    def run(self, endpoint: Endpoint, config: Config, text: str, progress: Progress) -> FinishedLoad:
-        """Make the load; `progress` is called with the number of requests that ended since its last call.
-
-        Raises BenchmarkError, ServerError.
-        """
-
-
 @dataclass(frozen=True)
-class OwnClient:
-    """Our own client; `seconds` bounds the warm-up and the load, each."""
+class LoadClient:
+    """Makes the load of one configuration; `seconds` bounds the warm-up and the load, each."""
 
     seconds: float
 
-    def describe(self) -> Client:
-        """Return our name and version."""
-        return Client(name=NAME, version=__version__)
-
     def run(self, endpoint: Endpoint, config: Config, text: str, progress: Progress) -> FinishedLoad:
-        """Warm up, then measure, unless every warm-up fails. Raises ServerError."""
+        """Warm up, then measure, unless every warm-up fails; `progress` gets the number of requests that ended.
+
+        Raises ServerError.
+        """
         if config.warmups:
             prompts = draw_prompts(endpoint, config, text, config.warmups, config.seed + 1)
             warmup = send(endpoint, prompts, config.conc, self.seconds)

@@ -18,8 +18,6 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "result_filename": ("", "of a single configuration [RESULT_FILENAME]"),
     "warmups": ("", "requests before the clock starts; default: twice the concurrency"),
     "seed": ("", "of the prompts; default 0"),
-    "client": ("", "auto, vllm (vllm bench serve) or own"),
-    "tokenizer": ("", "folder of the tokenizer, for --client vllm"),
     "text": (
         "",
         "text that the gate scores: a name or a file; default: the model's own (see bench.acc)",
@@ -44,5 +42,5 @@ START = ("profiles", "device", "stack", "replace")
 SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
 SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
 ACCURACY = (*SERVER, *SHAPE, "fetch_text", "record")
-LOAD = (*SERVER, *SHAPE, "warmups", "seed", "client", "tokenizer", "limit", "fresh", "cited")
+LOAD = (*SERVER, *SHAPE, "warmups", "seed", "limit", "fresh", "cited")
 SUBMIT = (*LOAD, "to", "form", "result")

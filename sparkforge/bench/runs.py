@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sparkforge.bench import baselines, batch, compare, context, gate, lm_eval, report, settings, text
+from sparkforge.bench import baselines, batch, compare, gate, lm_eval, report, settings, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
-from sparkforge.bench.batch import LIMIT_SECONDS, Bench, choose_client
+from sparkforge.bench.batch import LIMIT_SECONDS, Bench
 from sparkforge.bench.gate import Passage
+from sparkforge.bench.load import LoadClient
 from sparkforge.bench.schema import Config, Gate, Result
 from sparkforge.bench.settings import BenchSettings, parse_whole
 from sparkforge.core import paths
@@ -57,9 +58,7 @@ def check(flags: Mapping[str, str], model: str, longest: int) -> tuple[list[Conf
     configs = settings.configs(bounded, table, Endpoint("http://127.0.0.1", model), seed, flags.get("warmups", ""))
     _file_name(options, configs)
     parse_whole(flags.get("silence") or "1", "--silence", 1)
-    limit = float(parse_whole(flags.get("limit") or "1", "--limit", 1))
-    if flags.get("client") != "vllm":  # its environment may have to be made first
-        choose_client(flags.get("client") or "auto", None, "", limit)
+    parse_whole(flags.get("limit") or "1", "--limit", 1)
     return configs, gate.passage(table, flags.get("text", ""), model)
 
 
@@ -105,19 +104,19 @@ class RunOutcome:
         compare.require_no_regression(self.results)
 
 
-def run_benchmark(flags: Mapping[str, str], python: Path) -> None:
+def run_benchmark(flags: Mapping[str, str]) -> None:
     """Run everything and require that it passed. Raises what `measure` and `RunOutcome.require` raise."""
-    measure(flags, python).require()
+    measure(flags).require()
 
 
-def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
+def measure(flags: Mapping[str, str]) -> RunOutcome:
     """Run the gate, then every configuration, and print them. Raises BenchmarkError before any load."""
     prepared = prepare(flags)
     seed = parse_whole(flags.get("seed") or "0", "--seed", 0)
     configs = settings.configs(prepared.settings, prepared.baselines, prepared.endpoint, seed, flags.get("warmups", ""))
     name = _file_name(prepared.settings, configs)
     with locked(paths.state() / "bench.lock", "run a benchmark beside another"):
-        bench = _bench(prepared, python)
+        bench = _bench(prepared)
         if prepared.settings.is_batch:
             plan = batch.plan(bench, configs)
             folder = batch.folder(prepared.output, plan, fresh=bool(prepared.flags.get("fresh")))
@@ -138,15 +137,11 @@ def measure(flags: Mapping[str, str], python: Path) -> RunOutcome:
     return outcome
 
 
-def _bench(prepared: Prepared, python: Path) -> Bench:
-    """Choose the client, run the gate and require it."""
-    flags, own = prepared.flags, context.own_server(prepared.endpoint)
-    tokenizer = flags.get("tokenizer") or (own.model if own else "")
-    limit = float(parse_whole(flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
-    load_client = choose_client(flags.get("client") or "auto", python, tokenizer, limit)
-    verdict, client = _gate(prepared), load_client.describe()
-    say(f"load by {client.name} {client.version}")
-    return Bench(prepared.endpoint, load_client, prepared.baselines, verdict, prepared.passage.text, client)
+def _bench(prepared: Prepared) -> Bench:
+    """Run the gate and require it."""
+    limit = float(parse_whole(prepared.flags.get("limit") or str(int(LIMIT_SECONDS)), "--limit", 1))
+    verdict = _gate(prepared)
+    return Bench(prepared.endpoint, LoadClient(limit), prepared.baselines, verdict, prepared.passage.text)
 
 
 def _gate(prepared: Prepared) -> Gate:

@@ -61,7 +61,7 @@ class Destination:
         return shlex.join(["./inv", "bench.submit", self.team, "--result", str(result), "--to", to, *form])
 
 
-def main(flags: Mapping[str, Any], python: Path) -> None:
+def main(flags: Mapping[str, Any]) -> None:
     """Measure or read, then post. Raises what measuring raises, UsageError, BenchmarkError, NetworkError."""
     team, to, form = flags["team"].strip(), flags.get("to", ""), flags.get("form", "")
     if not 0 < len(team) <= 80 or not team.isprintable():
@@ -69,9 +69,6 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
     destination = Destination(team, to, form or ("gradio" if to == BOARD else "json"))
     if destination.form not in FORMS:
         raise UsageError(f"there is no form {form!r}", f"there are {', '.join(FORMS)}", "--form json")
-    if to and destination.form != "json" and not sse.available():
-        why = "the board's answer is a stream, and httpx-sse is not installed, as in the images"
-        raise UsageError(f"the form {destination.form} cannot be posted from here", why, "post it from the host")
     if to and to != BOARD:
         require_url(to, "--to", f"--to https://HOST/PATH, or --to {BOARD}")
     table = baselines.load()
@@ -88,7 +85,7 @@ def main(flags: Mapping[str, Any], python: Path) -> None:
         limits = threshold.at_most if threshold else {}
         isl, osl = prepared.settings.number("isl"), prepared.settings.number("osl")
         _refuse(find_differences(table, prepared.endpoint.model, prepared.passage.sha256, limits, (isl, osl), to))
-    outcome = runs.measure(flags, python)
+    outcome = runs.measure(flags)
     for file, result in zip(outcome.files, outcome.results, strict=True):
         if result.passed:
             deliver(file, result, destination, table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Any
 
 from invoke.context import Context
@@ -53,14 +52,6 @@ def with_options(
     return decorate
 
 
-def _python() -> Path:
-    """Return the interpreter of the environment that has vLLM; it may not exist yet."""
-    from sparkforge.environments import Environment
-    from sparkforge.image.devices import EMBEDDED, stack_of
-
-    return Environment(stack_of(EMBEDDED)).python
-
-
 @with_options(ACCURACY, example="./inv bench.acc --fetch-text hub   # the first time")
 def acc(options: Options) -> None:
     """Run the accuracy gate on a served model.
@@ -81,7 +72,7 @@ def perf(options: Options) -> None:
     """
     from sparkforge.bench import runs
 
-    runs.run_benchmark(options, _python())
+    runs.run_benchmark(options)
 
 
 @with_options(SUBMIT, "team", example="./inv bench.submit my-team")
@@ -92,7 +83,7 @@ def submit(options: Options) -> None:
     """
     from sparkforge.bench.submit import main
 
-    main(options, _python())
+    main(options)
 
 
 @task(
@@ -135,7 +126,7 @@ def bakeoff(options: Options) -> None:
             stack=options["stack"],
         )
     )  # fmt: skip
-    run(listed(options["profiles"]), options, plan, lambda wanted: start(device_for(wanted, build_image)), _python())
+    run(listed(options["profiles"]), options, plan, lambda wanted: start(device_for(wanted, build_image)))
 
 
 @with_options(

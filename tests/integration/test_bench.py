@@ -1,4 +1,4 @@
-"""The whole benchmark against real vLLM: gate, load by both clients, report, and a post to a stub board on loopback."""
+"""The whole benchmark against real vLLM: gate, load, report, and a post to a stub board on loopback."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def inv(up, *arguments):
 
 def test_gate_load_report_and_post(up, board, tmp_path):
     taken, url = board
-    arguments = ["--conc", "1,2", "--client", "own", "--output", str(tmp_path), "--to", url]
+    arguments = ["--conc", "1,2", "--output", str(tmp_path), "--to", url]
     completed = inv(up, "bench.submit", "Team", *SHAPE, *arguments)
     assert completed.returncode == 0, completed.stderr
     (folder,) = tmp_path.glob("batch_isl32_osl8_*")
@@ -66,16 +66,6 @@ def test_gate_load_report_and_post(up, board, tmp_path):
     assert str(up.path) not in json.dumps(taken)
 
 
-def test_vllms_own_client_goes_through_the_same_judge(up, tmp_path):
-    completed = inv(up, "bench.perf", *SHAPE, "--conc", "2", "--client", "vllm", "--output", str(tmp_path))
-    assert completed.returncode == 0, completed.stderr
-    result = schema.read(next(tmp_path.glob("batch_*/result_isl32_osl8_conc2.json")))
-    assert (result.client.name, result.client.version.partition("+")[0]) == ("vllm bench serve", "0.32.0")
-    m = result.metrics
-    assert (m.completed, m.total_input_tokens, m.total_output_tokens) == (4, 4 * 32, 4 * 8)
-    assert all(request.ttft_ms < request.e2el_ms for request in result.requests)
-
-
 @pytest.mark.nightly  # tests/unit/bench/test_batch.py has made-up servers
 def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
     table = up.path / "sparkforge" / "bench" / "baselines.toml"
@@ -85,7 +75,7 @@ def test_a_threshold_that_is_missed_ends_before_any_load(up, tmp_path):
         stricter, replaced = re.subn(row, r"\g<1>1.0", text)
         assert replaced == 1
         table.write_text(stricter)
-        result = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--client", "own", "--output", str(tmp_path))
+        result = inv(up, "bench.perf", *SHAPE, "--conc", "1", "--output", str(tmp_path))
     finally:
         table.write_text(text)
     assert result.returncode == BenchmarkError.exit_code, result.stderr

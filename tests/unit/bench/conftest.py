@@ -13,7 +13,7 @@ from sparkforge import pins
 from sparkforge.bench import baselines, gate
 from sparkforge.bench.batch import Bench
 from sparkforge.bench.gate import Passage
-from sparkforge.bench.load import OwnClient
+from sparkforge.bench.load import LoadClient
 from sparkforge.bench.samples import FinishedLoad, Sample, check_load, compute_metrics
 from sparkforge.bench.schema import Config, Result
 from sparkforge.core.openai import Endpoint
@@ -225,10 +225,10 @@ def passage():
 @pytest.fixture
 def bench(stub, endpoint, table):
     """A bench whose gate is green, with our own client; patient, for a busy machine is no liar."""
-    verdict, client = gate.run(endpoint, table, PASSAGE), OwnClient(60.0)
+    verdict = gate.run(endpoint, table, PASSAGE)
     stub.asked.clear()
     stub.bodies.clear()
-    return Bench(endpoint, client, table, verdict, TEXT, client.describe())
+    return Bench(endpoint, LoadClient(60.0), table, verdict, TEXT)
 
 
 @pytest.fixture

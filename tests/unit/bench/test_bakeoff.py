@@ -26,9 +26,8 @@ from sparkforge.serve.record import Server
 
 pytestmark = pytest.mark.slow  # real programs in most of them
 
-PYTHON = Path("/nonexistent")
 FLAGS = {
-    "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "client": "own", "silence": "60",
+    "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "silence": "60",
     "text": "persuasion-24",
 }  # fmt: skip
 REQUEST = StartPlan("docker")
@@ -76,7 +75,7 @@ def starter(stub, unused_port):
 
 
 def bake(starter, *names, **flags):
-    bakeoff.run(names, {**FLAGS, **flags}, starter.request, starter.start, PYTHON)
+    bakeoff.run(names, {**FLAGS, **flags}, starter.request, starter.start)
 
 
 def fails(error):
@@ -128,11 +127,11 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
         measure = bakeoff.runs.measure
         loads = []
 
-        def interrupted(flags, python):
+        def interrupted(flags):
             loads.append(1)
             if len(loads) == 2:
                 raise KeyboardInterrupt
-            return measure(flags, python)
+            return measure(flags)
 
         monkeypatch.setattr(bakeoff.runs, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -231,12 +230,12 @@ def another(starter, url):
 def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, monkeypatch, load_fails):
     measure, others = bakeoff.runs.measure, []
 
-    def replaced(flags, python):
+    def replaced(flags):
         if starter.started[-1] == "fast":
             others.append(another(starter, stub.url))
             if load_fails:
                 raise NO_START
-        return measure(flags, python)
+        return measure(flags)
 
     monkeypatch.setattr(bakeoff.runs, "measure", replaced)
     with pytest.raises(ServerError, match="by another command"):
@@ -260,7 +259,7 @@ def test_a_server_that_another_command_started_first_is_not_ended(starter, stub)
 
 @pytest.mark.parametrize("end", ["dies", "stays"])
 def test_a_trial_that_died_or_cannot_be_ended_does_not_hide_why(starter, monkeypatch, capsys, end):
-    def interrupted(_flags, _python):
+    def interrupted(_flags):
         if end == "dies":
             starter.processes[-1].kill()
             starter.processes[-1].wait()
@@ -284,7 +283,7 @@ def test_one_bake_off_runs_at_a_time(starter):
 
 RUNNING = ServerError("a server of this checkout runs already", "m", "./inv down", code="server.running")
 NOT_THE_PROFILES = {
-    "usage": UsageError("--client x is none", "there are others", "--client own"),
+    "usage": UsageError("--seed x is none", "it takes a number", "--seed 0"),
     "text": InputError(
         "the text is not here", "it was never fetched", "./inv bench.acc --fetch-text hub", code="input.text"
     ),
@@ -313,7 +312,7 @@ def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypat
 @pytest.mark.parametrize(
     "wrong",
     [{"num_prompts": "x"}, {"isl": "0"}, {"osl": "-1"}, {"conc": "1,x"}, {"tp": "x"}, {"warmups": "x"}, {"seed": "x"},
-     {"silence": "x"}, {"limit": "0"}, {"client": "x"}, {"text": "nothing"}, {"text": "wikitext-2-raw-test"},
+     {"silence": "x"}, {"limit": "0"}, {"text": "nothing"}, {"text": "wikitext-2-raw-test"},
      {"random_range_ratio": "2"}, {"max_model_len": "x"}, {"result_filename": "a/b"}, {"isl": "40000"},
      {"port": 0}, {"port": 99999}],
     ids=str,

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,11 @@ from sparkforge.core.errors import (
 )
 from sparkforge.core.paths import ROOT
 
-NOWHERE = Path("/nonexistent/python")
-
 
 @pytest.fixture
 def flags(stub, tmp_path):
     shape = {"isl": "24", "osl": "8", "conc": "1,2,4", "num_prompts": "4", "warmups": "0"}
-    limits = {"silence": "2", "limit": "5", "client": "own"}
+    limits = {"silence": "2", "limit": "5"}
     return {"url": stub.url, "text": "persuasion-24", "output": str(tmp_path / "out"), **shape, **limits}
 
 
@@ -34,7 +31,7 @@ def batches(flags):
 
 
 def test_a_batch_leaves_json_summary_and_report(stub, flags):
-    runs.run_benchmark(flags, NOWHERE)
+    runs.run_benchmark(flags)
     (folder,) = batches(flags)
     assert folder.name.startswith("batch_isl24_osl8_")
     assert {path.name for path in folder.iterdir()} == {
@@ -52,7 +49,7 @@ def test_a_batch_leaves_json_summary_and_report(stub, flags):
 def test_a_failed_gate_times_nothing(stub, flags):
     stub.logprob = -9.0
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.gate"):
-        runs.run_benchmark(flags, NOWHERE)
+        runs.run_benchmark(flags)
     assert not any(body.get("stream") for _, body, _ in stub.bodies)
     assert batches(flags) == []
 
@@ -61,7 +58,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     echoes = 18  # chunks of 512 of the text's 9,000 bytes, each of which the stub calls a token
     stub.status, stub.fail_from = 500, echoes + 4 + 1  # within the second configuration
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.batch") as caught:
-        runs.run_benchmark(flags, NOWHERE)
+        runs.run_benchmark(flags)
     assert caught.value.exit_code == BenchmarkError.exit_code
     assert "2 of 3" in caught.value.what
     summary = (batches(flags)[0] / "summary.txt").read_text()
@@ -76,7 +73,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
     assert "the same command measures those again" in caught.value.fix
     stub.status, stub.fail_from = 200, 10**9
     stub.bodies.clear()
-    runs.run_benchmark(flags, NOWHERE)
+    runs.run_benchmark(flags)
     (folder,) = batches(flags)
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2  # the first is not measured again
     assert json.loads((folder / "batch.json").read_text())["complete"]
@@ -86,8 +83,7 @@ def test_a_failed_configuration_does_not_stop_the_others(stub, flags, capsys):
 @pytest.mark.slow
 def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
     """SIGKILL between two configurations; what is finished is not run again, and the folder is the same."""
-    imports = "from pathlib import Path; from sparkforge.bench import runs"
-    script = f"{imports}; runs.run_benchmark({flags!r}, Path({str(NOWHERE)!r}))"
+    script = f"from sparkforge.bench import runs; runs.run_benchmark({flags!r})"
     stub.hold_from = 4  # the whole first configuration
     run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + 60
@@ -100,7 +96,7 @@ def test_a_killed_batch_goes_on_where_it_was(stub, flags, tmp_path):
     assert list(finished) == ["result_isl24_osl8_conc1.json"]
     stub.hold_from = 10**9
     stub.bodies.clear()
-    runs.run_benchmark(flags, NOWHERE)
+    runs.run_benchmark(flags)
     assert batches(flags) == [folder]
     assert {name: (folder / name).read_bytes() for name in finished} == finished
     assert sum(bool(body.get("stream")) for _, body, _ in stub.bodies) == 4 * 2
@@ -133,11 +129,11 @@ def test_a_single_configuration_has_the_name_that_was_asked_for(flags, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISL", "24")
         patch.setenv("OSL", "8")
-        runs.run_benchmark(single, NOWHERE)
+        runs.run_benchmark(single)
         assert schema.read(tmp_path / "out" / "mine.json").config.conc == 2
         assert (tmp_path / "out" / "mine.html").exists()
         with pytest.raises(UsageError, match="no file name"):
-            runs.run_benchmark({**single, "result_filename": "../mine"}, NOWHERE)
+            runs.run_benchmark({**single, "result_filename": "../mine"})
 
 
 def test_a_single_failure_has_its_own_code(stub, flags, monkeypatch):
@@ -147,7 +143,7 @@ def test_a_single_failure_has_its_own_code(stub, flags, monkeypatch):
     with pytest.raises(
         BenchmarkError, match="cannot be believed", check=lambda error: error.code == "benchmark.load"
     ) as caught:
-        runs.run_benchmark({**flags, "isl": "", "osl": "", "conc": "2"}, NOWHERE)
+        runs.run_benchmark({**flags, "isl": "", "osl": "", "conc": "2"})
     assert caught.value.exit_code == BenchmarkError.exit_code
 
 

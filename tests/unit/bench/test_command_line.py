@@ -12,7 +12,7 @@ from sparkforge.bench import runs
 from sparkforge.cli import program as inv
 from sparkforge.core.paths import ROOT
 
-SMALL = ["--warmups", "0", "--client", "own", "--silence", "60"]
+SMALL = ["--warmups", "0", "--silence", "60"]
 
 
 @pytest.fixture
@@ -131,19 +131,11 @@ def test_the_containers_program_has_the_options_of_inv():
         assert options == {*program.COMMANDS[name]}
 
 
-@pytest.mark.parametrize("line", [["perf", *SMALL], ["submit", "T", "--to", "board", *SMALL]])
-def test_what_reads_streams_is_refused_in_the_image_before_anything_is_sent(out, stub, monkeypatch, line):
-    monkeypatch.setenv("BENCH_URL", stub.url)
-    monkeypatch.setattr(program.submit.sse, "available", lambda: False)
-    assert program.main([*line, "--output", str(out)]) == 2
-    assert stub.asked == {}
-
-
 def test_the_image_holds_what_the_program_imports():
     """The image has no Invoke, and pins of the package index are not read there."""
     code = (
         "import sys\n"
-        "for name in ('invoke', 'tenacity', 'pypi_simple', 'docker', 'httpx_sse'): sys.modules[name] = None\n"
+        "for name in ('invoke', 'tenacity', 'pypi_simple', 'docker'): sys.modules[name] = None\n"
         "import sparkforge.bench.__main__"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sparkforge.bench import gate
-from sparkforge.bench.load import OwnClient
+from sparkforge.bench.load import LoadClient
 from sparkforge.core.errors import BenchmarkError, ServerError
 
 LIES = {
@@ -39,7 +39,7 @@ def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
     stub.lie = lie
     silence = 0.3 if lie == "silent" else 60.0
     answer = 1.0 if lie == "only pings" else 60.0
-    patience = {"endpoint": replace(bench.endpoint, read_seconds=silence), "load_client": OwnClient(answer)}
+    patience = {"endpoint": replace(bench.endpoint, read_seconds=silence), "load_client": LoadClient(answer)}
     text, result = reasons(replace(bench, **patience), config)
     assert "6 of 6 requests failed" in text
     assert LIES[lie] in text
@@ -49,7 +49,7 @@ def test_a_broken_stream_fails_every_request(stub, bench, config, lie):
 
 def test_a_fault_of_the_client_itself_is_no_answer(bench, config, monkeypatch):
     def missing(_response):
-        raise ModuleNotFoundError("No module named 'httpx_sse'")
+        raise ModuleNotFoundError("No module named 'made_up'")
 
     monkeypatch.setattr("sparkforge.bench.load.sse.aevents", missing)
     with pytest.raises(ModuleNotFoundError):

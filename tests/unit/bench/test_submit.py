@@ -34,7 +34,7 @@ def board_saved(board_result, tmp_path):
 
 
 def send(path, url="", form="", team="Team"):
-    submit.main({"team": team, "result": str(path), "to": url, "form": form}, Path("/nonexistent"))
+    submit.main({"team": team, "result": str(path), "to": url, "form": form})
 
 
 def test_without_a_url_nothing_is_posted(stub, saved, capsys):
@@ -253,5 +253,5 @@ def test_what_the_board_would_refuse_is_not_measured(stub, table, tmp_path, shap
     isl, osl = shape
     flags = {"team": "T", "to": table.competition.url(1024, 8192), "url": stub.url, "output": str(tmp_path)}
     with pytest.raises(BenchmarkError, match="does not take this", check=lambda error: error.code == "benchmark.board"):
-        submit.main({**flags, "isl": isl, "osl": osl, "conc": "1"}, Path("/nonexistent"))
+        submit.main({**flags, "isl": isl, "osl": osl, "conc": "1"})
     assert not stub.asked

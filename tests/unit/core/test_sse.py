@@ -13,7 +13,7 @@ from sparkforge.core import http, sse
 
 SEPARATORS = "\u2028 \u2029 \x85 \x0b \x0c \x1c \x1d \x1e"
 DATA = json.dumps({"text": SEPARATORS + " é 語"}, ensure_ascii=False)
-STREAM = f"data: {DATA}\n\n: comment\r\ndata: [DONE]\r\n\r\ndata: cut off".encode()
+STREAM = f"data: {DATA}\n\ndata: a\r\ndata:b\r\n\r\n: comment\r\ndata: [DONE]\r\n\r\ndata: cut off".encode()
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
@@ -47,7 +47,7 @@ def both(pieces, *, headers=None, **limits):
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_unicode_separators_do_not_cut_an_event(size):
-    assert both(STREAM[i : i + size] for i in range(0, len(STREAM), size)) == [DATA, "[DONE]"]
+    assert both(STREAM[i : i + size] for i in range(0, len(STREAM), size)) == [DATA, "a\nb", "[DONE]"]
 
 
 def endless(piece):

@@ -99,7 +99,7 @@ def test_every_variable_of_the_served_container_is_carried_or_left_out_for_a_rea
         "SPARKFORGE_PROFILER",  # for development
         "SPARKFORGE_REVISION",  # of a build
         "COMPOSE_FILE",  # `up` names the files
-        *("BENCH_TOKENIZER", "ISL", "OSL", "CONC", "NUM_PROMPTS"),  # of the bench services
+        *("ISL", "OSL", "CONC", "NUM_PROMPTS"),  # of the bench services
     }
     assert unit.carried(dict.fromkeys(names, "x")).keys() == names - left_out
 
