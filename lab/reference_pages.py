@@ -55,13 +55,6 @@ Several commands have these options.
 
 {shared}
 
-## Old names
-
-These names work for one release and print the new name.
-
-| Old | New |
-| --- | --- |
-{old}
 """
 CHECKS_PAGE = """# Startup checks
 
@@ -228,9 +221,8 @@ def commands() -> str:
                 own += [f"- `-- WORDS`: {_words(command.rest_text)}"] if command.rest else []
             own += [f"- {', '.join(common)}"] if common else []
             parts += ["\n".join(own)] if own else []
-    old = "\n".join(f"| `{before}` | `{after}` |" for before, after in program.OLD_NAMES.items())
     explained = "\n".join(f"- `{flag}`: {text}" for flag, text in sorted(shared))
-    return COMMANDS.format(commands="\n\n".join(parts), shared=explained, old=old)
+    return COMMANDS.format(commands="\n\n".join(parts), shared=explained)
 
 
 def _option(argument: Argument) -> tuple[str, str]:

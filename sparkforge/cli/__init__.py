@@ -16,7 +16,6 @@ namespace = Collection(
     models.plan,
     diagnose.doctor,
     diagnose.validate,
-    diagnose.provenance,
     maintain.clean_cache,
     maintain.test,
     maintain.check,

@@ -80,14 +80,3 @@ def validate(
         code = call(command, cwd=paths.ROOT, env=variables)
     if code:
         raise Exit(code=code)
-
-
-@task(
-    example="./inv provenance .sparkforge/envs/embedded/lib/python3.12/site-packages/vllm/envs.py",
-    file="a file of a source tree or an environment",
-)
-def provenance(_ctx: Context, file: str) -> None:
-    """Trace a patched file back to its pinned archive and patches."""
-    from sparkforge.patching import provenance as chains
-
-    chains.print_provenance(Path(caller_path(file)))

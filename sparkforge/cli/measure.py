@@ -111,8 +111,7 @@ def compare(_ctx: Context, before: str, after: str, accept: bool = False) -> Non
 def bakeoff(options: Options) -> None:
     """Gate, load and rank serve profiles.
 
-    They run one after another; those that fail the gate are not ranked. ./inv up --profile auto takes the profile that
-    won. An interrupted bake-off goes on with the same command.
+    They run one after another; those that fail the gate are not ranked.
     """
     from sparkforge.bench.bakeoff import run
     from sparkforge.serve.devices.choose import device_for

@@ -20,7 +20,7 @@ from invoke.parser.context import ParserContext
 import sparkforge
 from sparkforge.cli import namespace
 from sparkforge.cli.command import DEFAULT_STACK, SIGNALLED, CommandTask
-from sparkforge.core.console import echo, say, show_error
+from sparkforge.core.console import echo, show_error
 from sparkforge.core.errors import SparkforgeError, UsageError
 
 # What `./inv --list` shows, by the user's job. `NAME.*` stands for the commands of a collection that no other line has.
@@ -29,26 +29,10 @@ GROUPS = {
     "build": ("build", "build.*", "patch", "patch.*", "dev.*", "audit", "image.*"),
     "models": ("model.fetch", "plan"),
     "measure": ("bench.perf", "bench.*"),
-    "diagnose": ("doctor", "validate", "provenance"),
+    "diagnose": ("doctor", "validate"),
     "maintain": ("clean-cache", "bundle", "bundle.*", "pins.lock", "test", "check"),
 }
 DAILY = ("up", "chat", "status", "logs", "down", "build", "doctor", "bench.perf")
-# Former names, which run for one release more, and what each is now.
-OLD_NAMES = {
-    "sources": "build --only sources",
-    "build.sources": "build --only sources",
-    "toolchain": "build --only toolchain",
-    "build.toolchain": "build --only toolchain",
-    "verify-reproducible": "image.verify --reproduce",
-    "image.reproduce": "image.verify --reproduce",
-    "image.inspect": "image.verify",
-    "image.list": "image.clean --dry-run",
-    "cache": "clean-cache --list",
-    "cache.list": "clean-cache --list",
-    "patch.apply": "patch.make",
-    "dev.patch": "patch --into",
-    "docs": "check --docs",
-}
 HELP = ("-h", "--help")
 WIDEST = 100  # columns
 USAGE = """Usage: ./inv COMMAND [OPTIONS]
@@ -84,10 +68,6 @@ def main(arguments: Sequence[str]) -> int:
 def run(arguments: list[str]) -> int:
     """Print help or the list, or run commands. Raises UsageError, and Exit with a command's exit code."""
     arguments, rest = _split(arguments)
-    if arguments and arguments[0] in OLD_NAMES:
-        name = OLD_NAMES[arguments[0]]
-        say(f"`./inv {arguments[0]}` is now `./inv {name}`; the old name will go with the next release")
-        arguments = [*name.split(), *arguments[1:]]
     contexts = {str(context.name): context for context in namespace.to_contexts()}
     for context in tuple(contexts.values()):
         contexts.update(dict.fromkeys(context.aliases, context))
@@ -169,7 +149,7 @@ def require(name: str, names: Iterable[str]) -> str:
     if name.startswith("-"):
         why = "an option follows its command; without one there are --list, --version and --help"
         raise UsageError(f"there is no option {name}", why, "./inv --help")
-    raise UsageError(f"there is no command {name!r}", *_nearest(name, [*names, *OLD_NAMES], "./inv --list", "./inv "))
+    raise UsageError(f"there is no command {name!r}", *_nearest(name, names, "./inv --list", "./inv "))
 
 
 def usage_error(error: ParseError, contexts: dict[str, ParserContext]) -> UsageError:

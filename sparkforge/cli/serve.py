@@ -101,7 +101,7 @@ def up(_ctx: Context, options: UpOptions) -> None:
     The steps are environment, model, validation, server and first answers. MODEL, PORT, TP and MAX_MODEL_LEN are taken
     from the environment where no option says otherwise. vLLM's own flags stand behind --, and win over the profile's.
     """
-    from sparkforge.image.devices import AUTO, DOCKER
+    from sparkforge.image.devices import DOCKER
     from sparkforge.serve import failure, profiles, screen
     from sparkforge.serve.devices.choose import device_for
     from sparkforge.serve.devices.device import start
@@ -114,12 +114,6 @@ def up(_ctx: Context, options: UpOptions) -> None:
             options.quantization, options.profile, plan.flags, gpu=plan.device == DOCKER, stack=plan.stack
         )
         plan = replace(plan, profile=profile, flags=flags, profiled=options.profiler)
-        if profile == AUTO:
-            from sparkforge.bench import bakeoff
-
-            plan = replace(plan, profile=bakeoff.winner(plan))
-            if options.quantization == profiles.OURS:
-                profiles.require_our_experts(plan.profile, plan.stack)
         server = start(device_for(plan, build_image))
     screen.show_ready(server)
     notify.tell(ready=True, status=f"{server.model_id} at {server.url}/v1; its first answers are there")

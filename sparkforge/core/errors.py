@@ -44,7 +44,7 @@ class NetworkError(SparkforgeError):
 
 
 class IntegrityError(SparkforgeError):
-    """Something is not what its hash, its manifest or its provenance says; nothing of it was kept."""
+    """Something is not what its hash or its manifest says; nothing of it was kept."""
 
     exit_code, family = 12, "integrity"
 
@@ -123,7 +123,6 @@ CODES = {
     "network.submit": "A result was not posted; it is kept, and the same command tries again.",
     "integrity.hash": "A file is not the one that was pinned; nothing of it was kept.",
     "integrity.archive": "An archive or bundle is malformed or would write outside its folder; nothing of it was kept.",
-    "integrity.provenance": "A file's origin is not recorded, or its records contradict each other.",
     "integrity.image-tree": "What is to become an image is not what its locks, patches and tables say.",
     "integrity.installed": "An installed package is not the wheel that it was made from: its RECORD or a file differs.",
     "integrity.image": "An image is for another platform, or was not made from this checkout.",
@@ -180,5 +179,4 @@ CODES = {
     "benchmark.board": "A result is not what the board takes: another model, text, limits or shape; it was not posted.",
     "benchmark.guard": "The memory guard did not end every server of a trial by name.",
     "benchmark.bakeoff": "No server of a bakeoff passed the gate and the load, so there is nothing to rank.",
-    "benchmark.stale": "`--profile auto` has no winner: no bake-off of this very model, stack and machine has ended.",
 }

@@ -1,1 +1,1 @@
-"""Patch queues: reading and applying them, their status on another release, rebase, authoring, provenance."""
+"""Patch queues: reading and applying them, their status on another release, rebase, authoring."""

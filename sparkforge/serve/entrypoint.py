@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,9 +50,7 @@ from validate.gate import ValidationVerdict
 CLUSTER = "SPARKFORGE_CLUSTER_WATCH"  # a node of a cluster: the options of the program that ends it with the others
 WATCH = Path(__file__).with_name("cluster") / "watch.py"  # which is run as a file, as supervise.py is
 REPORT = "validation.json"
-REFUSED = "refused.json"  # in SPARKFORGE_STATE, which must outlive the container's tmpfs to be of use
-# Docker restarts after 0.1, 0.2, 0.4 s …: within this time a new start is the restart policy's, later a person's.
-RESTARTED_SECONDS = 15.0
+REFUSED = "refused.json"  # in SPARKFORGE_STATE, which outlives the container's tmpfs: for `./inv doctor`
 API_SERVER = ["-m", command_line.MODULE]
 TERMINATED = 128 + signal.SIGTERM
 
@@ -203,16 +200,15 @@ def admit(options: Settings, server: ServerCommand) -> None:
     if options.mode == settings.OFF:
         say("WARNING: SPARKFORGE_VALIDATE=off, so nothing was validated")
         return
-    document = _refused_just_now(options, server) or validate(options, server)
+    document = validate(options, server)
     _write(options.run / textfile.NAME, textfile.text(document, options.mode))
     if document["verdict"] == ValidationVerdict.SERVE:
         return
     if options.mode == settings.WARN:
         say(f"WARNING: {_summary(document)}; SPARKFORGE_VALIDATE=warn lets the server start all the same")
         return
-    with suppress(OSError, StorageError):  # where there is no lasting folder, a restart that comes by itself asks again
-        refusal = {"for": _identity(server), "ended": time.time(), "document": document}
-        write_json(paths.state() / REFUSED, refusal)
+    with suppress(OSError, StorageError):  # there may be no lasting folder
+        write_json(paths.state() / REFUSED, {"document": document})
     fix = next((finding["fix"] for finding in _refusing(document)), "docker compose logs vllm")
     raise RefusalError(
         "the validator refuses to serve",
@@ -226,8 +222,6 @@ def _held(options: Settings, line: str) -> None:
     """Say that this container waits after a refusal, in its log and to the health check. Raises StorageError."""
     say(line)
     _write(options.run / HELD, line.encode())
-    with suppress(OSError):  # the next look validates
-        (paths.state() / REFUSED).unlink(missing_ok=True)
 
 
 def validate(options: Settings, server: ServerCommand) -> dict[str, Any]:
@@ -297,25 +291,6 @@ def _refusing(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     return failed or [
         finding for finding in document["findings"] if finding["status"] == Status.SKIPPED and finding["required"]
     ]
-
-
-def _refused_just_now(options: Settings, server: ServerCommand) -> dict[str, Any] | None:
-    """Return the report with which this very container was refused seconds ago; None if it must be asked.
-
-    A restart policy starts a container that failed again at once. Nothing has changed by then, and a validation on
-    a machine in trouble can take minutes.
-    """
-    try:
-        refusal = json.loads((paths.state() / REFUSED).read_text(encoding="utf-8"))
-        age, document = time.time() - float(refusal["ended"]), dict(refusal["document"])
-        is_same_server = refusal["for"] == _identity(server)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if options.mode != settings.STRICT or not is_same_server or not 0 <= age < RESTARTED_SECONDS:
-        return None
-    say(f"this container was refused {age:.0f} s ago; after {RESTARTED_SECONDS:g} s a start validates anew")
-    _write(options.run / REPORT, document)
-    return document
 
 
 def _identity(server: ServerCommand) -> list[str]:

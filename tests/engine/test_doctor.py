@@ -14,7 +14,7 @@ from sparkforge.core.paths import ROOT
 IMAGE = os.environ.get("ENGINE_BASE", "sparkforge-ci/debian:bookworm-slim")  # tests/engine/engine.sh made it
 PROJECT = "sparkforge-doctor"
 FINDING = {"check": "memory-host", "status": "fail", "required": True, "evidence": "2 GiB", "fix": "ps aux", "doc": ""}
-REFUSED = {"for": [], "ended": 1.0, "document": {"verdict": "refuse", "findings": [FINDING], "facts": {}}}
+REFUSED = {"document": {"verdict": "refuse", "findings": [FINDING], "facts": {}}}
 # As the container's program does: the refusal in the folder that stays, words in the log, exit code 30.
 SCRIPT = f"""mkdir /state && echo '{json.dumps(REFUSED)}' > /state/refused.json
 echo 'FAIL memory-host  2 GiB'; echo '       next: ps aux'; echo 'CUDA error: invalid resource handle' >&2; exit 30"""

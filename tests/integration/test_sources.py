@@ -1,6 +1,5 @@
 """The sources of both stacks as the package index has them: unpacked, judged, patched, followed back to their pins."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -12,10 +11,8 @@ import pytest
 
 from lab.upstream import hidden
 from sparkforge import pins
-from sparkforge.core import manifest, paths
+from sparkforge.core import manifest
 from sparkforge.core.errors import InputError
-from sparkforge.patching import provenance
-from sparkforge.patching.series import Queue
 from sparkforge.pins.wheels import Pick
 from sparkforge.sources import archive, bundle, fetch, offline, trees
 
@@ -147,23 +144,6 @@ def test_upstream_cannot_add_or_move_a_dependency_unnoticed(fetched, tmp_path):
         check=lambda error: error.code == "input.pins",
     ):
         hidden.check(hidden.declared(tmp_path), "vllm 0.32.0", pinned)
-
-
-def test_a_file_of_the_sdist_and_one_of_the_patched_wheel_are_followed_to_their_pins(fetched):
-    component = pins.load().component("spark", "vllm")
-    tree = unpacked("spark")["vllm"]
-    embedded = pins.load().component("embedded", "vllm")
-    queue = Queue.load(paths.ROOT / "patches" / component.patches)
-    site_packages = Path(importlib.util.find_spec("vllm").origin).parent.parent
-    created = [path for path in queue.paths if not (tree / path).exists()]
-    for path in (next(path for path in queue.paths if path not in created), created[0]):
-        chain = provenance.provenance(site_packages / path)
-        if path not in created:
-            assert provenance.provenance(tree / path)[-1].sha256 == component.files["vllm-0.32.0.tar.gz"]
-            assert chain[-1].sha256 in embedded.files.values()
-        else:  # a patch creates it
-            assert chain[-1].known == "the patches above make it"
-        assert {link.sha256 for link in chain} & {patch.sha256 for patch in queue.patches}
 
 
 def test_pip_and_uv_install_from_a_bundles_index_and_from_nothing_else(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import csv
 import gzip
 import hashlib
 import io
@@ -29,7 +28,7 @@ import zstandard
 from lab import debian
 from lab.upstream import hidden
 from robustness.scenario import write
-from robustness.scenarios import archives, benchmarks, checkpoints, patching, sources
+from robustness.scenarios import archives, benchmarks, checkpoints, patching
 from sparkforge import pins
 from sparkforge.audit import elf, sass
 from sparkforge.audit import rules as audit_rules
@@ -47,7 +46,7 @@ from sparkforge.image import inspect, registry, versions
 from sparkforge.models import hub
 from sparkforge.models import table as models
 from sparkforge.models.hub_mirror import Mirror
-from sparkforge.patching import hunks, provenance
+from sparkforge.patching import hunks
 from sparkforge.patching import wheels as patched_wheels
 from sparkforge.patching.series import Patch, Queue
 from sparkforge.pins import index, verify, wheels
@@ -594,25 +593,6 @@ def _checkpoint(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
     return samples, read
 
 
-def _site(scratch: Path) -> list[bytes]:
-    """Return a RECORD of a small site-packages."""
-    files = {"pkg/a.py": b"x = 1\n", "pkg/b, c.py": b"y\n"}
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    for path, data in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
-        rows.writerow([path, f"sha256={digest}", len(data)])
-    rows.writerow(["up-1.dist-info/RECORD", "", ""])
-    return [out.getvalue().encode()]
-
-
-def _read_record_of_wheel(data: bytes, scratch: Path) -> None:
-    root = scratch / "site-packages"
-    write(root / "pkg/a.py", "x = 1\n")
-    write(root / "up-1.dist-info/RECORD", data)
-    provenance.provenance(root / "pkg/a.py", table=sources.table())
-
-
 LOCK = """\
 # Made from locks/x.in; do not edit. Inputs: sha256 0
 anyio==4.9.0 ; python_version >= "3.9" \\
@@ -837,7 +817,6 @@ def _parsers() -> Iterator[Parser]:
         yield Parser(
             short.get(name, "safetensors" if name.endswith("s") else "safetensors-index"), samples, read, cost=30.0
         )
-    yield Parser("wheel-record", _site, _read_record_of_wheel, cost=2.0)
     yield Parser("log", _texts(LOG), _read_log)
 
 

@@ -1,4 +1,4 @@
-"""Bring the sources of a stack, from the cache to an unpacked tree, and follow one file back to its pin."""
+"""Bring the sources of a stack, from the cache to an unpacked tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from robustness.scenario import BUSY, Scenario, pinned_file, write
 from robustness.scenarios import archives, patching
 from sparkforge.core import manifest
-from sparkforge.patching import provenance
 from sparkforge.pins import Pins
 from sparkforge.sources import fetch, trees
 
@@ -40,12 +39,6 @@ def _bring(work: Path) -> None:
     trees.fetch_sources("s", table=table())
 
 
-def _prove(work: Path) -> None:
-    trees.fetch_sources("s", table=table())
-    chain = provenance.provenance(_tree() / "pkg/a.py", table=table())
-    assert chain[-1].subject == "up-1.tar.gz"
-
-
 def _judge(work: Path) -> None:
     """A tree that its manifest vouches for has upstream's bytes."""
     if manifest.load(_tree()) and _tree().exists():
@@ -55,5 +48,4 @@ def _judge(work: Path) -> None:
 
 SCENARIOS = [
     Scenario("sources", _prepare, _bring, _judge, volatile=("*.manifest.json",), races=(0, BUSY)),
-    Scenario("provenance", _prepare, _prove, _judge, volatile=("*.manifest.json",), races=(0, BUSY)),
 ]

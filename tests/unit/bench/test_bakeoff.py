@@ -1,4 +1,4 @@
-"""A bake-off of serve profiles against a stub: ranking, interrupts, and when `--profile auto` refuses its winner."""
+"""A bake-off of serve profiles against a stub: ranking, interrupts, and other commands meanwhile."""
 
 import json
 import subprocess
@@ -30,23 +30,20 @@ FLAGS = {
     "isl": "24", "osl": "8", "conc": "1", "num_prompts": "3", "warmups": "0", "silence": "60",
     "text": "persuasion-24",
 }  # fmt: skip
-REQUEST = StartPlan("docker")
 
 
 @pytest.fixture(autouse=True)
 def fake_compose(monkeypatch):
     """Compose, which is not on every machine: it takes the stack, the model and the length from the variables."""
-    fake = SimpleNamespace(image="sparkforge:1", environment={})
 
     def resolve(env):
-        stack = env.get("SPARKFORGE_STACK") or fake.environment.get("SPARKFORGE_STACK") or "spark"
+        stack = env.get("SPARKFORGE_STACK") or "spark"
         length = {"SPARKFORGE_MAX_MODEL_LEN": env.get("MAX_MODEL_LEN", "")}
-        environment = {**fake.environment, **env, **length, "SPARKFORGE_STACK": stack}
-        return Service(fake.image, stack, "127.0.0.1", 8000, 1, environment, "")
+        environment = {**env, **length, "SPARKFORGE_STACK": stack}
+        return Service("sparkforge:1", stack, "127.0.0.1", 8000, 1, environment, "")
 
     monkeypatch.setattr(bakeoff.docker_compose, "resolve", resolve)
     monkeypatch.setattr(bakeoff.container, "last_log", lambda: "RuntimeError: in the container")
-    return fake
 
 
 @pytest.fixture
@@ -74,6 +71,11 @@ def starter(stub, unused_port):
         process.wait()
 
 
+def standings():
+    """Return the standings of the record by profile, in its order."""
+    return {row["name"]: row for row in json.loads(bakeoff.record_path().read_text())["standings"]}
+
+
 def bake(starter, *names, **flags):
     bakeoff.run(names, {**FLAGS, **flags}, starter.request, starter.start)
 
@@ -88,39 +90,26 @@ def fails(error):
 NO_START = ServerError("the server ended, before it served", "RuntimeError: no such kernel", "./inv doctor")
 
 
-def test_profiles_are_ranked_and_the_winner_is_taken(starter, stub, capsys):
+def test_profiles_are_ranked(starter, stub, capsys):
     starter.acts = {"fast": fails(NO_START), "long-context": lambda: vars(stub).update(logprob=-9.0)}
     bake(starter, "fast", "safe", "long-context")
     stored = json.loads((paths.state() / "bakeoff.json").read_text())
-    assert stored["complete"]
     assert stored["machine"]["processor"]
-    standings = {name: trial["standing"] for name, trial in stored["trials"].items()}
-    assert "no such kernel" in standings["fast"]["why"]
-    assert "accuracy gate" in standings["long-context"]["why"]
-    assert standings["safe"]["score"] > 0
-    assert stored["trials"]["safe"]["settings"]["--max-num-seqs"] == "16"
+    assert "no such kernel" in standings()["fast"]["why"]
+    assert "accuracy gate" in standings()["long-context"]["why"]
+    assert standings()["safe"]["score"] > 0
+    assert stored["settings"]["safe"]["--max-num-seqs"] == "16"
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
     shown = capsys.readouterr()
-    assert "the winner is safe: ./inv up --profile auto" in shown.err
+    assert "the winner is safe: ./inv up --profile safe" in shown.err
     rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in (shown.out + shown.err).splitlines()]
     ranks = {row[1]: row[0] for row in rows if len(row) > 1 and row[0] in {"1", "2", "3", "-"}}
     assert ranks == {"safe": "1", "fast": "-", "long-context": "-"}
-    assert bakeoff.winner(REQUEST) == "safe"
-
-
-def test_a_bake_off_that_nobody_passes_has_no_winner(starter):
-    starter.acts = {"safe": fails(NO_START)}
-    with pytest.raises(
-        BenchmarkError, match="no profile passed", check=lambda error: error.code == "benchmark.bakeoff"
-    ):
-        bake(starter, "safe")
-    with pytest.raises(BenchmarkError, match="no profile passed", check=lambda error: error.code == "benchmark.stale"):
-        bakeoff.winner(REQUEST)
 
 
 @pytest.mark.parametrize("when", ["start", "load"])
-def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, when, monkeypatch):
+def test_an_interrupted_bake_off_leaves_no_server_and_what_was_finished(starter, stub, when, monkeypatch):
     if when == "start":
         starter.acts = {"fast": fails(KeyboardInterrupt())}
     else:
@@ -138,63 +127,7 @@ def test_an_interrupted_bake_off_leaves_no_server_and_goes_on(starter, stub, whe
         bake(starter, "safe", "fast", "long-context")
     assert record.read() is None
     assert all(process.wait(10) is not None for process in starter.processes)
-    with pytest.raises(BenchmarkError, match="interrupted before fast, long-context") as caught:
-        bakeoff.winner(REQUEST)
-    assert "--profiles safe,fast,long-context" in caught.value.fix
-    starter.acts, starter.started = {}, []
-    bake(starter, "safe", "fast", "long-context")
-    assert starter.started == ["fast", "long-context"]
-    assert {standing.name for standing in bakeoff.read().ranking} == {"safe", "fast", "long-context"}
-    starter.started = []
-    bake(starter, "safe")  # a finished one is not gone on with
-    assert starter.started == ["safe"]
-
-
-CHANGES = {
-    "GPUs and driver": {"gpus": ["NVIDIA GB10, 590.1"]},
-    "memory": {"memory_bytes": 1 << 40},
-    "processor": {"cores": 999},
-}
-
-
-@pytest.mark.parametrize("changed", ["nothing", "shape", *CHANGES])
-def test_an_interrupted_bake_off_of_another_shape_or_machine_begins_anew(starter, monkeypatch, changed):
-    starter.acts = {"fast": fails(KeyboardInterrupt())}
-    with pytest.raises(KeyboardInterrupt):
-        bake(starter, "safe", "fast")
-    starter.acts, starter.started = {}, []
-    facts = bakeoff.facts
-    monkeypatch.setattr(bakeoff, "facts", lambda: {**facts(), **CHANGES.get(changed, {})})
-    bake(starter, "safe", "fast", **({"osl": "4"} if changed == "shape" else {}))
-    assert starter.started == (["fast"] if changed == "nothing" else ["safe", "fast"])
-
-
-def test_a_winner_of_another_machine_model_stack_device_or_profile_is_refused(starter, monkeypatch, tmp_path):
-    with pytest.raises(BenchmarkError, match="no bake-off has run"):
-        bakeoff.winner(REQUEST)
-    bake(starter, "safe")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
-    for changed, reason in (
-        ({"model": str(tmp_path)}, "model: then the device's default"),
-        ({"stack": "spark-next"}, "stack: then spark, now spark-next"),
-        ({"device": "docker-cpu"}, "device: then docker, now docker-cpu"),
-        ({"variables": {"MAX_MODEL_LEN": "4096"}}, "settings: then the profile's, now --max-model-len=4096"),
-    ):
-        with pytest.raises(BenchmarkError, match=reason):
-            bakeoff.winner(replace(REQUEST, **changed))
-    for key, change in CHANGES.items():
-        with monkeypatch.context() as other:
-            other.setattr(bakeoff, "facts", lambda facts=bakeoff.facts, change=change: {**facts(), **change})
-            with pytest.raises(BenchmarkError, match=f"{key}: then"):
-                bakeoff.winner(REQUEST)
-    inputs = bakeoff._inputs
-    monkeypatch.setattr(bakeoff, "_inputs", lambda *arguments: {**inputs(*arguments), "patches/x": "changed"})
-    with pytest.raises(BenchmarkError, match="locks and patches: then"):
-        bakeoff.winner(REQUEST)
-    monkeypatch.setattr(bakeoff, "_inputs", inputs)
-    monkeypatch.setattr(bakeoff, "_settings", lambda *_: {"--max-num-seqs": "17"})
-    with pytest.raises(BenchmarkError, match="has other flags"):
-        bakeoff.winner(REQUEST)
+    assert list(standings()) == ["safe"]
 
 
 def test_a_server_that_runs_is_not_ended_without_saying(starter):
@@ -208,7 +141,7 @@ def test_a_server_that_runs_is_not_ended_without_saying(starter):
     assert starter.started == ["safe"]
 
 
-@pytest.mark.parametrize("names", [("nothing",), ("auto",), (), ("safe", "nothing")])
+@pytest.mark.parametrize("names", [("nothing",), (), ("safe", "nothing")])
 def test_names_are_checked_before_anything_starts(starter, names):
     with pytest.raises(UsageError):
         bake(starter, *names)
@@ -242,11 +175,7 @@ def test_a_server_of_another_command_is_neither_ended_nor_ranked(starter, stub, 
         bake(starter, "safe", "fast")
     assert others[0].poll() is None
     assert record.read().pid == others[0].pid
-    assert list(bakeoff.read().trials) == ["safe"]
-    monkeypatch.setattr(bakeoff.runs, "measure", measure)
-    starter.started = []
-    bake(starter, "safe", "fast", replace=True)
-    assert starter.started == ["fast"]
+    assert list(standings()) == ["safe"]
 
 
 def test_a_server_that_another_command_started_first_is_not_ended(starter, stub):
@@ -254,7 +183,7 @@ def test_a_server_that_another_command_started_first_is_not_ended(starter, stub)
     with pytest.raises(ServerError, check=lambda error: error.code == "server.running"):
         bake(starter, "safe", "fast")
     assert starter.processes[-1].poll() is None
-    assert list(bakeoff.read().trials) == ["safe"]
+    assert list(standings()) == ["safe"]
 
 
 @pytest.mark.parametrize("end", ["dies", "stays"])
@@ -305,7 +234,7 @@ def test_a_fault_of_the_command_or_the_machine_is_no_standing(starter, monkeypat
         monkeypatch.setattr(bakeoff.runs, "measure", lambda *_: fails(error)())
     with pytest.raises(type(error), check=lambda raised: raised is error):
         bake(starter, "safe")
-    assert bakeoff.read() is None
+    assert not bakeoff.record_path().exists()
     assert record.read() is None
 
 
@@ -326,88 +255,21 @@ def test_options_text_and_port_are_checked_before_a_server_is_ended(starter, wro
     assert (starter.started, starter.processes[0].poll()) == ([], None)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("ISL", "16"), ("OSL", "4"), ("CONC", "2"), ("NUM_PROMPTS", "2"), ("TP", "2"), ("MAX_MODEL_LEN", "8192"),
-     ("RANDOM_RANGE_RATIO", "0.5")],
-)  # fmt: skip
-def test_an_interrupted_bake_off_of_other_variables_begins_anew(starter, monkeypatch, variable, value):
-    none = {"isl": "", "osl": "", "conc": "", "num_prompts": ""}
-    for name, text in {"ISL": "24", "OSL": "8", "CONC": "1", "NUM_PROMPTS": "3"}.items():
-        monkeypatch.setenv(name, text)
-    starter.acts = {"fast": fails(KeyboardInterrupt())}
-    for changed in ({}, {variable: value}):
-        for name, text in changed.items():
-            monkeypatch.setenv(name, text)
-        starter.started = []
-        with pytest.raises(KeyboardInterrupt):
-            bake(starter, "safe", "fast", **none)
-        assert starter.started == ["safe", "fast"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "reason"),
-    [("SPARKFORGE_MODEL", "/models/other", "the container's model: then /models/gpt-oss-120b, now /models/other"),
-     ("SPARKFORGE_STACK", "spark-next", "stack: then spark, now spark-next"),
-     ("VLLM_ARGS", "--max-num-seqs 2", "the server's settings: then the profile's, now --max-num-seqs 2"),
-     ("SPARK_MXFP4_LM_HEAD", "mxfp4", "the server's variables: then")],
-)  # fmt: skip
-def test_a_winner_of_other_compose_settings_is_refused(starter, fake_compose, variable, value, reason):
-    bake(starter, "safe")
-    fake_compose.environment = {variable: value}
-    with pytest.raises(BenchmarkError, match=reason):
-        bakeoff.winner(REQUEST)
-    fake_compose.environment, fake_compose.image = {}, "sparkforge:2"
-    with pytest.raises(BenchmarkError, match="image: then sparkforge:1, now sparkforge:2"):
-        bakeoff.winner(REQUEST)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda stored: stored.update(format="other"), lambda stored: stored.update(profiles=[]),
-     lambda stored: stored["trials"].clear(),
-     lambda stored: stored["trials"]["safe"]["standing"].update(name="other"),
-     lambda stored: stored.update(trials={"fast": stored["trials"]["safe"]})],
-)  # fmt: skip
-def test_a_record_that_is_none_or_contradicts_itself_is_refused(starter, wrong):
-    bake(starter, "safe")
-    stored = json.loads(bakeoff.record_path().read_text())
-    wrong(stored)
-    bakeoff.record_path().write_text(json.dumps(stored))
-    with pytest.raises(InputError, match="cannot be read"):
-        bakeoff.winner(REQUEST)
-    bake(starter, "safe")  # and does not keep a new one from being made
-    assert bakeoff.winner(REQUEST) == "safe"
-
-
-def test_commands_in_messages_have_the_options_that_were_used(starter, tmp_path, monkeypatch, capsys):
+def test_the_command_of_the_winner_has_the_options_that_were_used(starter, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
-    monkeypatch.setenv("RANDOM_RANGE_RATIO", "0.0")
-    request = replace(starter.request, model=str(tmp_path), stack="spark-next", variables={"MAX_MODEL_LEN": "8192"})
-    starter.request = request
-    bake(starter, "safe", seed="7")
-    server = f"--device docker --model {tmp_path} --stack spark-next"
-    assert f"./inv up --profile auto {server} --context 8192\n" in capsys.readouterr().err
-    changed = replace(request, variables={"MAX_MODEL_LEN": "4096", "TP": "1"})
-    with pytest.raises(BenchmarkError) as caught:
-        bakeoff.winner(changed)
-    command = caught.value.fix
-    assert command.startswith(f"RANDOM_RANGE_RATIO=0.0 TP=1 ./inv bench.bakeoff --profiles safe {server} ")
-    for option in ("--isl 24 --", "--osl 8 --", "--seed 7 --", "--text persuasion-24 --"):
-        assert option in command
-    assert command.endswith("--max-model-len 4096")
+    variables = {"MAX_MODEL_LEN": "8192", "TP": "1"}
+    starter.request = replace(starter.request, model=str(tmp_path), stack="spark-next", variables=variables)
+    bake(starter, "safe")
+    server = f"--device docker --model {tmp_path} --stack spark-next --context 8192"
+    assert f"TP=1 ./inv up --profile safe {server}\n" in capsys.readouterr().err
 
 
-def test_the_logs_that_a_message_names_are_there(starter):
+def test_where_no_profile_passed_the_logs_are_named(starter):
     starter.acts = {"safe": fails(NO_START)}
-    with pytest.raises(BenchmarkError) as caught:
+    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.bakeoff") as caught:
         bake(starter, "safe")
-    log = Path(caught.value.fix.removeprefix("less "))
-    assert log.read_text() == "RuntimeError: in the container"
-    log.unlink()
-    with pytest.raises(BenchmarkError) as caught:
-        bakeoff.winner(REQUEST)
-    assert caught.value.fix == f"less {bakeoff.record_path()}"
+    assert "no such kernel" in caught.value.why
+    assert Path(caught.value.fix.removeprefix("less ")).read_text() == "RuntimeError: in the container"
 
 
 PARENT = """

@@ -135,7 +135,7 @@ def test_every_command_has_a_summary_of_one_line_an_example_and_help_for_its_opt
         (("up", "--prot", "1"), "./inv up has no option --prot", "./inv up --port"),
         (("down", "now"), "'now' has no meaning here", "./inv down --help"),
         (("up", "--port"), "--port cannot be read", "./inv up --help"),
-        (("provenance",), "./inv provenance needs FILE", "./inv provenance --help"),
+        (("bundle.unpack",), "./inv bundle.unpack needs FILE FOLDER", "./inv bundle.unpack --help"),
         (("chat", "a", "b"), "'b' has no meaning here", "./inv chat --help"),
         (("status", "--", "-x"), "./inv status takes no words behind --", "./inv status --help"),
         (("status", "--count", "3"), "--count 3 has no meaning here", "./inv status --watch --count 3"),
@@ -158,20 +158,11 @@ def test_a_mistyped_command_ends_with_our_exit_code(launcher):
     assert "./inv status" in launched.stderr
 
 
-@pytest.mark.parametrize(("old", "new"), program.OLD_NAMES.items())
-def test_an_old_name_runs_the_new_command_with_a_hint_of_one_line(inv, old, new):
-    result = inv(old, "--help")
-    assert result.returncode == 0
-    assert result.stdout.startswith(f"Usage: ./inv {new.split()[0]} ")
-    assert len(result.stderr.splitlines()) == 1
-    assert f"./inv {new}" in result.stderr
-
-
 def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
-    (tmp_path / "mine.py").write_text("")
-    launched = launcher("provenance", "mine.py")
+    (tmp_path / "mine.tar").write_text("")
+    launched = launcher("bundle.unpack", "mine.tar", "out")
     assert launched.returncode == IntegrityError.exit_code
-    assert str(tmp_path / "mine.py") in launched.stderr
+    assert "empty file" in launched.stderr
 
 
 @pytest.mark.parametrize(

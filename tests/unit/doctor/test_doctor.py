@@ -550,7 +550,7 @@ def test_a_refused_container_is_told_by_its_report_or_by_what_it_left_behind(fak
     )
     assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
     files.clear()
-    kept = {"for": [], "ended": 1.0, "document": REPORT}
+    kept = {"document": REPORT}
     files[f"/var/cache/sparkforge/state/{entrypoint.REFUSED}"] = archive("refused.json", kept)
     assert "the validator's check memory-host failed" in [problem.what for problem in look()[0]]
     assert (container.REPORT, container.REFUSED) == (entrypoint.REPORT, entrypoint.REFUSED)

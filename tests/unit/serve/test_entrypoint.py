@@ -265,29 +265,6 @@ def test_a_held_container_stays_says_so_and_validates_again_when_the_model_chang
     until(child, lambda: report.stat().st_ino != first)
 
 
-def test_a_restart_by_itself_is_refused_again_without_asking_and_a_later_start_asks(container, model):
-    pytest.importorskip("torch")  # ./inv test --fast installs none
-    (model / "tokenizer.json").unlink()
-    container.ends()
-    code, again = container.ends()
-    assert code == 30
-    assert "was refused" in again
-    assert "ok   port-free" not in again  # the validator did not run
-    assert "model-files: missing files" in again  # the last lines of the log still say why
-    assert container.metric("sparkforge_validation_verdict", verdict="refuse") == 1
-    (model / "tokenizer.json").write_text("{}")
-    container.environ["SPARKFORGE_MODEL_ID"] = "other"  # another configuration is another container
-    container.serving(container.start())
-    refused = container.run.parent / "state" / "refused.json"
-    kept = json.loads(refused.read_text())
-    refused.write_text(json.dumps({**kept, "ended": kept["ended"] - 3600}))
-    del container.environ["SPARKFORGE_MODEL_ID"]
-    container.started[-1].kill()
-    container.started[-1].wait()
-    container.server_file.unlink()
-    container.serving(container.start())
-
-
 def test_warn_serves_what_was_refused_and_says_so(container, model):
     pytest.importorskip("torch")  # ./inv test --fast installs none
     (model / "tokenizer.json").unlink()

@@ -106,16 +106,6 @@ def test_a_profile_with_vllms_experts_is_refused_beside_ours(profile):
     assert profiles.with_quantization("", profile, (), gpu=True) == (profile, ())
 
 
-def test_the_last_bake_offs_winner_is_refused_beside_ours_too(monkeypatch, capsys):
-    from sparkforge.bench import bakeoff
-
-    monkeypatch.setattr(bakeoff, "winner", lambda _request: "fast-dense-8")
-    monkeypatch.setattr(devices_start, "run", lambda _device: pytest.fail("nothing is to be started"))
-    options = ["--device", devices.DOCKER, "--profile", "auto", "--quantization", "spark-mxfp4"]
-    assert program.main(["up", *options]) == UsageError.exit_code
-    assert "has no effect beside --profile fast-dense-8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "failure", "fix"),
     [
