@@ -18,13 +18,11 @@ from rich.table import Table
 
 from sparkforge.bench import schema
 from sparkforge.bench.schema import Request, Result
-from sparkforge.core import paths
 from sparkforge.core.console import console, say
-from sparkforge.core.errors import BenchmarkError, InputError, UsageError
+from sparkforge.core.errors import UsageError
 
 ROUNDS = 1000
 FLOOR = 0.02
-WORSE = 0.05  # how much worse than the accepted result is a regression
 Statistic = Callable[[Sequence[Request]], float]
 
 
@@ -112,42 +110,6 @@ def print_comparison(before: str, after: str) -> None:
     console().print(table)
     if min(len(a), len(b)) < 3:
         say(f"one run cannot show how runs differ: under {FLOOR:.0%} nothing is called a difference; give three a side")
-
-
-def accepted(result: Result) -> Path:
-    """Return where the accepted result for the same model, device and shape lies."""
-    return paths.state() / "bench" / "accepted" / f"{result.key}.json"
-
-
-def accept(name: str) -> None:
-    """Make a result the one that later ones are compared with. Raises InputError for one that failed."""
-    result = schema.read(Path(name))
-    if not result.passed:
-        raise InputError(
-            f"{name} did not pass", "; ".join(result.reasons), "accept a result that passed", code="input.result"
-        )
-    schema.write(accepted(result), result)
-    say(f"accepted: {accepted(result)}")
-
-
-def require_no_regression(results: Sequence[Result]) -> None:
-    """Compare each result with its accepted one and print the differences. Raises BenchmarkError."""
-    worse = []
-    for result in results:
-        path = accepted(result)
-        if not result.passed or not path.exists():
-            continue
-        for d in differences([schema.read(path)], [result]):
-            say(f"against the accepted result, CONC={result.config.conc}: {d}")
-            if d.change == "worse" and abs(d.ratio - 1) > WORSE:
-                worse.append(f"CONC={result.config.conc}: {d}")
-    if worse:
-        raise BenchmarkError(
-            "slower than the accepted result",
-            "\n        ".join(worse),
-            "./inv bench.compare on three runs a side; ./inv bench.compare FILE --accept if it is meant",
-            code="benchmark.regression",
-        )
 
 
 def _require_comparable(results: Sequence[Result]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sparkforge.bench import baselines, batch, compare, gate, lm_eval, report, settings, text
+from sparkforge.bench import baselines, batch, gate, lm_eval, report, settings, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
 from sparkforge.bench.batch import LIMIT_SECONDS, Bench
 from sparkforge.bench.gate import Passage
@@ -84,7 +84,7 @@ class RunOutcome:
     page: Path
 
     def require(self) -> None:
-        """Raise BenchmarkError for results that failed, or that are worse than the accepted ones."""
+        """Raise BenchmarkError for results that failed."""
         failed = [result for result in self.results if not result.passed]
         reasons = "\n        ".join(f"CONC={result.config.conc}: {'; '.join(result.reasons)}" for result in failed)
         if failed and len(self.results) == 1:
@@ -101,7 +101,6 @@ class RunOutcome:
                 f"less {self.page.parent / 'summary.txt'}; the same command measures those again, --fresh all of them",
                 code="benchmark.batch",
             )
-        compare.require_no_regression(self.results)
 
 
 def run_benchmark(flags: Mapping[str, str]) -> None:

@@ -194,14 +194,6 @@ class Result(Record):
         return [check.told for check in (*self.gate.checks, *self.checks) if not check.ok]
 
     @property
-    def key(self) -> str:
-        """What a result and its accepted one share: model, device, GPUs, shape and client; fit for a file name."""
-        c = self.config
-        machine = f"{self.server.device}-{self.machine.get('processor', '')}".lower().replace(" ", "-")
-        name = f"{c.model.rsplit('/', 1)[-1]}-{machine}-tp{c.tp}-isl{c.isl}-osl{c.osl}-conc{c.conc}-{self.client.name}"
-        return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
-
-    @property
     def digest(self) -> str:
         """Identity of the content: the same result has the same everywhere."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

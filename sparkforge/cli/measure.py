@@ -87,24 +87,18 @@ def submit(options: Options) -> None:
 
 
 @task(
-    optional="after",
     example="./inv bench.compare before.json after.json",
     before="a result, or several with commas",
     after="a result, or several with commas",
-    accept="make the last result the baseline of its model and shape; later runs fail if they are slower",
 )
-def compare(_ctx: Context, before: str, after: str, accept: bool = False) -> None:
+def compare(_ctx: Context, before: str, after: str) -> None:
     """Print which of two results is faster, if not noise.
 
-    Each side is one result, or several with commas. ./inv bench.compare RESULT --accept compares nothing.
+    Each side is one result, or several with commas.
     """
     from sparkforge.bench import compare as comparison
 
-    sides = [",".join(map(str, caller_paths(side))) for side in (before, after)]
-    if after or not accept:
-        comparison.print_comparison(*sides)
-    if accept:
-        comparison.accept(sides[1] or sides[0])
+    comparison.print_comparison(*(",".join(map(str, caller_paths(side))) for side in (before, after)))
 
 
 @with_options((*LOAD, *START), example="./inv bench.bakeoff --profiles safe,fast")

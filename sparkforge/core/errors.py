@@ -98,7 +98,7 @@ class EngineError(SparkforgeError):
 
 
 class BenchmarkError(SparkforgeError):
-    """A measurement did not pass its gate, did not finish, or is worse than the accepted one."""
+    """A measurement did not pass its gate or did not finish."""
 
     exit_code, family = 70, "benchmark"
 
@@ -175,7 +175,6 @@ CODES = {
     "benchmark.undecided": "The accuracy gate has no thresholds for this model and text, or no prompt logprobs.",
     "benchmark.load": "A load run did not finish, or its figures contradict each other; its result says failed.",
     "benchmark.batch": "At least one configuration of a batch failed; the others were measured.",
-    "benchmark.regression": "A result is worse than the accepted one by more than noise.",
     "benchmark.board": "A result is not what the board takes: another model, text, limits or shape; it was not posted.",
     "benchmark.guard": "The memory guard did not end every server of a trial by name.",
     "benchmark.bakeoff": "No server of a bakeoff passed the gate and the load, so there is nothing to rank.",

@@ -13,7 +13,6 @@ from sparkforge.bench import batch, compare, runs, schema
 from sparkforge.bench.settings import BenchSettings
 from sparkforge.core.errors import (
     BenchmarkError,
-    InputError,
     UsageError,
 )
 from sparkforge.core.paths import ROOT
@@ -183,21 +182,6 @@ def test_intervals_are_the_same_each_time(make_result):
 def test_what_cannot_be_compared_is_refused(make_result, other):
     with pytest.raises(UsageError, match="cannot be compared"):
         compare.differences([make_result()], [make_result(**other)])
-
-
-def test_a_regression_against_the_accepted_result_is_refused(make_result, tmp_path):
-    path = tmp_path / "a.json"
-    schema.write(path, make_result())
-    compare.require_no_regression([make_result(speed=0.5)])  # nothing accepted yet
-    compare.accept(str(path))
-    compare.require_no_regression([make_result(seed=5), make_result(speed=1.5), make_result(speed=0.5, conc=8)])
-    with pytest.raises(
-        BenchmarkError, match="slower than the accepted", check=lambda error: error.code == "benchmark.regression"
-    ):
-        compare.require_no_regression([make_result(speed=0.8)])
-    schema.write(path, make_result(passed=False))
-    with pytest.raises(InputError, match="did not pass", check=lambda error: error.code == "input.result"):
-        compare.accept(str(path))
 
 
 def test_compare_reads_several_files_a_side(make_result, tmp_path, capsys):

@@ -175,7 +175,6 @@ def test_a_relative_path_starts_in_the_callers_folder(launcher, tmp_path):
         ("doctor", "--log", "here"),
         ("plan", "./here"),
         ("audit", "here"),
-        ("bench.compare", "here", "--accept"),
         ("bench.compare", "here", "here"),
         ("bundle.unpack", "here", "there"),
         ("patch.status", "--tree", "here"),
