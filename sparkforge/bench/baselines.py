@@ -60,11 +60,10 @@ class DefaultText(Record):
 
 
 class AccuracyThreshold(Record):
-    """What a model must reach on a text, or in an lm-eval task."""
+    """What a model must reach on a text."""
 
     model: str
-    text: str = ""
-    task: str = ""
+    text: str
     at_most: dict[str, float] = Field(default={})
     at_least: dict[str, float] = Field(default={})
     sanity: bool = False
@@ -135,11 +134,6 @@ class Baselines(Record):
     def threshold(self, model: str, text: str) -> AccuracyThreshold | None:
         """Return the threshold of a model on a text; the first row that matches counts."""
         matching = (row for row in self.gates if row.text == text and matches(row.model, model))
-        return next(matching, None)
-
-    def task_threshold(self, model: str, task: str) -> AccuracyThreshold | None:
-        """Return the threshold of a model in an lm-eval task."""
-        matching = (row for row in self.gates if row.task == task and matches(row.model, model))
         return next(matching, None)
 
     def canaries_of(self, model: str) -> list[str]:

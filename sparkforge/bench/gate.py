@@ -63,8 +63,8 @@ def _read_file(path: Path, known: Collection[str]) -> Passage:
     return Passage(path.stem, text, hashlib.sha256(text.encode()).hexdigest())
 
 
-def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[ResultCheck, ...] = ()) -> Gate:
-    """Score the text and ask the canaries; return the verdict with `extra` checks in it.
+def run(endpoint: Endpoint, baselines: Baselines, text: Passage) -> Gate:
+    """Score the text and ask the canaries; return the verdict.
 
     Raises BenchmarkError where no threshold fits this model and text.
     """
@@ -81,7 +81,7 @@ def run(endpoint: Endpoint, baselines: Baselines, text: Passage, extra: tuple[Re
     score = accuracy.score(endpoint, text.text)
     # A server that cannot score is not asked for more: each question could take the longest silence.
     canaries = [] if score.faults else canary.run(endpoint, baselines.canaries_of(endpoint.model))
-    checks = [*check_score(score, threshold), *canaries, *extra]
+    checks = [*check_score(score, threshold), *canaries]
     return Gate(
         passed=all(check.ok for check in checks),
         checks=checks,

@@ -22,7 +22,6 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
         "",
         "text that the gate scores: a name or a file; default: the model's own (see bench.acc)",
     ),
-    "lm_eval": ("", "lm-eval tasks as more checks, with commas: gsm8k"),
     "silence": ("", "seconds without a token until a request counts as failed; default 600"),
     "limit": ("", "seconds until a load counts as failed; default 7200"),
     "output": ("", "folder for results; default .sparkforge/bench"),
@@ -31,7 +30,7 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "fetch_text": ("", f"first fetch the text that gpt-oss is scored on: {HUB}, or a file, folder or URL that has it"),
     "record": (False, "measure, and print the row that makes it this model's threshold"),
     "to": ("", "where to post: a URL, or board for the competition's; without it nothing leaves this machine"),
-    "form": ("", "json, or the competition's gradio or gradio-gsm8k; default json, for --to board gradio"),
+    "form": ("", "json, or the competition's gradio; default json, for --to board gradio"),
     "result": ("", "post this result, run nothing"),
     "profiles": ("", "serve profiles with commas: each is started, gated, loaded and stopped"),
     "device": ("auto", "with --profiles: auto, embedded, docker or docker-cpu, as with ./inv up"),
@@ -39,7 +38,7 @@ OPTIONS: dict[str, tuple[str | bool, str]] = {
     "replace": (False, "with --profiles: end the server of this checkout that runs"),
 }
 START = ("profiles", "device", "stack", "replace")
-SERVER = ("model", "port", "url", "silence", "text", "output", "lm_eval")
+SERVER = ("model", "port", "url", "silence", "text", "output")
 SHAPE = ("tp", "isl", "osl", "conc", "max_model_len", "random_range_ratio", "num_prompts", "result_filename")
 ACCURACY = (*SERVER, *SHAPE, "fetch_text", "record")
 LOAD = (*SERVER, *SHAPE, "warmups", "seed", "limit", "fresh", "cited")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sparkforge.bench import baselines, batch, gate, lm_eval, report, settings, text
+from sparkforge.bench import baselines, batch, gate, report, settings, text
 from sparkforge.bench.baselines import AccuracyThreshold, Baselines, missing_figures
 from sparkforge.bench.batch import LIMIT_SECONDS, Bench
 from sparkforge.bench.gate import Passage
@@ -145,12 +145,10 @@ def _bench(prepared: Prepared) -> Bench:
 
 def _gate(prepared: Prepared) -> Gate:
     """Run the gate, write accuracy.json, print every check. Raises BenchmarkError."""
-    tasks = [task for task in prepared.flags.get("lm_eval", "").split(",") if task]
     threshold = prepared.baselines.threshold(prepared.endpoint.model, prepared.passage.name)
     name = "sanity" if threshold and threshold.sanity else "accuracy"
     with Steps(1).step(name, f"{prepared.endpoint.model} on {prepared.passage.name}"):
-        extra = lm_eval.checks(prepared.endpoint, prepared.baselines, tasks)
-        verdict = gate.run(prepared.endpoint, prepared.baselines, prepared.passage, extra)
+        verdict = gate.run(prepared.endpoint, prepared.baselines, prepared.passage)
         write_atomic(prepared.output / f"{GATE_NAME}.json", verdict.model_dump_json(indent=2) + "\n")
         gate.print_gate(verdict)
         gate.require(verdict)

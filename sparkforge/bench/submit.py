@@ -184,7 +184,6 @@ def columns(team: str, result: Result, figure: CitedFigure | None) -> dict[str, 
     m, cited = result.metrics, figure.values if figure else {}
     if m is None:
         raise InputError("the result holds no figures", "it did not pass", "./inv bench.perf", code="input.result")
-    gsm8k = next((check.value for check in result.gate.checks if check.name == "gsm8k"), None)
     figures: dict[str, float | None] = {
         "conc": result.config.conc,
         "e2e": m.e2el_ms.median,
@@ -196,7 +195,6 @@ def columns(team: str, result: Result, figure: CitedFigure | None) -> dict[str, 
         "bits_per_byte": result.gate.bits_per_byte,
         "byte_perplexity": result.gate.byte_perplexity,
         "word_perplexity": result.gate.word_perplexity,
-        "gsm8k": gsm8k,
     }
     for name in ("e2e", "tput", "interactivity"):
         measured, published = figures[name], figures[f"cited_{name}"]
@@ -204,16 +202,15 @@ def columns(team: str, result: Result, figure: CitedFigure | None) -> dict[str, 
     return {"team": team, **{name: 0.0 if value is None else value for name, value in figures.items()}}
 
 
-_LOAD_COLUMNS = (
-    *("team", "conc", "e2e", "tput", "cited_e2e", "cited_tput", "e2e_ratio", "tput_ratio"),
-    *("interactivity", "cited_interactivity", "interactivity_ratio"),
-)
 # Name → the columns of the competition's form; none for our JSON.
 FORMS: dict[str, tuple[str, ...]] = {
     "json": (),
-    # danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary) and of 2026-03-04 (source).
-    "gradio": (*_LOAD_COLUMNS, "bits_per_byte", "byte_perplexity", "word_perplexity"),
-    "gradio-gsm8k": (*_LOAD_COLUMNS, "gsm8k"),
+    # danielhua23/amdgpu_inferencemax_bounty, gptoss_benchmark of 2025-12-03 (binary).
+    "gradio": (
+        *("team", "conc", "e2e", "tput", "cited_e2e", "cited_tput", "e2e_ratio", "tput_ratio"),
+        *("interactivity", "cited_interactivity", "interactivity_ratio"),
+        *("bits_per_byte", "byte_perplexity", "word_perplexity"),
+    ),
 }
 
 

@@ -71,8 +71,8 @@ def test_a_sanity_check_is_never_called_a_gate(endpoint, table, passage, capsys)
 
 
 def test_thresholds_hold_from_below_too():
-    assert not gate.bounded("gsm8k", 0.9, 0.91, upper=False).ok
-    assert gate.bounded("gsm8k", 0.91, 0.91, upper=False).ok
+    assert not gate.bounded("figure", 0.9, 0.91, upper=False).ok
+    assert gate.bounded("figure", 0.91, 0.91, upper=False).ok
     assert not gate.bounded("x", math.nan, 0.91, upper=False).ok
     assert not gate.bounded("x", math.nan, 0.91, upper=True).ok
 

@@ -1,4 +1,4 @@
-"""Report, schema and lm-eval: what is written, without a browser."""
+"""Report and schema: what is written, without a browser."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import jsonschema
 import pytest
 
-from sparkforge.bench import batch, lm_eval, report, schema
+from sparkforge.bench import batch, report, schema
 from sparkforge.bench.baselines import FILE
-from sparkforge.core.errors import BenchmarkError, InputError, ProcessError, UsageError
+from sparkforge.core.errors import InputError
 
 
 def page(folder, results, table):
@@ -138,42 +138,6 @@ def test_throughput_that_counts_prompts_says_so(make_result, capsys):
     printed = " ".join(capsys.readouterr().err.split())
     assert "in+out" in printed
     assert "in+out tok/s/GPU" in batch.line(result)
-
-
-# lm-eval
-
-
-def test_lm_evals_command_and_result(endpoint, table, tmp_path):
-    arguments = lm_eval.command(endpoint, "gsm8k", tmp_path)
-    assert arguments[:3] == ["lm_eval", "--model", "local-completions"]
-    assert f"base_url={endpoint.url}/v1/completions" in arguments[4]
-    assert arguments[arguments.index("--num_fewshot") + 1] == "3"
-    (tmp_path / "m").mkdir()
-    with pytest.raises(ProcessError, match="left no score", check=lambda error: error.code == "process.failed"):
-        lm_eval.score(tmp_path, "gsm8k")
-    results = {"results": {"gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.93}}}
-    (tmp_path / "m" / "results_2026-11-21.json").write_text(json.dumps(results))
-    assert lm_eval.score(tmp_path, "gsm8k") == 0.93
-
-
-def test_lm_evals_score_is_held_against_the_threshold(endpoint, table, tmp_path, monkeypatch):
-    fake = tmp_path / "lm_eval"
-    fake.write_text(
-        '#!/bin/sh\nwhile [ "$1" != --output_path ]; do shift; done\n'
-        'echo \'{"results": {"gsm8k": {"exact_match,strict-match": 0.5}}}\' > "$2/results_1.json"\n'
-    )
-    fake.chmod(0o755)
-    big = endpoint.__class__(endpoint.url, "openai/gpt-oss-120b")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (check,) = lm_eval.checks(big, table, ["gsm8k"])
-    assert "gsm8k is 0.5000 and must be ≥ 0.9100" in check.told
-    with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.undecided"):
-        lm_eval.checks(endpoint, table, ["gsm8k"])
-    with pytest.raises(UsageError, match="not known"):
-        lm_eval.checks(big, table, ["mmlu"])
-    fake.unlink()
-    with pytest.raises(UsageError, match="not installed"):
-        lm_eval.checks(big, table, ["gsm8k"])
 
 
 def test_no_page_or_result_keeps_a_urls_password(make_result, table, tmp_path):

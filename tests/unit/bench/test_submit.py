@@ -121,9 +121,9 @@ def test_the_competitions_form_has_its_fourteen_columns(stub, board_saved, make_
 
 def test_a_shape_without_a_baseline_has_zeros(stub, board_result, tmp_path):
     schema.write(tmp_path / "r.json", board_result(conc=16))
-    send(tmp_path / "r.json", stub.url, "gradio-gsm8k")
+    send(tmp_path / "r.json", stub.url, "gradio")
     assert stub.posted[0]["data"][4:8] == [0.0, 0.0, 0.0, 0.0]
-    assert len(stub.posted[0]["data"]) == 12
+    assert len(stub.posted[0]["data"]) == 14
 
 
 def test_a_form_that_may_have_arrived_is_not_sent_again(stub, board_saved):
@@ -234,7 +234,7 @@ def test_the_board_refuses_what_was_not_measured_as_it_wants(stub, board_result,
         changes = {"gate": {"checks": [ResultCheck(**check) for check in checks(table)]}}
     schema.write(tmp_path / "r.json", board_result(**changes))
     with pytest.raises(BenchmarkError, check=lambda error: error.code == "benchmark.board") as caught:
-        send(tmp_path / "r.json", *((stub.url, "gradio-gsm8k") if to == "the form" else ("board",)))
+        send(tmp_path / "r.json", *((stub.url, "gradio") if to == "the form" else ("board",)))
     assert why in caught.value.why
     assert stub.posted == []
 

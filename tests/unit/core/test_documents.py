@@ -65,7 +65,7 @@ def test_what_is_well_formed_is_read(tmp_path):
     path.write_text(json.dumps(value), encoding="utf-8")
     assert read_json(path) == value
     assert parse_json('"x"', "an answer") == "x"
-    assert parse_json("[1e999]", "lm-eval", finite=False) == [float("inf")]
+    assert parse_json("[1e999]", "a program", finite=False) == [float("inf")]
     path.write_bytes(b"\xef\xbb\xbfa = 1\r\n[b]\r\nc = 'd'\r\n")
     assert read_toml(path) == {"a": 1, "b": {"c": "d"}}
     assert read_text(path).startswith("a = 1")
