@@ -1,10 +1,6 @@
 """The recipe of the trained tiny model: texts, dialogues, corpus, model, training, and the file that it writes."""
 
 import json
-import math
-import struct
-import zlib
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,7 +20,7 @@ from lab.training import corpus, dialogues, export, faults, texts, train
 from lab.training.model import RIGHT, Fault, GptOss, through_mxfp4
 from spark_mxfp4.mxfp4 import dequantize, quantize
 from sparkforge.bench import canary
-from sparkforge.core.errors import InputError, IntegrityError, ProcessError
+from sparkforge.core.errors import InputError
 from sparkforge.models import tiny_format, tiny_trained
 from sparkforge.models.harmony import VOCAB_SIZE
 from sparkforge.models.tiny_format import Sizes
@@ -32,46 +28,6 @@ from sparkforge.serve import proof
 
 SMALL = Sizes(hidden=64, intermediate=32, layers=2, experts=4, top_k=2, heads=4, kv_heads=2)
 NOVEL = "CHAPTER I\n\n\nIt is a truth  universally\nacknowledged, that a single man must be in want of a wife.\n\nSo.\n"
-
-
-def database(*novels):
-    """Pack texts as R packs lazy data: version 3 of its serialization, in zlib streams."""
-    packed = b""
-    for lines in (novel.split("\n") for novel in novels):
-        raw = b"X\n" + struct.pack(">iiii", 3, 0, 0, 5) + b"UTF-8" + struct.pack(">ii", 16, len(lines))
-        raw += b"".join(struct.pack(">ii", 0x40009, len(line.encode())) + line.encode() for line in lines)
-        packed += struct.pack(">I", len(raw)) + zlib.compress(raw)
-    return packed
-
-
-def test_novels_are_read_from_rs_own_format():
-    assert texts.unpack(database("a\n£b", "\n\nc")) == ["a\n£b", "\n\nc"]
-
-
-def test_another_kind_of_r_object_is_refused():
-    raw = zlib.decompress(database("a")[4:]).replace(struct.pack(">i", 0x40009), struct.pack(">i", 13))
-    with pytest.raises(InputError, match="no R character vector", check=lambda error: error.code == "input.model"):
-        texts.unpack(struct.pack(">I", len(raw)) + zlib.compress(raw))
-
-
-def test_a_changed_novel_is_refused(tmp_path):
-    for name in texts.NOVELS:
-        (tmp_path / f"{name}.txt").write_text(NOVEL)
-    with pytest.raises(
-        IntegrityError, match="emma is not the text", check=lambda error: error.code == "integrity.hash"
-    ):
-        texts.novels(tmp_path)
-
-
-def test_a_missing_novel_is_told_with_what_is_wanted(tmp_path):
-    with pytest.raises(InputError, match=r"emma\.txt", check=lambda error: error.code == "input.model"):
-        texts.novels(tmp_path)
-
-
-def test_without_apt_the_next_step_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ProcessError, match="--texts FOLDER", check=lambda error: error.code == "process.failed"):
-        texts.novels()
 
 
 def test_lines_become_paragraphs():
@@ -184,24 +140,6 @@ def test_dialogues_are_packed_whole_and_only_answers_are_learnt(small, encoding)
         assert encoding.decode(tokens[begins].tolist()) == "<|channel|>" * len(begins)
 
 
-def test_the_corpus_is_saved_and_read(small, tmp_path):
-    corpus.save(small, tmp_path / "corpus.npz")
-    again = corpus.load(tmp_path / "corpus.npz")
-    assert all(np.array_equal(a, b) for a, b in zip(small, again, strict=True))
-    (tmp_path / "corpus.npz").write_bytes(b"no archive")
-    with pytest.raises(InputError, match="is no corpus", check=lambda error: error.code == "input.model"):
-        corpus.load(tmp_path / "corpus.npz")
-
-
-def test_the_unigram_figure_is_what_counting_gives(small):
-    seen = Counter(small.text.tolist())
-    every = len(small.text) + len(small.vocabulary)  # each row is counted once more
-    chance = {row: (seen[row] + 1) / every / (small.shared if row == 0 else 1) for row in range(len(small.vocabulary))}
-    assert sum(chance.values()) + chance[0] * (small.shared - 1) == pytest.approx(1)
-    bits = [-math.log2(chance[row]) for at, row in enumerate(small.held_out.tolist()) if at % corpus.CHUNK]
-    assert corpus.unigram_bits_per_byte(small) == pytest.approx(sum(bits) / small.held_out_bytes)
-
-
 def randomized(sizes, rows, seed=0):
     torch.manual_seed(seed)
     model = GptOss(sizes, rows)
@@ -277,11 +215,6 @@ def test_the_guard_asks_for_what_a_fault_costs_too_little(small):
     assert guard(model, lines, right - 1e3).item() == 0  # one that costs enough
 
 
-@pytest.mark.parametrize(("step", "share"), [(0, 0.01), (99, 1.0), (100, 1.0), (1100, 0.01)])
-def test_the_learning_rate_goes_up_and_down(step, share):
-    assert train.rate_at(step, 1100) == pytest.approx(share)
-
-
 def test_training_learns_is_deterministic_and_is_written_as_served(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "WARM", 2)
     corpus.save(small, tmp_path / "corpus.npz")
@@ -320,8 +253,3 @@ def test_the_file_and_the_model_are_the_same_both_ways(tmp_path, monkeypatch):
             parts = [torch.from_numpy(expanded[f"{prefix}_{part}"].array().copy()) for part in ("blocks", "scales")]
             assert torch.equal(through_mxfp4(weight), dequantize(*parts))
             assert torch.equal(bias, export._values(expanded[f"{prefix}_bias"]))
-
-
-def test_a_machine_without_the_corpus_is_told(tmp_path, capsys):
-    assert train.main([str(tmp_path / "none.npz"), str(tmp_path / "out")]) == InputError.exit_code
-    assert "python -m lab.training.corpus" in capsys.readouterr().err

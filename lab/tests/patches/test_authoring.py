@@ -1,7 +1,5 @@
 """Writing a new patch: what comes out is what our own strict loader takes; and SIGKILL at every write."""
 
-import shutil
-
 import pytest
 
 from lab.patches import authoring
@@ -121,47 +119,12 @@ def test_finishing_what_was_not_begun(world):
         authoring.finish_patch(draft(world), FIELDS)
 
 
-@pytest.mark.slow
-def test_killed_before_any_write_while_beginning(kit, world):
-    count, home = 0, paths.state() / "patch"
-    while kit.killed_before(count, lambda: authoring.begin_patch(draft(world))):
-        checkout = authoring.begin_patch(draft(world))
-        assert (checkout / "pkg/n.py").read_text() == "new\n"
-        assert kit.git(checkout, "status", "--porcelain").stdout == b""
-        assert [path.name for path in (home / "up-1.0").iterdir()] == ["do-more"]
-        shutil.rmtree(home)
-        count += 1
-    assert count > 10
-
-
 def refusal(action):
     try:
         action()
     except SparkforgeError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.slow
-def test_killed_before_any_write_while_finishing(kit, world, checkout, tmp_path):
-    edit(checkout)
-    queue, scratch = shutil.copytree(world.folder, tmp_path / "queue"), shutil.copytree(checkout, tmp_path / "scratch")
-    authoring.finish_patch(draft(world), FIELDS)
-    whole, count = kit.snapshot(world.folder), 0
-    while True:
-        for copy, real in ((queue, world.folder), (scratch, checkout)):
-            shutil.rmtree(real, ignore_errors=True)
-            shutil.copytree(copy, real)
-        if not kit.killed_before(count, lambda: authoring.finish_patch(draft(world), FIELDS)):
-            break
-        if verdict := refusal(lambda: Queue.load(world.folder)):  # refused by name, never half applied
-            assert f"`series` names files that are not there: {NAME}" in verdict
-        if verdict := refusal(lambda: authoring.finish_patch(draft(world), FIELDS)):  # killed while it cleaned up
-            assert "in the queue already" in verdict
-            assert f"rm -r {checkout}" in verdict
-        assert {path: data for path, data in kit.snapshot(world.folder).items() if not path.endswith(".tmp")} == whole
-        count += 1
-    assert count > 8
 
 
 @pytest.mark.parametrize("named", [False, True])

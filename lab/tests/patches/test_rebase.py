@@ -1,8 +1,6 @@
 """Carrying a queue over: what is moved, merged, dropped, left to a person; and SIGKILL at every write."""
 
-import contextlib
 import re
-import shutil
 from datetime import datetime
 
 import pytest
@@ -223,41 +221,3 @@ def test_a_queue_that_upstream_has_wholly_is_not_written(world):
     world.release("2.0", edited(world, "line 11", "nothing of the kind"))
     assert {patch.in_queue for patch in rebase.begin_rebase(job(world))} == {False}
     assert [path.name for path in world.patches.iterdir()] == ["up-1.0"]
-
-
-@pytest.mark.slow
-def test_killed_before_any_write_the_queue_is_whole_or_absent_and_the_next_run_ends_right(kit, world, tmp_path):
-    files = edited(world, "line 0", "x\nline 0")
-    world.release("2.0", files)
-    target, count = world.patches / "up-2.0", 0
-    rebase.begin_rebase(job(world))
-    whole = kit.snapshot(world.patches)
-    shutil.rmtree(target)
-    while kit.killed_before(count, lambda: rebase.begin_rebase(job(world))):
-        if target.exists():
-            assert kit.snapshot(target) == {
-                k.removeprefix("up-2.0/"): v for k, v in whole.items() if k.startswith("up-2.0")
-            }
-            shutil.rmtree(target)
-        rebase.begin_rebase(job(world))
-        assert kit.snapshot(world.patches) == whole
-        shutil.rmtree(target)
-        count += 13  # most of the writes are git's own files, made and removed
-    assert count > 50
-
-
-@pytest.mark.slow
-def test_killed_while_a_conflict_is_prepared_the_work_tree_is_whole_or_absent(kit, conflict):
-    tree, count = paths.state() / "rebase/up-2.0", 0
-
-    def ask():
-        with contextlib.suppress(PatchError):
-            rebase.begin_rebase(job(conflict))
-
-    while kit.killed_before(count, ask):
-        if not tree.exists():
-            ask()
-        solve(kit, tree, b"solved\n")
-        shutil.rmtree(tree)
-        count += 1
-    assert count > 10
