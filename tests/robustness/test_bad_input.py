@@ -34,7 +34,6 @@ COMMANDS = {
     "audit.cubin": lambda path: ("audit", {"paths": str(path)}),
     "audit.whl": lambda path: ("audit", {"paths": str(path)}),
     "bench.compare.json": lambda path: ("bench.compare", {"before": str(path), "after": str(path)}),
-    "bench.accept.json": lambda path: ("bench.compare", {"before": str(path), "after": "", "accept": True}),
     "bench.submit.json": lambda path: ("bench.submit", {"team": "a", "result": str(path)}),
     "doctor.log": lambda path: ("doctor", {"log": str(path)}),
 }
