@@ -25,8 +25,6 @@ from unittest import mock
 import httpx
 import zstandard
 
-from lab import debian
-from lab.upstream import hidden
 from robustness.scenario import write
 from robustness.scenarios import archives, benchmarks, checkpoints, patching
 from sparkforge import pins
@@ -389,36 +387,6 @@ def _ninja_log(_scratch: Path) -> list[bytes]:
     return [ninjafile.MAGIC + struct.pack("<i", ninjafile.VERSION) + body]
 
 
-CMAKE = """\
-cmake_minimum_required(VERSION 3.26)  # a comment
-set(TAG "v1.2") #[[ bracket ]]
-if(DEP_SRC_DIR)
-  FetchContent_Declare(dep SOURCE_DIR ${DEP_SRC_DIR} BINARY_DIR x)
-elseif(NOT OTHER)
-  FetchContent_Declare(dep GIT_REPOSITORY https://example.org/dep.git GIT_TAG ${TAG})
-else()
-  set(x [==[ raw ]==] "a;b\\"c")
-endif()
-execute_process(COMMAND git describe)
-"""
-CARGO = """\
-version = 4
-[[package]]
-name = "a"
-version = "1.0"
-source = "git+https://example.org/a?rev=1#0123456789abcdef0123456789abcdef01234567"
-dependencies = ["b"]
-"""
-
-
-def _read_declared(name: str) -> Read:
-    def read(data: bytes, scratch: Path) -> None:
-        write(scratch / "src" / name, data)
-        hidden.declared(scratch / "src")
-
-    return read
-
-
 # The network
 
 
@@ -669,9 +637,6 @@ image = "debian"
 digest = "sha256:{}"
 size = 7
 """.format("0" * 64)
-DEBIAN = (
-    f"# Made from deploy/debian.toml\n# snapshot 20261101T000000Z\n{'0' * 64}  debian/pool/main/t/tini/tini_1.deb\n"
-)
 CONFIG = checkpoints.READ["config.json"]
 
 
@@ -764,7 +729,6 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("pins", _pins_without_git, _loaded(pins.load, "pins.toml"), cost=8.0)
     yield Parser("pins-small", _texts(PINS, PINS.replace("size = 7\n", "")), _loaded(pins.load, "pins.toml"))
     yield Parser("lock", _texts(LOCK), _read_lock, cost=2.0)
-    yield Parser("debian-lock", _texts(DEBIAN), _loaded(debian.read, "x.txt"))
     yield Parser("index-html", _texts(INDEX_HTML), _read_index("text/html"), _answering, cost=4.0)
     yield Parser(
         "index-json", _texts(INDEX_JSON), _read_index("application/vnd.pypi.simple.v1+json"), _answering, cost=4.0
@@ -778,8 +742,6 @@ def _parsers() -> Iterator[Parser]:
     yield Parser("sass", _texts(SASS), _read_sass, _fake_nvdisasm)
     yield Parser("ninja", _texts(NINJA), _loaded(ninjafile.statements, "build.ninja"))
     yield Parser("ninja-deps", _ninja_log, _loaded(ninjafile.reported, ".ninja_deps"))
-    yield Parser("cmake", _texts(CMAKE), _read_declared("CMakeLists.txt"), cost=2.0)
-    yield Parser("cargo-lock", _texts(CARGO), _read_declared("Cargo.lock"), cost=2.0)
     yield Parser("stream", _texts(STREAM), _read_stream, _answering, cost=6.0)
     yield Parser("first-token", _texts(TOKEN),
                  _read_first_token, _answering, cost=6.0)  # fmt: skip

@@ -9,11 +9,9 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,44 +99,6 @@ def write_queue(directory, *diffs, header=HEADER):
     return directory
 
 
-OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate"}
-WRITING = os.O_WRONLY | os.O_RDWR
-
-
-def killed_before(number, action):
-    """Run `action` in a forked process that is killed by SIGKILL before its operation `number` (from 0).
-
-    Returns False if it came to its end before that. No `finally` of ours runs in a killed process, so what it leaves in
-    the folder for temporary files is removed here.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        return _killed_before(number, action, scratch)
-
-
-def _killed_before(number, action, scratch):
-    child = os.fork()
-    if child == 0:
-        tempfile.tempdir = scratch
-        left = number
-
-        def hook(event, args):
-            nonlocal left
-            if event in OPERATIONS or (event == "open" and args[2] & WRITING):
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-
-        sys.addaudithook(hook)
-        try:
-            action()
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 def sdist(top, files):
     """Return the bytes of a .tar.gz with {path: text} under the folder `top`; a file whose text is None is left out."""
     data = io.BytesIO()
@@ -161,7 +121,6 @@ def kit():
         git=git,
         diff=diff,
         write_queue=write_queue,
-        killed_before=killed_before,
         sdist=sdist,
     )
 

@@ -1,4 +1,4 @@
-"""Writing a new patch: what comes out is what our own strict loader takes; and SIGKILL at every write."""
+"""Writing a new patch: what comes out is what our own strict loader takes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Carrying a queue over: what is moved, merged, dropped, left to a person; and SIGKILL at every write."""
+"""Carrying a queue over: what is moved, merged, dropped, left to a person."""
 
 import re
 from datetime import datetime

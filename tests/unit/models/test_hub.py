@@ -386,47 +386,6 @@ def test_a_new_revision_replaces_the_files_of_the_old_one_and_no_others(server, 
     assert not (target / ".sparkforge-partial").exists()
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_step_of_a_change_of_revision_heals(server, target, tmp_path):
-    hub.fetch_checkpoint(Hub(NAME, COMMIT), tmp_path / "old")
-    changed_revision(server)
-    server.server.request_queue_size = 64
-    operations = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
-    step = 0
-    killed = True
-    while killed:
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(tmp_path / "old", target)
-        child = os.fork()
-        if child == 0:
-            left = step
-
-            def hook(event, _args):
-                nonlocal left
-                if event in operations:
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    left -= 1
-
-            sys.addaudithook(hook)
-            try:
-                hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
-            except BaseException:  # noqa: BLE001 - the child must not return into pytest
-                os._exit(1)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        killed = os.WIFSIGNALED(status)
-        assert killed or os.WEXITSTATUS(status) == 0
-        for name in (SHARDS[0], "config.json", "tokenizer.json"):  # of both revisions
-            assert (target / name).read_bytes() == server.files[name]
-        hub.fetch_checkpoint(Hub(NAME, COMMIT), target)
-        assert names(target) == sorted([*set(READ) - {"chat_template.jinja"}, "special_tokens_map.json",
-                                        "sparkforge-model.json"])  # fmt: skip
-        assert (target / SHARDS[1]).read_bytes() == server.files[SHARDS[1]]
-        step += 1
-    assert step > 5
-
-
 def test_a_link_to_a_folder_stays_a_link(server, target, tmp_path):
     target.parent.mkdir(parents=True)
     (tmp_path / "disk").mkdir()

@@ -5,7 +5,6 @@ import csv
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import subprocess
@@ -366,21 +365,6 @@ def test_a_queue_that_is_not_the_locked_one_is_refused_and_locking_it_raises_the
     patch.write_text(patch.read_text().replace("-line 5", "-line five"))
     with pytest.raises(PatchError, match="does not apply", check=lambda error: error.code == "patch.conflict"):
         world.lock()
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_no_half_wheel(world, kit):
-    world.lock()
-    wheel = world.patched()
-    good = wheel.path.read_bytes()
-    for number in itertools.count():
-        wheel.path.unlink(missing_ok=True)
-        if not kit.killed_before(number, world.patched):
-            break
-        assert not wheel.path.exists() or wheel.path.read_bytes() == good
-        assert world.patched().path.read_bytes() == good
-        assert not [path for path in wheel.path.parent.iterdir() if path.suffix == ".tmp"]
-    assert number > 3
 
 
 def test_a_full_disk_leaves_nothing(world, monkeypatch):

@@ -91,17 +91,6 @@ def test_the_record_of_an_older_version_is_left_out_in_one_line(state):
     assert known_good.read() == [START]
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_step_leaves_the_old_or_the_new_record(kit):
-    starts(1)
-    number = 0
-    while kit.killed_before(number, lambda: starts(2)):
-        assert [start.plan.port for start in known_good.read()] in ([1], [2, 1])
-        number += 1
-    assert number > 3
-    assert known_good.read()[0].plan.port == 2
-
-
 @pytest.mark.parametrize(
     ("number", "running", "port"),
     [

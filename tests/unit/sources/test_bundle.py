@@ -261,37 +261,6 @@ def test_the_hash_of_the_whole_bundle_is_checked_or_its_lack_is_told(tmp_path, w
     assert sha256 in "".join(output.split())
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_step_of_packing_or_unpacking_leaves_nothing_half_trusted(tmp_path, world, kit):
-    bring_dep()
-    room = tmp_path / "room"
-    file, out = room / "b.tar", room / "out"
-    bundle.make(tmp_path / "good.tar", stack="spark")
-
-    def pack():
-        bundle.make(file, stack="spark")
-
-    def unpack():
-        bundle.unpack(tmp_path / "good.tar", out)
-
-    def check_pack():
-        assert manifest.load(file) is None or file.read_bytes() == (tmp_path / "good.tar").read_bytes()
-        pack()
-        assert file.read_bytes() == (tmp_path / "good.tar").read_bytes()
-        assert sorted(path.name for path in room.iterdir()) == [".b.tar.lock", "b.tar", "b.tar.manifest.json"]
-        manifest.remove(room)
-
-    def check_unpack():
-        unpack()
-        wanted = {path: member["sha256"] for path, member in index(out)["members"].items()}
-        assert {path: fetch.sha256_file(out / path) for path in wanted} == wanted
-        assert sorted(path.name for path in room.iterdir()) == [".out.lock", "out", "out.manifest.json"]
-        manifest.remove(room)
-
-    assert kit.kill_at_each_step(pack, check_pack) >= 8
-    assert kit.kill_at_each_step(unpack, check_unpack) >= 20
-
-
 def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

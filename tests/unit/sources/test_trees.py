@@ -74,34 +74,6 @@ def test_an_unknown_stack_names_the_known(kit):
         trees.fetch_sources("t", table=kit.upstream(FILES))
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_step_leaves_nothing_half_trusted(kit):
-    pins = kit.upstream(FILES)
-    unpacked = kit.install_pins(pins)
-
-    def action():
-        trees.fetch_sources("s", table=pins)
-
-    def whole():
-        return {
-            str(file.relative_to(unpacked)): file.read_text() for file in unpacked.rglob("*") if file.is_file()
-        } == FILES
-
-    def check():
-        assert manifest.load(unpacked) is None or whole()
-        action()
-        assert whole()
-        assert sorted(path.name.replace(unpacked.name, "H") for path in unpacked.parent.iterdir()) == [
-            ".H.lock",
-            "H",
-            "H.manifest.json",
-            "H.sha256",
-        ]
-        shutil.rmtree(unpacked.parent)
-
-    assert kit.kill_at_each_step(action, check) >= 15
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     for name in (offline.VARIABLE, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
