@@ -20,7 +20,6 @@ from sparkforge.core.errors import UsageError
     stale="remove what other versions left",
     all="remove every module; asks first",
     list_="instead: list the modules, their sizes, and what a rebuild of each costs",
-    files="instead: remove fetched and patched files that no pin or lock of this checkout names; asks first",
     dry_run=DRY_RUN,
     yes="do not ask",
     root="the cache's folder, if it is not FlashInfer's own",
@@ -33,28 +32,19 @@ def clean_cache(  # noqa: PLR0913, PLR0917 - a parameter an option
     stale: bool = False,
     all: bool = False,  # noqa: A002 - the option's name
     list_: bool = False,
-    files: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     root: str = "",
     container: bool = False,
 ) -> None:
-    """Remove compiled FlashInfer modules, or files that no pin names.
+    """Remove compiled FlashInfer modules.
 
     A module that a live process uses stays.
     """
     chosen_modules = module or changed or stale or all
-    if list_ and (chosen_modules or files or dry_run or yes):
+    if list_ and (chosen_modules or dry_run or yes):
         why = "it removes nothing; it goes with --root or --container"
         raise UsageError("--list goes with none of these options", why, "./inv clean-cache --list")
-    if files:
-        from sparkforge.sources import prune
-
-        if chosen_modules or root or container:
-            failure, why = "--files goes with --dry-run and --yes alone", "the other options choose compiled modules"
-            raise UsageError(failure, why, "./inv clean-cache --files --dry-run")
-        prune.prune(dry_run=dry_run, yes=yes)
-        return
     if container:
         from sparkforge.image import volume
 

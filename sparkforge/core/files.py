@@ -135,7 +135,7 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         raise StorageError(
             f"not enough room for {purpose}",
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            "free some (./inv clean-cache --files), or set SPARKFORGE_STATE and SPARKFORGE_CACHE to a larger disk",
+            "rm -r ~/.cache/sparkforge/files   # what is needed is fetched again; or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
             code="storage.full",
         )
 
