@@ -135,7 +135,7 @@ def require_space(directory: Path, needed: int, purpose: str) -> None:
         raise StorageError(
             f"not enough room for {purpose}",
             f"{existing} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed",
-            "rm -r ~/.cache/sparkforge/files   # what is needed is fetched again; or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
+            "rm -r ~/.cache/sparkforge/files   # fetched again if needed; or set SPARKFORGE_STATE and SPARKFORGE_CACHE",
             code="storage.full",
         )
 
