@@ -1,10 +1,7 @@
 """The table of daily times: its numbers, and that the guide has the one of the saved figures."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -42,38 +39,6 @@ def test_figures_that_are_not_whole_are_refused(runs):
 def test_the_names_are_those_that_the_engine_tests_measure():
     tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests/engine").glob("test_*.py"))
     assert sorted(re.findall(r'figures\.measured\("(.+)"\)', tests)) == sorted(daily_page.NAMES)
-
-
-TRIES = """
-def test_a_first_try_that_fails(figures):
-    with figures.measured("a"):
-        pass
-    assert False
-
-def test_its_second_try(figures):
-    for _ in range(figures.repeats):
-        with figures.measured("a"):
-            pass
-
-def test_another_that_fails(figures):
-    with figures.measured("b"):
-        pass
-    assert False
-"""
-
-
-@pytest.mark.slow
-def test_a_second_try_of_a_test_adds_no_runs_to_the_first_ones(tmp_path):
-    (tmp_path / "test_tries.py").write_text(TRIES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/engine/conftest.py").read_text(encoding="utf-8"))
-    figures = tmp_path / "daily.json"
-    environment = {**os.environ, "ENGINE_FIGURES": str(figures), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert "2 failed, 1 passed" in result.stdout, result.stdout + result.stderr
-    times = json.loads(figures.read_text())["seconds_to"]
-    assert {name: len(runs) for name, runs in times.items()} == {"a": daily_page.RUNS}
 
 
 def test_the_guide_has_the_table_of_the_saved_figures():

@@ -43,6 +43,8 @@ STATE = {
     "server.end.json": ("doctor", "status"),
     "failure.json": ("doctor",),
     "up.json": ("doctor",),
+    "build/audit-x.json": ("doctor",),
+    "x.manifest.json": ("doctor",),
 }
 FILES = ("a folder", "a pipe", "no permission", "nothing", "a broken link", "itself")
 KINDS = (*CONTENTS, *FILES)

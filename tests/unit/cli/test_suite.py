@@ -1,10 +1,5 @@
 """`./inv test` and `./inv check`: what they start, and what their failures say."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from shutil import copy
 from types import SimpleNamespace
 
 import pytest
@@ -106,44 +101,6 @@ def test_options_that_do_not_go_together_are_refused(started, options):
     assert not hasattr(started, "arguments")
 
 
-NOTES = """
-import os, pathlib, time, pytest
-@pytest.mark.parametrize("n", range(3))
-def test_it(n, request):
-    file = request.node.nodeid.split("::")[0]
-    with open(os.environ["NOTES"], "a") as notes:
-        notes.write(f"{os.environ['PYTEST_XDIST_WORKER']} {file}\\n")
-    time.sleep(0.1)
-"""
-FILES = [  # in the order in which one worker would take them
-    "integration/test_bench.py", "integration/test_road.py", "engine/test_x.py", "integration/test_audit.py",
-    "integration/test_kernels.py", "integration/test_sources.py", "unit/test_a.py", "unit/test_b.py",
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_what_shares_a_server_or_the_compilers_stays_with_one_worker_and_comes_first(tmp_path):
-    for name in FILES:
-        file = tmp_path / "tests" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(NOTES + "pytestmark = pytest.mark.integration\n" * name.startswith("integration/"))
-    copy(ROOT / "tests/conftest.py", tmp_path / "tests")
-    copy(ROOT / "pyproject.toml", tmp_path)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(tmp_path / "notes")}
-    command = [sys.executable, "-m", "pytest", "--numprocesses=2", "tests"]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f" {3 * len(FILES)} passed" in result.stdout.splitlines()[-1]
-    notes = [line.split() for line in Path(env["NOTES"]).read_text().splitlines()]
-    of = {name: {worker for worker, file in notes if file == f"tests/{name}"} for name in FILES}
-    assert all(len(workers) == 1 for workers in of.values()), "a file stays with one worker"
-    assert of["engine/test_x.py"] == of["integration/test_bench.py"] == of["integration/test_road.py"]
-    assert of["integration/test_audit.py"] == of["integration/test_kernels.py"] != of["integration/test_road.py"]
-    ranks = [[FILES.index(file.partition("/")[2]) for by, file in notes if by == worker] for worker in ("gw0", "gw1")]
-    assert ranks == [sorted(files) for files in ranks]
-    assert {files[0] for files in ranks} == {0, 3}, "each worker begins with one of the two long kinds"
-
-
 @pytest.mark.parametrize(
     ("machine", "installed", "failed"),
     [("aarch64", False, "one, three"), ("aarch64", True, "one, three, shell"),
@@ -174,9 +131,3 @@ def test_every_check_runs_and_those_that_failed_are_named(monkeypatch, tmp_path,
     assert output.out.startswith("bad says x\n")
     assert output.out.endswith("['--check'] a page is old\n")
     assert ("NOT CHECKED: shellcheck" in " ".join(output.err.split())) == (failed == "one, three")
-
-
-def test_shell_scripts_are_known_by_their_first_line():
-    names = {file.name for file in suite.shell_scripts()}
-    assert {"inv", "run", "packages", "start", "with-ca", "engine.sh"} <= names
-    assert not {name for name in names if name.endswith((".py", ".toml", ".yml"))}

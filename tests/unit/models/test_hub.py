@@ -433,22 +433,6 @@ def test_a_hub_that_names_no_commit_or_sends_more_than_it_says_is_refused(server
     assert not target.exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{",
-        "[" * 200_000,
-        '{"files": 1}',
-        '{"repository": "x", "revision": "x", "files": {"config.json": {"sha256": "../x"}}}',
-    ],
-)
-def test_a_mirrors_malformed_note_is_an_error_of_ours(fetched, text):
-    (fetched / "sparkforge-model.json").write_text(text)
-    with pytest.raises(errors.InputError, match="cannot be read", check=lambda error: error.code == "input.model"):
-        Mirror(fetched, NAME, "")
-
-
 @pytest.mark.parametrize("config", ["[]", "[" * 200_000, '{"model_type": "gpt_oss", "quantization_config": [1]}'])
 def test_a_malformed_config_is_an_error_of_ours(server, target, config):
     server.listed = server.files = {**server.files, "config.json": config.encode()}

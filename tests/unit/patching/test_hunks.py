@@ -82,30 +82,6 @@ def test_on_another_text_we_are_exactly_as_strict_as_git_without_offsets(kit, be
             assert (applied, moved, result) == (True, False, ours)
 
 
-@pytest.mark.slow
-@RELAXED
-@given(before=TEXT, after=TEXT, data=st.data())
-def test_what_we_take_of_a_damaged_patch_git_takes_with_the_same_result(kit, before, after, data):
-    if before == after:
-        return
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        diff = kit.diff(scratch / "diff", {"f": before}, {"f": after})
-        at = data.draw(st.integers(0, len(diff) - 1))
-        piece = data.draw(
-            st.sampled_from([b"", b"\0", b"\n", b" ", b"+", b"-1", b"9" * 30, b"9" * 5000, b"\\ No\n", b"@@"])
-        )
-        cut = data.draw(st.sampled_from([diff[: at - len(diff)], diff[:at] + piece + diff[at + 1 :], diff[:-1]]))
-        try:
-            (change,) = parse("0001-x.patch", cut.decode())
-            ours = change.apply(before.encode())
-        except (PatchError, UnicodeDecodeError):
-            return
-        if change.path == "f":
-            applied, _, result = git_apply(kit, scratch / "tree", before, cut)
-            assert (applied, result) == (True, ours)
-
-
 @pytest.mark.parametrize("ending", ["\n", ""])
 def test_a_patch_cut_by_its_last_byte_is_refused_as_git_refuses_it(kit, tmp_path, ending):
     before = "a\nb\nc" + ending

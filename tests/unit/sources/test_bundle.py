@@ -4,7 +4,6 @@ import io
 import json
 import os
 import platform
-import random
 import sys
 import tarfile
 
@@ -227,24 +226,6 @@ def test_an_altered_bundle_is_refused_by_name_and_nothing_is_left(tmp_path, worl
     bad = rewrite(tmp_path / "b.tar", tmp_path / "bad.tar", change)
     with pytest.raises((IntegrityError), match=message):
         bundle.unpack(bad, tmp_path / "room/out")
-    assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
-
-
-def test_a_bundle_cut_or_flipped_anywhere_is_refused(tmp_path, world):
-    bundle.make(tmp_path / "b.tar", stack="spark")
-    whole = (tmp_path / "b.tar").read_bytes()
-    end = len(whole.rstrip(b"\0")) + 1024  # one block of the end mark may go: nothing of the content is lost
-    dice = random.Random(3)  # noqa: S311 - the same places each time
-    for length in [*range(0, end - 512, 512 * 7), *dice.sample(range(end - 1024), 60)]:
-        (tmp_path / "cut.tar").write_bytes(whole[:length])
-        with pytest.raises(IntegrityError):
-            bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
-    with tarfile.open(tmp_path / "b.tar") as tar:
-        spans = [range(member.offset_data, member.offset_data + member.size) for member in tar.getmembers()]
-    for offset in dice.sample([byte for span in spans[1:] for byte in span], 60):
-        (tmp_path / "cut.tar").write_bytes(whole[:offset] + bytes([whole[offset] ^ 4]) + whole[offset + 1 :])
-        with pytest.raises(IntegrityError, match="not what the index says"):
-            bundle.unpack(tmp_path / "cut.tar", tmp_path / "room/out")
     assert [path.name for path in (tmp_path / "room").iterdir()] == [".out.lock"]
 
 
