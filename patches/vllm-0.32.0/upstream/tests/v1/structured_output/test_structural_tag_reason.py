@@ -13,7 +13,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
@@ -66,3 +66,27 @@ def test_field_is_named(request_, field):
             )
         )  # fmt: skip
     assert caught.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    ("format_", "error"),
+    [({"type": "json_object"}, VLLMValidationError), (None, GenerationError)],
+)
+def test_a_grammar_without_a_text_is_the_clients_fault(format_, error):
+    request = ChatCompletionRequest(
+        messages=[], **({"response_format": format_} if format_ else {})
+    )
+
+    async def fail():
+        raise GenerationError("Internal server error")
+
+    serving = MagicMock(
+        has_kv_connector=False,
+        _naming_grammar_field=GenerateBaseServing._naming_grammar_field,
+    )
+    with pytest.raises(error):
+        asyncio.run(
+            GenerateBaseServing._with_kv_transfer_rejection_cleanup(
+                serving, fail(), request, None
+            )
+        )
